@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock and this package.
+# Does nothing when that is already done; a run that was interrupted is repaired by the next one.
+#
+#   SGL_EXT_VENV    where the virtual environment goes   (default: .venv beside this folder)
+#   SGL_EXT_PYTHON  the Python 3.11 to build it from     (default: python3.11, then python3)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${SGL_EXT_VENV:-$root/.venv}
+lock=$root/scripts/cpu.lock
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+need_mib=5000
+
+say() { printf 'sgl_ext: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# The stamp names everything the environment was made from; it is written last.
+stamp=$venv/.sgl_ext_setup
+key=$(cat "$lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1)
+done_already() { [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; }
+done_already && exit 0
+
+mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv"); set SGL_EXT_VENV to a writable place"
+exec 9>"$venv.lock" || die "cannot write $venv.lock; set SGL_EXT_VENV to a writable place"
+if ! flock -n 9; then
+    say "another set-up of $venv is running; waiting for it (up to 30 minutes)"
+    flock -w 1800 9 || die "the other set-up of $venv did not finish in 30 minutes; stop it and run this again"
+fi
+done_already && exit 0
+
+python=${SGL_EXT_PYTHON:-$(command -v python3.11 || command -v python3 || true)}
+[[ -n $python ]] || die "Python 3.11 is needed, no python3 was found; install it or set SGL_EXT_PYTHON"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+    die "$python does not run; set SGL_EXT_PYTHON to a Python 3.11"
+[[ $version == 3.11 ]] ||
+    die "Python 3.11 is needed (the pinned packages are built for it), $python is $version; install 3.11 or set SGL_EXT_PYTHON"
+free_mib=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
+[[ -d $venv || $free_mib -ge $need_mib ]] ||
+    die "the environment needs $need_mib MiB, $(dirname "$venv") has $free_mib MiB free; free some or set SGL_EXT_VENV"
+
+step() { say "[$1/5] $2"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+log=$venv/setup.log
+stopped() {
+    tail -n 15 "$log" >&2
+    die "set-up stopped at: $*. Full log: $log. Run this script again to continue."
+}
+quietly() { "$@" >>"$log" 2>&1 || stopped "$@"; }
+# Reads pip's output and names the number of packages it has got to.
+count() {
+    awk -v tty="$([[ -t 2 ]] && echo 1)" '
+        /^ *(Collecting|Processing) / { n++; if (tty) printf "\rsgl_ext:       %d packages", n; else if (n % 25 == 0) print "sgl_ext:       " n " packages"; fflush() }
+        /^Installing /   { print (tty ? "\r" : "") "sgl_ext:       " n " packages, unpacking"; fflush() }
+    ' >&2
+}
+
+rm -f "$stamp"
+step 1 "virtual environment in $venv"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    rm -rf "$venv"
+    "$python" -m venv "$venv" >&2 ||
+        die "$python -m venv failed; on Debian and Ubuntu: apt-get install python3.11-venv"
+fi
+: >"$log"
+step 2 "PyTorch (CPU build)"
+torch=$(grep -m1 '^torch==' "$lock")
+# Some machines know the CPU build by themselves; everywhere else it is in PyTorch's own index.
+pip install --no-deps "$torch" >>"$log" 2>&1 ||
+    quietly pip install --no-deps --extra-index-url "$torch_cpu_index" "$torch"
+step 3 "SGLang and $(($(grep -c '==' "$lock") - 2)) pinned packages (about 1 GB, a few minutes)"
+pip install --no-deps -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
+step 4 "sgl_ext"
+quietly pip install --no-deps --no-build-isolation --editable "$root"
+quietly "$venv/bin/python" -m sgl_ext.engine.cpu.torchvision_bridge
+step 5 "first import"
+quietly "$venv/bin/python" -c 'import sglang.srt.server_args, sglang.srt.configs, sgl_ext'
+echo "$key" >"$stamp"
+say "environment ready"

@@ -1,0 +1,260 @@
+"""Typed configuration: one section per power, absent means off.
+
+Read once at the edge (``--ext-config``: a YAML or JSON file, or inline JSON), validated whole,
+then passed on unchanged. Sizes are bytes or a string with a unit ("4GiB"); times are seconds or a
+string with a unit ("250ms").
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+)
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration: where, what was found, what would be right."""
+
+
+def _seconds(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a time such as '250ms', or seconds as a number")
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError(f"expected a time such as '250ms' (units {', '.join(_SECONDS)})")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _size(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().isdigit()):
+        raise ValueError("expected a size with a unit such as '4GiB', or bytes as a whole number")
+    return value
+
+
+def _written_size(value: int) -> str:
+    """The largest unit that says ``value`` exactly."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value % size == 0:
+            return f"{value // size}{unit}"
+    return f"{int(value)}B"
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    Field(gt=0, allow_inf_nan=False),
+    PlainSerializer(lambda seconds: f"{seconds:.12g}s"),
+]
+Bytes = Annotated[
+    ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class HostTier(_Section):
+    """Host memory below the device pool."""
+
+    capacity: Bytes
+
+
+class SsdTier(_Section):
+    """Striped SSDs: one directory per device."""
+
+    directories: tuple[Path, ...] = Field(min_length=1)
+    capacity: Bytes
+    """Of each directory."""
+
+    @field_validator("directories")
+    @classmethod
+    def _distinct(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
+        resolved = [directory.expanduser().resolve() for directory in directories]
+        if len(set(resolved)) < len(resolved):
+            raise ValueError("the same directory is named twice")
+        return tuple(resolved)
+
+
+class RemoteTier(_Section):
+    """A Mooncake store."""
+
+    master: str
+    """``host:port`` of its master."""
+
+
+class Tiers(_Section):
+    """KV beyond the device (exact)."""
+
+    host: HostTier | None = None
+    ssd: SsdTier | None = None
+    remote: RemoteTier | None = None
+
+
+class Chunks(_Section):
+    """Position-independent chunk caching (approximate; EPIC)."""
+
+
+class Restore(_Section):
+    """Computes the front of a cached prefix while its back loads (exact; CacheFlow)."""
+
+
+class Swap(_Section):
+    """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
+
+    capacity: Bytes
+    """Host memory for swapped requests."""
+
+
+class Peer(_Section):
+    """Engines of one host lend each other KV memory (exact; SwiftCache)."""
+
+    role: Literal["master", "worker"]
+    lend: Bytes | None = None
+    """Largest share of its own pool a worker lends."""
+
+
+class Clusters(_Section):
+    """Decode over contexts on SSDs by co-activation (approximate; Swarm)."""
+
+    directories: tuple[Path, ...] = Field(min_length=1)
+
+    _distinct = field_validator("directories")(SsdTier._distinct.__func__)  # type: ignore[attr-defined]
+
+
+class ExtConfig(_Section):
+    """The whole configuration; every section is off unless it is present."""
+
+    start_deadline: Seconds = 1800.0
+    """How long the launcher waits for SGLang's schedulers to load the model."""
+
+    tiers: Tiers | None = None
+    chunks: Chunks | None = None
+    restore: Restore | None = None
+    swap: Swap | None = None
+    peer: Peer | None = None
+    clusters: Clusters | None = None
+
+    def sections(self) -> dict[str, _Section]:
+        """The sections that are switched on, by name."""
+        present = {name: getattr(self, name) for name in SECTIONS}
+        return {name: section for name, section in present.items() if section is not None}
+
+    def resolved(self) -> dict[str, Any]:
+        """Every value in force, defaults included, in plain JSON types with units."""
+        return self.model_dump(mode="json")
+
+
+SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
+AVAILABLE: frozenset[str] = frozenset()
+"""Sections this version can start; the others are refused, never ignored."""
+
+
+def load(source: str | Path | Mapping[str, object] | None) -> ExtConfig:
+    """Reads and validates a configuration.
+
+    Args:
+        source: a path, inline JSON (starts with a brace), a mapping, or None for defaults.
+
+    Raises:
+        ConfigError: all problems in one message.
+    """
+    origin, data = _read(source)
+    try:
+        return ExtConfig.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(_describe(problem) for problem in error.errors())
+        raise ConfigError(f"{origin}: {problems}") from None
+
+
+def _read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]:
+    if source is None:
+        return "defaults", {}
+    if isinstance(source, Mapping):
+        return "ext_config", dict(source)
+    text = str(source)
+    if text.lstrip().startswith("{"):
+        try:
+            return "inline configuration", json.loads(text, object_pairs_hook=_without_duplicates)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"inline configuration is not JSON: {error}") from None
+    path = Path(text).expanduser()
+    try:
+        content = path.read_text(encoding="utf-8")
+        data = yaml.load(content, _StrictLoader)  # noqa: S506  (a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from None
+    return str(path), {} if data is None else data
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigError(f"inline configuration names {sorted(twice)} more than once")
+    return dict(pairs)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return cast(dict[Hashable, Any], super().construct_mapping(node, deep))
+
+
+def _describe(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    where = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"unknown key {where!r} ({hint})"
+    found = problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "byte_size_unit" or problem["type"] == "byte_size":
+        message = "expected a size with a unit such as '4GiB', or bytes as a whole number"
+    if problem["type"] == "missing":
+        return f"{where!r} is required"
+    if not where:
+        return f"expected sections ({', '.join(SECTIONS)}), found {type(found).__name__} {found!r}"
+    return f"{where!r}: {message}, found {found!r}"
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    """Names of the fields of the section at ``location``."""
+    model: type[BaseModel] = ExtConfig
+    for name in location:
+        annotation = model.model_fields[name].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,126 @@
+"""SGLang's ``torch_native`` attention backend with the cost of :mod:`.sdpa`.
+
+SGLang selects backends by name and picks Triton helpers for every name it does not know, so the
+registry entry ``torch_native`` itself is replaced; that registry is SGLang's seam for backends.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sgl_ext.engine.cpu.sdpa import CausalBand, attend
+
+STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
+"""Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
+
+
+class Row(NamedTuple):
+    """One row of a forward batch: ``new`` query tokens from ``start`` over ``slots``."""
+
+    start: int
+    new: int
+    slots: torch.Tensor
+    """``[context]`` KV slots in sequence order, the new tokens' included."""
+
+
+class CpuAttnBackend(TorchNativeAttnBackend):
+    """Extend and decode over any rows, several of which may alias one request.
+
+    A row is what SGLang's batch says: its request's slots up to ``seq_len``, of which the last
+    ``extend_len`` are new. K and V of the batch's tokens are in the pool before any row attends,
+    so rows of one request see each other as in a sequential run.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._band = CausalBand()
+        self._rows: list[Row] = []
+        self._swa_rows: list[Row] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._rows = self._rows_of(forward_batch)
+        if self.use_sliding_window_kv_pool:
+            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            # A slot that has left its window has no SWA home; its key is masked or cut off.
+            self._swa_rows = [
+                row._replace(slots=translate(row.slots.long()).clamp_(min=0)) for row in self._rows
+            ]
+
+    def _rows_of(self, forward_batch: Any) -> list[Row]:
+        contexts = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_decode_or_idle():
+            lengths = [1] * len(contexts)
+        elif forward_batch.extend_seq_lens is not None:
+            lengths = forward_batch.extend_seq_lens.tolist()
+        else:
+            return []
+        requests = forward_batch.req_pool_indices.tolist()
+        table = self.req_to_token_pool.req_to_token
+        rows, start = [], 0
+        for request, context, new in zip(requests, contexts, lengths, strict=True):
+            rows.append(Row(start, new, table[request, :context]))
+            start += new
+        return rows
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        if (
+            layer.is_cross_attention
+            or layer.attn_type == AttentionType.ENCODER_ONLY
+            or forward_batch.encoder_lens is not None
+        ):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _forward(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> torch.Tensor:
+        if layer.logit_cap:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} caps its attention logits at {layer.logit_cap}; the CPU "
+                "attention does not, and would give wrong tokens: serve this model on a GPU"
+            )
+        if save_kv_cache and k is not None and v is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        window = layer.sliding_window_size
+        window = window if window is not None and window > -1 else None
+        rows = self._swa_rows if self.use_sliding_window_kv_pool and window else self._rows
+
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        for start, new, slots in rows:
+            # index_select is five times faster than indexing with a tensor here.
+            out[start : start + new] = attend(
+                query[start : start + new],
+                keys.index_select(0, slots).to(q.dtype),
+                values.index_select(0, slots).to(q.dtype),
+                self._band,
+                scale=layer.scaling,
+                window=window,
+            )
+        return out.view(query.shape[0], -1)
+
+
+def install() -> None:
+    """Puts the backend behind the name ``torch_native``."""
+    if os.environ.get(STOCK_ATTENTION) != "1":
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = CpuAttnBackend

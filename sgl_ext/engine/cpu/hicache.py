@@ -1,0 +1,64 @@
+"""HiCache on a machine without an accelerator, so that it can serve as a baseline there.
+
+HiCache copies pages between a device pool and a host pool; here both are host memory. Three of
+its parts exist only for accelerators, and none has a platform seam in 0.5.23:
+
+- the host pool's allocator registers its memory with CUDA: ``ALLOC_MEMORY_FUNCS``, HiCache's own
+  table by device type, gets an entry for ``cpu``;
+- ``transfer_kv_direct`` comes from compiled kernels: the module attribute that
+  ``--hicache-io-backend direct`` calls is set to a copy in torch;
+- 10 GiB of host memory are kept back for the rest of the machine: that is most of a small one,
+  so the reserve is at most an eighth of it.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from sglang.srt.mem_cache.pool_host import base, common, mha
+
+_RESERVE_FRACTION = 8
+
+
+def transfer_kv_direct(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Copies token slots of every layer, whole pages at a time.
+
+    Args:
+        src_layers, dst_layers: per layer ``[slots, ...]``.
+        src_indices, dst_indices: ``[tokens]``, page-aligned runs of ``page_size`` slots.
+    """
+    src_pages = src_indices.cpu()[::page_size] // page_size
+    dst_pages = dst_indices.cpu()[::page_size] // page_size
+    for src, dst in zip(src_layers, dst_layers, strict=True):
+        pages = _by_page(src, page_size).index_select(0, src_pages)
+        _by_page(dst, page_size).index_copy_(0, dst_pages, pages)
+
+
+def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """View ``[slots, ...]`` as ``[slots // page_size, page_size, ...]``; strides may be any."""
+    whole = layer.shape[0] // page_size * page_size
+    return layer[:whole].unflatten(0, (-1, page_size))
+
+
+def install() -> None:
+    """Puts the three parts in place."""
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    mha.transfer_kv_direct = transfer_kv_direct
+    reserve = psutil.virtual_memory().total // _RESERVE_FRACTION
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(base.HICACHE_HOST_MEMORY_RESERVE_BYTES, reserve)
+
+
+def _allocate(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    allocator: common.HostTensorAllocator,
+    **_pinning: object,
+) -> torch.Tensor:
+    return allocator.allocate(dims, dtype=dtype, device=device)

