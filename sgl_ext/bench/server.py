@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,11 +105,9 @@ def _wait_until_ready(server: Server, give_up: float) -> None:
                 f"the server {server.system.name!r} ended with {server.process.returncode}; "
                 f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
             )
-        try:
+        with suppress(requests.RequestException):
             if requests.get(f"{server.url}/health", timeout=5).ok:
                 return
-        except requests.RequestException:
-            pass
         time.sleep(0.2)
     raise SetupError(
         f"the server {server.system.name!r} was not ready in time; "
@@ -133,10 +131,8 @@ def _stop(process: psutil.Popen) -> None:
             process.kill()
             process.wait(_STOP_DEADLINE_S)
     for left in tree:
-        try:
+        with suppress(psutil.NoSuchProcess):
             left.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(tree, timeout=_STOP_DEADLINE_S)
     for segment in shared_memory:
         segment.unlink(missing_ok=True)
@@ -149,13 +145,21 @@ def _tree(process: psutil.Popen) -> list[psutil.Process]:
         return []
 
 
-def _shared_memory_of(tree: list[psutil.Process]) -> set[Path]:
-    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped."""
-    segments = set()
+def _shared_memory_of(tree: list[psutil.Process]) -> list[Path]:
+    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped.
+
+    Matched by inode, because a named semaphore is mapped before it gets its name.
+    """
+    inodes = set()
     for process in tree:
-        try:
-            maps = process.memory_maps()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        segments |= {Path(m.path) for m in maps if m.path.startswith("/dev/shm/")}  # noqa: S108
+        with suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
+                    inodes.add(int(fields[4]))
+    segments = []
+    for path in Path("/dev/shm").iterdir():
+        with suppress(OSError):
+            if path.stat().st_ino in inodes:
+                segments.append(path)
     return segments

@@ -45,7 +45,7 @@ def activate(config: ExtConfig, server_args: Any) -> None:
                 "start without one of the two"
             )
     _require_model(server_args.model_path)
-    hooks.apply(_HOOKS, _SEAMS)
+    hooks.apply(HOOKS, SEAMS)
     _config = config
 
 
@@ -76,7 +76,9 @@ def _require_free_port(host: str, port: int) -> None:
             ) from None
 
 
-def _launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _launch_server(
+    original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any
+) -> Any:
     """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
@@ -169,7 +171,7 @@ def _platform() -> str:
     return type(current_platform).__name__
 
 
-_HOOKS = (
+HOOKS = (
     hooks.Hook(
         "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
         "around",
@@ -190,7 +192,7 @@ _HOOKS = (
     ),
 )
 
-_SEAMS = (
+SEAMS = (
     hooks.Seam(
         "launch_callback of sglang.srt.entrypoints.http_server.launch_server",
         hooks.accepts("sglang.srt.entrypoints.http_server.launch_server", "launch_callback"),

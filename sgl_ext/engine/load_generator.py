@@ -35,7 +35,7 @@ class Timing:
     text: str
 
 
-class RequestFailed(RuntimeError):
+class RequestError(RuntimeError):
     """A request of a run was refused or broken off; the message carries the server's words."""
 
 
@@ -46,7 +46,7 @@ def run(url: str, requests: Sequence[Request], *, concurrency: int | None = None
         Timings in the order of ``requests``.
 
     Raises:
-        RequestFailed: at the first request that failed.
+        RequestError: at the first request that failed.
     """
     # The generator's request functions read their options from a module-wide namespace.
     serving.set_global_args(
@@ -87,6 +87,8 @@ def _input(url: str, request: Request) -> serving.RequestFuncInput:
 
 def _timing(output: serving.RequestFuncOutput) -> Timing:
     if not output.success:
-        raise RequestFailed(output.error.strip()[-2000:])
+        raise RequestError(output.error.strip()[-2000:])
     tpot = sum(output.itl) / len(output.itl) if output.itl else 0.0
-    return Timing(output.ttft, tpot, output.latency, output.cached_tokens, output.generated_text)
+    # The generator's clock waits for text, and a token may be half a character.
+    ttft = output.ttft or output.latency
+    return Timing(ttft, tpot, output.latency, output.cached_tokens, output.generated_text)

@@ -19,7 +19,7 @@ import psutil
 
 _PREFIX = "sgl_ext-"
 _NOTE = "shm-"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+_SHARED_MEMORY = Path("/dev/shm")
 
 _directory: Path | None = None
 

@@ -20,7 +20,7 @@ def _add_report(result: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
     return result
 
 
-_HOOKS = (
+HOOKS = (
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info",
         "after",
@@ -41,4 +41,4 @@ def activate(config: ExtConfig) -> None:
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
-    hooks.apply(_HOOKS)
+    hooks.apply(HOOKS)

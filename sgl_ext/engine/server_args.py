@@ -7,6 +7,7 @@ flags. They do nothing until ``--enable-ext`` (or ``enable_ext=True``) is given.
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from sgl_ext.engine.activation import (
     refuse,
     require_available,
 )
+
+_ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 _requested: ExtConfig | None = None
 """What this process's command line asked for. Programs that parse ``ServerArgs`` and rebuild it
@@ -52,9 +55,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     return record
 
 
-def requested_config(
-    enabled: bool, source: str | Mapping[str, object] | None
-) -> ExtConfig | None:
+def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -> ExtConfig | None:
     """Validates a request; ends the process with one line if it cannot be served."""
     if not enabled:
         if source is not None:
@@ -105,7 +106,7 @@ class _EngineServerArgs:
         return record
 
 
-_HOOKS = (
+HOOKS = (
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         "after",
@@ -126,13 +127,20 @@ _HOOKS = (
     ),
 )
 
+SEAMS = (
+    hooks.Seam(
+        "server_args_class of sglang.srt.entrypoints.engine.Engine",
+        lambda: hasattr(pkgutil.resolve_name(f"{_ENGINE_MODULE}.Engine"), "server_args_class"),
+    ),
+)
+
 
 def register() -> None:
     """Registers the flags; SGLang's plugin loader calls this once per process."""
-    hooks.apply(_HOOKS)
+    hooks.apply(HOOKS)
     # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now;
     # importing it elsewhere would run SGLang's modules before it has resolved its arguments.
-    if (module := sys.modules.get("sglang.srt.entrypoints.engine")) is not None:
+    if (module := sys.modules.get(_ENGINE_MODULE)) is not None:
         engine = module.Engine
         if not isinstance(engine.server_args_class, _EngineServerArgs):
             engine.server_args_class = _EngineServerArgs(engine.server_args_class)

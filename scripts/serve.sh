@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Serves SmolLM2-135M-Instruct with the extension on this machine's CPU; sets everything up first.
+# Arguments go to `python -m sglang.launch_server`: --port, --ext-config, another --model-path, …
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/scripts/setup.sh"
+python=${SGL_EXT_VENV:-$root/.venv}/bin/python
+
+defaults=()
+if [[ " $* " != *" --model"[-=\ ]* && " $* " != *" --help "* && " $* " != *" -h "* ]]; then
+    model=$("$python" -m sgl_ext.models SmolLM2-135M-Instruct)
+    # 64k tokens of KV are 1.4 GiB; SGLang would otherwise take most of the machine's memory.
+    defaults=(--model-path "$model" --served-model-name SmolLM2-135M-Instruct --max-total-tokens 65536)
+fi
+
+logs=$("$python" -c 'from sgl_ext.packages import cache_dir; print(cache_dir() / "logs")')
+mkdir -p "$logs"
+find "$logs" -name 'serve-*.log' -mtime +7 -delete
+log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
+printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
+# The copy outlives Ctrl-C until the server has closed its output.
+exec > >(exec tee -i "$log") 2>&1
+exec "$python" -m sglang.launch_server --enable-ext "${defaults[@]}" "$@"

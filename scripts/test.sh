@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Sets everything up, then lints, type-checks and tests. Arguments go to pytest instead of the
+# default run of everything: scripts/test.sh tests/test_config.py -k size
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/scripts/setup.sh"
+bin=${SGL_EXT_VENV:-$root/.venv}/bin
+cd "$root"
+export PATH=$bin:$PATH
+
+if (($# == 0)); then
+    ruff check .
+    ruff format --check .
+    mypy
+    set -- tests
+fi
+exec "$bin/python" -m pytest "$@"

@@ -1,0 +1,86 @@
+"""``sgl-ext``: looks at configuration and machine; the server itself is SGLang's."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Optional
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from sgl_ext import SUPPORTED_SGLANG, __version__
+from sgl_ext import doctor as _doctor
+from sgl_ext.config import ConfigError, ExtConfig, load
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+_Config = Annotated[
+    Optional[str],  # noqa: UP045  (typer reads it)
+    typer.Option(
+        "--config", "--ext-config", metavar="FILE|JSON", help="As --ext-config of the server."
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def describe(config: _Config = None, as_json: _Json = False) -> None:
+    """Prints the configuration as it would be in force."""
+    resolved = _load(config).resolved()
+    print(json.dumps(resolved, indent=1) if as_json else yaml.safe_dump(resolved, sort_keys=False))
+
+
+@app.command()
+def doctor(config: _Config = None, as_json: _Json = False) -> None:
+    """Says whether a configuration would run here; exit code 0 only if it would."""
+    resolved = _load(config)
+    checks = _doctor.examine(resolved)
+    if as_json:
+        print(json.dumps(_doctor.as_json(checks, resolved), indent=1))
+    else:
+        _print(checks)
+    if not _doctor.would_run(checks):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Runs a benchmark, as python -m sgl_ext.bench does: NAME [--quick] [--out DIR]."""
+    from sgl_ext.bench.__main__ import main as run
+
+    run(context.args)
+
+
+@app.command()
+def version() -> None:
+    """Prints the versions of sgl_ext and of the SGLang it is for."""
+    print(f"sgl_ext {__version__} for SGLang {SUPPORTED_SGLANG}")
+
+
+def _print(checks: list[_doctor.Check]) -> None:
+    colours = {"ok": "green", "note": "yellow", "fail": "red"}
+    table = Table("check", "", "found", "to do", box=None, pad_edge=False)
+    for check in checks:
+        verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
+        table.add_row(check.name, verdict, check.found, check.todo)
+    Console().print(table)
+    run = _doctor.would_run(checks)
+    print("This configuration would run." if run else "This configuration would not run.")
+
+
+def _load(source: str | None) -> ExtConfig:
+    try:
+        return load(source)
+    except ConfigError as error:
+        typer.echo(f"sgl_ext: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

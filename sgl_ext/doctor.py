@@ -1,0 +1,263 @@
+"""Would a given configuration run here? Facts of the machine, and a verdict per section.
+
+Nothing is started and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from sgl_ext import SUPPORTED_SGLANG
+from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Swap, Tiers
+
+Verdict = Literal["ok", "note", "fail"]
+
+_PROBE_DEADLINE_S = 180
+_IO_URING_SETUP = 425  # the same number on every architecture
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``fail`` means that the configuration would not run."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    todo: str = ""
+
+
+def examine(config: ExtConfig) -> list[Check]:
+    """Every check, the machine's first, then one verdict per section."""
+    return [
+        _python(),
+        _torch(),
+        _sglang(),
+        _plugin(),
+        _accelerator(),
+        _hooks(),
+        _memory(),
+        _huge_pages(),
+        _io_uring(),
+        _shared_memory(),
+        *_sections(config),
+    ]
+
+
+def would_run(checks: list[Check]) -> bool:
+    """Whether no check failed."""
+    return all(check.verdict != "fail" for check in checks)
+
+
+def as_json(checks: list[Check], config: ExtConfig) -> dict[str, Any]:
+    """The report in plain JSON types."""
+    return {
+        "would_run": would_run(checks),
+        "config": config.resolved(),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def _python() -> Check:
+    return Check("Python", "ok", platform.python_version())
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"not importable: {error}", "run scripts/setup.sh")
+    return Check("torch", "ok", str(torch.__version__))
+
+
+def _sglang() -> Check:
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        found = "not installed"
+    if found != SUPPORTED_SGLANG:
+        return Check("SGLang", "fail", found, f"install sglang=={SUPPORTED_SGLANG}")
+    return Check("SGLang", "ok", found)
+
+
+def _plugin() -> Check:
+    names = {ep.name for ep in entry_points(group="sglang.srt.plugins")}
+    if "sgl_ext" not in names:
+        return Check(
+            "plugin", "fail", "SGLang does not see this package",
+            "install it (pip install -e .) into the environment that runs SGLang",
+        )  # fmt: skip
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and "sgl_ext" not in [name.strip() for name in allowed.split(",")]:
+        return Check(
+            "plugin", "fail", f"SGLANG_PLUGINS={allowed} leaves it out", "add sgl_ext to it"
+        )
+    return Check("plugin", "ok", "registered with SGLang")
+
+
+def _accelerator() -> Check:
+    try:
+        from sgl_ext.engine.cpu import platform as cpu
+
+        inactive = cpu.reason_inactive()
+    except ImportError as error:
+        return Check("accelerator", "fail", str(error), "run scripts/setup.sh")
+    if inactive is None:
+        return Check("accelerator", "ok", "none; the CPU platform serves")
+    return Check("accelerator", "ok", f"the CPU platform stays out: {inactive}")
+
+
+def _hooks() -> Check:
+    """In a process of its own: importing SGLang here would change this one."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "sgl_ext.engine.probe"],
+            capture_output=True, text=True, timeout=_PROBE_DEADLINE_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Check(
+            "hooks", "fail", f"importing SGLang took over {_PROBE_DEADLINE_S} s", "try again"
+        )
+    last = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
+    found = last[-1] if last else f"exit code {result.returncode}"
+    if result.returncode != 0:
+        return Check("hooks", "fail", found, "reinstall with scripts/setup.sh")
+    return Check("hooks", "ok", f"every hook and seam fits; {found}")
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    return Check("memory", "ok", f"{_gib(memory.available)} available of {_gib(memory.total)}")
+
+
+def _huge_pages() -> Check:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    anonymous = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    try:
+        found = f"anonymous {_chosen(anonymous)}, shared {_chosen(mode)}"
+    except OSError:
+        return Check("huge pages", "note", "this kernel has none", "KV copies use 4 KiB pages")
+    if _chosen(mode) in ("never", "deny"):
+        return Check(
+            "huge pages", "note", found, f"echo advise > {mode} lets shared KV use huge pages"
+        )
+    return Check("huge pages", "ok", found)
+
+
+def _chosen(path: Path) -> str:
+    return path.read_text().partition("[")[2].partition("]")[0]
+
+
+def _io_uring() -> Check:
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
+    descriptor = libc.syscall(_IO_URING_SETUP, 1, parameters)
+    if descriptor >= 0:
+        os.close(descriptor)
+        return Check("io_uring", "ok", "permitted")
+    reason = os.strerror(ctypes.get_errno())
+    return Check("io_uring", "note", f"refused: {reason}", "SSD reads fall back to threads")
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Check("shared memory", "note", f"/dev/shm: {error.strerror}", "mount a tmpfs there")
+    return Check("shared memory", "ok", f"{_gib(usage.free)} free of {_gib(usage.total)}")
+
+
+_NEEDS = {
+    "tiers": "host memory, SSD directories, or a Mooncake master",
+    "chunks": "a model with rotary positions",
+    "restore": "a tier to restore from",
+    "swap": "host memory",
+    "peer": "a second engine on this host",
+    "clusters": "SSD directories, one per device",
+}
+
+
+def _sections(config: ExtConfig) -> Iterator[Check]:
+    present = config.sections()
+    for name in SECTIONS:
+        if name not in present:
+            state = "off" if name in AVAILABLE else "off; not in this version yet"
+            yield Check(name, "ok", f"{state} (needs {_NEEDS[name]})")
+            continue
+        section = present[name]
+        if name not in AVAILABLE:
+            yield Check(name, "fail", "not in this version yet", "remove the section")
+        if isinstance(section, Tiers) and section.ssd is not None:
+            for directory in section.ssd.directories:
+                yield _ssd_directory(name, directory, section.ssd.capacity)
+        if isinstance(section, Clusters):
+            for directory in section.directories:
+                yield _ssd_directory(name, directory, 0)
+        host = section.host.capacity if isinstance(section, Tiers) and section.host else 0
+        host += section.capacity if isinstance(section, Swap) else 0
+        if host > psutil.virtual_memory().available:
+            available = _gib(psutil.virtual_memory().available)
+            yield Check(
+                f"{name} host memory", "fail", f"{_gib(host)} asked, {available} available",
+                "lower its capacity",
+            )  # fmt: skip
+
+
+def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
+    name = f"{section} directory {directory}"
+    if not directory.is_dir():
+        return Check(name, "fail", "does not exist", "create it")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return Check(name, "fail", "not writable", "change its owner or mode")
+    usage = shutil.disk_usage(directory)
+    if capacity > usage.total:
+        return Check(
+            name, "fail", f"capacity {_gib(capacity)} on a disk of {_gib(usage.total)}", "lower it"
+        )
+    found = f"{_gib(usage.free)} free"
+    try:
+        direct = _takes_direct_io(directory)
+    except OSError as error:
+        return Check(name, "fail", f"cannot be written: {error.strerror}", "free or change it")
+    if not direct:
+        return Check(name, "note", f"{found}, no O_DIRECT", "reads go through the page cache")
+    return Check(name, "ok", f"{found}, O_DIRECT")
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    """Writes one aligned block with O_DIRECT; some file systems refuse only the write."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".sgl_ext-doctor-") as file:
+        try:
+            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        try:
+            with mmap.mmap(-1, mmap.PAGESIZE) as block:
+                os.write(descriptor, block)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

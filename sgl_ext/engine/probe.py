@@ -1,0 +1,34 @@
+"""Checks in a process of its own that every hook and seam fits the installed SGLang.
+
+``python -m sgl_ext.engine.probe`` prints one line and exits with 0 only if all do.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from sgl_ext.engine import hooks
+
+
+def main() -> None:
+    try:
+        hooks.require_supported_sglang()
+        from sglang.srt.platforms import current_platform
+
+        # The CPU platform's parts are put in place by importing what they belong to.
+        current_platform.init_backend()
+        from sgl_ext.engine import launcher, scheduler, server_args
+
+        hooks.apply(
+            [*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS],
+            [*server_args.SEAMS, *launcher.SEAMS],
+        )
+    except hooks.ActivationError as error:
+        sys.exit(str(error))
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"SGLang cannot be imported: {error}")
+    print(f"platform {type(current_platform).__name__}")
+
+
+if __name__ == "__main__":
+    main()
