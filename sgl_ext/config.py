@@ -38,7 +38,7 @@ def _seconds(value: object) -> object:
         raise ValueError("expected a time such as '250ms', or seconds as a number")
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]+)\s*", value)
     if match is None or match[2] not in _SECONDS:
         raise ValueError(f"expected a time such as '250ms' (units {', '.join(_SECONDS)})")
     return float(match[1]) * _SECONDS[match[2]]

@@ -5,9 +5,17 @@ from __future__ import annotations
 
 def register() -> None:
     """``sglang.srt.plugins``: makes the flags known; nothing is active before they are given."""
-    from sgl_ext.engine import server_args
+    import sys
 
-    server_args.register()
+    from sgl_ext.engine import activation, hooks, server_args
+
+    try:
+        server_args.register()
+    except hooks.ActivationError as error:
+        # SGLang logs what a plugin raises and goes on: right for who did not ask for us.
+        if "--enable-ext" in sys.argv:
+            activation.refuse(error)
+        raise
 
 
 def activate_cpu_platform() -> str | None:

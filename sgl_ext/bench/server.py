@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
     command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
     if setpriv := shutil.which("setpriv"):
         # A benchmark that is killed takes its servers with it.
-        command = [setpriv, "--pdeathsig", "INT", *command]
+        command = [setpriv, "--pdeathsig", "TERM", *command]
     with tempfile.TemporaryDirectory(prefix="sgl_ext-bench-") as scratch, log.open("wb") as sink:
         process = psutil.Popen(
             command,
@@ -124,7 +123,7 @@ def _stop(process: psutil.Popen) -> None:
     tree = _tree(process)
     shared_memory = _shared_memory_of(tree)
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.wait(_STOP_DEADLINE_S)
         except psutil.TimeoutExpired:

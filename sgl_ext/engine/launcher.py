@@ -31,13 +31,8 @@ _UNSERVED = (
 """Launch paths whose schedulers do not answer the launcher, so that nothing could be verified."""
 
 
-def activate(config: ExtConfig, server_args: Any) -> None:
-    """Verifies that this configuration can serve, and hooks the launch. Idempotent.
-
-    Raises:
-        ActivationError: with what was asked, what was found and what to do.
-    """
-    global _config
+def require_servable(server_args: Any) -> None:
+    """Raises ActivationError for arguments the extension cannot serve, or no server could."""
     for field, is_unserved, what in _UNSERVED:
         if is_unserved(getattr(server_args, field)):
             raise hooks.ActivationError(
@@ -45,6 +40,11 @@ def activate(config: ExtConfig, server_args: Any) -> None:
                 "start without one of the two"
             )
     _require_model(server_args.model_path)
+
+
+def activate(config: ExtConfig) -> None:
+    """Hooks the launch. Raises ActivationError; repeating it changes nothing."""
+    global _config
     hooks.apply(HOOKS, SEAMS)
     _config = config
 
@@ -61,6 +61,19 @@ def _require_model(model_path: str) -> None:
         raise hooks.ActivationError(
             f"--model-path {model_path} does not exist; name a model folder"
         )
+
+
+@contextmanager
+def one_sentence_about_the_model(server_args: Any) -> Iterator[None]:
+    """Turns a model that cannot be read, here or at a hub, into an ActivationError."""
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise hooks.ActivationError(
+            f"cannot read the model --model-path {server_args.model_path}: {reason}; "
+            "name a model folder, or a model that the hub has"
+        ) from error
 
 
 def _require_free_port(host: str, port: int) -> None:

@@ -70,21 +70,25 @@ def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -
     return config
 
 
-def _activate_launcher(_result: None, server_args: Any) -> None:
-    """After the arguments are resolved and before any process is launched."""
-    if in_worker():
-        return
-    if carried_by(server_args) is None and _requested is not None:
+def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
+    """Activates the launcher: its arguments are complete, and no process is launched yet."""
+    if not in_worker() and carried_by(server_args) is None and _requested is not None:
         setattr(server_args, CARRIED, Carried(_requested))
     config = carried_by(server_args)
-    if config is None:
-        return
+    if in_worker() or config is None:
+        return original(server_args)
     from sgl_ext.engine import launcher
 
     try:
-        launcher.activate(config, server_args)
+        launcher.require_servable(server_args)
+        # Resolution reads the environment that SGLang's modules are imported under, so nothing
+        # of SGLang is hooked, and thereby imported, before it is over.
+        with launcher.one_sentence_about_the_model(server_args):
+            original(server_args)
+        launcher.activate(config)
     except hooks.ActivationError as error:
         refuse(error)
+    return None
 
 
 class _EngineServerArgs:
@@ -121,8 +125,8 @@ HOOKS = (
     ),
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.resolve_once",
-        "after",
-        _activate_launcher,
+        "around",
+        _resolve_once,
         "the one step every launcher takes between parsing and spawning",
     ),
 )

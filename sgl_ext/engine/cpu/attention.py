@@ -103,7 +103,11 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         window = layer.sliding_window_size
         window = window if window is not None and window > -1 else None
-        rows = self._swa_rows if self.use_sliding_window_kv_pool and window else self._rows
+        in_swa_pool = (
+            self.use_sliding_window_kv_pool
+            and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        )
+        rows = self._swa_rows if in_swa_pool else self._rows
 
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)

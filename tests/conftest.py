@@ -1,0 +1,76 @@
+"""The model, and the two servers that a test session shares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.models import SMOLLM2, prepare
+
+ROOT = Path(__file__).parent.parent
+POOL = ("--max-total-tokens", "16384")
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return prepare(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def extension(model: Path, logs: Path) -> Iterator[Server]:
+    """SGLang with ``--enable-ext`` and every section off, its memory checks strict."""
+    strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    with serve([System("extension", (*POOL, "--enable-ext"), strict)], model, logs) as (server,):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path, logs: Path) -> Iterator[Server]:
+    """SGLang without the flag, on the same platform."""
+    with serve([System("stock", POOL)], model, logs) as (server,):
+        yield server
+
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def launch(model: Path) -> Launch:
+    """Runs ``sglang.launch_server`` to its end: for starts that must be refused."""
+
+    def run(
+        *arguments: str,
+        model_path: str | None = None,
+        sabotage: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **(environment or {})}
+        if sabotage:
+            env["PYTHONPATH"] = str(ROOT / "tests" / "sabotage")
+            env["SABOTAGE"] = " ".join(sabotage)
+        command = [sys.executable, "-m", "sglang.launch_server", *POOL]
+        command += ["--model-path", model_path or str(model), *arguments]
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    return run
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line of ours that ended a start, which must have failed."""
+    assert result.returncode != 0, result.stdout[-2000:]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sgl_ext: ")]
+    assert len(lines) == 1, result.stderr[-3000:]
+    return lines[0]

@@ -1,0 +1,167 @@
+"""Our CPU attention equals stock ``torch_native`` on random rows of SGLang's real pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from sgl_ext.engine.cpu import sdpa
+from sgl_ext.engine.cpu.attention import CpuAttnBackend
+from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+geometries = st.builds(
+    lambda kv_heads, group, head_dim, window, dtype: Geometry(
+        kv_heads * group, kv_heads, head_dim, window, dtype
+    ),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([16, 64]),
+    st.none() | st.integers(1, 80),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), min_size=1, max_size=4)
+
+
+def assert_equal(trial: AttentionTrial, rows: list[Row]) -> None:
+    tolerance = TOLERANCE[trial.geometry.dtype]
+    query = trial.query(rows)
+    torch.testing.assert_close(
+        trial.extend(trial.ours, query, rows), trial.extend(trial.stock, query, rows),
+        atol=tolerance, rtol=tolerance,
+    )  # fmt: skip
+
+
+@given(geometries, spans, st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_extend(geometry: Geometry, lengths: list[tuple[int, int]], seed: int) -> None:
+    trial = AttentionTrial(geometry, [prefix + new for prefix, new in lengths], seed=seed)
+    assert_equal(trial, [Row(request, *span) for request, span in enumerate(lengths)])
+
+
+@given(geometries, st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**16))
+@settings(max_examples=40, deadline=None)
+def test_decode(geometry: Geometry, contexts: list[int], seed: int) -> None:
+    trial = AttentionTrial(geometry, contexts, seed=seed)
+    rows = [Row(request, context - 1, 1) for request, context in enumerate(contexts)]
+    query = trial.query(rows)
+    tolerance = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(
+        trial.decode(trial.ours, query, rows), trial.decode(trial.stock, query, rows),
+        atol=tolerance, rtol=tolerance,
+    )  # fmt: skip
+
+
+@given(geometries, st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 2**16))
+@settings(max_examples=40, deadline=None)
+def test_rows_that_alias_one_request(geometry: Geometry, cuts: list[int], seed: int) -> None:
+    """A sequence cut into rows of one request attends as in one piece."""
+    trial = AttentionTrial(geometry, [sum(cuts)], seed=seed)
+    starts = [sum(cuts[:index]) for index in range(len(cuts))]
+    whole = [Row(0, 0, sum(cuts))]
+    query = trial.query(whole)
+    rows = [Row(0, start, new) for start, new in zip(starts, cuts, strict=True)]
+    tolerance = TOLERANCE[geometry.dtype]
+    torch.testing.assert_close(
+        trial.extend(trial.ours, query, rows), trial.extend(trial.ours, query, whole),
+        atol=tolerance, rtol=tolerance,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 100, 700])
+@pytest.mark.parametrize("span", [(600, 1100), (1, sdpa.BLOCK), (0, sdpa.BLOCK + 1), (3000, 16)])
+def test_blocks(span: tuple[int, int], window: int | None) -> None:
+    geometry = Geometry(window=window, dtype=torch.float32)
+    assert_equal(AttentionTrial(geometry, [sum(span)]), [Row(0, *span)])
+
+
+@given(st.integers(1, sdpa.BLOCK), st.integers(0, 2000), st.none() | st.integers(0, 900))
+@settings(max_examples=60, deadline=None)
+def test_the_band_hides_exactly_the_future_and_what_left_the_window(
+    rows: int, prefix: int, window: int | None
+) -> None:
+    band = sdpa.CausalBand()
+    band.mask(1, 64, torch.float32, window)  # grown later
+    mask = band.mask(rows, prefix + rows, torch.float32, window)
+    position = torch.arange(prefix, prefix + rows).unsqueeze(1)
+    key = torch.arange(prefix + rows)
+    seen = key <= position
+    if window is not None:
+        seen &= key >= position - window
+    assert torch.equal(mask == 0, seen)
+    assert torch.equal(mask.isneginf(), ~seen)
+
+
+def test_the_work_is_new_tokens_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts what reaches torch's kernel, because a clock would measure the machine."""
+    work = []
+    real = sdpa.scaled_dot_product_attention
+
+    def counting(query: torch.Tensor, key: torch.Tensor, *args: object, **kwargs: object) -> object:
+        work.append(query.shape[-2] * query.shape[-3] * query.shape[-4] * key.shape[-2])
+        return real(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counting)
+    geometry = Geometry(dtype=torch.float32)
+    trial = AttentionTrial(geometry, [4112])
+    rows = [Row(0, 4096, 16)]
+    trial.extend(trial.ours, trial.query(rows), rows)
+    assert sum(work) == 16 * geometry.heads * 4112
+    work.clear()
+    windowed = AttentionTrial(Geometry(dtype=torch.float32, window=64), [4112])
+    windowed.extend(windowed.ours, windowed.query(rows), rows)
+    assert sum(work) == 16 * geometry.heads * (16 + 64)
+
+
+def test_a_pool_of_its_own_for_sliding_windows() -> None:
+    """Layers with a window may have a smaller pool, where every token has another slot."""
+    geometry = Geometry(window=20, dtype=torch.float32)
+    plain = AttentionTrial(geometry, [90])
+    tokens = plain.ours.token_to_kv_pool.size
+    pool = SWAKVPool(
+        size=tokens, size_swa=64, page_size=1, dtype=geometry.dtype, head_num=geometry.kv_heads,
+        head_dim=geometry.head_dim, swa_attention_layer_ids=[0], full_attention_layer_ids=[1],
+        device="cpu", enable_alt_stream=False,
+    )  # fmt: skip
+    table = plain.ours.req_to_token_pool.req_to_token
+    live = table[0, -60:].long()  # older tokens have left the window and lost their slots
+    homes = torch.randperm(64)[:60] + 1
+    mapping = torch.zeros(tokens + 2, dtype=torch.int64)
+    mapping[live] = homes
+    pool.full_to_swa_index_mapping = mapping
+    for get in ("get_key_buffer", "get_value_buffer"):
+        getattr(pool, get)(0)[homes] = getattr(plain.ours.token_to_kv_pool, get)(0)[live]
+    runner = SimpleNamespace(
+        device="cpu", req_to_token_pool=plain.ours.req_to_token_pool, token_to_kv_pool=pool
+    )
+    ours = CpuAttnBackend(runner)
+    for rows, forward in (([Row(0, 60, 30)], plain.extend), ([Row(0, 89, 1)], plain.decode)):
+        query = plain.query(rows)
+        torch.testing.assert_close(
+            forward(ours, query, rows), forward(plain.stock, query, rows), atol=2e-6, rtol=2e-6
+        )
+
+
+def test_capped_logits_are_refused() -> None:
+    trial = AttentionTrial(Geometry(), [8])
+    trial.layer.logit_cap = 30.0
+    rows = [Row(0, 0, 8)]
+    with pytest.raises(NotImplementedError, match="caps its attention logits at 30"):
+        trial.extend(trial.ours, trial.query(rows), rows)
+
+
+def test_the_registry_serves_our_backend() -> None:
+    from sglang.srt.layers.attention import attention_registry
+
+    from sgl_ext.engine.cpu import attention
+
+    attention.install()
+    assert attention_registry.ATTENTION_BACKENDS["torch_native"] is attention.CpuAttnBackend
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    assert not attention.CpuAttnBackend(runner).support_triton()

@@ -1,0 +1,92 @@
+"""The benchmark harness: servers end with everything they had, results are whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sgl_ext.bench import data, server
+from sgl_ext.bench.report import Report, summary
+from sgl_ext.bench.sampling import interleaved
+from sgl_ext.engine.load_generator import Request, RequestError, run
+from sgl_ext.errors import SetupError
+
+
+def test_interleaving_alternates_who_is_first() -> None:
+    order: list[str] = []
+    first, second = interleaved(
+        lambda n: order.append("a") or n, lambda n: order.append("b") or -n, 4
+    )
+    assert "".join(order) == "abbaabba"
+    assert (first, second) == ([0, 1, 2, 3], [0, -1, -2, -3])
+
+
+def test_a_report_is_written_whole(tmp_path: Path) -> None:
+    report = Report("name", {"quick": True}, {"ratio": 1.0}, [{"system": "a", "ms": 1.5}])
+    written = json.loads(report.write(tmp_path / "new").read_text())
+    assert written["schema"] == 1
+    assert written["figures"] == {"ratio": 1.0}
+    assert written["runs"] == [{"system": "a", "ms": 1.5}]
+    assert written["machine"]["sglang"] == "0.5.23"
+    assert written["machine"]["cores"] >= 1
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["name.json"]
+    report.print()
+
+
+def test_summary() -> None:
+    assert summary([], "ms") == {}
+    assert summary([0.002], "ms", 1e3) == {"ms_p50": 2.0}
+    percentiles = summary([float(n) for n in range(101)], "ms")
+    assert percentiles == {"ms_p50": 50.0, "ms_p90": 90.0, "ms_p99": 99.0}
+
+
+def test_a_server_that_dies_is_reported_with_its_log(model: Path, tmp_path: Path) -> None:
+    broken = server.System("broken", ["--no-such-flag"])
+    expected = pytest.raises(SetupError, match="unrecognized arguments: --no-such-flag")
+    with expected, server.serve([broken], model, tmp_path):
+        pass
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path, tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    expected = pytest.raises(SetupError, match="'slow' was not ready in time")
+    with expected, server.serve([server.System("slow")], model, tmp_path, deadline=9.0):
+        pass
+    assert "server_args=" in (tmp_path / "slow.log").read_text()  # it had come some way
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_requests_are_timed(extension: server.Server) -> None:
+    prompt = data.sharegpt_prompts(1, characters=(400, 2000))[0]
+    cold, hot = (run(extension.url, [Request(prompt, 8)])[0] for _ in range(2))
+    for timing in (cold, hot):
+        assert 0 < timing.ttft < timing.latency
+        assert 0 < timing.tpot < timing.latency
+    assert hot.cached_tokens > 50
+
+
+def test_a_request_that_fails_is_not_a_sample(extension: server.Server) -> None:
+    with pytest.raises(RequestError):
+        run(extension.url, [Request([10**9], 1)])
+    with pytest.raises(RequestError):
+        run(f"http://127.0.0.1:{server.free_port()}", [Request("hello", 1)])
+
+
+def test_the_command_refuses_an_unknown_bench() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "sgl_ext.bench", "speed"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "invalid choice: 'speed'" in result.stderr
+
+
+def test_sharegpt_conversations_alternate() -> None:
+    turns = next(data.sharegpt_conversations())
+    assert len(turns) >= 2
+    assert all(isinstance(turn, str) for turn in turns)

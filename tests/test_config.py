@@ -1,0 +1,110 @@
+"""Configuration: what is accepted, what is in force, what an error says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.config import SECTIONS, ConfigError, ExtConfig, load
+
+
+def error_of(source: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(source)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_everything_is_off_by_default() -> None:
+    assert load(None) == load("{}") == load({}) == ExtConfig()
+    assert ExtConfig().sections() == {}
+    assert set(SECTIONS) < set(ExtConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("4GiB", 4 << 30), ("4 GiB", 4 << 30), ("1.5MiB", 3 << 19), ("10GB", 10**10), (4096, 4096)],
+)
+def test_sizes(written: object, size: int) -> None:
+    config = load({"swap": {"capacity": written}})
+    assert config.swap is not None
+    assert config.swap.capacity == size
+
+
+@pytest.mark.parametrize("written", ["4 gibs", "400", "", -1, 0, True, 1.5, None, [1]])
+def test_wrong_sizes(written: object) -> None:
+    message = error_of({"swap": {"capacity": written}})
+    assert "'swap.capacity'" in message
+    assert repr(written) in message
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("250ms", 0.25), ("10 min", 600), ("1.5h", 5400), (3, 3), (0.5, 0.5)]
+)
+def test_times(written: object, seconds: float) -> None:
+    assert load({"start_deadline": written}).start_deadline == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("written", ["250", "250 parsecs", "ms", -1, 0, True, float("inf"), None])
+def test_wrong_times(written: object) -> None:
+    assert "'start_deadline'" in error_of({"start_deadline": written})
+
+
+@given(st.integers(1, 1 << 50), st.floats(1e-6, 1e6))
+def test_what_is_described_can_be_read_back(size: int, seconds: float) -> None:
+    config = load({"swap": {"capacity": size}, "start_deadline": seconds})
+    again = load(json.dumps(config.resolved()))
+    assert again.swap == config.swap
+    assert again.start_deadline == pytest.approx(config.start_deadline)
+
+
+def test_files(tmp_path: Path) -> None:
+    content = {"tiers": {"ssd": {"directories": [str(tmp_path)], "capacity": "1GiB"}}}
+    for name, text in (("c.yaml", yaml.safe_dump(content)), ("c.json", json.dumps(content))):
+        (tmp_path / name).write_text(text)
+        assert load(tmp_path / name) == load(content)
+    (tmp_path / "empty.yaml").write_text("# nothing is on\n")
+    assert load(tmp_path / "empty.yaml") == ExtConfig()
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "No such file" in error_of(tmp_path / "missing.yaml")
+    assert "Is a directory" in error_of(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in error_of(tmp_path / "binary.yaml")
+    (tmp_path / "broken.yaml").write_text("tiers: [")
+    assert "neither YAML nor JSON" in error_of(tmp_path / "broken.yaml")
+    (tmp_path / "twice.yaml").write_text("swap: null\nswap: null\n")
+    assert "'swap' is given twice" in error_of(tmp_path / "twice.yaml")
+
+
+def test_unknown_keys_get_a_suggestion() -> None:
+    assert "unknown key 'teirs' (did you mean 'tiers'?)" in error_of({"teirs": {}})
+    message = error_of({"tiers": {"host": {"capacity": 1, "colour": "red"}}})
+    assert "unknown key 'tiers.host.colour' (known keys: capacity)" in message
+
+
+def test_every_problem_is_named_at_once() -> None:
+    message = error_of({"teirs": {}, "peer": {"role": "boss"}, "swap": {}})
+    assert "'teirs'" in message
+    assert "'peer.role': Input should be 'master' or 'worker', found 'boss'" in message
+    assert "'swap.capacity' is required" in message
+
+
+@pytest.mark.parametrize("source", ["{", '{"a": 1, "a": 2}', "[1]", '{"tiers": [1]}'])
+def test_what_is_not_a_mapping_of_sections(source: str) -> None:
+    assert error_of(source)
+
+
+def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    directories = [str(tmp_path), str(tmp_path / "link")]
+    message = error_of({"tiers": {"ssd": {"directories": directories, "capacity": "1GiB"}}})
+    assert "the same directory is named twice" in message
+    assert "the same directory is named twice" in error_of(
+        {"clusters": {"directories": directories}}
+    )

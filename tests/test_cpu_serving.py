@@ -1,0 +1,90 @@
+"""Other ways to serve on a CPU give the tokens of transformers, an implementation of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from conftest import POOL
+
+from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.server import Server, System, serve
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return sharegpt_prompts(6, characters=(1500, 3000))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, prompts: list[str]) -> list[list[int]]:
+    """Greedy tokens of transformers in fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = network.generate(
+            **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def generate(server: Server, prompt: str) -> dict[str, Any]:
+    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    body = {"text": prompt, "sampling_params": parameters}
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    response.raise_for_status()
+    return response.json()
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_hicache_with_a_file_backend(
+    model: Path, prompts: list[str], reference: list[list[int]], tmp_path: Path, page: int
+) -> None:
+    """The device pool holds two prompts, so the second round comes from host and file."""
+    store = tmp_path / "store"
+    store.mkdir()
+    arguments = [
+        "--enable-ext", "--dtype", "float32", "--page-size", str(page),
+        "--max-total-tokens", "2048", "--enable-cache-report", "--enable-hierarchical-cache",
+        "--hicache-ratio", "4", "--hicache-io-backend", "direct",
+        "--hicache-mem-layout", "layer_first", "--hicache-storage-backend", "file",
+        "--hicache-storage-prefetch-policy", "wait_complete",
+    ]  # fmt: skip
+    environment = {
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store),
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    hits = {"host": 0, "storage": 0}
+    for _start in range(2):
+        with serve([System("hicache", arguments, environment)], model, tmp_path) as (server,):
+            for _round in range(2):
+                answers = [generate(server, prompt) for prompt in prompts]
+                assert [answer["output_ids"] for answer in answers] == reference
+                for answer in answers:
+                    details = answer["meta_info"]["cached_tokens_details"] or {}
+                    for tier in hits:
+                        hits[tier] += details.get(tier, 0)
+        if page == 1:
+            break  # one start shows the host tier; a second one takes its hits from the files
+    assert hits["host"] > 1000
+    if page == 16:
+        assert hits["storage"] > 1000
+
+
+def test_tensor_parallelism(model: Path, prompts: list[str], reference: list[list[int]],
+                            tmp_path: Path) -> None:  # fmt: skip
+    """SmolLM2 has 9 heads and 3 KV heads, so three ranks; they share two cores in CI."""
+    arguments = (*POOL, "--enable-ext", "--dtype", "float32", "--tp", "3")
+    with serve([System("tp", arguments)], model, tmp_path) as (server,):
+        for prompt, expected in zip(prompts[:2], reference, strict=False):
+            assert generate(server, prompt)["output_ids"] == expected

@@ -1,0 +1,90 @@
+"""``sgl-ext doctor`` and ``describe``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from sgl_ext import doctor
+from sgl_ext.cli import app
+from sgl_ext.config import SECTIONS, load
+
+
+@pytest.fixture(scope="module")
+def hooks_check() -> doctor.Check:
+    return doctor._hooks()
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch, hooks_check: doctor.Check) -> None:
+    """Importing SGLang in a process of its own takes seconds: one real result serves all."""
+    monkeypatch.setattr(doctor, "_hooks", lambda: hooks_check)
+
+
+def test_this_machine_runs_the_default_configuration() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.stdout
+    assert report["would_run"] is True
+    names = [check["name"] for check in report["checks"]]
+    assert {"Python", "torch", "SGLang", "accelerator", "hooks", "huge pages", "io_uring",
+            "shared memory", *SECTIONS} <= set(names)  # fmt: skip
+    hooks = next(check for check in report["checks"] if check["name"] == "hooks")
+    assert hooks["found"] == "every hook and seam fits; platform NativeCpuPlatform"
+
+
+def test_a_section_this_version_lacks_would_not_run(tmp_path: Path) -> None:
+    config = {"tiers": {"ssd": {"directories": [str(tmp_path), "/nope"], "capacity": "1MiB"}}}
+    result = CliRunner().invoke(app, ["doctor", "--config", json.dumps(config)])
+    assert result.exit_code == 1
+    assert "would not run" in result.stdout
+    verdicts = {check.name: check for check in doctor.examine(load(config))}
+    assert verdicts["tiers"].verdict == "fail"
+    assert verdicts[f"tiers directory {tmp_path}"].verdict in ("ok", "note")
+    assert verdicts["tiers directory /nope"].found == "does not exist"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    ssd = {"directories": [str(tmp_path)], "capacity": "4000TiB"}
+    config = load({"tiers": {"ssd": ssd}, "swap": {"capacity": "4000TiB"}})
+    verdicts = {check.name: check for check in doctor.examine(config)}
+    assert "on a disk of" in verdicts[f"tiers directory {tmp_path}"].found
+    assert "asked" in verdicts["swap host memory"].found
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    config = load({"clusters": {"directories": [str(tmp_path)]}})
+    verdicts = {check.name: check for check in doctor.examine(config)}
+    assert verdicts[f"clusters directory {tmp_path}"].found == "not writable"
+
+
+def test_another_sglang_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", lambda _: "0.5.24")
+    assert not doctor.would_run(doctor.examine(load(None)))
+
+
+def test_a_plugin_that_is_left_out_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    verdicts = {check.name: check for check in doctor.examine(load(None))}
+    assert verdicts["plugin"].verdict == "fail"
+
+
+def test_describe_prints_what_would_be_in_force() -> None:
+    result = CliRunner().invoke(app, ["describe", "--config", '{"start_deadline": "2min"}'])
+    assert yaml.safe_load(result.stdout) == load({"start_deadline": 120}).resolved()
+
+
+def test_a_bad_configuration_is_one_line_and_exit_code_2() -> None:
+    for command in ("describe", "doctor"):
+        result = CliRunner().invoke(app, [command, "--config", '{"teirs": {}}'])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("sgl_ext: ")
+        assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,40 @@
+"""The copies that HiCache makes on a machine without an accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_ext.engine.cpu import hicache
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_transfer_copies_pages_between_pools(page: int, strided: bool) -> None:
+    pages, heads, dim = 12, 3, 8
+    shape = (pages * page + page, heads, dim)  # SGLang pads a pool by a page
+    sources = [torch.randn(shape) for _ in range(2)]
+    targets = [torch.zeros(shape) for _ in range(2)]
+    if strided:  # one layer of a block-major pool
+        sources = [torch.randn(shape[0], 5, heads, dim)[:, 2] for _ in range(2)]
+    before = [target.clone() for target in targets]
+    from_pages, to_pages = torch.tensor([3, 1, 7]), torch.tensor([0, 9, 4])
+    offsets = torch.arange(page)
+    src = (from_pages.unsqueeze(1) * page + offsets).flatten()
+    dst = (to_pages.unsqueeze(1) * page + offsets).flatten()
+    hicache.transfer_kv_direct(sources, targets, src, dst, page)
+    for source, target, old in zip(sources, targets, before, strict=True):
+        old[dst] = source[src]
+        assert torch.equal(target, old)
+
+
+def test_parts_are_in_place() -> None:
+    from sglang.srt.mem_cache.pool_host import base, common, mha
+
+    hicache.install()
+    assert mha.transfer_kv_direct is hicache.transfer_kv_direct
+    assert common.ALLOC_MEMORY_FUNCS["cpu"] is hicache._allocate
+    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES <= 10 << 30
+    allocator = common.get_allocator_from_storage("default")
+    buffer = hicache._allocate((2, 3), torch.bfloat16, "cpu", allocator, pin_memory=True)
+    assert buffer.shape == (2, 3)

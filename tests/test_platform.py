@@ -1,0 +1,60 @@
+"""When the CPU platform serves, and what it sets up."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.engine.cpu import platform
+from sgl_ext.plugin import activate_cpu_platform
+
+
+def test_it_serves_where_there_is_no_accelerator() -> None:
+    assert activate_cpu_platform() == "sgl_ext.engine.cpu.platform:NativeCpuPlatform"
+
+
+def test_it_stays_out_of_a_cuda_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert activate_cpu_platform() is None
+    assert platform.reason_inactive() == "torch has the accelerator 'cuda'"
+    # Unless it is asked for by name: SGLang then loads no other.
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    assert activate_cpu_platform() is not None
+
+
+def test_it_stays_out_of_sglangs_own_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert activate_cpu_platform() is None
+
+
+def test_it_yields_to_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [
+        EntryPoint(platform.PLATFORM_NAME, "x:y", "sglang.srt.platforms"),
+        EntryPoint("vendor", "x:y", "sglang.srt.platforms"),
+    ]
+    monkeypatch.setattr(platform, "entry_points", lambda group: others)  # noqa: ARG005
+    assert platform.reason_inactive() == (
+        "the platform plugin 'vendor' is installed (SGLang takes only one)"
+    )
+
+
+def test_thread_binding() -> None:
+    assert platform.thread_binding(2, [0, 1]) == "0|1"
+    assert platform.thread_binding(2, [0, 1, 2, 3]) == "0,1|2,3"
+    assert platform.thread_binding(3, [4, 5]) == "4|5|4"
+
+
+@given(st.integers(1, 16), st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
+def test_every_rank_gets_cores_and_no_core_is_wasted(ranks: int, cores: list[int]) -> None:
+    groups = [group.split(",") for group in platform.thread_binding(ranks, cores).split("|")]
+    assert len(groups) == ranks
+    given_out = [int(core) for group in groups for core in group]
+    assert set(given_out) <= set(cores)
+    if ranks <= len(cores):
+        assert given_out == cores
+        sizes = [len(group) for group in groups]
+        assert max(sizes) - min(sizes) <= 1

@@ -1,0 +1,97 @@
+"""The served extension: what users see, and the same tokens as stock SGLang."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from conftest import ROOT
+
+from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.server import Server
+
+
+def test_the_greeting_can_be_pasted(extension: Server) -> None:
+    command = re.search(r"^curl .*$", extension.log.read_text(), re.MULTILINE)
+    assert command is not None
+    answer = subprocess.run(
+        shlex.split(command[0]), capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert "Paris" in answer
+
+
+def test_one_line_says_what_is_active(extension: Server) -> None:
+    lines = re.findall(r"sgl_ext 0\.1\.0 active on .*", extension.log.read_text())
+    assert lines == [
+        "sgl_ext 0.1.0 active on SGLang 0.5.23, platform NativeCpuPlatform: "
+        "sections on: none; off: tiers, chunks, restore, swap, peer, clusters"
+    ]
+
+
+def test_server_info_shows_version_and_configuration(extension: Server) -> None:
+    info = requests.get(f"{extension.url}/server_info", timeout=30).json()
+    assert info["sgl_ext"]["version"] == "0.1.0"
+    assert info["sgl_ext"]["config"]["start_deadline"] == "1800s"
+    assert info["sgl_ext"]["config"]["tiers"] is None
+
+
+def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
+    # What another test left in the cache would change what is computed together.
+    requests.post(f"{server.url}/flush_cache", timeout=30).raise_for_status()
+    answers = []
+    for prompt in prompts:  # one at a time: batching changes the rounding of a sum
+        body = {
+            "text": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 16},
+            "return_logprob": True,
+        }
+        answer = requests.post(f"{server.url}/generate", json=body, timeout=120).json()
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        answers.append({"ids": answer["output_ids"], "logprobs": logprobs})
+    return answers
+
+
+def test_greedy_output_equals_stock(extension: Server, stock: Server) -> None:
+    prompts = sharegpt_prompts(50, characters=(40, 2000))
+    assert len(prompts) == 50
+    with ThreadPoolExecutor(2) as both:
+        ours, theirs = both.map(_greedy, (extension, stock), (prompts, prompts))
+    assert sum(len(answer["ids"]) for answer in ours) > 500
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        ("chat.py", ["Paris", "Rome"]),
+        ("stream.py", ["red"]),
+        ("frontend.py", ["country: ", "river: ", "France"]),
+    ],
+)
+def test_examples_against_the_server(extension: Server, example: str, expected: list[str]) -> None:
+    output = _run_example(example, "--url", extension.url)
+    for word in expected:
+        assert word.lower() in output.lower()
+
+
+def test_the_offline_example() -> None:
+    output = _run_example("offline.py")
+    assert "The capital of France is Paris" in output
+    assert "active: 0.1.0" in output
+
+
+def _run_example(name: str, *arguments: str) -> str:
+    path: Path = ROOT / "examples" / name
+    result = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout

@@ -1,0 +1,81 @@
+"""The set-up script refuses what it cannot do with one sentence, and does nothing twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SETUP = ROOT / "scripts" / "setup.sh"
+
+
+def run(venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SETUP], env={**os.environ, "SGL_EXT_VENV": str(venv), **environment},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode != 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("sgl_ext: ")
+    return line
+
+
+def test_another_python_is_refused(tmp_path: Path) -> None:
+    old = program(tmp_path / "python3.9", "echo 3.9")
+    message = refused(run(tmp_path / "venv", SGL_EXT_PYTHON=old))
+    assert f"Python 3.11 is needed (the pinned packages are built for it), {old} is 3.9" in message
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    assert "does not run" in refused(run(tmp_path / "venv", SGL_EXT_PYTHON="/bin/false"))
+
+
+def test_a_full_disk_is_refused(tmp_path: Path) -> None:
+    program(tmp_path / "df", "printf 'head\\nfs 100 90 10 90%% /\\n'")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable)
+    assert "needs 5000 MiB" in refused(result)
+    assert "has 10 MiB free" in result.stderr
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(tmp_path / "file" / "venv", SGL_EXT_PYTHON=sys.executable)
+    assert result.returncode != 0
+    assert "set SGL_EXT_VENV to a writable place" in result.stderr
+
+
+def test_a_failed_install_says_where_it_stopped_and_leaves_no_stamp(tmp_path: Path) -> None:
+    """pip finds no index: what a machine without a network sees."""
+    environment = {
+        "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull,
+        "SGL_EXT_PYTHON": sys.executable,
+    }  # fmt: skip
+    venv = tmp_path / "venv"
+    result = run(venv, **environment)
+    assert result.returncode != 0
+    assert "set-up stopped at: pip install" in result.stderr
+    assert "Run this script again to continue." in result.stderr
+    assert not (venv / ".sgl_ext_setup").exists()
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".venv" / ".sgl_ext_setup").exists(), reason="not run from scripts/test.sh's .venv"
+)
+def test_what_is_set_up_is_left_alone() -> None:
+    result = run(ROOT / ".venv")
+    assert (result.returncode, result.stderr) == (0, "")

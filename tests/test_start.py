@@ -1,0 +1,163 @@
+"""A start that cannot be what was asked for is refused with one line; see also tests/sabotage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from conftest import POOL, Launch, refusal
+
+from sgl_ext.bench import server
+from sgl_ext.engine import launcher, scheduler, server_args
+
+ALL_HOOKS = [hook.target for hook in (*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS)]
+
+
+def test_another_sglang_version_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", sabotage=["version", "0.5.24"]))
+    assert "works with SGLang 0.5.23, found 0.5.24" in message
+    assert "install sglang==0.5.23" in message
+
+
+@pytest.mark.parametrize("target", ALL_HOOKS)
+def test_a_hook_that_did_not_apply_is_refused(launch: Launch, target: str) -> None:
+    result = launch("--enable-ext", sabotage=["hook", target])
+    assert f"lacks what sgl_ext 0.1.0 builds on: {target}" in refusal(result)
+
+
+def test_a_missing_seam_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", sabotage=["seam"]))
+    assert "launch_callback of sglang.srt.entrypoints.http_server.launch_server" in message
+
+
+def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", sabotage=["report"]))
+    assert "scheduler 0 reports {'version': '0.0.0'" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
+        ('{"start_deadline": "10 parsecs"}', "expected a time such as '250ms'"),
+        ("/does/not/exist.yaml", "cannot read the configuration file /does/not/exist.yaml"),
+        ('{"tiers": {}}', "switches on tiers, which sgl_ext 0.1.0 does not have yet"),
+    ],
+)
+def test_a_bad_configuration_is_refused(launch: Launch, config: str, expected: str) -> None:
+    assert expected in refusal(launch("--enable-ext", "--ext-config", config))
+
+
+def test_a_configuration_without_the_flag_is_refused(launch: Launch) -> None:
+    assert "--ext-config needs --enable-ext" in refusal(launch("--ext-config", "{}"))
+
+
+def test_a_plugin_left_out_is_refused_by_the_parser(launch: Launch) -> None:
+    result = launch("--enable-ext", environment={"SGLANG_PLUGINS": "another"})
+    assert result.returncode == 2
+    assert "unrecognized arguments: --enable-ext" in result.stderr
+
+
+def test_a_model_that_does_not_exist_is_refused(launch: Launch, tmp_path: Path) -> None:
+    message = refusal(launch("--enable-ext", model_path="/does/not/exist"))
+    assert "--model-path /does/not/exist does not exist" in message
+    message = refusal(launch("--enable-ext", model_path=str(tmp_path)))
+    assert f"--model-path {tmp_path} holds no config.json" in message
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        result = launch("--enable-ext", "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refusal(result)
+    assert "Load weight begin" not in result.stderr
+
+
+def test_what_cannot_be_verified_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", "--dp-size", "2"))
+    assert "--enable-ext does not work with data parallelism" in message
+
+
+def test_a_start_that_takes_too_long_is_ended(launch: Launch) -> None:
+    result = launch("--enable-ext", "--ext-config", '{"start_deadline": "100ms"}')
+    assert "not loaded within start_deadline=0.1s" in refusal(result)
+
+
+def running_in_group(group: int) -> list[str]:
+    """Names of its processes; a zombie that waits for init to reap it does not run."""
+    names = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                names.append(process.name())
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return names
+
+
+def test_ctrl_c_during_start_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-m", "sglang.launch_server", "--enable-ext", *POOL]
+    command += ["--model-path", str(model), "--port", str(server.free_port())]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
+        # What a shell starts in the background ignores the interrupt, and hands that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "Load weight begin" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to every process
+    process.communicate(timeout=60)
+    assert running_in_group(process.pid) == []
+    assert list(tmp_path.glob("sgl_ext-*")) == []
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_server_leaves_nothing(model: Path, tmp_path: Path, stop: signal.Signals) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    system = server.System("stopped", (*POOL, "--enable-ext"))
+    with server.serve([system], model, tmp_path) as (running,):
+        scratch = Path(running.process.environ()["TMPDIR"])
+        assert len(list(scratch.glob("sgl_ext-*"))) == 1
+        running.process.send_signal(stop)
+        running.process.wait(60)
+        assert list(scratch.iterdir()) == []
+        assert set(Path("/dev/shm").iterdir()) <= before
+        assert (
+            running.process.children(recursive=True) == [] if running.process.is_running() else True
+        )
+
+
+def test_without_the_flag_nothing_is_active(stock: server.Server) -> None:
+    assert "sgl_ext" not in requests.get(f"{stock.url}/server_info", timeout=30).json()
+    log = stock.log.read_text()
+    assert "sgl_ext 0.1.0 active" not in log
+    assert "sgl_ext: ready" not in log
+    # The flags alone are known; none of the modules that act is even imported.
+    program = (
+        "import json, sys\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        "load_plugins()\n"
+        f"prepare_server_args(['--model-path', '{stock.system.name}'])\n"
+        "print(json.dumps([sorted(HookRegistry._patched), sorted(sys.modules)]))\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    patched, modules = json.loads(output.splitlines()[-1])
+    assert patched == sorted(hook.target for hook in server_args.HOOKS)
+    assert not {"sgl_ext.engine.launcher", "sgl_ext.engine.scheduler"} & set(modules)
