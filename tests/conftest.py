@@ -52,6 +52,7 @@ def launch(model: Path) -> Launch:
     def run(
         *arguments: str,
         model_path: str | None = None,
+        program: Sequence[str] = ("-m", "sglang.launch_server"),
         sabotage: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -59,7 +60,7 @@ def launch(model: Path) -> Launch:
         if sabotage:
             env["PYTHONPATH"] = str(ROOT / "tests" / "sabotage")
             env["SABOTAGE"] = " ".join(sabotage)
-        command = [sys.executable, "-m", "sglang.launch_server", *POOL]
+        command = [sys.executable, *program, *POOL]
         command += ["--model-path", model_path or str(model), *arguments]
         return subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=240, check=False

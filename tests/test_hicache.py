@@ -29,12 +29,26 @@ def test_transfer_copies_pages_between_pools(page: int, strided: bool) -> None:
 
 
 def test_parts_are_in_place() -> None:
-    from sglang.srt.mem_cache.pool_host import base, common, mha
+    from sglang.srt.mem_cache.pool_host import base, mha
 
     hicache.install()
+    hicache.install()
     assert mha.transfer_kv_direct is hicache.transfer_kv_direct
-    assert common.ALLOC_MEMORY_FUNCS["cpu"] is hicache._allocate
     assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES <= 10 << 30
-    allocator = common.get_allocator_from_storage("default")
-    buffer = hicache._allocate((2, 3), torch.bfloat16, "cpu", allocator, pin_memory=True)
-    assert buffer.shape == (2, 3)
+
+
+def test_host_pools_do_not_pin() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    hicache.install()
+    device = MHATokenToKVPool(64, 16, torch.float32, 2, 8, 3, "cpu", False, enable_alt_stream=False)
+    (info,) = device.get_device_pool_infos()
+    host = MHATokenToKVPoolHost(
+        info.buffer_info, 2.0, 0, 16, "layer_first", device_capacity_tokens=64,
+        start_layer=0, end_layer=2,
+    )  # fmt: skip
+    assert not host.pin_memory
+    page = torch.randn_like(host.get_dummy_flat_data_page())
+    host.set_from_flat_data_page(32, page)
+    assert torch.equal(host.get_data_page(32).flatten(), page)

@@ -31,6 +31,11 @@ def test_it_stays_out_of_sglangs_own_cpu_engine(monkeypatch: pytest.MonkeyPatch)
     assert activate_cpu_platform() is None
 
 
+def test_it_stays_out_of_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform.hooks, "installed_sglang", lambda: "0.5.24")
+    assert platform.reason_inactive() == "it is made for SGLang 0.5.23, found 0.5.24"
+
+
 def test_it_yields_to_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         EntryPoint(platform.PLATFORM_NAME, "x:y", "sglang.srt.platforms"),

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
     for prompt in prompts:  # one at a time: batching changes the rounding of a sum
         body = {
             "text": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 16},
+            "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
             "return_logprob": True,
         }
         answer = requests.post(f"{server.url}/generate", json=body, timeout=120).json()
@@ -61,9 +60,9 @@ def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
 def test_greedy_output_equals_stock(extension: Server, stock: Server) -> None:
     prompts = sharegpt_prompts(50, characters=(40, 2000))
     assert len(prompts) == 50
-    with ThreadPoolExecutor(2) as both:
-        ours, theirs = both.map(_greedy, (extension, stock), (prompts, prompts))
-    assert sum(len(answer["ids"]) for answer in ours) > 500
+    # In turn: two servers' spinning threads on the same cores are a hundred times slower.
+    ours, theirs = _greedy(extension, prompts), _greedy(stock, prompts)
+    assert sum(len(answer["ids"]) for answer in ours) == 50 * 16
     assert ours == theirs
 
 

@@ -47,13 +47,30 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     ("config", "expected"),
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
-        ('{"start_deadline": "10 parsecs"}', "expected a time such as '250ms'"),
-        ("/does/not/exist.yaml", "cannot read the configuration file /does/not/exist.yaml"),
         ('{"tiers": {}}', "switches on tiers, which sgl_ext 0.1.0 does not have yet"),
     ],
 )
 def test_a_bad_configuration_is_refused(launch: Launch, config: str, expected: str) -> None:
     assert expected in refusal(launch("--enable-ext", "--ext-config", config))
+
+
+def test_sglang_serve_takes_the_flags_too(launch: Launch) -> None:
+    message = refusal(
+        launch(
+            "--enable-ext", "--ext-config", "/does/not/exist.yaml",
+            program=("-m", "sglang.cli.main", "serve"),
+        )
+    )  # fmt: skip
+    assert "cannot read the configuration file /does/not/exist.yaml" in message
+
+
+def test_the_engine_takes_them_as_keywords(model: Path) -> None:
+    program = f"import sglang; sglang.Engine(model_path='{model}', enable_ext=True, ext_config={{}}"
+    result = subprocess.run(
+        [sys.executable, "-c", program.replace("{}", "{'start_dedline': 1}") + ")"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "unknown key 'start_dedline' (did you mean 'start_deadline'?)" in refusal(result)
 
 
 def test_a_configuration_without_the_flag_is_refused(launch: Launch) -> None:

@@ -76,7 +76,7 @@ def _input(url: str, request: Request) -> serving.RequestFuncInput:
     return serving.RequestFuncInput(
         prompt=request.prompt if is_text else list(request.prompt),
         api_url=f"{url}/generate",
-        prompt_len=0 if is_text else len(request.prompt),
+        prompt_len=0,  # filled in from the answer
         output_len=request.output_tokens,
         model="",
         lora_name="",
@@ -88,6 +88,9 @@ def _input(url: str, request: Request) -> serving.RequestFuncInput:
 def _timing(output: serving.RequestFuncOutput) -> Timing:
     if not output.success:
         raise RequestError(output.error.strip()[-2000:])
+    if output.prompt_len == 0:
+        # The generator takes a stream that holds only an error for an answer.
+        raise RequestError("the server refused the request in its stream; see the server's log")
     tpot = sum(output.itl) / len(output.itl) if output.itl else 0.0
     # The generator's clock waits for text, and a token may be half a character.
     ttft = output.ttft or output.latency

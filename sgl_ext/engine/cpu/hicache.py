@@ -3,8 +3,8 @@
 HiCache copies pages between a device pool and a host pool; here both are host memory. Three of
 its parts exist only for accelerators, and none has a platform seam in 0.5.23:
 
-- the host pool's allocator registers its memory with CUDA: ``ALLOC_MEMORY_FUNCS``, HiCache's own
-  table by device type, gets an entry for ``cpu``;
+- host pools pin their memory, and the pages they read from storage, for a device's copies: the
+  base class's constructor is told not to, because its makers always ask for it;
 - ``transfer_kv_direct`` comes from compiled kernels: the module attribute that
   ``--hicache-io-backend direct`` calls is set to a copy in torch;
 - 10 GiB of host memory are kept back for the rest of the machine: that is most of a small one,
@@ -13,11 +13,16 @@ its parts exist only for accelerators, and none has a platform seam in 0.5.23:
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import psutil
 import torch
-from sglang.srt.mem_cache.pool_host import base, common, mha
+from sglang.srt.mem_cache.pool_host import base, mha
 
 _RESERVE_FRACTION = 8
+
+_pinning_init = base.HostKVCache.__init__
 
 
 def transfer_kv_direct(
@@ -46,19 +51,15 @@ def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
     return layer[:whole].unflatten(0, (-1, page_size))
 
 
+@functools.wraps(_pinning_init)
+def _unpinned_init(pool: Any, *args: Any, **kwargs: Any) -> None:
+    kwargs["pin_memory"] = False
+    _pinning_init(pool, *args, **kwargs)
+
+
 def install() -> None:
     """Puts the three parts in place."""
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    base.HostKVCache.__init__ = _unpinned_init
     mha.transfer_kv_direct = transfer_kv_direct
     reserve = psutil.virtual_memory().total // _RESERVE_FRACTION
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(base.HICACHE_HOST_MEMORY_RESERVE_BYTES, reserve)
-
-
-def _allocate(
-    dims: tuple[int, ...],
-    dtype: torch.dtype,
-    device: str,
-    allocator: common.HostTensorAllocator,
-    **_pinning: object,
-) -> torch.Tensor:
-    return allocator.allocate(dims, dtype=dtype, device=device)

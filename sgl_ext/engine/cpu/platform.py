@@ -12,6 +12,9 @@ from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import Any
 
+from sgl_ext import SUPPORTED_SGLANG
+from sgl_ext.engine import hooks
+
 PLATFORM_NAME = "sgl_ext_cpu"
 """Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""
 
@@ -31,6 +34,8 @@ def accelerator_name() -> str | None:
 
 def reason_inactive() -> str | None:
     """Why the platform stays out of this process's way; None if SGLang should use it."""
+    if (found := hooks.installed_sglang()) != SUPPORTED_SGLANG:
+        return f"it is made for SGLang {SUPPORTED_SGLANG}, found {found}"
     if os.environ.get("SGLANG_PLATFORM"):
         # SGLang loads only the entry point that was named, so being asked means being named.
         return None
