@@ -58,7 +58,7 @@ def test_sglang_serve_takes_the_flags_too(launch: Launch) -> None:
     message = refusal(
         launch(
             "--enable-ext", "--ext-config", "/does/not/exist.yaml",
-            program=("-m", "sglang.cli.main", "serve"),
+            program=("-c", "from sglang.cli.main import main; main()", "serve"),
         )
     )  # fmt: skip
     assert "cannot read the configuration file /does/not/exist.yaml" in message
