@@ -14,6 +14,7 @@ def register() -> None:
     except hooks.ActivationError as error:
         # SGLang logs what a plugin raises and goes on: right for who did not ask for us.
         if "--enable-ext" in sys.argv:
+            activation.commanded = True
             activation.refuse(error)
         raise
 

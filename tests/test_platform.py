@@ -53,6 +53,19 @@ def test_thread_binding() -> None:
     assert platform.thread_binding(3, [4, 5]) == "4|5|4"
 
 
+def test_one_engines_binding_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(platform._BINDING, raising=False)
+    platform._bind_threads(3)
+    assert platform.os.environ[platform._BINDING].count("|") == 2
+    platform._bind_threads(2)
+    assert platform.os.environ[platform._BINDING].count("|") == 1
+    platform._bind_threads(1)
+    assert platform._BINDING not in platform.os.environ
+    monkeypatch.setenv(platform._BINDING, "1|0")
+    platform._bind_threads(2)
+    assert platform.os.environ[platform._BINDING] == "1|0"
+
+
 @given(st.integers(1, 16), st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
 def test_every_rank_gets_cores_and_no_core_is_wasted(ranks: int, cores: list[int]) -> None:
     groups = [group.split(",") for group in platform.thread_binding(ranks, cores).split("|")]

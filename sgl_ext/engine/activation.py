@@ -26,6 +26,9 @@ _WORKERS = frozenset({_SCHEDULER, "sglang.srt.managers.detokenizer_manager"})
 
 _in_worker = False
 
+commanded = False
+"""Whether a command line of this process asked for the extension."""
+
 
 class Carried:
     """An :class:`ExtConfig` that activates the process it arrives in."""
@@ -61,9 +64,10 @@ def require_available(config: ExtConfig) -> None:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Ends the process with one line: SGLang's plugin loader lets only SystemExit pass."""
-    sys.stderr.flush()
-    raise SystemExit(f"sgl_ext: {error}") from error
+    """Stops a start: a command ends with one line, a program gets the exception."""
+    if commanded or _in_worker:
+        raise SystemExit(f"sgl_ext: {error}") from error
+    raise error
 
 
 def in_worker() -> bool:

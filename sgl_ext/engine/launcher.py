@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ext import __version__
-from sgl_ext.config import SECTIONS, ExtConfig
+from sgl_ext.config import SECTIONS
 from sgl_ext.engine import hooks, run_directory
-from sgl_ext.engine.activation import carried_by, report
+from sgl_ext.engine.activation import carried_by, refuse, report
 from sgl_ext.engine.scheduler import REPORT_KEY
 
 logger = logging.getLogger(__name__)
-
-_config: ExtConfig | None = None
 
 _UNSERVED = (
     ("dp_size", lambda value: value > 1, "data parallelism"),
@@ -42,22 +40,18 @@ def require_servable(server_args: Any) -> None:
     _require_model(server_args.model_path)
 
 
-def activate(config: ExtConfig) -> None:
-    """Hooks the launch. Raises ActivationError; repeating it changes nothing."""
-    global _config
+def activate() -> None:
+    """Hooks the launch. Raises ActivationError; repeating it changes nothing.
+
+    The hooks act on launches whose record carries a configuration: a process may launch others.
+    """
     hooks.apply(HOOKS, SEAMS)
-    _config = config
 
 
 def _require_model(model_path: str) -> None:
-    """A path that is plainly local must hold a model; anything else may be a hub's name."""
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists() and not list(path.glob("*.gguf")):
-            raise hooks.ActivationError(
-                f"--model-path {model_path} holds no config.json; name a model folder"
-            )
-    elif not path.exists() and (path.is_absolute() or model_path.startswith((".", "~"))):
+    """A path that is plainly local must exist; anything else may be a hub's name."""
+    is_local = Path(model_path).is_absolute() or model_path.startswith((".", "~"))
+    if is_local and not Path(model_path).exists():
         raise hooks.ActivationError(
             f"--model-path {model_path} does not exist; name a model folder"
         )
@@ -95,10 +89,11 @@ def _launch_server(
     """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
-    try:
-        _require_free_port(server_args.host or "127.0.0.1", server_args.port)
-    except hooks.ActivationError as error:
-        raise SystemExit(f"sgl_ext: {error}") from None
+    if not server_args.enable_http_worker_reuseport:
+        try:
+            _require_free_port(server_args.host or "127.0.0.1", server_args.port)
+        except hooks.ActivationError as error:
+            refuse(error)
     theirs = kwargs.pop("launch_callback", None)
 
     def greet() -> None:
@@ -117,12 +112,15 @@ def _launch_server(
     return original(server_args, *args, launch_callback=greet, **kwargs)
 
 
-def _port_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _port_args(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
-    if _config is None:
-        return original(*args, **kwargs)
-    with run_directory.as_temporary_directory():
-        ports = original(*args, **kwargs)
+    if carried_by(server_args) is None:
+        return original(server_args, *args, **kwargs)
+    try:
+        with run_directory.as_temporary_directory():
+            ports = original(server_args, *args, **kwargs)
+    except ValueError as error:
+        refuse(error)
     run_directory.remember_instance(ports.instance_id)
     return ports
 
@@ -131,24 +129,28 @@ def _wait_for_schedulers(
     original: Callable[..., list[dict[str, Any]]], readers: Any, processes: Any
 ) -> list[dict[str, Any]]:
     """Bounds the wait for the model, then holds every scheduler to the configuration."""
-    if _config is None:
+    from sglang.srt.runtime_context import get_context
+
+    config = carried_by(get_context().server_args)
+    if config is None:
         return original(readers, processes)
     for process in processes:
         run_directory.remember_worker(process.pid)
-    with _deadline(_config.start_deadline, processes):
+    with _deadline(config.start_deadline, processes):
         infos = original(readers, processes)
-    expected = report(_config)
+    expected = report(config)
     for rank, info in enumerate(infos):
         if (found := info.get(REPORT_KEY)) != expected:
             for process in processes:
                 process.kill()
-            raise SystemExit(
-                f"sgl_ext: scheduler {rank} reports {found or 'no active extension'}, "
-                f"expected {expected}; reinstall sgl_ext so that every process loads the same one "
-                "(SGLANG_PLUGINS must not leave it out)"
+            refuse(
+                hooks.ActivationError(
+                    f"scheduler {rank} reports {found or 'no active extension'}, expected "
+                    f"{expected}; reinstall sgl_ext so that every process loads the same one"
+                )
             )
-    on = ", ".join(_config.sections()) or "none"
-    off = ", ".join(name for name in SECTIONS if name not in _config.sections()) or "none"
+    on = ", ".join(config.sections()) or "none"
+    off = ", ".join(name for name in SECTIONS if name not in config.sections()) or "none"
     logger.info(
         "sgl_ext %s active on SGLang %s, platform %s: sections on: %s; off: %s",
         __version__, hooks.installed_sglang(), _platform(), on, off,

@@ -1,32 +1,43 @@
 """A private directory for one launcher's sockets, removed with it.
 
 SGLang makes its sockets with ``tempfile`` and leaves them, and kills its workers, who leave
-shared memory named after their instance or process. All of it is removed when the launcher exits;
-what a killed launcher left is removed by the next one of the same user.
+shared memory named after their instance or process. All of it is removed when the launcher exits.
+A launcher holds a lock in its directory; what a killed one left is unlocked, and the next launcher
+of the same user removes it.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import psutil
+from typing import IO
 
 _PREFIX = "sgl_ext-"
+_LOCK = "lock"
 _NOTE = "shm-"
 _SHARED_MEMORY = Path("/dev/shm")
+_LONGEST_SOCKET_PATH = 107
+_GRACE_S = 60.0
+"""A younger directory may belong to a launcher that is about to lock it."""
 
 _directory: Path | None = None
+_lock: IO[str] | None = None
 
 
 @contextmanager
 def as_temporary_directory() -> Iterator[None]:
-    """Makes ``tempfile`` use this launcher's directory inside the block."""
+    """Makes ``tempfile`` use this launcher's directory inside the block.
+
+    Raises:
+        ValueError: the temporary directory's path is too long for a socket in it.
+    """
     before = tempfile.tempdir
     directory = _ensure()
     tempfile.tempdir = str(directory)
@@ -51,39 +62,42 @@ def _remember(segments: str) -> None:
 
 
 def _ensure() -> Path:
-    global _directory
+    global _directory, _lock
     if _directory is None:
         parent = Path(tempfile.gettempdir())
         _remove_stale(parent)
-        # The start time tells this process from an earlier one with the same number.
-        started = int(psutil.Process().create_time() * 1000)
-        name = f"{_PREFIX}{os.getpid()}-{started}-"
-        _directory = Path(tempfile.mkdtemp(prefix=name, dir=parent))  # mode 0700
-        atexit.register(_remove, _directory, os.getpid())
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+        if len(str(directory / "tmp01234567")) > _LONGEST_SOCKET_PATH:
+            directory.rmdir()
+            raise ValueError(
+                f"the temporary directory {parent} is too long for a socket's path (at most "
+                f"{_LONGEST_SOCKET_PATH} characters with the socket); set TMPDIR to a shorter one"
+            )
+        _lock = (directory / _LOCK).open("w")
+        fcntl.flock(_lock, fcntl.LOCK_EX)
+        _directory = directory
+        atexit.register(_remove_own, os.getpid())
     return _directory
 
 
+def _remove_own(owner: int) -> None:
+    # A fork of the launcher exits through the same list of handlers.
+    if _directory is not None and os.getpid() == owner:
+        _remove(_directory)
+
+
 def _remove_stale(parent: Path) -> None:
-    for directory in parent.glob(f"{_PREFIX}*-*-*"):
-        try:
-            pid, started = map(int, directory.name.removeprefix(_PREFIX).split("-")[:2])
-            ours = directory.stat().st_uid == os.getuid()
-        except (ValueError, OSError):
-            continue
-        if ours and not _runs(pid, started):
-            _remove(directory)
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            status = directory.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _GRACE_S:
+                continue
+            with (directory / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(directory)
 
 
-def _runs(pid: int, started: int) -> bool:
-    try:
-        return int(psutil.Process(pid).create_time() * 1000) == started
-    except psutil.Error:
-        return False
-
-
-def _remove(directory: Path, only_in_process: int | None = None) -> None:
-    if only_in_process not in (None, os.getpid()):
-        return  # a fork of the launcher exits through the same atexit list
+def _remove(directory: Path) -> None:
     for note in directory.glob(f"{_NOTE}*"):
         for segment in _SHARED_MEMORY.glob(note.name.removeprefix(_NOTE)):
             segment.unlink(missing_ok=True)

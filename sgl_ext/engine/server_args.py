@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_ext.config import ConfigError, ExtConfig, load
-from sgl_ext.engine import hooks
+from sgl_ext.engine import activation, hooks
 from sgl_ext.engine.activation import (
     CARRIED,
     Carried,
@@ -49,6 +49,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     record = original(cls, args)
     # Some SGLang tools build the namespace themselves, without our flags.
     enabled, source = getattr(args, "enable_ext", False), getattr(args, "ext_config", None)
+    activation.commanded |= enabled or source is not None
     if (config := requested_config(enabled, source)) is not None:
         _requested = config
         setattr(record, CARRIED, Carried(config))
@@ -56,10 +57,10 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 
 def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -> ExtConfig | None:
-    """Validates a request; ends the process with one line if it cannot be served."""
+    """Validates a request; does not return from one that cannot be served."""
     if not enabled:
         if source is not None:
-            refuse(ConfigError("--ext-config needs --enable-ext; add it, or remove --ext-config"))
+            refuse(ConfigError("a configuration (--ext-config) needs --enable-ext; add it"))
         return None
     try:
         hooks.require_supported_sglang()
@@ -72,10 +73,11 @@ def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -
 
 def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
     """Activates the launcher: its arguments are complete, and no process is launched yet."""
-    if not in_worker() and carried_by(server_args) is None and _requested is not None:
+    if in_worker():
+        return original(server_args)
+    if carried_by(server_args) is None and _requested is not None:
         setattr(server_args, CARRIED, Carried(_requested))
-    config = carried_by(server_args)
-    if in_worker() or config is None:
+    if carried_by(server_args) is None:
         return original(server_args)
     from sgl_ext.engine import launcher
 
@@ -85,7 +87,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about_the_model(server_args):
             original(server_args)
-        launcher.activate(config)
+        launcher.activate()
     except hooks.ActivationError as error:
         refuse(error)
     return None

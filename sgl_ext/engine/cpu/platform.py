@@ -19,6 +19,10 @@ PLATFORM_NAME = "sgl_ext_cpu"
 """Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""
 
 
+_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+_our_binding: str | None = None
+
+
 def accelerator_name() -> str | None:
     """The first accelerator torch can use, by torch's name for it."""
     import torch
@@ -50,7 +54,7 @@ def reason_inactive() -> str | None:
 
 
 def thread_binding(ranks: int, cores: Sequence[int]) -> str:
-    """Cores of each rank as ``SGLANG_CPU_OMP_THREADS_BIND`` takes them, such as ``0,1|2,3``.
+    """Cores of each rank as SGLang takes them, such as ``0,1|2,3``.
 
     Cores are split evenly in order; with fewer cores than ranks, ranks share them in turn.
     """
@@ -73,11 +77,19 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     if view.device == "cpu":
         if view.attention_backend is None:
             declare_resolution(server_args, PLATFORM_NAME, attention_backend="torch_native")
-        ranks = view.tp_size * view.pp_size * view.dp_size
-        if ranks > 1:
-            cores = sorted(os.sched_getaffinity(0))
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", thread_binding(ranks, cores))
+        _bind_threads(view.tp_size * view.pp_size * view.dp_size)
     previous(server_args)
+
+
+def _bind_threads(ranks: int) -> None:
+    """Sets the binding that children inherit, unless the user has."""
+    global _our_binding
+    if os.environ.get(_BINDING) not in (None, _our_binding):
+        return
+    os.environ.pop(_BINDING, None)  # of an earlier engine of this process
+    if ranks > 1:
+        _our_binding = thread_binding(ranks, sorted(os.sched_getaffinity(0)))
+        os.environ[_BINDING] = _our_binding
 
 
 def _platform_class() -> type:

@@ -1,0 +1,89 @@
+"""The private directory of a launcher: short, private, removed with its owner or after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys, tempfile
+from sgl_ext.engine import run_directory
+run_directory.remember_instance("abc123")
+with run_directory.as_temporary_directory():
+    print(tempfile.mkdtemp(), flush=True)
+sys.stdin.read()
+"""
+
+
+def start(tmp_path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+
+
+def directory_of(process: subprocess.Popen[str]) -> Path:
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip()).parent
+
+
+def test_it_is_private_and_goes_with_the_process(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    directory = directory_of(process)
+    assert directory.parent == tmp_path
+    assert directory.stat().st_mode & 0o777 == 0o700
+    process.communicate("")
+    assert not directory.exists()
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_but_nothing_that_lives(
+    tmp_path: Path,
+) -> None:
+    killed, living = start(tmp_path), start(tmp_path)
+    left, kept = directory_of(killed), directory_of(living)
+    segment = Path("/dev/shm/sglang_loads_abc123_test.shm")
+    segment.touch()
+    other = tmp_path / "sgl_ext-another"  # no launcher's: it has no lock to hold
+    other.mkdir()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    young = start(tmp_path)
+    directory_of(young)
+    assert left.exists()  # it may be about to be locked
+    for directory in (left, kept, other):
+        os.utime(directory, (0, 0))
+    directory_of(start(tmp_path))
+    assert not left.exists()
+    assert not segment.exists()
+    assert kept.exists()
+    assert other.exists()
+    for process in (living, young):
+        process.communicate("")
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    _, errors = start(deep).communicate("")
+    assert "is too long for a socket's path" in errors
+    assert "set TMPDIR to a shorter one" in errors
+    assert list(deep.iterdir()) == []
+
+
+def test_a_fork_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = PROGRAM.replace("sys.stdin.read()", "os.fork() or sys.exit()\nos.wait()\n") + (
+        "from pathlib import Path\nprint(len(list(Path(tempfile.gettempdir()).iterdir())))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert result.stdout.splitlines()[-1] == "1"
+    assert list(tmp_path.iterdir()) == []
+    assert tempfile.gettempdir() != str(tmp_path)
