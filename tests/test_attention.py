@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.engine.cpu import sdpa
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
@@ -154,6 +155,14 @@ def test_capped_logits_are_refused() -> None:
     rows = [Row(0, 0, 8)]
     with pytest.raises(NotImplementedError, match="caps its attention logits at 30"):
         trial.extend(trial.ours, trial.query(rows), rows)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    trial = AttentionTrial(Geometry(), [8])
+    batch = trial._batch(ForwardMode.TARGET_VERIFY, [Row(0, 4, 4)])
+    batch.extend_seq_lens = None
+    with pytest.raises(NotImplementedError, match="rows of a TARGET_VERIFY batch"):
+        trial.ours.init_forward_metadata(batch)
 
 
 def test_the_registry_serves_our_backend() -> None:

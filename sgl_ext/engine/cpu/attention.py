@@ -61,7 +61,10 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         elif forward_batch.extend_seq_lens is not None:
             lengths = forward_batch.extend_seq_lens.tolist()
         else:
-            return []
+            raise NotImplementedError(
+                f"the CPU attention does not know the rows of a {forward_batch.forward_mode.name} "
+                "batch; start without the option that needs it (speculative decoding, say)"
+            )
         requests = forward_batch.req_pool_indices.tolist()
         table = self.req_to_token_pool.req_to_token
         rows, start = [], 0
