@@ -8,7 +8,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${SGL_EXT_VENV:-$root/.venv}/bin/python
 
 defaults=()
-if [[ " $* " != *" --model"[-=\ ]* && " $* " != *" --help "* && " $* " != *" -h "* ]]; then
+own_model=
+for argument in "$@"; do
+    case $argument in
+        --model | --model=* | --model-path | --model-path=* | --config | --config=* | -h | --help)
+            own_model=1 ;;
+    esac
+done
+if [[ -z $own_model ]]; then
     model=$("$python" -m sgl_ext.models SmolLM2-135M-Instruct)
     # 64k tokens of KV are 1.4 GiB; SGLang would otherwise take most of the machine's memory.
     defaults=(--model-path "$model" --served-model-name SmolLM2-135M-Instruct --max-total-tokens 65536)

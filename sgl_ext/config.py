@@ -87,7 +87,10 @@ class SsdTier(_Section):
     @field_validator("directories")
     @classmethod
     def _distinct(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
-        resolved = [directory.expanduser().resolve() for directory in directories]
+        try:
+            resolved = [directory.expanduser().resolve() for directory in directories]
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
         if len(set(resolved)) < len(resolved):
             raise ValueError("the same directory is named twice")
         return tuple(resolved)
@@ -195,7 +198,10 @@ def _read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object
             return "inline configuration", json.loads(text, object_pairs_hook=_without_duplicates)
         except json.JSONDecodeError as error:
             raise ConfigError(f"inline configuration is not JSON: {error}") from None
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"cannot read the configuration file {text}: {error}") from None
     try:
         content = path.read_text(encoding="utf-8")
         data = yaml.load(content, _StrictLoader)  # noqa: S506  (a SafeLoader)
@@ -220,6 +226,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(

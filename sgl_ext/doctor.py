@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +24,13 @@ import psutil
 
 from sgl_ext import SUPPORTED_SGLANG
 from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Swap, Tiers
+from sgl_ext.engine.cpu import platform as cpu
+from sgl_ext.engine.hooks import installed_sglang
 
 Verdict = Literal["ok", "note", "fail"]
 
 _PROBE_DEADLINE_S = 180
+_LEAST_SHARED_MEMORY = 64 << 20
 _IO_URING_SETUP = 425  # the same number on every architecture
 
 
@@ -73,7 +76,10 @@ def as_json(checks: list[Check], config: ExtConfig) -> dict[str, Any]:
 
 
 def _python() -> Check:
-    return Check("Python", "ok", platform.python_version())
+    found = platform.python_version()
+    if not found.startswith("3.11."):
+        return Check("Python", "note", found, "the pinned packages and tests are for 3.11")
+    return Check("Python", "ok", found)
 
 
 def _torch() -> Check:
@@ -85,34 +91,39 @@ def _torch() -> Check:
 
 
 def _sglang() -> Check:
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "not installed"
+    found = installed_sglang()
     if found != SUPPORTED_SGLANG:
         return Check("SGLang", "fail", found, f"install sglang=={SUPPORTED_SGLANG}")
     return Check("SGLang", "ok", found)
 
 
 def _plugin() -> Check:
+    """SGLang restricts plugins, and platforms with them, by two environment variables."""
     names = {ep.name for ep in entry_points(group="sglang.srt.plugins")}
     if "sgl_ext" not in names:
         return Check(
             "plugin", "fail", "SGLang does not see this package",
             "install it (pip install -e .) into the environment that runs SGLang",
         )  # fmt: skip
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed and "sgl_ext" not in [name.strip() for name in allowed.split(",")]:
+    needed = {"sgl_ext"} | ({cpu.PLATFORM_NAME} if cpu.reason_inactive() is None else set())
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    missing = sorted(needed - {name.strip() for name in allowed.split(",")})
+    if allowed and missing:
         return Check(
-            "plugin", "fail", f"SGLANG_PLUGINS={allowed} leaves it out", "add sgl_ext to it"
-        )
+            "plugin", "fail", f"SGLANG_PLUGINS={allowed} leaves out {', '.join(missing)}",
+            "add it, or unset the variable",
+        )  # fmt: skip
+    selected = os.environ.get("SGLANG_PLATFORM")
+    if selected and selected != cpu.PLATFORM_NAME:
+        return Check(
+            "plugin", "fail", f"SGLANG_PLATFORM={selected} shuts out this package's plugin",
+            f"unset it, or set it to {cpu.PLATFORM_NAME}",
+        )  # fmt: skip
     return Check("plugin", "ok", "registered with SGLang")
 
 
 def _accelerator() -> Check:
     try:
-        from sgl_ext.engine.cpu import platform as cpu
-
         inactive = cpu.reason_inactive()
     except ImportError as error:
         return Check("accelerator", "fail", str(error), "run scripts/setup.sh")
@@ -178,7 +189,10 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("shared memory", "note", f"/dev/shm: {error.strerror}", "mount a tmpfs there")
-    return Check("shared memory", "ok", f"{_gib(usage.free)} free of {_gib(usage.total)}")
+    found = f"{_gib(usage.free)} free of {_gib(usage.total)}"
+    if usage.free < _LEAST_SHARED_MEMORY:
+        return Check("shared memory", "fail", found, "free some, or mount a larger /dev/shm")
+    return Check("shared memory", "ok", found)
 
 
 _NEEDS = {

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class SetupError(Exception):
+class ExtError(Exception):
     """What was asked, what was found and what to do, in one sentence."""

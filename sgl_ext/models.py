@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 from sgl_ext.packages import (
     PackagedFile,
     cache_dir,
@@ -56,7 +56,7 @@ def prepare(model: PackagedModel) -> Path:
     leaves nothing that a later call would take for a model.
 
     Raises:
-        SetupError: see :func:`sgl_ext.packages.fetch`.
+        ExtError: see :func:`sgl_ext.packages.fetch`.
     """
     target = cache_dir() / "models" / model.name
     if (target / _COMPLETE).exists():
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(MODELS))
     try:
         print(prepare(MODELS[parser.parse_args().name]))
-    except SetupError as error:
+    except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
 
 

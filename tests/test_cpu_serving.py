@@ -56,8 +56,7 @@ def test_hicache_with_a_file_backend(
     arguments = [
         "--enable-ext", "--dtype", "float32", "--page-size", str(page),
         "--max-total-tokens", "2048", "--enable-cache-report", "--enable-hierarchical-cache",
-        "--hicache-ratio", "4", "--hicache-io-backend", "direct",
-        "--hicache-mem-layout", "layer_first", "--hicache-storage-backend", "file",
+        "--hicache-ratio", "4", "--hicache-storage-backend", "file",
         "--hicache-storage-prefetch-policy", "wait_complete",
     ]  # fmt: skip
     environment = {

@@ -67,12 +67,18 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_another_sglang_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda _: "0.5.24")
+    monkeypatch.setattr(doctor, "installed_sglang", lambda: "0.5.24")
     assert not doctor.would_run(doctor.examine(load(None)))
 
 
 def test_a_plugin_that_is_left_out_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    for allowed, missing in (("sgl_ext", "sgl_ext_cpu"), ("x, sgl_ext_cpu", "sgl_ext")):
+        monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+        verdicts = {check.name: check for check in doctor.examine(load(None))}
+        assert verdicts["plugin"].verdict == "fail"
+        assert verdicts["plugin"].found.endswith(f"leaves out {missing}")
+    monkeypatch.delenv("SGLANG_PLUGINS")
+    monkeypatch.setenv("SGLANG_PLATFORM", "vendor")
     verdicts = {check.name: check for check in doctor.examine(load(None))}
     assert verdicts["plugin"].verdict == "fail"
 

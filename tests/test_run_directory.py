@@ -6,10 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-
-import pytest
 
 PROGRAM = """
 import os, sys, tempfile
@@ -49,6 +46,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next_but_nothing_that_live
     left, kept = directory_of(killed), directory_of(living)
     segment = Path("/dev/shm/sglang_loads_abc123_test.shm")
     segment.touch()
+    (left / "shm-sgl_shm_*_1_*").touch()  # a worker's number that another process has by now
+    taken = Path("/dev/shm/sgl_shm_test_1_abc123")
+    taken.touch()
     other = tmp_path / "sgl_ext-another"  # no launcher's: it has no lock to hold
     other.mkdir()
     killed.send_signal(signal.SIGKILL)
@@ -61,6 +61,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_but_nothing_that_live
     directory_of(start(tmp_path))
     assert not left.exists()
     assert not segment.exists()
+    assert taken.exists()
+    taken.unlink()
     assert kept.exists()
     assert other.exists()
     for process in (living, young):
@@ -76,7 +78,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     assert list(deep.iterdir()) == []
 
 
-def test_a_fork_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_does_not_remove_it(tmp_path: Path) -> None:
     program = PROGRAM.replace("sys.stdin.read()", "os.fork() or sys.exit()\nos.wait()\n") + (
         "from pathlib import Path\nprint(len(list(Path(tempfile.gettempdir()).iterdir())))\n"
     )
@@ -86,4 +88,3 @@ def test_a_fork_does_not_remove_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )  # fmt: skip
     assert result.stdout.splitlines()[-1] == "1"
     assert list(tmp_path.iterdir()) == []
-    assert tempfile.gettempdir() != str(tmp_path)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 
 BENCHES = ("attention", "overhead")
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench = importlib.import_module(f"sgl_ext.bench.{options.name}")
     try:
         report = bench.run(quick=options.quick, out=options.out)
-    except SetupError as error:
+    except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
     report.print()
     print(f"wrote {report.write(options.out)}")

@@ -18,6 +18,7 @@ from typing import Any
 from sgl_ext.bench import server
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved
+from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
 _NEW = 16
@@ -88,7 +89,7 @@ def _served(report: Report, repeats: int, logs: Path) -> None:
         prompt = prefix + [tokens.randrange(1000, 40000) for _ in range(tail)]
         (timing,) = send(url, [Request(prompt, 2)])
         if tail and timing.cached_tokens < _SERVED_CONTEXT:
-            raise RuntimeError(f"{timing.cached_tokens} tokens were cached, not {_SERVED_CONTEXT}")
+            raise ExtError(f"{timing.cached_tokens} tokens were cached, not {_SERVED_CONTEXT}")
         return timing.ttft
 
     with server.serve(systems, model, logs) as (stock, ours):

@@ -13,6 +13,7 @@ from sgl_ext.bench import server
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved
+from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
 _PROMPT_TOKENS = 192
@@ -76,5 +77,5 @@ def _prompts(model: Path, count: int) -> list[list[int]]:
     tokenized = (tokenizer(text)["input_ids"][:_PROMPT_TOKENS] for text in texts)
     prompts = [ids for ids in tokenized if len(ids) == _PROMPT_TOKENS][:count]
     if len(prompts) < count:
-        raise RuntimeError(f"ShareGPT has {len(prompts)} prompts of this length, not {count}")
+        raise ExtError(f"ShareGPT has {len(prompts)} prompts of this length, not {count}")
     return prompts

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import requests
 
-from sgl_ext.errors import SetupError
+from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 30.0
@@ -55,7 +55,7 @@ def serve(
         deadline: seconds until the last one must be ready.
 
     Raises:
-        SetupError: a server died or was not ready in time; names its log and its last lines.
+        ExtError: a server died or was not ready in time; names its log and its last lines.
     """
     logs.mkdir(parents=True, exist_ok=True)
     give_up = time.monotonic() + deadline
@@ -100,7 +100,7 @@ def free_port() -> int:
 def _wait_until_ready(server: Server, give_up: float) -> None:
     while time.monotonic() < give_up:
         if server.process.poll() is not None:
-            raise SetupError(
+            raise ExtError(
                 f"the server {server.system.name!r} ended with {server.process.returncode}; "
                 f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
             )
@@ -108,7 +108,7 @@ def _wait_until_ready(server: Server, give_up: float) -> None:
             if requests.get(f"{server.url}/health", timeout=5).ok:
                 return
         time.sleep(0.2)
-    raise SetupError(
+    raise ExtError(
         f"the server {server.system.name!r} was not ready in time; "
         f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
     )

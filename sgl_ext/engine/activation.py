@@ -9,6 +9,7 @@ does the server answer.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -20,9 +21,7 @@ CARRIED = "_ext_config"
 """Attribute of ``ServerArgs``; the underscore makes it bookkeeping, which is pickled with it."""
 
 
-_ENGINE = "sglang.srt.entrypoints.engine"
 _SCHEDULER = "sglang.srt.managers.scheduler"
-_WORKERS = frozenset({_SCHEDULER, "sglang.srt.managers.detokenizer_manager"})
 
 _in_worker = False
 
@@ -33,19 +32,26 @@ commanded = False
 class Carried:
     """An :class:`ExtConfig` that activates the process it arrives in."""
 
-    __slots__ = ("config",)
+    __slots__ = ("config", "launcher")
 
-    def __init__(self, config: ExtConfig) -> None:
+    def __init__(self, config: ExtConfig, launcher: int | None = None) -> None:
         self.config = config
+        self.launcher = launcher
+        """Process that launches with this record; None until it does."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrive, (self.config,))
+        return (_arrive, (self.config, self.launcher))
 
 
 def carried_by(server_args: Any) -> ExtConfig | None:
     """The configuration a ``ServerArgs`` record carries; None if it runs stock."""
     carried: Carried | None = getattr(server_args, CARRIED, None)
     return carried.config if carried is not None else None
+
+
+def mark_launch(server_args: Any) -> None:
+    """Notes that this process launches others with the record: they are its workers."""
+    getattr(server_args, CARRIED).launcher = os.getpid()
 
 
 def report(config: ExtConfig) -> dict[str, Any]:
@@ -75,18 +81,19 @@ def in_worker() -> bool:
     return _in_worker
 
 
-def _arrive(config: ExtConfig) -> Carried:
+def _arrive(config: ExtConfig, launcher: int | None) -> Carried:
     global _in_worker
-    # A worker's entry point is imported before its arguments are unpickled; a launcher that was
-    # itself handed a record (a server started in a child process) has imported the engine too,
-    # or nothing of SGLang's yet.
-    _in_worker = _ENGINE not in sys.modules and not _WORKERS.isdisjoint(sys.modules)
+    # A record that is pickled before its launch (a server started in a child process) makes no
+    # worker, and neither does a copy within the launcher.
+    _in_worker = launcher not in (None, os.getpid())
     try:
         hooks.require_supported_sglang()
+        # A spawned process imports its entry point before its arguments arrive, so every
+        # scheduler has this module; in another worker that has it, the hooks are never reached.
         if _in_worker and _SCHEDULER in sys.modules:
             from sgl_ext.engine import scheduler
 
             scheduler.activate(config)
     except hooks.ActivationError as error:
         refuse(error)
-    return Carried(config)
+    return Carried(config, launcher)

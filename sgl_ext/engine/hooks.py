@@ -65,21 +65,41 @@ def require_supported_sglang() -> None:
         )
 
 
+def register(hooks: Iterable[Hook]) -> None:
+    """Hands hooks to SGLang's registry; its plugin loader applies them with all other plugins'."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    source = HookSource(plugin_name="sgl_ext", dist_name="sgl-ext")
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.when), source=source)
+
+
 def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
-    """Checks the seams, applies the hooks that are not applied yet, and verifies each.
+    """Applies hooks now, around whatever other plugins have made of their targets; verifies them.
+
+    For use after SGLang has loaded all plugins. Hooks that are in place are left alone.
 
     Raises:
         ActivationError: naming every seam and target that is missing.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = list(hooks)
-    missing = [seam.name for seam in seams if not _present(seam)]
-    source = HookSource(plugin_name="sgl_ext", dist_name="sgl-ext")
-    for hook in hooks:
-        if not _applied(hook):
-            HookRegistry.register(hook.target, hook.function, HookType(hook.when), source=source)
+    new = [hook for hook in hooks if not _applied(hook)]
+    # The registry applies a target once, silently skipping what comes later. So that ours are
+    # applied, and the earlier ones not again, it forgets these targets for a moment.
+    earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
+    HookRegistry._patched -= set(earlier)
+    register(new)
     HookRegistry.apply_hooks()
+    for target, theirs in earlier.items():
+        HookRegistry._hooks[target] = theirs + HookRegistry._hooks[target]
+    verify(hooks, seams)
+
+
+def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
+    """Raises ActivationError naming every seam and target that is missing."""
+    missing = [seam.name for seam in seams if not _present(seam)]
     missing += [hook.target for hook in hooks if not _applied(hook)]
     if missing:
         raise ActivationError(
@@ -99,8 +119,7 @@ def _present(seam: Seam) -> bool:
 def _applied(hook: Hook) -> bool:
     """Whether the live attribute is a wrapper around our function.
 
-    The registry skips a target that it has patched before, for another plugin say, without a
-    word; its own record of patched targets therefore proves nothing about ours.
+    SGLang's own record of patched targets proves nothing about ours.
     """
     try:
         live = pkgutil.resolve_name(hook.target)

@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
-from sgl_ext.engine import hooks, run_directory
-from sgl_ext.engine.activation import carried_by, refuse, report
+from sgl_ext.engine import activation, hooks, run_directory
+from sgl_ext.engine.activation import carried_by, mark_launch, refuse, report
 from sgl_ext.engine.scheduler import REPORT_KEY
 
 logger = logging.getLogger(__name__)
 
-_UNSERVED = (
+_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("nnodes", lambda value: value > 1, "several nodes"),
     ("dp_size", lambda value: value > 1, "data parallelism"),
+    ("attn_dp_size", lambda value: value > 1, "data parallelism"),
+    ("ep_join_mode", bool, "elastic expert parallelism"),
+    ("tokenizer_worker_num", lambda value: value > 1, "several tokenizer workers"),
     ("use_ray", bool, "Ray"),
     ("encoder_only", bool, "the encoder-only server"),
     ("smg_grpc_mode", bool, "the gRPC router mode"),
-    ("grpc_mode", bool, "the gRPC router mode"),
 )
-"""Launch paths whose schedulers do not answer the launcher, so that nothing could be verified."""
+"""Launch paths with processes that do not answer this launcher, and could not be verified."""
 
 
-def require_servable(server_args: Any) -> None:
-    """Raises ActivationError for arguments the extension cannot serve, or no server could."""
+def require_existing_model(server_args: Any) -> None:
+    """A path that is plainly local must exist; anything else may be a hub's name."""
+    path = server_args.model_path
+    is_local = Path(path).is_absolute() or path.startswith((".", "~"))
+    if is_local and not Path(path).exists():
+        raise hooks.ActivationError(f"--model-path {path} does not exist; name a model folder")
+
+
+def require_verifiable(server_args: Any) -> None:
+    """Raises ActivationError for a launch path, as resolved, that would escape verification."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
     for field, is_unserved, what in _UNSERVED:
-        if is_unserved(getattr(server_args, field)):
+        if is_unserved(getattr(view, field)):
             raise hooks.ActivationError(
                 f"--enable-ext does not work with {what} (--{field.replace('_', '-')}) yet; "
                 "start without one of the two"
             )
-    _require_model(server_args.model_path)
 
 
 def activate() -> None:
@@ -46,27 +61,26 @@ def activate() -> None:
     The hooks act on launches whose record carries a configuration: a process may launch others.
     """
     hooks.apply(HOOKS, SEAMS)
+    if activation.commanded and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # Until its HTTP server runs, SGLang dies of this without removing anything.
+        with suppress(ValueError):  # not in the main thread: then the program decides
+            signal.signal(signal.SIGTERM, _terminate)
 
 
-def _require_model(model_path: str) -> None:
-    """A path that is plainly local must exist; anything else may be a hub's name."""
-    is_local = Path(model_path).is_absolute() or model_path.startswith((".", "~"))
-    if is_local and not Path(model_path).exists():
-        raise hooks.ActivationError(
-            f"--model-path {model_path} does not exist; name a model folder"
-        )
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextmanager
-def one_sentence_about_the_model(server_args: Any) -> Iterator[None]:
-    """Turns a model that cannot be read, here or at a hub, into an ActivationError."""
+def one_sentence_about(server_args: Any) -> Iterator[None]:
+    """Turns arguments that SGLang cannot resolve, or a model it cannot read, into a sentence."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise hooks.ActivationError(
-            f"cannot read the model --model-path {server_args.model_path}: {reason}; "
-            "name a model folder, or a model that the hub has"
+            f"SGLang cannot start with --model-path {server_args.model_path} and the other "
+            f"arguments: {reason}"
         ) from error
 
 
@@ -122,6 +136,7 @@ def _port_args(original: Callable[..., Any], server_args: Any, *args: Any, **kwa
     except ValueError as error:
         refuse(error)
     run_directory.remember_instance(ports.instance_id)
+    mark_launch(server_args)
     return ports
 
 

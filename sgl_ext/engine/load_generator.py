@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from sglang.benchmark import serving
 
+from sgl_ext.errors import ExtError
+
 
 @dataclass(frozen=True)
 class Request:
@@ -35,7 +37,7 @@ class Timing:
     text: str
 
 
-class RequestError(RuntimeError):
+class RequestError(ExtError):
     """A request of a run was refused or broken off; the message carries the server's words."""
 
 

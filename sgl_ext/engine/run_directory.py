@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 _PREFIX = "sgl_ext-"
 _LOCK = "lock"
 _NOTE = "shm-"
@@ -94,11 +96,20 @@ def _remove_stale(parent: Path) -> None:
                 continue
             with (directory / _LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(directory)
+                _remove(directory, stale=True)
 
 
-def _remove(directory: Path) -> None:
+def _remove(directory: Path, *, stale: bool = False) -> None:
+    """Removes it and the shared memory it notes."""
     for note in directory.glob(f"{_NOTE}*"):
         for segment in _SHARED_MEMORY.glob(note.name.removeprefix(_NOTE)):
-            segment.unlink(missing_ok=True)
+            with suppress(OSError):
+                if not (stale and _creator_lives(segment)):
+                    segment.unlink()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _creator_lives(segment: Path) -> bool:
+    """Whether a process has the number in the name: another server's, that got it since."""
+    number = segment.name.split("_")[-2]
+    return number.isdigit() and psutil.pid_exists(int(number))

@@ -41,4 +41,8 @@ def activate(config: ExtConfig) -> None:
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
+    # SGLang applies all plugins' hooks at once; ours come early, and must not shut out the rest.
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
     hooks.apply(HOOKS)

@@ -7,7 +7,6 @@ flags. They do nothing until ``--enable-ext`` (or ``enable_ext=True``) is given.
 from __future__ import annotations
 
 import argparse
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,11 +25,19 @@ from sgl_ext.engine.activation import (
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 _requested: ExtConfig | None = None
-"""What this process's command line asked for. Programs that parse ``ServerArgs`` and rebuild it
-from its fields (SGLang's offline benchmarks) lose the record's attribute, not the request."""
+"""What this process's command line asked for. A program that parses ``ServerArgs`` and rebuilds
+it from its fields loses the record's attribute; it must not thereby run stock."""
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
+    try:
+        # All of them, or no flag: one alone would accept --enable-ext and run stock.
+        hooks.verify(HOOKS)
+    except hooks.ActivationError as error:
+        if "--enable-ext" in sys.argv:
+            activation.commanded = True
+            refuse(error)
+        return
     group = parser.add_argument_group("sgl_ext")
     group.add_argument(
         "--enable-ext",
@@ -75,21 +82,40 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
     """Activates the launcher: its arguments are complete, and no process is launched yet."""
     if in_worker():
         return original(server_args)
-    if carried_by(server_args) is None and _requested is not None:
-        setattr(server_args, CARRIED, Carried(_requested))
     if carried_by(server_args) is None:
-        return original(server_args)
+        config = _requested or _beside_a_record()
+        if config is None:
+            return original(server_args)
+        setattr(server_args, CARRIED, Carried(config))
     from sgl_ext.engine import launcher
 
     try:
-        launcher.require_servable(server_args)
+        launcher.require_existing_model(server_args)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
-        with launcher.one_sentence_about_the_model(server_args):
+        with launcher.one_sentence_about(server_args):
             original(server_args)
+        launcher.require_verifiable(server_args)
         launcher.activate()
     except hooks.ActivationError as error:
         refuse(error)
+    return None
+
+
+def _beside_a_record() -> ExtConfig | None:
+    """What ``Engine(server_args=record, enable_ext=True)`` asks for.
+
+    Given a record, the engine ignores every other keyword, and no hook of ours sees the first
+    engine's: it loads the plugins. The launch is below its frame, so they are read there.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_qualname == "Engine.__init__":
+            keywords = frame.f_locals.get("kwargs", {})
+            if "server_args" not in keywords:
+                return None  # then _EngineServerArgs has taken them
+            return requested_config(keywords.get("enable_ext", False), keywords.get("ext_config"))
+        frame = frame.f_back
     return None
 
 
@@ -106,6 +132,8 @@ class _EngineServerArgs:
         ext_config: str | Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> Any:
+        if enable_ext:
+            hooks.verify(HOOKS)
         record = self._server_args_class(*args, **kwargs)
         if (config := requested_config(enable_ext, ext_config)) is not None:
             setattr(record, CARRIED, Carried(config))
@@ -133,20 +161,20 @@ HOOKS = (
     ),
 )
 
-SEAMS = (
-    hooks.Seam(
-        "server_args_class of sglang.srt.entrypoints.engine.Engine",
-        lambda: hasattr(pkgutil.resolve_name(f"{_ENGINE_MODULE}.Engine"), "server_args_class"),
-    ),
-)
+
+def _engine_class() -> Any:
+    """SGLang's ``Engine`` where its module is imported.
+
+    Importing it here would run SGLang's modules before it has resolved its arguments.
+    """
+    module = sys.modules.get(_ENGINE_MODULE)
+    return module and module.Engine
 
 
 def register() -> None:
     """Registers the flags; SGLang's plugin loader calls this once per process."""
-    hooks.apply(HOOKS)
-    # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now;
-    # importing it elsewhere would run SGLang's modules before it has resolved its arguments.
-    if (module := sys.modules.get(_ENGINE_MODULE)) is not None:
-        engine = module.Engine
-        if not isinstance(engine.server_args_class, _EngineServerArgs):
-            engine.server_args_class = _EngineServerArgs(engine.server_args_class)
+    hooks.register(HOOKS)
+    # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now.
+    engine = _engine_class()
+    if engine is not None and not isinstance(engine.server_args_class, _EngineServerArgs):
+        engine.server_args_class = _EngineServerArgs(engine.server_args_class)

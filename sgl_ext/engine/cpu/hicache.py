@@ -5,8 +5,9 @@ its parts exist only for accelerators, and none has a platform seam in 0.5.23:
 
 - host pools pin their memory, and the pages they read from storage, for a device's copies: the
   base class's constructor is told not to, because its makers always ask for it;
-- ``transfer_kv_direct`` comes from compiled kernels: the module attribute that
-  ``--hicache-io-backend direct`` calls is set to a copy in torch;
+- ``transfer_kv_direct`` comes from compiled kernels: the name under which host pools call it is
+  set to a copy in torch. The platform makes ``direct`` and ``layer_first``, which need nothing
+  else, the only choice;
 - 10 GiB of host memory are kept back for the rest of the machine: that is most of a small one,
   so the reserve is at most an eighth of it.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import psutil
 import torch
-from sglang.srt.mem_cache.pool_host import base, mha
+from sglang.srt.mem_cache.pool_host import base, mha, mla
 
 _RESERVE_FRACTION = 8
 
@@ -60,6 +61,7 @@ def _unpinned_init(pool: Any, *args: Any, **kwargs: Any) -> None:
 def install() -> None:
     """Puts the three parts in place."""
     base.HostKVCache.__init__ = _unpinned_init
-    mha.transfer_kv_direct = transfer_kv_direct
+    for pool in (mha, mla):
+        pool.transfer_kv_direct = transfer_kv_direct
     reserve = psutil.virtual_memory().total // _RESERVE_FRACTION
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(base.HICACHE_HOST_MEMORY_RESERVE_BYTES, reserve)

@@ -81,6 +81,21 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
+def _hicache_defaults(server_args: Any, previous: Any) -> None:
+    """HiCache's copies exist here for one backend and layout; see :mod:`.hicache`."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if view.device == "cpu" and view.enable_hierarchical_cache:
+        declare_resolution(
+            server_args,
+            PLATFORM_NAME,
+            hicache_io_backend="direct",
+            hicache_mem_layout="layer_first",
+        )
+    previous(server_args)
+
+
 def _bind_threads(ranks: int) -> None:
     """Sets the binding that children inherit, unless the user has."""
     global _our_binding
@@ -122,6 +137,7 @@ def _platform_class() -> type:
             hicache.install()
 
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
+    register_resolution_hook("handle_hicache")(_hicache_defaults)
     return NativeCpuPlatform
 
 
