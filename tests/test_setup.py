@@ -33,6 +33,11 @@ def refused(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+def refused_at_last(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode != 0
+    return result.stderr.splitlines()[-1]
+
+
 def test_another_python_is_refused(tmp_path: Path) -> None:
     old = program(tmp_path / "python3.9", "echo 3.9")
     message = refused(run(tmp_path / "venv", SGL_EXT_PYTHON=old))
@@ -42,6 +47,15 @@ def test_another_python_is_refused(tmp_path: Path) -> None:
 
 def test_a_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
     assert "does not run" in refused(run(tmp_path / "venv", SGL_EXT_PYTHON="/bin/false"))
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data").write_text("keep")
+    message = refused_at_last(run(precious, SGL_EXT_PYTHON=sys.executable))
+    assert "is no virtual environment" in message
+    assert (precious / "data").read_text() == "keep"
 
 
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:

@@ -98,6 +98,18 @@ def test_a_model_that_does_not_exist_is_refused(launch: Launch, tmp_path: Path) 
     assert "config.json" in message
 
 
+def test_weights_that_are_cut_short_are_refused(
+    launch: Launch, model: Path, tmp_path: Path
+) -> None:
+    for file in model.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with (model / "model.safetensors").open("rb") as whole:
+        (tmp_path / "model.safetensors").write_bytes(whole.read(1 << 20))
+    message = refusal(launch("--enable-ext", model_path=str(tmp_path)))
+    assert "model.safetensors is not whole" in message
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]

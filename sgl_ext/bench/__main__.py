@@ -23,11 +23,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     bench = importlib.import_module(f"sgl_ext.bench.{options.name}")
     try:
+        options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
         report = bench.run(quick=options.quick, out=options.out)
+        report.print()
+        print(f"wrote {report.write(options.out)}")
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
-    report.print()
-    print(f"wrote {report.write(options.out)}")
+    except OSError as error:
+        sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
 
 
 if __name__ == "__main__":

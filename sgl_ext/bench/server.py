@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import requests
 
+from sgl_ext.engine import run_directory
 from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
@@ -75,19 +75,21 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
     if setpriv := shutil.which("setpriv"):
         # A benchmark that is killed takes its servers with it.
         command = [setpriv, "--pdeathsig", "TERM", *command]
-    with tempfile.TemporaryDirectory(prefix="sgl_ext-bench-") as scratch, log.open("wb") as sink:
+    scratch = run_directory.subdirectory()
+    with log.open("wb") as sink:
         process = psutil.Popen(
             command,
             stdout=sink,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **system.environment, "TMPDIR": scratch},
+            env={**os.environ, **system.environment, "TMPDIR": str(scratch)},
             start_new_session=True,
         )
         try:
             yield Server(system, f"http://127.0.0.1:{port}", log, process)
         finally:
             _stop(process)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def free_port() -> int:

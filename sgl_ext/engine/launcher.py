@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from safetensors import SafetensorError, safe_open
+
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
 from sgl_ext.engine import activation, hooks, run_directory
@@ -35,11 +37,19 @@ _UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def require_existing_model(server_args: Any) -> None:
-    """A path that is plainly local must exist; anything else may be a hub's name."""
+    """A path that is plainly local must exist, with whole weights; others may be a hub's names."""
     path = server_args.model_path
     is_local = Path(path).is_absolute() or path.startswith((".", "~"))
     if is_local and not Path(path).exists():
         raise hooks.ActivationError(f"--model-path {path} does not exist; name a model folder")
+    for weights in Path(path).glob("*.safetensors"):
+        try:
+            with safe_open(weights, framework="pt"):
+                pass  # reads the header, and compares it with the file's size
+        except (SafetensorError, OSError) as error:
+            raise hooks.ActivationError(
+                f"{weights} is not whole ({error}); copy or convert the model again"
+            ) from None
 
 
 def require_verifiable(server_args: Any) -> None:
@@ -90,9 +100,10 @@ def _require_free_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise hooks.ActivationError(
-                f"cannot listen on {host}:{port} ({error.strerror}); "
+                f"cannot listen on {host}:{port} ({reason}); "
                 "choose another with --port, or stop what uses it"
             ) from None
 

@@ -59,6 +59,11 @@ def remember_worker(pid: int) -> None:
     _remember(f"sgl_shm_*_{pid}_*")
 
 
+def subdirectory() -> Path:
+    """A new directory inside this process's, for a server it starts; goes with it."""
+    return Path(tempfile.mkdtemp(dir=_ensure()))
+
+
 def _remember(segments: str) -> None:
     (_ensure() / f"{_NOTE}{segments}").touch()
 
@@ -101,7 +106,7 @@ def _remove_stale(parent: Path) -> None:
 
 def _remove(directory: Path, *, stale: bool = False) -> None:
     """Removes it and the shared memory it notes."""
-    for note in directory.glob(f"{_NOTE}*"):
+    for note in directory.rglob(f"{_NOTE}*"):
         for segment in _SHARED_MEMORY.glob(note.name.removeprefix(_NOTE)):
             with suppress(OSError):
                 if not (stale and _creator_lives(segment)):
