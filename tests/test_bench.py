@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,13 @@ from sgl_ext.errors import ExtError
 def test_interleaving_alternates_who_is_first() -> None:
     order: list[str] = []
     first, second = interleaved(
-        lambda n: order.append("a") or n, lambda n: order.append("b") or -n, 4
+        [lambda n: order.append("a") or n, lambda n: order.append("b") or -n], 4
     )
     assert "".join(order) == "abbaabba"
     assert (first, second) == ([0, 1, 2, 3], [0, -1, -2, -3])
+    order.clear()
+    interleaved([partial(lambda name, _: order.append(name), name) for name in "abc"], 3)
+    assert "".join(order) == "abcbcacab"
 
 
 def test_a_report_is_written_whole(tmp_path: Path) -> None:

@@ -53,8 +53,10 @@ def _operator(report: Report, context: int, repeats: int) -> None:
             forward(backend, query, rows)  # warm-up
         # Decode is short: more repeats cost nothing.
         times = interleaved(
-            partial(_timed, forward, trial.stock, query, rows),
-            partial(_timed, forward, trial.ours, query, rows),
+            [
+                partial(_timed, forward, backend, query, rows)
+                for backend in (trial.stock, trial.ours)
+            ],
             repeats * (10 if what == "decode" else 1),
         )
         for system, samples in zip(("stock", "ours"), times, strict=True):
@@ -101,7 +103,7 @@ def _served(report: Report, repeats: int, logs: Path) -> None:
                 | {"ms_p50": cold * 1e3}
             )
         times = interleaved(
-            lambda _: ttft(stock.url, _NEW), lambda _: ttft(ours.url, _NEW), repeats
+            [lambda _: ttft(stock.url, _NEW), lambda _: ttft(ours.url, _NEW)], repeats
         )
     for name, samples in zip(("stock", "ours"), times, strict=True):
         report.runs.append(

@@ -1,7 +1,9 @@
 """Stock SGLang against the extension with every section off: it must cost nothing.
 
-Both run on the same platform and attention. Each round sends one ShareGPT prompt, cut to the same
-number of tokens, to both systems in turn.
+Both run on the same platform and attention. Two processes of one and the same system differ by a
+few percent for as long as they live (where their memory lies), so each system is served by two,
+and its samples are pooled. Each round sends one ShareGPT prompt, cut to the same number of tokens,
+to all of them in turn.
 """
 
 from __future__ import annotations
@@ -16,19 +18,22 @@ from sgl_ext.bench.sampling import interleaved
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
-_PROMPT_TOKENS = 192
+_PROMPT_TOKENS = 96
 _OUTPUT_TOKENS = 24
-_WARM_UP = 4
+_WARM_UP = 3
+_PROCESSES = 2
+"""Servers of each system."""
 
 
 def run(*, quick: bool, out: Path) -> Report:
-    # A first token costs a fifth of a whole answer here and varies more: it gets more rounds.
-    first_rounds, answer_rounds = (120, 24) if quick else (400, 200)
+    # A first token costs a tenth of a whole answer here and varies more: it gets more rounds.
+    first_rounds, answer_rounds = (100, 10) if quick else (400, 100)
     report = Report(
         "overhead",
         {
             "quick": quick,
             "rounds": {"ttft": first_rounds, "tpot": answer_rounds},
+            "processes_per_system": _PROCESSES,
             "prompt_tokens": _PROMPT_TOKENS,
             "output_tokens": _OUTPUT_TOKENS,
         },
@@ -38,34 +43,41 @@ def run(*, quick: bool, out: Path) -> Report:
 
     model = prepare(SMOLLM2)
     prompts = iter(_prompts(model, _WARM_UP + first_rounds + answer_rounds))
-    arguments = ("--max-total-tokens", "32768")
+    pool = ("--max-total-tokens", "32768")
+    flags = {"stock": pool, "extension": (*pool, "--enable-ext")}
     systems = [
-        server.System("stock", arguments),
-        server.System("extension", (*arguments, "--enable-ext")),
+        server.System(f"{name}-{number}", arguments)
+        for number in range(_PROCESSES)
+        for name, arguments in flags.items()
     ]
     with server.serve(systems, model, out / "logs") as servers:
 
-        def samples(rounds: int, output_tokens: int) -> tuple[list[Timing], list[Timing]]:
+        def samples(rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
+            """Timings by system, its processes pooled."""
             requests = [Request(next(prompts), output_tokens) for _ in range(rounds)]
-            return interleaved(
-                lambda n: send(servers[0].url, [requests[n]])[0],
-                lambda n: send(servers[1].url, [requests[n]])[0],
-                rounds,
-            )
+            samplers = [
+                lambda n, url=running.url: send(url, [requests[n]])[0] for running in servers
+            ]
+            pooled: dict[str, list[Timing]] = {name: [] for name in flags}
+            for system, timings in zip(systems, interleaved(samplers, rounds), strict=True):
+                pooled[system.name.partition("-")[0]] += timings
+            return pooled
 
         samples(_WARM_UP, _OUTPUT_TOKENS)
         firsts = samples(first_rounds, 1)
         answers = samples(answer_rounds, _OUTPUT_TOKENS)
-    ttft = [[timing.ttft for timing in of_system] for of_system in firsts]
-    tpot = [[timing.tpot for timing in of_system] for of_system in answers]
-    for index, system in enumerate(systems):
+    ttft = {name: [timing.ttft for timing in timings] for name, timings in firsts.items()}
+    tpot = {name: [timing.tpot for timing in timings] for name, timings in answers.items()}
+    for name in flags:
         report.runs.append(
-            {"system": system.name}
-            | summary(ttft[index], "ttft_ms", 1e3)
-            | summary(tpot[index], "tpot_ms", 1e3)
+            {"system": name}
+            | summary(ttft[name], "ttft_ms", 1e3)
+            | summary(tpot[name], "tpot_ms", 1e3)
         )
     for figure, times in (("ttft_ratio", ttft), ("tpot_ratio", tpot)):
-        report.figures[figure] = statistics.median(times[1]) / statistics.median(times[0])
+        report.figures[figure] = statistics.median(times["extension"]) / statistics.median(
+            times["stock"]
+        )
     return report
 
 

@@ -1,23 +1,25 @@
-"""Interleaved samples: what two systems differ in must not be when they were measured."""
+"""Interleaved samples: what systems differ in must not be when they were measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 Sample = TypeVar("Sample")
 
 
-def interleaved(
-    first: Callable[[int], Sample], second: Callable[[int], Sample], rounds: int
-) -> tuple[list[Sample], list[Sample]]:
-    """Calls both once a round, each first in every other round.
+def interleaved(samplers: Sequence[Callable[[int], Sample]], rounds: int) -> list[list[Sample]]:
+    """Calls every sampler once a round, each round beginning with the next one.
 
     Args:
-        first, second: take one sample; given the number of the round.
+        samplers: take one sample; given the number of the round.
+
+    Returns:
+        The samples of each sampler.
     """
-    samples: tuple[list[Sample], list[Sample]] = ([], [])
+    samples: list[list[Sample]] = [[] for _ in samplers]
     for number in range(rounds):
-        for index in (0, 1) if number % 2 == 0 else (1, 0):
-            samples[index].append((first, second)[index](number))
+        for position in range(len(samplers)):
+            index = (number + position) % len(samplers)
+            samples[index].append(samplers[index](number))
     return samples
