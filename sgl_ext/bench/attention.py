@@ -8,7 +8,6 @@ holds and whose last 16 it does not.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 
 from sgl_ext.bench import server
 from sgl_ext.bench.report import Report, summary
-from sgl_ext.bench.sampling import interleaved
+from sgl_ext.bench.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
@@ -48,7 +47,6 @@ def _operator(report: Report, context: int, repeats: int) -> None:
     )
     for what, forward, rows, figure in cases:
         query = trial.query(rows)
-
         for backend in (trial.stock, trial.ours):
             forward(backend, query, rows)  # warm-up
         # Decode is short: more repeats cost nothing.
@@ -64,7 +62,7 @@ def _operator(report: Report, context: int, repeats: int) -> None:
                 {"what": f"operator {what}", "context": context, "system": system}
                 | summary(samples, "ms", 1e3)
             )
-        report.figures[figure] = statistics.median(times[0]) / statistics.median(times[1])
+        report.figures[figure] = ratio_of_medians(times[0], times[1])
 
 
 def _timed(forward: Callable[..., Any], backend: Any, query: Any, rows: Any, _round: int) -> float:
@@ -110,6 +108,5 @@ def _served(report: Report, repeats: int, logs: Path) -> None:
             {"what": "server hot TTFT", "context": _SERVED_CONTEXT, "system": name}
             | summary(samples, "ms", 1e3)
         )
-    report.figures[f"hot_ttft_{_SERVED_CONTEXT}_plus_{_NEW}_speedup"] = statistics.median(
-        times[0]
-    ) / statistics.median(times[1])
+    figure = f"hot_ttft_{_SERVED_CONTEXT}_plus_{_NEW}_speedup"
+    report.figures[figure] = ratio_of_medians(times[0], times[1])

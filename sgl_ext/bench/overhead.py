@@ -8,13 +8,12 @@ to all of them in turn.
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 from sgl_ext.bench import server
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.report import Report, summary
-from sgl_ext.bench.sampling import interleaved
+from sgl_ext.bench.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
@@ -45,11 +44,8 @@ def run(*, quick: bool, out: Path) -> Report:
     prompts = iter(_prompts(model, _WARM_UP + first_rounds + answer_rounds))
     pool = ("--max-total-tokens", "32768")
     flags = {"stock": pool, "extension": (*pool, "--enable-ext")}
-    systems = [
-        server.System(f"{name}-{number}", arguments)
-        for number in range(_PROCESSES)
-        for name, arguments in flags.items()
-    ]
+    names = [*flags] * _PROCESSES
+    systems = [server.System(f"{name}-{i}", flags[name]) for i, name in enumerate(names)]
     with server.serve(systems, model, out / "logs") as servers:
 
         def samples(rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
@@ -59,8 +55,8 @@ def run(*, quick: bool, out: Path) -> Report:
                 lambda n, url=running.url: send(url, [requests[n]])[0] for running in servers
             ]
             pooled: dict[str, list[Timing]] = {name: [] for name in flags}
-            for system, timings in zip(systems, interleaved(samplers, rounds), strict=True):
-                pooled[system.name.partition("-")[0]] += timings
+            for name, timings in zip(names, interleaved(samplers, rounds), strict=True):
+                pooled[name] += timings
             return pooled
 
         samples(_WARM_UP, _OUTPUT_TOKENS)
@@ -75,9 +71,7 @@ def run(*, quick: bool, out: Path) -> Report:
             | summary(tpot[name], "tpot_ms", 1e3)
         )
     for figure, times in (("ttft_ratio", ttft), ("tpot_ratio", tpot)):
-        report.figures[figure] = statistics.median(times["extension"]) / statistics.median(
-            times["stock"]
-        )
+        report.figures[figure] = ratio_of_medians(times["extension"], times["stock"])
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -23,3 +24,8 @@ def interleaved(samplers: Sequence[Callable[[int], Sample]], rounds: int) -> lis
             index = (number + position) % len(samplers)
             samples[index].append(samplers[index](number))
     return samples
+
+
+def ratio_of_medians(samples: Sequence[float], to: Sequence[float]) -> float:
+    """Median of ``samples`` over median of ``to``."""
+    return statistics.median(samples) / statistics.median(to)

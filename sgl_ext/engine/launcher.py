@@ -102,10 +102,12 @@ def _require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise hooks.ActivationError(
-                f"cannot listen on {host}:{port} ({reason}); "
-                "choose another with --port, or stop what uses it"
-            ) from None
+            refuse(
+                hooks.ActivationError(
+                    f"cannot listen on {host}:{port} ({reason}); "
+                    "choose another with --port, or stop what uses it"
+                )
+            )
 
 
 def _launch_server(
@@ -115,10 +117,7 @@ def _launch_server(
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
     if not server_args.enable_http_worker_reuseport:
-        try:
-            _require_free_port(server_args.host or "127.0.0.1", server_args.port)
-        except hooks.ActivationError as error:
-            refuse(error)
+        _require_free_port(server_args.host or "127.0.0.1", server_args.port)
     theirs = kwargs.pop("launch_callback", None)
 
     def greet() -> None:

@@ -78,17 +78,22 @@ class AttentionTrial:
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One extend forward of ``rows``, several of which may name the same request."""
-        batch = self._batch(ForwardMode.EXTEND, rows)
-        backend.init_forward_metadata(batch)
+        batch = self._prepared(backend, ForwardMode.EXTEND, rows)
         return backend.forward_extend(query, None, None, self.layer, batch, False)
 
     def decode(
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One decode forward; every row has one new token."""
-        batch = self._batch(ForwardMode.DECODE, rows)
-        backend.init_forward_metadata(batch)
+        batch = self._prepared(backend, ForwardMode.DECODE, rows)
         return backend.forward_decode(query, None, None, self.layer, batch, False)
+
+    def _prepared(
+        self, backend: TorchNativeAttnBackend, mode: ForwardMode, rows: Sequence[Row]
+    ) -> SimpleNamespace:
+        batch = self._batch(mode, rows)
+        backend.init_forward_metadata(batch)
+        return batch
 
     @staticmethod
     def _batch(mode: ForwardMode, rows: Sequence[Row]) -> SimpleNamespace:
