@@ -18,7 +18,8 @@ die() { say "$*"; exit 1; }
 
 # The stamp names everything the environment was made from; it is written last.
 stamp=$venv/.sgl_ext_setup
-key=$(cat "$lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1)
+native() { find "$root/kernels/native" -type f -print0 | sort -z | xargs -0 cat; }
+key=$({ cat "$lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
 done_already() { [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; }
 done_already && exit 0
 
@@ -36,6 +37,8 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
     die "$python does not run; set SGL_EXT_PYTHON to a Python 3.11"
 [[ $version == 3.11 ]] ||
     die "Python 3.11 is needed (the pinned packages are built for it), $python is $version; install 3.11 or set SGL_EXT_PYTHON"
+command -v c++ g++ clang++ >/dev/null ||
+    die "a C++17 compiler is needed, none was found; on Debian and Ubuntu: apt-get install g++ make"
 free_mib=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
 [[ -d $venv || $free_mib -ge $need_mib ]] ||
     die "the environment needs $need_mib MiB, $(dirname "$venv") has $free_mib MiB free; free some or set SGL_EXT_VENV"
@@ -74,7 +77,7 @@ pip install --no-deps "$torch" >>"$log" 2>&1 ||
     quietly pip install --no-deps --extra-index-url "$torch_cpu_index" "$torch"
 step 3 "SGLang and $(($(grep -c '==' "$lock") - 2)) pinned packages (about 1 GB, a few minutes)"
 pip install --no-deps -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
-step 4 "sgl_ext"
+step 4 "sgl_ext and its native parts"
 quietly pip install --no-deps --no-build-isolation --editable "$root"
 quietly "$venv/bin/python" -m sgl_ext.engine.cpu.torchvision_bridge
 step 5 "first import"

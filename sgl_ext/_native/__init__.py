@@ -1,0 +1,1 @@
+"""Compiled parts of the package; their sources lie in ``kernels/native``."""
