@@ -93,6 +93,16 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
+class Memory(_Section):
+    """Where KV lies on the device, and how it is handed out."""
+
+    layout: Literal["auto", "block_major", "layer_major"] = "auto"
+    """``block_major``: one slab of blocks that hold all layers; ``layer_major``: SGLang's own;
+    ``auto``: the slab wherever it serves."""
+    first_group: Annotated[int, Field(ge=1, le=1 << 24)] = 1000
+    """Tokens that a new request's first block group is made for (FastSwitch §3.1)."""
+
+
 class HostTier(_Section):
     """Host memory below the device pool."""
 
@@ -156,6 +166,8 @@ class ExtConfig(_Section):
 
     start_deadline: Seconds = 1800.0
     """How long the launcher waits for SGLang's schedulers to load the model."""
+
+    memory: Memory = Memory()
 
     tiers: Tiers | None = None
     chunks: Chunks | None = None

@@ -30,6 +30,7 @@ def test_one_line_says_what_is_active(extension: Server) -> None:
     lines = re.findall(r"sgl_ext 0\.1\.0 active on .*", extension.log.read_text())
     assert lines == [
         "sgl_ext 0.1.0 active on SGLang 0.5.23, platform NativeCpuPlatform: "
+        "block-major KV, 16385 blocks of 1 token; "
         "sections on: none; off: tiers, chunks, restore, swap, peer, clusters"
     ]
 
@@ -37,7 +38,19 @@ def test_one_line_says_what_is_active(extension: Server) -> None:
 def test_server_info_shows_version_and_configuration(extension: Server) -> None:
     info = requests.get(f"{extension.url}/server_info", timeout=30).json()
     assert info["sgl_ext"]["version"] == "0.1.0"
-    assert info["sgl_ext"]["config"] == {"start_deadline": "1800s"}
+    assert info["sgl_ext"]["config"] == {
+        "start_deadline": "1800s",
+        "memory": {"layout": "auto", "first_group": 1000},
+    }
+    memory = info["sgl_ext"]["memory"]
+    assert memory.pop("fingerprint")
+    assert memory == {
+        "layout": "block_major",
+        "blocks": 16385,
+        "page": 1,
+        "block_bytes": 30 * 2 * 3 * 64 * 2,
+        "dtype": "bfloat16",
+    }
 
 
 def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:

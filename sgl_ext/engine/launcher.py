@@ -165,7 +165,8 @@ def _wait_for_schedulers(
         infos = original(readers, processes)
     expected = report(config)
     for rank, info in enumerate(infos):
-        if (found := info.get(REPORT_KEY)) != expected:
+        found = info.get(REPORT_KEY) or {}
+        if {key: found.get(key) for key in expected} != expected:
             for process in processes:
                 process.kill()
             refuse(
@@ -177,8 +178,8 @@ def _wait_for_schedulers(
     on = ", ".join(config.sections()) or "none"
     off = ", ".join(name for name in SECTIONS if name not in config.sections()) or "none"
     logger.info(
-        "sgl_ext %s active on SGLang %s, platform %s: sections on: %s; off: %s",
-        __version__, hooks.installed_sglang(), _platform(), on, off,
+        "sgl_ext %s active on SGLang %s, platform %s: %s; sections on: %s; off: %s",
+        __version__, hooks.installed_sglang(), _platform(), _memory(infos[0]), on, off,
     )  # fmt: skip
     return infos
 
@@ -203,6 +204,15 @@ def _deadline(seconds: float, processes: Any) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _memory(info: dict[str, Any]) -> str:
+    """The layout of the KV pool, as the first scheduler reports it."""
+    memory = info[REPORT_KEY]["memory"]
+    if memory["layout"] == "layer_major":
+        return f"layer-major KV ({memory['because']})"
+    blocks, page = memory["blocks"], memory["page"]
+    return f"block-major KV, {blocks} blocks of {page} token{'s' if page > 1 else ''}"
 
 
 def _platform() -> str:

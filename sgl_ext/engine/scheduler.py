@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks
+from sgl_ext.engine import hooks, kv_memory
 from sgl_ext.engine.activation import report
+from sgl_ext.runtime import ExtRuntime
 
 REPORT_KEY = "sgl_ext"
 """Key of our report in the scheduler's ready message, and so in ``/server_info``."""
 
-_config: ExtConfig | None = None
+_runtime: ExtRuntime | None = None
 
 
 def _add_report(result: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
-    if _config is not None:
-        result[REPORT_KEY] = report(_config)
+    if _runtime is not None:
+        result[REPORT_KEY] = {**report(_runtime.config), "memory": _runtime.describe_memory()}
     return result
 
 
@@ -28,13 +29,15 @@ HOOKS = (
         "the ready message has a fixed set of keys; it is the launcher's only word from a "
         "scheduler before serving, and SGLang shows it in /server_info",
     ),
+    *kv_memory.HOOKS,
 )
 
 
 def activate(config: ExtConfig) -> None:
     """Activates this scheduler process. Raises ActivationError; repeating it changes nothing."""
-    global _config
-    _config = config
+    global _runtime
+    if _runtime is None or _runtime.config != config:
+        _runtime = kv_memory.runtime = ExtRuntime(config)
     # A progress bar's default lock is a named semaphore, which outlives a killed scheduler.
     import threading
 

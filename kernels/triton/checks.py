@@ -1,0 +1,262 @@
+"""Differential checks: every kernel against its torch reference, bit for bit.
+
+Both run on equal memory, and all of that memory is compared afterwards, guard bytes around the
+slab and the staging tensor included: what an operation may not touch counts like what it moves.
+The tests run these checks under Triton's interpreter, ``scripts/gpu_check.sh`` on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import torch
+
+GUARD = 64
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A slab, how it lies in memory, and the kernel's tile."""
+
+    shape: tuple[int, ...]
+    """``[blocks, page, layers, 2, kv_heads, head_dim]``."""
+    dtype: torch.dtype
+    skew: int
+    """Elements between an aligned address and the slab; the staging lies twice as far from one."""
+    tile_bytes: int
+    seed: int
+    """Of the bytes."""
+
+    @staticmethod
+    def random(random: Random) -> Case:
+        """A small slab, likely one of odd sizes."""
+        shape = (
+            random.randint(1, 9),
+            random.choice([1, 2, 3, 4, 16]),
+            random.randint(1, 4),
+            2,
+            random.choice([1, 2, 3]),
+            random.choice([1, 3, 6, 8, 64]),
+        )
+        return Case(
+            shape,
+            random.choice(DTYPES),
+            random.choice([0, 0, 1, 2, 4, 8]),
+            random.choice([64, 1024, 16384]),
+            random.randrange(2**32),
+        )
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A gather and its inverse, and what they are asked for."""
+
+    name: str
+    numbers: Callable[[Random, tuple[int, ...], bool], tuple[torch.Tensor, ...]]
+    """Valid numbers for a slab of this shape, on the CPU; distinct where asked."""
+    item: Callable[[tuple[int, ...]], tuple[int, ...]]
+    """Shape of an item of the staging tensor."""
+    has_layer: bool = False
+
+
+def _runs(random: Random, shape: tuple[int, ...], distinct: bool) -> tuple[torch.Tensor, ...]:
+    blocks = shape[0]
+    if not distinct:
+        start = [random.randrange(blocks) for _ in range(random.randint(0, 4))]
+        length = [random.randint(1, blocks - first) for first in start]
+    else:
+        edges = sorted(random.sample(range(blocks + 1), random.randint(0, min(4, blocks + 1))))
+        runs = list(itertools.pairwise(edges))
+        random.shuffle(runs)
+        start, length = [a for a, _ in runs], [b - a for a, b in runs]
+    return _int64(start), _int64(length)
+
+
+def _blocks(random: Random, shape: tuple[int, ...], distinct: bool) -> tuple[torch.Tensor, ...]:
+    return (_choice(random, shape[0], distinct),)
+
+
+def _slots(random: Random, shape: tuple[int, ...], distinct: bool) -> tuple[torch.Tensor, ...]:
+    return (_choice(random, shape[0] * shape[1], distinct),)
+
+
+def _choice(random: Random, limit: int, distinct: bool) -> torch.Tensor:
+    count = random.randint(0, min(limit, 12))
+    if distinct:
+        return _int64(random.sample(range(limit), count))
+    return _int64([random.randrange(limit) for _ in range(count)])
+
+
+def _int64(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+OPERATIONS = (
+    Operation("groups", _runs, lambda shape: shape[1:]),
+    Operation("layer", _blocks, lambda shape: (shape[1], *shape[3:]), has_layer=True),
+    Operation("tokens", _slots, lambda shape: shape[2:]),
+)
+
+
+def check(kernels: ModuleType, case: Case, random: Random, device: torch.device) -> None:
+    """Gathers and scatters everything at random from a slab as in ``case``.
+
+    Raises:
+        AssertionError: memory differs from what the reference leaves.
+    """
+    kernels.copy_rows.TILE_BYTES = case.tile_bytes
+    for operation in OPERATIONS:
+        for scatter in (False, True):
+            numbers = operation.numbers(random, case.shape, scatter)
+            layer = random.randrange(case.shape[2])
+            as_bytes, form = random.random() < 0.5, random.choice(["host", "device", "checked"])
+            both = []
+            for module in (kernels, kernels.reference):
+                memory, slab, staging = _memory(case, operation, numbers, as_bytes, device)
+                asked: Any = tuple(
+                    part.to(device if form == "device" else "cpu") for part in numbers
+                )
+                asked = asked if operation.name == "groups" else asked[0]
+                if module is kernels and form == "checked":
+                    asked = _checker(kernels, operation)(slab, asked, distinct=scatter)
+                perform(module, operation, scatter, slab, asked, layer, staging)
+                both.append(memory)
+            for name, ours, reference in zip(("slab", "staging"), *both, strict=True):
+                assert_same(
+                    f"{operation.name} scatter={scatter} {form} {case}: {name}", ours, reference
+                )
+
+
+def perform(
+    module: ModuleType,
+    operation: Operation,
+    scatter: bool,
+    slab: torch.Tensor,
+    asked: Any,
+    layer: int,
+    staging: torch.Tensor,
+) -> None:
+    """Calls the operation of ``module``, the kernels' or the references'."""
+    where = (slab, asked, layer) if operation.has_layer else (slab, asked)
+    if scatter:
+        getattr(module, f"scatter_{operation.name}")(staging, *where)
+    else:
+        getattr(module, f"gather_{operation.name}")(*where, staging)
+
+
+def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
+    """Gathers and scatters the last block of a slab of more than ``2**31`` words.
+
+    Args:
+        memory: uint8, ``far_bytes(word)`` long. Only its last block is written and read.
+        word: bytes of the words that the kernel moves, 1 or 8.
+    """
+    slab = memory.view(-1, *_far_block(word))
+    last = slab.shape[0] - 1
+    generator = torch.Generator().manual_seed(word)
+    page, layers = slab.shape[1:3]
+    for operation in OPERATIONS:
+        item = operation.item(tuple(slab.shape))
+        # The layer's last: the highest address of all.
+        number = last * page + page - 1 if operation.name == "tokens" else last
+        asked: Any = _int64([number])
+        asked = (asked, _int64([1])) if operation.name == "groups" else asked
+        content = torch.randint(256, (1, *item), dtype=torch.uint8, generator=generator)
+        content = content.to(slab.device)
+        slab[last] = 7
+        perform(kernels, operation, True, slab, asked, layers - 1, content)
+        expected = torch.full_like(slab[last:], 7)
+        # The same in a slab of one block, where no offset is large.
+        low = _int64([page - 1 if operation.name == "tokens" else 0])
+        low_asked: Any = (low, _int64([1])) if operation.name == "groups" else low
+        perform(kernels.reference, operation, True, expected, low_asked, layers - 1, content)
+        assert_same(f"{operation.name} scattered beyond 2**31", slab[last:], expected)
+        gathered = torch.zeros_like(content)
+        perform(kernels, operation, False, slab, asked, layers - 1, gathered)
+        assert_same(f"{operation.name} gathered beyond 2**31", gathered, content)
+
+
+def check_far_staging(kernels: ModuleType, staging: torch.Tensor) -> None:
+    """Gathers one block over and over, to places of ``staging`` beyond ``2**31`` 1-byte words.
+
+    Args:
+        staging: uint8, ``far_bytes(1)`` long; all of it is written.
+    """
+    block = _far_block(1)
+    slab = torch.arange(math.prod(block), device=staging.device).to(torch.uint8).view(1, *block)
+    out = staging.view(-1, *block)
+    repeated = torch.zeros(len(out), dtype=torch.int64)
+    kernels.gather_groups(slab, (repeated, repeated + 1), out)
+    for place in (0, len(out) // 2, len(out) - 1):
+        assert_same(f"block {place} of a large staging tensor", out[place], slab[0])
+
+
+def far_bytes(word: int) -> int:
+    """Bytes of the smallest slab whose last block begins behind ``2**31`` words."""
+    block = math.prod(_far_block(word))
+    return (2**31 * word // block + 2) * block
+
+
+def _far_block(word: int) -> tuple[int, ...]:
+    # An odd head allows no wider word than a byte.
+    return (16, 4, 2, 2, 1023 if word == 1 else 1024)
+
+
+def assert_same(what: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
+    """Raises an AssertionError that names the first byte that differs."""
+    ours, reference = ours.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8)
+    if not torch.equal(ours, reference):
+        wrong = (ours != reference).nonzero().flatten()
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(ours)} bytes differ from the reference, the first at "
+            f"{int(wrong[0])}"
+        )
+
+
+def _memory(
+    case: Case,
+    operation: Operation,
+    numbers: tuple[torch.Tensor, ...],
+    as_bytes: bool,
+    device: torch.device,
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Equal bytes for equal arguments: whole buffers, and the slab and the staging in them."""
+    generator = torch.Generator().manual_seed(case.seed)
+    items = int(numbers[1].sum()) if operation.name == "groups" else len(numbers[0])
+    item = operation.item(case.shape)
+    size = math.prod(item) * case.dtype.itemsize
+    whole_slab, slab = _guarded(case.shape, case.dtype, case.skew, generator, device)
+    whole, staging = _guarded((items, *item), case.dtype, 2 * case.skew, generator, device)
+    return (
+        [whole_slab, whole],
+        slab,
+        staging.view(torch.uint8).view(items, size) if as_bytes else staging,
+    )
+
+
+def _guarded(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    skew: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    before, size = GUARD + skew * dtype.itemsize, math.prod(shape) * dtype.itemsize
+    whole = torch.randint(256, (before + size + GUARD,), dtype=torch.uint8, generator=generator)
+    whole = whole.to(device)
+    return whole, whole[before : before + size].view(dtype).view(shape)
+
+
+def _checker(kernels: ModuleType, operation: Operation) -> Callable[..., Any]:
+    return {
+        "groups": kernels.check_runs,
+        "layer": kernels.check_blocks,
+        "tokens": kernels.check_slots,
+    }[operation.name]

@@ -1,0 +1,372 @@
+"""Checks the Triton kernels on a GPU against their references and measures their bandwidth.
+
+Exit status: 0 all well, 1 a kernel is wrong, 2 asked or installed wrongly, 3 no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels" / "triton"))
+
+GEOMETRIES = {"SmolLM2-135M": (16, 30, 2, 3, 64), "Llama-3-8B": (16, 32, 2, 8, 128)}
+"""``[page, layers, 2, kv_heads, head_dim]``; bf16."""
+GROUPS = (1, 4, 20, 64)
+"""Blocks of a group."""
+TILES = (4096, 8192, 16384, 32768, 65536)
+WARPS = (4, 8, 16)
+CALLS = 8
+"""Calls that are timed together, so that the host runs ahead of the device where it can."""
+
+Check = tuple[str, Callable[[], None]]
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=40, help="random slabs to check (default 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random slabs (default 0)")
+    parser.add_argument("--no-bandwidth", action="store_true", help="only check")
+    parser.add_argument(
+        "--mib", type=int, default=1024, help="MiB moved by each measured call (default 1024)"
+    )
+    parser.add_argument("--rounds", type=int, default=11, help="timed calls each (default 11)")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also measure tile sizes and warps of the kernel"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--interpret",
+        action="store_true",
+        help="run the checks on the CPU under Triton's interpreter; measures nothing",
+    )
+    options = parser.parse_args()
+    for name in ("cases", "mib", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
+    return options
+
+
+def main() -> int:
+    """Runs the checks, then the measurements; prints a summary."""
+    options = arguments()
+    # Read when the kernels are imported.
+    os.environ["TRITON_INTERPRET"] = "1" if options.interpret else "0"
+    try:
+        import checks
+        import sgl_ext_kernels as kernels
+        import torch
+        import triton
+    except ImportError as error:
+        print(f"gpu_check: {error}: needs a Python with torch and Triton; set PYTHON to it")
+        return 2
+    if options.interpret:
+        device = torch.device("cpu")
+        name = "CPU, Triton's interpreter"
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        name = torch.cuda.get_device_name(device)
+    else:
+        print("gpu_check: no GPU that torch can use; nothing was checked")
+        return 3
+    print(f"{name}; torch {torch.__version__}, Triton {triton.__version__}", flush=True)
+
+    tile, failed = kernels.copy_rows.TILE_BYTES, []
+    to_do = list(listed_checks(options, torch, checks, kernels, device))
+    for what, check in to_do:
+        begin = time.perf_counter()
+        try:
+            check()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            outcome = "passed"
+        except Exception as error:
+            traceback.print_exc()
+            outcome = f"FAILED: {error}"
+            failed.append(what)
+        finally:
+            kernels.copy_rows.TILE_BYTES = tile
+        print(f"{what}: {outcome} ({time.perf_counter() - begin:.1f} s)", flush=True)
+
+    figures: dict[str, float] = {}
+    if device.type == "cuda" and not options.no_bandwidth and not failed:
+        figures = measure(options, torch, kernels, device)
+    if options.json:
+        machine = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+        record = {
+            "schema": 1,
+            "name": "gpu_check",
+            "machine": machine,
+            "config": {"cases": options.cases, "seed": options.seed, "mib": options.mib},
+            "failed": failed,
+            "figures": figures,
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"gpu_check: {len(to_do) - len(failed)} of {len(to_do)} checks passed")
+    return 1 if failed else 0
+
+
+def listed_checks(
+    options: argparse.Namespace, torch: Any, checks: Any, kernels: Any, device: Any
+) -> list[Check]:
+    """What there is to check on this device, by name."""
+
+    def random_cases(on: Any, count: int) -> None:
+        for number in range(count):
+            chance = random.Random(options.seed + number)  # noqa: S311
+            case = checks.Case.random(chance)
+            checks.check(kernels, case, chance, on)
+
+    def real(shape: tuple[int, ...]) -> None:
+        case = checks.Case((9, *shape), torch.bfloat16, 0, kernels.copy_rows.TILE_BYTES, 0)
+        for number in range(3):
+            chance = random.Random(options.seed + number)  # noqa: S311
+            checks.check(kernels, case, chance, device)
+
+    def far(word: int) -> None:
+        size = checks.far_bytes(word)
+        if device.type == "cuda":
+            checks.check_far(kernels, torch.empty(size, dtype=torch.uint8, device=device), word)
+            return
+        # A sparse file: only the pages that are touched exist.
+        with tempfile.NamedTemporaryFile() as file:
+            memory = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+            checks.check_far(kernels, memory, word)
+
+    listed: list[Check] = [
+        (f"{options.cases} random slabs", lambda: random_cases(device, options.cases)),
+        ("offsets beyond 2**31 1-byte words", lambda: far(1)),
+    ]
+    if device.type == "cpu":
+        return [*listed, ("offsets beyond 2**31 8-byte words", lambda: far(8))]
+    listed.append(
+        (
+            "staging beyond 2**31 1-byte words",
+            lambda: checks.check_far_staging(
+                kernels, torch.empty(checks.far_bytes(1), dtype=torch.uint8, device=device)
+            ),
+        )
+    )
+    free = torch.cuda.mem_get_info(device)[0]
+    if free > checks.far_bytes(8) + 2**30:
+        listed.append(("offsets beyond 2**31 8-byte words", lambda: far(8)))
+    else:
+        print(f"not checked: offsets beyond 2**31 8-byte words; {free >> 30} GiB of memory free")
+    listed += [(name, lambda shape=shape: real(shape)) for name, shape in GEOMETRIES.items()]
+    listed.append(("CUDA graph", lambda: check_graph(torch, kernels, device)))
+    if torch.cuda.device_count() > 1:
+        other = (device.index + 1) % torch.cuda.device_count()
+        second = torch.device("cuda", other)
+        listed.append(("a GPU that is not the current one", lambda: random_cases(second, 5)))
+    return listed
+
+
+def check_graph(torch: Any, kernels: Any, device: Any) -> None:
+    """Operations on checked rows can be captured: they neither wait nor allocate."""
+    slab = torch.randint(256, (8, 4, 3, 2, 2, 16), dtype=torch.uint8, device=device)
+    blocks = kernels.check_blocks(slab, torch.tensor([5, 1, 7]), distinct=True)
+    out = torch.zeros(3, 4, 2, 2, 16, dtype=torch.uint8, device=device)
+    kernels.gather_layer(slab, blocks, 1, out)  # compiles
+    out.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.gather_layer(slab, blocks, 1, out)
+    slab += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(out, slab[[5, 1, 7], :, 1]):
+        raise AssertionError("the captured gather left other bytes than the slab's")
+
+
+def measure(options: argparse.Namespace, torch: Any, kernels: Any, device: Any) -> dict[str, float]:
+    """Prints the bandwidth tables; returns their figures in GB/s."""
+    figures: dict[str, float] = {}
+    free = torch.cuda.mem_get_info(device)[0]
+    moved = min(options.mib << 20, free // 12)
+    print(
+        f"\nGB/s of payload (each byte read once and written once), median of {options.rounds} "
+        f"interleaved\nsamples of {CALLS} calls. 'numbers' checks and uploads the runs in each "
+        "call; 'checked' was\ngiven checked rows. The last column is relative to one "
+        "device-to-device copy of the bytes (in a\nsweep: to the best)."
+    )
+    for name, item in GEOMETRIES.items():
+        block = 2 * item[0] * item[1] * item[2] * item[3] * item[4]
+        for group in GROUPS:
+            groups = max(1, moved // (group * block))
+            # Groups lie apart and in no order, as an allocator in use leaves them.
+            slab = torch.empty(groups * (2 * group), *item, dtype=torch.bfloat16, device=device)
+            slab.view(torch.int64).random_()
+            order = torch.randperm(groups, generator=torch.Generator().manual_seed(options.seed))
+            runs = kernels.Runs(order * (2 * group), torch.full((groups,), group))
+            figures |= measure_groups(options, torch, kernels, f"{name}/{group}", slab, runs)
+            if group == GROUPS[-1]:
+                figures |= measure_parts(options, torch, kernels, name, slab, runs)
+            if options.sweep and group == 20:
+                figures |= sweep(options, torch, kernels, name, slab, runs)
+            del slab
+            torch.cuda.empty_cache()
+    return figures
+
+
+def measure_groups(
+    options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
+) -> dict[str, float]:
+    """Whole groups, against what torch offers for the same."""
+    checked = kernels.check_runs(slab, runs, distinct=True)
+    blocks = checked.numbers
+    out = torch.zeros(len(blocks), *slab.shape[1:], dtype=slab.dtype, device=slab.device)
+    torch.index_select(slab, 0, blocks, out=out)
+    gathered = torch.empty_like(out)
+    kernels.gather_groups(slab, checked, gathered)
+    if not torch.equal(gathered.view(torch.int64), out.view(torch.int64)):
+        raise AssertionError(f"{name}: gather_groups and torch.index_select differ")
+    group = int(runs.blocks[0])
+    starts = runs.start.tolist()
+
+    def copies() -> None:
+        for place, start in enumerate(starts):
+            out[place * group : (place + 1) * group].copy_(slab[start : start + group])
+
+    return compare(
+        options,
+        torch,
+        f"{name} blocks",
+        out.numel() * out.element_size(),
+        {
+            "gather checked": lambda: kernels.gather_groups(slab, checked, out),
+            "gather numbers": lambda: kernels.gather_groups(slab, runs, out),
+            "scatter checked": lambda: kernels.scatter_groups(out, slab, checked),
+            "scatter numbers": lambda: kernels.scatter_groups(out, slab, runs),
+            "index_select": lambda: torch.index_select(slab, 0, blocks, out=out),
+            "index_copy_": lambda: slab.index_copy_(0, blocks, out),
+            "a copy per group": copies,
+            "one memcpy": lambda: out.copy_(gathered),
+        },
+    )
+
+
+def measure_parts(
+    options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
+) -> dict[str, float]:
+    """One layer of every block, and every token by itself, against torch's indexing."""
+    blocks = kernels.check_runs(slab, runs, distinct=True)
+    page, layers = slab.shape[1:3]
+    # Each call takes the next layer and buffer: one layer alone would stay in the L2 cache.
+    layered = slab.new_empty(layers, len(blocks.numbers), page, *slab.shape[3:])
+    turn = itertools.cycle(range(layers))
+
+    def select() -> None:
+        layer = next(turn)
+        torch.index_select(slab[:, :, layer], 0, blocks.numbers, out=layered[layer])
+
+    figures = compare(
+        options,
+        torch,
+        f"{name} one layer",
+        layered[0].numel() * layered.element_size(),
+        {
+            "gather checked": lambda: kernels.gather_layer(
+                slab, blocks, layer := next(turn), layered[layer]
+            ),
+            "scatter checked": lambda: kernels.scatter_layer(
+                layered[layer := next(turn)], slab, blocks, layer
+            ),
+            "index_select": select,
+            "one memcpy": lambda: layered[next(turn)].copy_(layered[next(turn)]),
+        },
+    )
+    tokens = slab.flatten(0, 1)
+    numbers = torch.arange(page) + blocks.numbers.cpu().unsqueeze(1) * page
+    shuffled = numbers.flatten()[torch.randperm(numbers.numel())]
+    slots = kernels.check_slots(slab, shuffled, distinct=True)
+    out = slab.new_empty(len(slots.numbers), *slab.shape[2:])
+    other = torch.empty_like(out)
+    return figures | compare(
+        options,
+        torch,
+        f"{name} tokens",
+        out.numel() * out.element_size(),
+        {
+            "gather checked": lambda: kernels.gather_tokens(slab, slots, out),
+            "scatter checked": lambda: kernels.scatter_tokens(out, slab, slots),
+            "index_select": lambda: torch.index_select(tokens, 0, slots.numbers, out=out),
+            "one memcpy": lambda: out.copy_(other),
+        },
+    )
+
+
+def sweep(
+    options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
+) -> dict[str, float]:
+    """Tile sizes and warps of the kernel, gathering groups of 20."""
+    module, checked = kernels.copy_rows, kernels.check_runs(slab, runs)
+    out = slab.new_empty(len(checked.numbers), *slab.shape[1:])
+
+    def sample(tile: int, warps: int) -> Callable[[], None]:
+        def call() -> None:
+            module.TILE_BYTES, module.WARPS = tile, warps
+            kernels.gather_groups(slab, checked, out)
+
+        return call
+
+    shipped = module.TILE_BYTES, module.WARPS
+    try:
+        return compare(
+            options,
+            torch,
+            f"{name} sweep",
+            out.numel() * out.element_size(),
+            {f"{tile} B, {warps} warps": sample(tile, warps) for tile in TILES for warps in WARPS},
+        )
+    finally:
+        module.TILE_BYTES, module.WARPS = shipped
+
+
+def compare(
+    options: argparse.Namespace,
+    torch: Any,
+    title: str,
+    size: int,
+    calls: dict[str, Callable[[], Any]],
+) -> dict[str, float]:
+    """Times the calls interleaved, on the device's clock; prints and returns GB/s."""
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in range(options.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(CALLS):
+                calls[name]()
+            end.record()
+            end.synchronize()
+            seconds[name].append(begin.elapsed_time(end) / 1e3 / CALLS)
+    rates = {name: size / statistics.median(taken) / 1e9 for name, taken in seconds.items()}
+    best = rates.get("one memcpy", max(rates.values()))
+    print(f"\n{title}, {size / 2**20:.0f} MiB")
+    for name, rate in rates.items():
+        print(f"  {name:<22} {rate:8.1f} GB/s  {rate / best:5.2f}", flush=True)
+    return {f"{title}/{name}".replace(" ", "_"): rate for name, rate in rates.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

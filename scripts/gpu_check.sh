@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Checks the Triton kernels on this machine's GPU and measures their bandwidth. Needs this
+# repository, torch and Triton; not SGLang, no installation. See --help.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=${PYTHON:-$root/.venv/bin/python}
+[[ -x $python ]] || python=$(command -v "${PYTHON:-python3}") || {
+    printf 'gpu_check: found no %s; set PYTHON to the one that has torch and Triton\n' \
+        "${PYTHON:-python3}" >&2
+    exit 2
+}
+exec "$python" "$root/scripts/gpu_check.py" "$@"

@@ -1,0 +1,233 @@
+"""SGLang's KV allocator interface over :class:`~sgl_ext.memory.block_groups.BlockGroups`.
+
+SGLang asks for slots without saying for whom. The batch that is being prepared does say it, so
+:mod:`.kv_memory` tells the allocator (:meth:`BlockGroupAllocator.serving`) before SGLang asks.
+What comes without it (external tiers, speculative drafts) gets slots that belong to no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+from sgl_ext.memory.block_groups import BlockGroups, Run
+
+Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
+"""The batch's rows in the request pool, and the tokens that each one gets."""
+
+
+class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
+    """Slots ``[page, size + page)`` in blocks of ``page`` tokens; block 0 is SGLang's padding.
+
+    Takes the place of SGLang's token and paged allocators: the same calls, the same counts. Which
+    slots a call returns is up to the groups.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool,
+        *,
+        expected_tokens: int,
+    ) -> None:
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        self.num_pages = size // page_size
+        self.groups = BlockGroups(
+            self.num_pages, page=page_size, first=1, expected_tokens=expected_tokens
+        )
+        self.on_allocate: Callable[[int], None] | None = None
+        """Told the end of the highest block in use so far."""
+        self._high = 0
+        self._owners: Owners | None = None
+
+    @contextmanager
+    def serving(self, owners: Owners) -> Iterator[None]:
+        """Names the requests that the calls inside are for."""
+        self._owners = owners
+        try:
+            yield
+        finally:
+            self._owners = None
+
+    def close_rows(self, rows: Sequence[int]) -> None:
+        """The requests of these rows have ended; their reservations are free."""
+        for row in rows:
+            self.groups.close(row)
+
+    # --- SGLang's interface ----------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        return self.groups.available * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        runs = [*self.groups.free_runs(), *self.groups.unused_runs().values()]
+        return torch.cat([torch.arange(0), *(torch.arange(s, s + n) for s, n in runs)])
+
+    def merge_and_sort_free(self) -> None:
+        """Free groups are always merged and in order."""
+
+    def clear(self) -> None:
+        self.free_group: list[torch.Tensor] | None = None
+        self.groups.clear()
+
+    def resize(self, config: Any) -> None:
+        raise NotImplementedError(
+            "SGLang resizes pools after graph capture only where it backs them itself; "
+            'set {"memory": {"layout": "layer_major"}} to use that'
+        )
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        blocks, rest = divmod(need_size, self.page_size)
+        if rest:
+            raise ValueError(f"asked for {need_size} slots, pages have {self.page_size}")
+        if self.page_size == 1 and self._owners is not None:
+            rows, counts = self._owners()
+            if sum(counts) == need_size:
+                return self._slots_of(rows, counts)
+        runs = self.groups.allocate([(None, blocks)])
+        return None if runs is None else self._slots(runs[0])
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        page = self.page_size
+        before = prefix_lens_cpu.tolist()
+        after = seq_lens_cpu.tolist()
+        counts = [-(-b // page) - -(-a // page) for a, b in zip(before, after, strict=True)]
+        rows = self._rows(len(counts))
+        runs = self.groups.allocate(list(zip(rows, counts, strict=True)))
+        if runs is None:
+            return None
+        if all(a % page == 0 and b % page == 0 for a, b in zip(before, after, strict=True)):
+            return self._slots([run for request in runs for run in request])
+        parts = []
+        for index, request in enumerate(runs):
+            # What is left of a request's last page comes first, then its new pages.
+            new = after[index] - before[index]
+            head = min(-before[index] % page, new)
+            if head:
+                parts.append(last_loc[index] + torch.arange(1, head + 1, device=self.device))
+            if new > head:
+                parts.append(self._slots(request)[: new - head])
+        return torch.cat(parts) if parts else self._slots([])
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        new = (seq_lens_cpu.numpy() - 1) % self.page_size == 0
+        following = last_loc.to(torch.int64) + 1
+        if not new.any():
+            return following
+        rows = self._rows(len(new))
+        where = np.flatnonzero(new)
+        blocks = self._append([rows[i] for i in where.tolist()])
+        if blocks is None:
+            return None
+        slots = torch.as_tensor(blocks, dtype=torch.int64) * self.page_size
+        following[torch.from_numpy(where).to(self.device)] = slots.to(self.device)
+        return following
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if self.free_group is not None:
+            self.free_group.append(self._copy_for_free_group(free_index))
+            return
+        pages = free_index.cpu().numpy()
+        if self.page_size > 1:
+            pages = pages // self.page_size
+        self.groups.release(runs_of(np.unique(pages)))
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        """Frees whole pages by number."""
+        self.free(page_ids * self.page_size)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        if start_pos % self.page_size:
+            raise ValueError(f"segment start {start_pos} is no multiple of page {self.page_size}")
+        # One slot of each page is enough to name it; a segment begins with a page.
+        self.free(free_index[:: self.page_size])
+
+    def get_cpu_copy(
+        self, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> Any:
+        return self._kvcache.get_cpu_copy(
+            indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
+        )
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: Any,
+        indices: Any,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> Any:
+        return self._kvcache.load_cpu_copy(
+            kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
+        )
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _rows(self, count: int) -> Sequence[int | None]:
+        if self._owners is not None:
+            rows, _ = self._owners()
+            if len(rows) == count:
+                return rows
+        return [None] * count
+
+    def _slots_of(self, rows: Sequence[int], counts: Sequence[int]) -> torch.Tensor | None:
+        if all(count == 1 for count in counts):  # a decode step
+            blocks = self._append(rows)
+            return None if blocks is None else torch.tensor(blocks).to(self.device)
+        runs = self.groups.allocate(list(zip(rows, counts, strict=True)))
+        return None if runs is None else self._slots([run for request in runs for run in request])
+
+    def _append(self, rows: Sequence[int | None]) -> Sequence[int] | None:
+        named = [row for row in rows if row is not None]
+        if len(named) == len(rows):
+            blocks = self.groups.append(named)
+        else:
+            runs = self.groups.allocate([(row, 1) for row in rows])
+            blocks = None if runs is None else [run[0].start for run in runs]
+        if blocks:
+            self._note(max(blocks) + 1)
+        return blocks
+
+    def _slots(self, runs: Sequence[Run]) -> torch.Tensor:
+        """``[blocks * page]`` int64: the slots of ``runs``, in order."""
+        if not runs:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        self._note(max(start + length for start, length in runs))
+        page = self.page_size
+        parts = [torch.arange(start * page, (start + length) * page) for start, length in runs]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+
+    def _note(self, end: int) -> None:
+        if end > self._high and self.on_allocate is not None:
+            self._high = end
+            self.on_allocate(end)
+
+
+def runs_of(blocks: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:
+    """``(start, length)`` of the contiguous runs of ascending, distinct block numbers."""
+    if not len(blocks):
+        return []
+    first = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1))
+    lengths = np.diff(np.append(first, len(blocks)))
+    return list(zip(blocks[first].tolist(), lengths.tolist(), strict=True))

@@ -1,0 +1,172 @@
+"""Puts the slab and the block groups into SGLang: its KV pool, its allocator, their accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sgl_ext.engine import hooks
+from sgl_ext.engine.activation import refuse
+from sgl_ext.memory.slab import DTYPES
+
+if TYPE_CHECKING:
+    from sgl_ext.runtime import ExtRuntime
+
+runtime: ExtRuntime | None = None
+"""Of this scheduler process; hooks do nothing without it."""
+
+_OWNER = "_ext_allocator"
+"""Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
+
+
+def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
+    """Why SGLang's own pool must serve here; None if the slab can.
+
+    Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
+    something else than K and V of equal width in one of :data:`DTYPES`.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.runtime_context import get_disagg, get_schedule
+
+    config = configurator.model_config
+    dtype = str(configurator.kv_cache_dtype).removeprefix("torch.")
+    reasons = (
+        (configurator.device != "cpu", f"the device {configurator.device}"),
+        (configurator.is_draft_worker, "a speculative draft model"),
+        (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
+        (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
+        (config.v_head_dim != config.head_dim, "values of another width than keys"),
+        (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
+        (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
+        (get_schedule().prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
+        (get_disagg().disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def _build_pool(
+    original: Callable[..., Any],
+    configurator: Any,
+    *,
+    max_total_num_tokens: int,
+    mha_pool_class: type,
+    quant_method: Any = None,
+) -> Any:
+    build_class: Any = mha_pool_class
+    if runtime is not None:
+        memory = runtime.config.memory
+        reason = obstacle(configurator, mha_pool_class, quant_method)
+        if reason and memory.layout == "block_major":
+            refuse(
+                hooks.ActivationError(
+                    f"the block-major layout does not serve {reason}; "
+                    'leave out "layout", or set it to "layer_major"'
+                )
+            )
+        if memory.layout == "layer_major":
+            reason = "a configuration that asks for layer_major"
+        if reason is None:
+            from functools import partial
+
+            from sgl_ext.engine.kv_pool import SlabKVPool, fingerprint_of
+
+            build_class = partial(SlabKVPool, fingerprint=fingerprint_of(configurator.model))
+        elif not configurator.is_draft_worker:
+            runtime.layer_major_because = f"the slab does not serve {reason}"
+    pool = original(
+        configurator,
+        max_total_num_tokens=max_total_num_tokens,
+        mha_pool_class=build_class,
+        quant_method=quant_method,
+    )
+    if runtime is not None and build_class is not mha_pool_class:
+        runtime.slab = pool.slab
+    return pool
+
+
+def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    allocator = original(configurator, **kwargs)
+    pool = kwargs["token_to_kv_pool"]
+    if runtime is None or runtime.slab is None or getattr(pool, "slab", None) is not runtime.slab:
+        return allocator
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
+        refuse(
+            hooks.ActivationError(
+                f"the block-major layout does not serve the allocator {type(allocator).__name__}; "
+                'set {"memory": {"layout": "layer_major"}}'
+            )
+        )
+    from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+
+    ours = BlockGroupAllocator(
+        allocator.size, allocator.page_size, allocator.dtype, allocator.device, pool,
+        allocator.need_sort, expected_tokens=runtime.config.memory.first_group,
+    )  # fmt: skip
+    setattr(kwargs["req_to_token_pool"], _OWNER, ours)
+    runtime.groups = ours.groups
+    return ours
+
+
+def _serving_extend(original: Callable[..., Any], batch: Any) -> Any:
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not hasattr(allocator, "serving"):
+        return original(batch)
+
+    def owners() -> tuple[Sequence[int], Sequence[int]]:
+        return [req.kv.req_pool_idx for req in batch.reqs], batch.extend_lens
+
+    with allocator.serving(owners):
+        return original(batch)
+
+
+def _serving_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not hasattr(allocator, "serving"):
+        return original(batch, token_per_req)
+    rows = batch.req_pool_indices_cpu.tolist()
+    with allocator.serving(lambda: (rows, [token_per_req] * len(rows))):
+        return original(batch, token_per_req)
+
+
+def _rows_freed(request_pool: Any, indices: Sequence[int]) -> None:
+    allocator = getattr(request_pool, _OWNER, None)
+    if allocator is not None:
+        allocator.close_rows(indices)
+
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+HOOKS = (
+    hooks.Hook(
+        f"{_CONFIGURATOR}._build_mha_kv_pool",
+        "around",
+        _build_pool,
+        "the platform's pool class exists for out-of-tree platforms only, and there also serves "
+        "parts of composite pools",
+    ),
+    hooks.Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        "around",
+        _build_allocator,
+        "the platform's allocator class serves pages of more than one token only",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.allocation.alloc_for_extend",
+        "around",
+        _serving_extend,
+        "allocators are asked for slots without the requests that these are for",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.allocation.alloc_for_decode",
+        "around",
+        _serving_decode,
+        "allocators are asked for slots without the requests that these are for",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
+        "before",
+        _rows_freed,
+        "the request pool announces rows that are taken, not rows that are freed",
+    ),
+)

@@ -1,0 +1,71 @@
+"""SGLang's MHA pool with its buffers as strided views of one slab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_ext.memory.slab import Layout, Slab
+
+
+class SlabKVPool(MHATokenToKVPool):
+    """``k_buffer[l]``, ``v_buffer[l]`` are ``[slots, kv_heads, head_dim]`` views of the slab.
+
+    A slot's row keeps its two inner dimensions contiguous; the next slot is a token of all layers
+    away. Everything in SGLang that indexes rows works on it; what takes a layer for one contiguous
+    piece is overridden here or refused at start (:func:`sgl_ext.engine.kv_memory.obstacle`).
+    """
+
+    slab: Slab
+
+    def __init__(self, *args: Any, fingerprint: str, **kwargs: Any) -> None:
+        self._fingerprint = fingerprint
+        # The tiled copy of slots takes the stride between rows for their width.
+        super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
+        self.use_native_move_kv_cache = True
+
+    def _create_buffers_normal(self) -> None:
+        layout = Layout(
+            page=self.page_size,
+            layers=self.layer_num,
+            kv_heads=self.head_num,
+            head_dim=self.head_dim,
+            dtype=str(self.store_dtype).removeprefix("torch."),
+            fingerprint=self._fingerprint,
+        )
+        rows = self.size + self.page_size  # the first block takes the writes of padding tokens
+        self.slab = Slab.create(layout, -(-rows // self.page_size))
+        tokens = self.slab.tensor().flatten(0, 1)[:rows]
+        self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
+        self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
+
+    def get_contiguous_buf_infos(self) -> Any:
+        raise NotImplementedError("a layer of the block-major slab is no contiguous buffer")
+
+    def _clear_buffers(self) -> None:
+        super()._clear_buffers()
+        del self.slab
+
+
+def fingerprint_of(model: torch.nn.Module) -> str:
+    """Identifies loaded weights by their contents: 16 hex digits.
+
+    Differs between models, fine-tunes, quantizations and tensor-parallel ranks, whatever files
+    they came from. Reads every weight once.
+    """
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().contiguous().view(torch.uint8).flatten()
+        words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+        rest = flat[words.numel() * 8 :].to(torch.int64)
+        # Sums wrap around; the second one tells apart what only changed places.
+        half = words.numel() // 2
+        sums = torch.stack([words.sum(), words[:half].sum(), (words ^ (words >> 17)).sum(),
+                            rest.sum()])  # fmt: skip
+        described = f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums.tolist()}\n"
+        digest.update(described.encode())
+    return digest.hexdigest()

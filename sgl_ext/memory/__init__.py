@@ -1,0 +1,1 @@
+"""The KV pool: its memory, and who gets which block of it."""

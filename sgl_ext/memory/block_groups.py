@@ -1,0 +1,357 @@
+"""Block groups: few, large, contiguous runs of KV blocks for each request (FastSwitch §3.1).
+
+A swap costs one copy for each contiguous run, so a request's blocks are kept together: it gets a
+*group* larger than what it asked for, and grows into the unused part of its latest (*active*)
+group. That part is a hint, never a claim: under pressure it is split off and lent to who asks.
+Freed blocks return to free groups, which always merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from operator import index
+from typing import NamedTuple
+
+from sgl_ext.memory.free_groups import FreeGroups
+
+EXPECTED_TOKENS = 1000
+"""Tokens that a group is made for where there is room (FastSwitch §3.1: 60 blocks of 16)."""
+
+_FITS = 16  # free lengths among which the lowest address is sought
+
+
+class Run(NamedTuple):
+    """Blocks ``start .. start + length - 1``."""
+
+    start: int
+    length: int
+
+
+class _Group:
+    """The active group of an owner: blocks ``next .. end - 1`` are its unused part."""
+
+    __slots__ = ("end", "next")
+
+    def __init__(self, next_block: int, end: int) -> None:
+        self.next = next_block
+        self.end = end
+
+
+class BlockGroups:
+    """Allocates blocks ``first .. first + blocks - 1``; those below ``first`` are not its own.
+
+    Every block is in use, free, or in the unused part of one active group. An owner is the row of
+    a running request; who holds a block in use, the caller knows. Costs are logarithmic in the
+    number of free groups and independent of the number of blocks. Not thread-safe.
+
+    Args:
+        blocks: how many there are at the start.
+        page: tokens of a block.
+        first: the lowest block (the pool pads with block 0).
+        capacity: how many there can ever be (see ``grow``); ``blocks`` if not given.
+        expected_tokens: tokens that a group is made for where there is room.
+
+    Attributes:
+        blocks: how many there are.
+        available: how many of them can be handed out: all that are not in use.
+        expected: blocks of a group where there is room.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        page: int = 16,
+        first: int = 1,
+        capacity: int | None = None,
+        expected_tokens: int = EXPECTED_TOKENS,
+    ) -> None:
+        capacity = blocks if capacity is None else capacity
+        if not 0 <= blocks <= capacity:
+            raise ValueError(f"{blocks} blocks do not fit a capacity of {capacity}")
+        if page < 1 or first < 0 or expected_tokens < 1:
+            raise ValueError(
+                f"page ({page}) and expected_tokens ({expected_tokens}) must be positive, "
+                f"first ({first}) not negative"
+            )
+        self.first = first
+        self.capacity = capacity
+        self.blocks = blocks
+        self.expected = -(-expected_tokens // page)
+        self.clear()
+
+    def clear(self) -> None:
+        """Frees every block and forgets every owner. O(capacity)."""
+        self._in_use = bytearray(self.first + self.capacity)
+        self._end = self.first + self.blocks
+        self._free = FreeGroups()
+        self._active: dict[int, _Group] = {}  # by owner
+        self._unused_ends: dict[int, _Group] = {}  # end of an unused part -> its group
+        # A heap of (-length, end) of unused parts. Growth shortens them without telling, so an
+        # entry is an upper bound, corrected when met.
+        self._longest_unused: list[tuple[int, int]] = []
+        self.available = self.blocks
+        if self.blocks:
+            self._free.add(self.first, self._end)
+
+    def allocate(self, requests: Sequence[tuple[int | None, int]]) -> list[list[Run]] | None:
+        """Hands out blocks to each ``(owner, blocks)``, in the order of the sequence's tokens.
+
+        An owner grows in place while it can, and has an active group until ``close``; nothing is
+        kept unused for the owner None. Runs are as few as the free blocks allow.
+
+        Returns:
+            The runs of each request; None, with nothing changed, if they do not all fit.
+
+        Raises:
+            ValueError: a negative number of blocks; nothing has changed.
+        """
+        counts = [index(blocks) for _, blocks in requests]
+        if counts and min(counts) < 0:
+            raise ValueError(f"cannot allocate {min(counts)} blocks; ask for 0 or more")
+        if sum(counts) > self.available:
+            return None
+        self.available -= sum(counts)
+        return [
+            self._hand_out(owner, blocks)
+            for (owner, _), blocks in zip(requests, counts, strict=True)
+        ]
+
+    def append(self, owners: Sequence[int]) -> list[int] | None:
+        """One block for each owner, as a decode step needs them: a fast ``allocate``.
+
+        Returns:
+            The block of each owner; None, with nothing changed, if they do not all fit.
+        """
+        if len(owners) > self.available:
+            return None
+        self.available -= len(owners)
+        active, in_use = self._active, self._in_use
+        blocks = []
+        for owner in owners:
+            group = active.get(owner)
+            if group is None or group.next == group.end:
+                blocks.append(self._hand_out(owner, 1)[0].start)
+                continue
+            block = group.next
+            group.next = block + 1
+            if block + 1 == group.end:
+                del self._unused_ends[group.end]
+            in_use[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Takes back the blocks of ``(start, length)`` runs, whoever got them and in any cut.
+
+        Owners keep their active groups' unused parts until ``close``.
+
+        Raises:
+            ValueError: a block is out of range, not in use, or named twice; nothing has changed.
+        """
+        spans = [(index(start), index(start) + index(length)) for start, length in runs]
+        in_use = self._in_use
+        for position, (start, end) in enumerate(spans):
+            if not self.first <= start <= end <= self._end:
+                problem = f"blocks {self.first} to {self._end - 1} exist"
+            elif (unused := in_use.find(0, start, end)) >= 0:
+                problem = f"block {unused} is not in use; was it released twice?"
+            else:
+                in_use[start:end] = bytes(end - start)
+                continue
+            for undo_start, undo_end in spans[:position]:
+                in_use[undo_start:undo_end] = b"\1" * (undo_end - undo_start)
+            raise ValueError(f"cannot release {end - start} blocks from {start}: {problem}")
+        for start, end in spans:
+            if start < end:
+                self.available += end - start
+                self._free.add(start, end)
+
+    def close(self, owner: int) -> None:
+        """The request has ended: its unused part becomes free, its blocks in use stay so.
+
+        Idempotent; the owner may be used again for another request.
+        """
+        group = self._active.pop(owner, None)
+        if group is not None and group.next < group.end:
+            del self._unused_ends[group.end]
+            self._free.add(group.next, group.end)
+
+    def grow(self, blocks: int) -> None:
+        """Adds free blocks behind the last one. Independent of the number of blocks.
+
+        Raises:
+            ValueError: that would exceed ``capacity``; nothing has changed.
+        """
+        if not 0 <= blocks <= self.capacity - self.blocks:
+            raise ValueError(
+                f"cannot grow by {blocks} blocks: {self.blocks} of at most {self.capacity} exist"
+            )
+        if blocks:
+            self._free.add(self._end, self._end + blocks)
+            self._end += blocks
+            self.blocks += blocks
+            self.available += blocks
+
+    def shrink(self, blocks: int) -> bool:
+        """Removes the last ``blocks``. Independent of the number of blocks.
+
+        Returns:
+            False, with nothing changed, if one of them is in use: ``tail_free`` can be removed.
+        """
+        if blocks < 0:
+            raise ValueError(f"cannot shrink by {blocks} blocks; ask for 0 or more")
+        if blocks > self.tail_free:
+            return False
+        target = self._end - blocks
+        while self._end > target:
+            if (group := self._unused_ends.get(self._end)) is None:
+                self._end = self._free.cut_tail(self._end, target)
+            else:
+                self._end = max(group.next, target)
+                self._cut_back(group, self._end)
+        self.blocks -= blocks
+        self.available -= blocks
+        return True
+
+    @property
+    def tail_free(self) -> int:
+        """How many blocks ``shrink`` can remove: those behind the last one in use."""
+        end = self._end
+        while True:
+            if (start := self._free.start_of.get(end)) is not None:
+                end = start
+            elif (group := self._unused_ends.get(end)) is not None:
+                end = group.next
+            else:
+                return self._end - end
+
+    @property
+    def used(self) -> int:
+        """Blocks in use."""
+        return self.blocks - self.available
+
+    def free_runs(self) -> list[Run]:
+        """The free groups by address, without unused parts."""
+        return sorted(Run(start, length) for start, length in self._free.length_at.items())
+
+    def unused_runs(self) -> dict[int, Run]:
+        """The unused part, if any, of each owner's active group."""
+        return {
+            owner: Run(group.next, group.end - group.next)
+            for owner, group in self._active.items()
+            if group.next < group.end
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if anything disagrees. O(blocks)."""
+        self._free.check_integrity()
+        unused = self.unused_runs()
+        ends = {group.end: group for group in self._active.values() if group.next < group.end}
+        if ends != self._unused_ends:
+            raise AssertionError(
+                f"unused parts end at {set(ends)}, the index says {set(self._unused_ends)}"
+            )
+        bounds: dict[int, int] = {}  # the most that the heap says of the part that ends there
+        for length, end in self._longest_unused:
+            bounds[end] = max(bounds.get(end, 0), -length)
+        state = bytearray(self._in_use)
+        for start, length in [*self.free_runs(), *unused.values()]:
+            if start < self.first or start + length > self._end:
+                raise AssertionError(f"run {start}+{length} leaves the pool's range")
+            if any(state[start : start + length]):
+                raise AssertionError(f"run {start}+{length} is in use, or also elsewhere")
+            state[start : start + length] = b"\2" * length
+        for owner, (start, length) in unused.items():
+            if bounds.get(start + length, 0) < length:
+                raise AssertionError(f"the heap misses owner {owner}'s part {start}+{length}")
+        if (lost := state.find(0, self.first, self._end)) >= 0:
+            raise AssertionError(f"block {lost} is neither in use nor free nor in an unused part")
+        if any(state[: self.first]) or any(state[self._end :]):
+            raise AssertionError("a block outside the pool's range is in use")
+        if self._end != self.first + self.blocks or self.used != state.count(1):
+            raise AssertionError(
+                f"{self.used} of {self.blocks} blocks should be in use, "
+                f"{state.count(1)} of {self._end - self.first} are"
+            )
+
+    def _hand_out(self, owner: int | None, blocks: int) -> list[Run]:
+        """Blocks for one request; ``available`` has been reduced by them already."""
+        runs: list[Run] = []
+        group = None if owner is None else self._active.get(owner)
+        while blocks:
+            if group is None or group.next == group.end:
+                start, end = self._place(group, blocks, owner is not None)
+                if group is None:
+                    group = _Group(start, end)
+                    if owner is not None:
+                        self._active[owner] = group
+                group.next, group.end = start, end
+                self._unused_ends[end] = group
+            start = group.next
+            group.next = end = min(start + blocks, group.end)
+            self._in_use[start:end] = b"\1" * (end - start)
+            blocks -= end - start
+            if end == group.end:
+                del self._unused_ends[end]
+            else:
+                self._note_unused(group)
+            if runs and runs[-1].start + runs[-1].length == start:
+                runs[-1] = Run(runs[-1].start, runs[-1].length + end - start)
+            else:
+                runs.append(Run(start, end - start))
+        return runs
+
+    def _place(self, group: _Group | None, blocks: int, keep: bool) -> tuple[int, int]:
+        """The next group ``[start, end)`` of a request that needs ``blocks`` more.
+
+        Its size is the expected one where there is room. All unused parts together are meant to
+        have at most half of what is available, so that the rest stays whole for other requests.
+        """
+        share = self.available // (2 * len(self._active) + 2)
+        want = max(blocks, min(self.expected, share)) if keep else blocks
+        if group is not None and (length := self._free.length_at.get(group.end)):
+            return self._free.take(group.end, min(length, want))  # extends in place
+        # Best fit keeps large groups for large requests. While much is available, low addresses
+        # matter more: they keep the tail free.
+        candidates = _FITS if 4 * self.available >= self.blocks else 1
+        if (fit := self._free.fit(want, candidates)) is not None:
+            return self._free.take(fit, want)
+        lender = self._lender()
+        unused = lender.end - lender.next if lender is not None else 0
+        largest = self._free.largest
+        if lender is None or largest >= min(blocks, unused):
+            return self._free.take(self._free.lowest(largest), largest)
+        part = min(unused, max(blocks, unused // 2 if keep else 0))
+        end = lender.end
+        self._cut_back(lender, end - part)  # it keeps the front to grow into
+        return end - part, end
+
+    def _lender(self) -> _Group | None:
+        """The active group with the longest unused part."""
+        heap = self._longest_unused
+        while heap:
+            length, end = heap[0]
+            group = self._unused_ends.get(end)
+            if group is None:
+                heappop(heap)
+            elif group.next - end != length:
+                heapreplace(heap, (group.next - end, end))
+            else:
+                return group
+        return None
+
+    def _cut_back(self, group: _Group, end: int) -> None:
+        del self._unused_ends[group.end]
+        group.end = end
+        if group.next < end:
+            self._unused_ends[end] = group
+            self._note_unused(group)
+
+    def _note_unused(self, group: _Group) -> None:
+        heap = self._longest_unused
+        heappush(heap, (group.next - group.end, group.end))
+        if len(heap) > 2 * len(self._unused_ends) + 64:
+            heap[:] = [(each.next - end, end) for end, each in self._unused_ends.items()]
+            heapify(heap)

@@ -1,0 +1,104 @@
+"""Anonymous memory that other processes can map: a sealed memfd, its mapping, its huge pages."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import weakref
+from typing import Any
+
+import psutil
+
+from sgl_ext.errors import ExtError
+
+HUGE_PAGE = 2 << 20
+
+_PROT_READ, _PROT_WRITE = 1, 2
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def create(name: str, size: int) -> int:
+    """A memfd of ``size`` bytes that can never change its size: no mapping of it can fault.
+
+    Raises:
+        ExtError: the machine has less memory than that.
+    """
+    available = psutil.virtual_memory().available
+    if size > available:
+        raise ExtError(
+            f"{name} needs {size:,} B of memory, the machine has {available:,} B available; "
+            "lower --max-total-tokens or --mem-fraction-static"
+        )
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Mapping:
+    """A shared mapping of a whole file, aligned to huge pages; unmapped with its last array.
+
+    numpy takes it as a ``uint8`` array (``numpy.asarray``) that keeps the mapping alive.
+    """
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self.size = size
+        self.address = _map(fd, size, _PROT_READ | (_PROT_WRITE if writable else 0))
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (self.address, not writable),
+        }
+        weakref.finalize(self, _libc.munmap, self.address, size)
+        _libc.madvise(self.address, size, _MADV_HUGEPAGE)
+
+    def collapse(self, start: int, end: int) -> bool:
+        """Backs ``[start, end)`` (multiples of HUGE_PAGE) with huge pages; contents stay.
+
+        Works where shared memory gets none by itself. Not having them costs speed, nothing else.
+
+        Returns:
+            Whether the kernel did it.
+        """
+        for page in range(start, end, HUGE_PAGE):
+            # The kernel collapses only what has a page, so each one is read first.
+            ctypes.c_char.from_address(self.address + page).value  # noqa: B018
+        size = min(end, self.size) - start
+        return not _libc.madvise(self.address + start, size, _MADV_COLLAPSE)
+
+
+def _map(fd: int, size: int, protection: int) -> int:
+    # Huge pages need an address that is congruent to the file offset: reserve more than is
+    # asked, map at the first such address within, give the rest back.
+    reserved = size + HUGE_PAGE
+    base: int = _libc.mmap(None, reserved, 0, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+    if base == _MAP_FAILED:
+        raise OSError(errno.ENOMEM, f"no address space for {reserved:,} B")
+    address: int = -(-base // HUGE_PAGE) * HUGE_PAGE
+    mapped: int = _libc.mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, fd, 0)
+    code = ctypes.get_errno()
+    end = -(-(address + size) // os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PAGE_SIZE")
+    if address > base:
+        _libc.munmap(base, address - base)
+    if base + reserved > end:
+        _libc.munmap(end, base + reserved - end)
+    if mapped == _MAP_FAILED:
+        _libc.munmap(address, size)
+        raise OSError(code, f"cannot map {size:,} B: {os.strerror(code)}")
+    return address

@@ -1,0 +1,37 @@
+"""What one scheduler process of the extension is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_ext.config import ExtConfig
+from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.slab import Slab
+
+
+@dataclass
+class ExtRuntime:
+    """Holds what the powers share; :mod:`sgl_ext.engine` fills it while SGLang starts."""
+
+    config: ExtConfig
+    slab: Slab | None = None
+    """The KV pool; None if SGLang's own layer-major pool is in place."""
+    groups: BlockGroups | None = None
+    """Who has which block of the slab."""
+    layer_major_because: str | None = None
+    """Why there is no slab."""
+
+    def describe_memory(self) -> dict[str, Any]:
+        """Where KV lies, for ``/server_info``."""
+        if self.slab is None:
+            return {"layout": "layer_major", "because": self.layer_major_because}
+        layout = self.slab.layout
+        return {
+            "layout": "block_major",
+            "blocks": self.slab.blocks,
+            "page": layout.page,
+            "block_bytes": layout.block_bytes,
+            "dtype": layout.dtype,
+            "fingerprint": layout.fingerprint,
+        }

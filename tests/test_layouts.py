@@ -1,0 +1,109 @@
+"""Both layouts of the KV pool give the same tokens, at every page size, under pressure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.bench.data import sharegpt_prompts
+
+PROGRAM = """
+import json, sys
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.scheduler import Scheduler
+
+def probe(self, path, shrink=0, grow=0):
+    from sgl_ext.engine import kv_resize
+    if hasattr(self.token_to_kv_pool_allocator, "groups"):
+        self.token_to_kv_pool_allocator.groups.check_integrity()
+        kv_resize.shrink(self, shrink)
+        kv_resize.grow(self, grow)
+    state = {"size": self.max_total_num_tokens, "available":
+             self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()}
+    with open(path, "w") as sink:
+        json.dump(state, sink)
+
+# Schedulers import this file before their arguments arrive.
+Scheduler.probe = probe
+
+def state(engine, path, **change):
+    engine.collective_rpc("probe", path=path, **change)
+    return json.load(open(path))
+
+def answers(engine, prompts):
+    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    for pair in zip(prompts[::2], prompts[1::2]):
+        # Two at once arrive as one message, so that every run forms the same batches.
+        for answer in engine.generate(list(pair), sampling, return_logprob=True):
+            meta = answer["meta_info"]
+            yield [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
+                   meta["cached_tokens"]]
+
+def main():
+    model, prompts, page, scratch = json.load(open(sys.argv[1]))
+    for layout in ("block_major", "layer_major"):
+        engine = Engine(model_path=model, page_size=page, max_total_tokens=1536, log_level="warning",
+                        enable_tokenizer_batch_encode=True,
+                        enable_ext=True, ext_config={"memory": {"layout": layout}})
+        info = engine.get_server_info()["sgl_ext"]["memory"]
+        result = {"memory": info, "answers": list(answers(engine, prompts))}
+        # Half of the slab goes, the other half serves, the first half comes back.
+        short = [prompt for prompt in prompts if len(prompt) < 500][:8]
+        half = 768 // page if layout == "block_major" else 0
+        engine.flush_cache()
+        result["sizes"] = [state(engine, scratch, shrink=half)]
+        result["small"] = list(answers(engine, short))
+        result["sizes"] += [state(engine, scratch), state(engine, scratch, grow=half)]
+        result["again"] = list(answers(engine, short))
+        result["sizes"] += [state(engine, scratch)]
+        print(json.dumps(result), flush=True)
+        engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_both_layouts_under_eviction_and_retraction(
+    page: int, model: Path, tmp_path: Path
+) -> None:
+    prompts = sharegpt_prompts(50, characters=(40, 2000))
+    arguments = tmp_path / "arguments.json"
+    arguments.write_text(json.dumps([str(model), prompts, page, str(tmp_path / "state")]))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "5",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    slab, stock = (json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{")
+    assert slab["memory"]["layout"] == "block_major"
+    assert slab["memory"]["blocks"] == 1536 // page + 1
+    assert stock["memory"] == {
+        "layout": "layer_major",
+        "because": "the slab does not serve a configuration that asks for layer_major",
+    }
+    assert len(slab["answers"]) == 50
+    assert slab["answers"] == stock["answers"]
+    # Both retracted, and the pool was too small for the prompts.
+    assert result.stderr.count("Testing retraction") > 50
+    assert sum(len(ids) for ids, _, _ in slab["answers"]) == 50 * 16
+
+    sizes = [(state["size"], state["available"]) for state in slab["sizes"]]
+    assert sizes == [(768, 768), (768, 768), (1536, 1536), (1536, 1536)]
+    for part in ("small", "again"):
+        assert len(slab[part]) == 8
+        assert slab[part] == stock[part]

@@ -1,0 +1,237 @@
+"""The slab: its geometry, and what another process may do with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from sgl_ext.memory.mapping import HUGE_PAGE
+from sgl_ext.memory.slab import DTYPES, Layout, Slab, SlabError, SlabHandle
+
+LAYOUT = Layout(
+    page=16, layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", fingerprint="0123456789abcdef"
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_holds_all_layers_of_its_tokens(dtype: str) -> None:
+    layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
+    slab = Slab.create(layout, 5)
+    tensor = slab.tensor()
+    assert tensor.shape == (5, 16, 3, 2, 2, 8)
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    assert slab.size == tensor.nbytes == 5 * layout.block_bytes
+    assert slab.address == tensor.data_ptr()
+    assert slab.address % HUGE_PAGE == 0
+
+
+def test_layers_are_strided_views() -> None:
+    tokens = Slab.create(LAYOUT, 5).tensor().flatten(0, 1)
+    keys, values = tokens[:, 1, 0], tokens[:, 1, 1]
+    assert keys.stride() == values.stride() == (3 * 2 * 2 * 8, 8, 1)
+    values[37] = 1.0
+    assert not keys.any()
+    assert tokens.sum() == 2 * 8
+    assert tokens[37, 1, 1].sum() == 2 * 8
+
+
+def test_the_memory_lives_as_long_as_a_tensor_of_it() -> None:
+    before = psutil.Process().num_fds()
+    tensor = Slab.create(LAYOUT, 4).tensor()
+    assert psutil.Process().num_fds() == before
+    tensor[3] = 7.0
+    assert tensor[3].min() == 7.0
+
+
+def test_slabs_leave_nothing_behind() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("sgl_ext-kv")
+
+    before = psutil.Process().num_fds(), mapped()
+    for _ in range(20):
+        slab = Slab.create(LAYOUT, 4)
+        other = Slab.attach(slab.handle, LAYOUT)
+        assert other.tensor().shape == slab.tensor().shape
+        del slab, other
+    assert (psutil.Process().num_fds(), mapped()) == before
+
+
+def test_huge_pages_keep_the_contents() -> None:
+    slab = Slab.create(LAYOUT, 3000)
+    pattern = torch.arange(slab.size // 2, dtype=torch.int32).to(torch.bfloat16)
+    slab.tensor().flatten().copy_(pattern)
+    slab.back_with_huge_pages(0, 3000)  # true or not: it depends on the kernel
+    slab.back_with_huge_pages(1000, 1001)
+    assert torch.equal(slab.tensor().flatten(), pattern)
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks", "message"),
+    [
+        (msgspec.structs.replace(LAYOUT, dtype="float8_e5m2"), 4, "not float8_e5m2"),
+        (msgspec.structs.replace(LAYOUT, layers=0, page=-1), 4, "page -1, layers 0"),
+        (LAYOUT, 0, "blocks 0"),
+        (LAYOUT, 1 << 40, f"needs {(2 << 20) + (1 << 40) * LAYOUT.block_bytes:,} B of memory"),
+    ],
+)
+def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(SlabError, match=message):
+        Slab.create(layout, blocks)
+    assert psutil.Process().num_fds() == before
+
+
+# --- other processes -----------------------------------------------------------------------------
+
+OTHER = """
+import sys, msgspec, torch
+from sgl_ext.memory.slab import *
+{prepare}
+for line in sys.stdin:
+    try:
+        print(eval(line), flush=True)
+    except SlabError as error:
+        print("refused:", error, flush=True)
+"""
+
+
+class Other:
+    """A second process that evaluates expressions."""
+
+    def __init__(self, prepare: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OTHER.format(prepare=prepare)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __call__(self, expression: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(expression + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+def attaching(slab: Slab, writable: bool, expected: Layout = LAYOUT) -> str:
+    return f"slab = Slab.attach({slab.handle!r}, {expected!r}, writable={writable})"
+
+
+@pytest.fixture
+def other() -> "Callable[..., Other]":
+    started: list[Other] = []
+
+    def start(prepare: str = "") -> Other:
+        started.append(Other(prepare))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait(30)
+        each.process.stdin.close()
+        each.process.stdout.close()
+
+
+def test_another_process_reads_and_writes(other: Callable[..., Other]) -> None:
+    slab = Slab.create(LAYOUT, 6)
+    slab.tensor()[2] = 3.0
+    them = other(attaching(slab, writable=True))
+    assert them("slab.tensor()[2].min().item(), slab.epoch") == "(3.0, 0)"
+    assert them("slab.tensor()[4].fill_(5.0).shape") == "torch.Size([16, 3, 2, 2, 8])"
+    assert slab.tensor()[4].min() == 5.0
+    assert slab.begin_epoch() == 1
+    assert them("slab.epoch") == "1"
+
+
+def test_a_read_only_attachment_cannot_write(other: Callable[..., Other]) -> None:
+    slab = Slab.create(LAYOUT, 6)
+    them = other(attaching(slab, writable=False))
+    assert them("slab.tensor()[2].max().item()") == "0.0"
+    assert them("slab.tensor().fill_(1.0)") == ""
+    assert them.process.wait(30) == -signal.SIGSEGV
+    assert not slab.tensor().any()
+
+
+def test_only_the_owner_hands_out_and_ends_epochs() -> None:
+    slab = Slab.create(LAYOUT, 6)
+    attached = Slab.attach(slab.handle, LAYOUT, writable=True)
+    with pytest.raises(SlabError, match="only the owner"):
+        _ = attached.handle
+    with pytest.raises(SlabError, match="only the owner"):
+        attached.begin_epoch()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("page", 1), ("layers", 4), ("kv_heads", 3), ("head_dim", 16), ("dtype", "float16"),
+     ("fingerprint", "another")],
+)  # fmt: skip
+def test_another_geometry_or_model_is_refused(field: str, value: object) -> None:
+    slab = Slab.create(LAYOUT, 6)
+    expected = msgspec.structs.replace(LAYOUT, **{field: value})
+    found = getattr(LAYOUT, field)
+    with pytest.raises(SlabError, match=f"{field}: expected {value}, found {found}$"):
+        Slab.attach(slab.handle, expected)
+
+
+def test_stale_and_foreign_handles_are_refused() -> None:
+    slab = Slab.create(LAYOUT, 6)
+    handle = slab.handle
+    slab.begin_epoch()
+    with pytest.raises(SlabError, match="is in epoch 1, the handle is of epoch 0"):
+        Slab.attach(handle, LAYOUT)
+    handle = slab.handle
+    with pytest.raises(SlabError, match="is not the one the handle was made for"):
+        Slab.attach(msgspec.structs.replace(handle, nonce=b"x" * 16), LAYOUT)
+    with pytest.raises(SlabError, match=r"12 blocks of 3,072 B need 2,134,016 B"):
+        Slab.attach(msgspec.structs.replace(handle, blocks=12), LAYOUT)
+    with pytest.raises(SlabError, match="cannot attach the slab of process"):
+        Slab.attach(msgspec.structs.replace(handle, fd=9999), LAYOUT)
+    assert Slab.attach(handle, LAYOUT).blocks == 6
+
+
+def test_a_file_that_is_no_slab_is_refused() -> None:
+    fd = os.memfd_create("other")
+    try:
+        for content in (b"", b"x" * 100, b"sglxslab" + b"\0" * 100):
+            os.pwrite(fd, content, 0)
+            with pytest.raises(SlabError, match=r"no slab|version 0"):
+                Slab.attach(SlabHandle(os.getpid(), fd, 6, 0, b"x" * 16), LAYOUT)
+    finally:
+        os.close(fd)
+
+
+def test_a_dead_owner(other: Callable[..., Other]) -> None:
+    them = other(f"slab = Slab.create({LAYOUT!r}, 6); slab.tensor()[1] = 4.0")
+    handle: SlabHandle = eval(them("slab.handle"))  # noqa: S307
+    attached = Slab.attach(handle, LAYOUT)
+    them.process.kill()
+    them.process.wait(30)
+    assert attached.tensor()[1].min() == 4.0  # what is mapped stays
+    with pytest.raises(SlabError, match=f"process {handle.pid} .*ask its successor"):
+        Slab.attach(handle, LAYOUT)
+
+
+def test_no_process_can_shrink_a_slab() -> None:
+    slab = Slab.create(LAYOUT, 6)
+    for size in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(slab.fd, size)
+    assert np.asarray(slab.mapping).shape == (HUGE_PAGE + slab.size,)
+
+
+def test_handles_are_plain_data() -> None:
+    handle = Slab.create(LAYOUT, 6).handle
+    assert msgspec.json.decode(msgspec.json.encode(handle), type=SlabHandle) == handle
