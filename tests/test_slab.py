@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from sgl_ext.memory import backing
 from sgl_ext.memory.mapping import HUGE_PAGE
 from sgl_ext.memory.slab import DTYPES, Layout, Slab, SlabError, SlabHandle
 
@@ -75,6 +77,43 @@ def test_huge_pages_keep_the_contents() -> None:
     slab.back_with_huge_pages(0, 3000)  # true or not: it depends on the kernel
     slab.back_with_huge_pages(1000, 1001)
     assert torch.equal(slab.tensor().flatten(), pattern)
+
+
+def test_backing_keeps_ahead_of_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing, "AHEAD", HUGE_PAGE)
+    slab = Slab.create(LAYOUT, 4000)  # of 3 KiB: six huge pages, not quite
+    slab.tensor()[3999] = 2.0
+    there = backing.Backing(slab)
+    if not slab.back_with_huge_pages(0, 1):
+        pytest.skip("this kernel refuses huge pages")
+
+    def reaches(blocks: int) -> bool:
+        end = time.monotonic() + 20
+        while there.backed < blocks and time.monotonic() < end:
+            time.sleep(0.01)
+        return there.backed >= blocks
+
+    ahead = HUGE_PAGE // LAYOUT.block_bytes
+    assert reaches(1 + ahead)
+    assert there.backed < 1 + 2 * ahead + 1
+    there.need(2000)
+    assert reaches(2000 + ahead)
+    there.need(10**9)
+    assert reaches(4000)
+    assert there.backed == 4000
+    assert slab.tensor()[3999].min() == 2.0
+    assert not slab.tensor()[:3999].any()
+    assert there.close()
+    assert not there.refused
+
+
+def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slab, "back_with_huge_pages", lambda *_: False)
+    there = backing.Backing(Slab.create(LAYOUT, 40))
+    there._thread.join(20)
+    assert there.refused
+    assert there.close()
+    assert there.backed == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
+from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.slab import DTYPES
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def _build_pool(
 def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
     allocator = original(configurator, **kwargs)
     pool = kwargs["token_to_kv_pool"]
-    if runtime is None or runtime.slab is None or getattr(pool, "slab", None) is not runtime.slab:
+    slab = getattr(pool, "slab", None)
+    if runtime is None or slab is None:
         return allocator
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
@@ -106,6 +108,8 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     )  # fmt: skip
     setattr(kwargs["req_to_token_pool"], _OWNER, ours)
     runtime.groups = ours.groups
+    runtime.backing = Backing(slab)
+    ours.on_allocate = runtime.backing.need
     return ours
 
 

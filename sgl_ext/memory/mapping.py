@@ -18,6 +18,7 @@ HUGE_PAGE = 2 << 20
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_ATTEMPTS = 10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,7 +70,7 @@ class Mapping:
         _libc.madvise(self.address, size, _MADV_HUGEPAGE)
 
     def collapse(self, start: int, end: int) -> bool:
-        """Backs ``[start, end)`` (multiples of HUGE_PAGE) with huge pages; contents stay.
+        """Backs ``[start, end)`` (multiples of HUGE_PAGE within) with huge pages; contents stay.
 
         Works where shared memory gets none by itself. Not having them costs speed, nothing else.
 
@@ -79,8 +80,12 @@ class Mapping:
         for page in range(start, end, HUGE_PAGE):
             # The kernel collapses only what has a page, so each one is read first.
             ctypes.c_char.from_address(self.address + page).value  # noqa: B018
-        size = min(end, self.size) - start
-        return not _libc.madvise(self.address + start, size, _MADV_COLLAPSE)
+        for _ in range(_ATTEMPTS):
+            if not _libc.madvise(self.address + start, end - start, _MADV_COLLAPSE):
+                return True
+            if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY):
+                break  # else somebody used one of its pages at that moment
+        return False
 
 
 def _map(fd: int, size: int, protection: int) -> int:

@@ -224,8 +224,13 @@ class Slab:
         Returns:
             Whether it could.
         """
-        first = (_DATA + start * self.layout.block_bytes) // HUGE_PAGE * HUGE_PAGE
-        last = _DATA + end * self.layout.block_bytes
+        # Whole huge pages only, and a page that two calls share belongs to the first.
+        first, last = (
+            -(-(_DATA + block * self.layout.block_bytes) // HUGE_PAGE) * HUGE_PAGE
+            for block in (start, end)
+        )
+        first = _DATA if start == 0 else first
+        last = min(last, self.mapping.size // HUGE_PAGE * HUGE_PAGE)
         return last <= first or self.mapping.collapse(first, last)
 
 

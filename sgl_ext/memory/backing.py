@@ -1,0 +1,68 @@
+"""Gives a slab its physical memory ahead of use, in huge pages, on a thread of its own.
+
+The kernel gives shared memory 4 KiB pages as they are first written: a fault each on the way of a
+prefill, and a TLB entry each on the way of every later decode, which reads one token of one layer
+here and the next one a whole token away.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from sgl_ext.memory.mapping import HUGE_PAGE
+from sgl_ext.memory.slab import Slab
+
+AHEAD = 256 << 20
+"""Bytes that are backed beyond the highest block in use."""
+
+
+class Backing:
+    """Backs ``slab`` up to :data:`AHEAD` bytes beyond what :meth:`need` has named.
+
+    Memory that is never needed is never taken. If the kernel refuses huge pages, the thread ends
+    and the slab is backed as it is written.
+    """
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        self._wanted = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self.backed = 0
+        """Blocks that have huge pages."""
+        self.refused = False
+        """Whether the kernel refused."""
+        self._thread = threading.Thread(target=self._run, name="sgl_ext-backing", daemon=True)
+        self._thread.start()
+        self.need(1)
+
+    def need(self, end: int) -> None:
+        """Blocks below ``end`` are about to be used. Returns at once."""
+        with self._changed:
+            self._wanted = max(self._wanted, end + AHEAD // self._slab.layout.block_bytes)
+            self._changed.notify()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Stops; returns whether the thread has ended within ``timeout`` seconds."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        # One huge page at a time: the kernel keeps other threads from faulting meanwhile.
+        step = -(-HUGE_PAGE // self._slab.layout.block_bytes)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self.backed < self._target())
+                if self._closed:
+                    return
+            end = min(self.backed + step, self._slab.blocks)
+            if not self._slab.back_with_huge_pages(self.backed, end):
+                self.refused = True
+                return
+            self.backed = end
+
+    def _target(self) -> int:
+        return min(self._wanted, self._slab.blocks)
