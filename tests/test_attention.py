@@ -112,11 +112,11 @@ def test_the_work_is_new_tokens_times_context(monkeypatch: pytest.MonkeyPatch) -
     geometry = Geometry(dtype=torch.float32)
     trial = AttentionTrial(geometry, [4112])
     rows = [Row(0, 4096, 16)]
-    trial.extend(trial.ours, trial.query(rows), rows)
+    trial.extend(trial.gathering, trial.query(rows), rows)
     assert sum(work) == 16 * geometry.heads * 4112
     work.clear()
     windowed = AttentionTrial(Geometry(dtype=torch.float32, window=64), [4112])
-    windowed.extend(windowed.ours, windowed.query(rows), rows)
+    windowed.extend(windowed.gathering, windowed.query(rows), rows)
     assert sum(work) == 16 * geometry.heads * (16 + 64)
 
 
@@ -151,7 +151,7 @@ def test_a_pool_of_its_own_for_sliding_windows() -> None:
 
 def test_capped_logits_are_refused() -> None:
     trial = AttentionTrial(Geometry(), [8])
-    trial.layer.logit_cap = 30.0
+    trial.layers[0].logit_cap = 30.0
     rows = [Row(0, 0, 8)]
     with pytest.raises(NotImplementedError, match="caps its attention logits at 30"):
         trial.extend(trial.ours, trial.query(rows), rows)

@@ -1,13 +1,16 @@
-"""SGLang's ``torch_native`` attention backend with the cost of :mod:`.sdpa`.
+"""SGLang's ``torch_native`` attention backend, native in place over the pool.
 
-SGLang selects backends by name and picks Triton helpers for every name it does not know, so the
-registry entry ``torch_native`` itself is replaced; that registry is SGLang's seam for backends.
+Layers that the native kernels do not take are gathered and go to :mod:`.sdpa`. SGLang selects
+backends by name and picks Triton helpers for every name it does not know, so the registry entry
+``torch_native`` itself is replaced; that registry is SGLang's seam for backends.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention import attention_registry
@@ -15,7 +18,11 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
+
+if TYPE_CHECKING:
+    from sgl_ext._native import _attention
 
 STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
 """Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
@@ -30,31 +37,70 @@ class Row(NamedTuple):
     """``[context]`` KV slots in sequence order, the new tokens' included."""
 
 
+class ForwardRows:
+    """The rows of one forward in the form of each kernel, made where a layer first needs it.
+
+    Args:
+        table: ``[requests, width]`` int32 KV slots.
+        requests: the line of ``table`` of each row.
+        contexts: tokens of each row's sequence, the new ones included.
+        lengths: new tokens of each row.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, requests: list[int], contexts: list[int], lengths: list[int]
+    ) -> None:
+        self._table = table
+        self._requests, self._contexts, self._lengths = requests, contexts, lengths
+
+    @cached_property
+    def native(self) -> _attention.Batch:
+        return batch_of(self._table, self._requests, self._contexts, self._lengths)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        rows, start = [], 0
+        for request, context, new in zip(
+            self._requests, self._contexts, self._lengths, strict=True
+        ):
+            rows.append(Row(start, new, self._table[request, :context]))
+            start += new
+        return rows
+
+    def translated(self, translate: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
+        """The rows over another pool, where a token's slot is ``translate`` of its slot here."""
+        table = self._table[self._requests, : max(self._contexts, default=0)]
+        # A slot that has left its window has no home; its key is masked or cut off.
+        homes = translate(table.long()).clamp_(min=0).to(torch.int32)
+        return ForwardRows(homes, list(range(len(self._requests))), self._contexts, self._lengths)
+
+
 class CpuAttnBackend(TorchNativeAttnBackend):
     """Extend and decode over any rows, several of which may alias one request.
 
     A row is what SGLang's batch says: its request's slots up to ``seq_len``, of which the last
     ``extend_len`` are new. K and V of the batch's tokens are in the pool before any row attends,
     so rows of one request see each other as in a sequential run.
+
+    Args:
+        kernels: as the environment's SGL_EXT_ATTENTION, which None takes.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, *, kernels: str | None = None) -> None:
         super().__init__(model_runner)
+        self._native = native_attention(kernels)
         self._band = CausalBand()
-        self._rows: list[Row] = []
-        self._swa_rows: list[Row] = []
+        self._rows = self._swa_rows = ForwardRows(torch.empty(0, 0, dtype=torch.int32), [], [], [])
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         self._rows = self._rows_of(forward_batch)
         if self.use_sliding_window_kv_pool:
-            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
-            # A slot that has left its window has no SWA home; its key is masked or cut off.
-            self._swa_rows = [
-                row._replace(slots=translate(row.slots.long()).clamp_(min=0)) for row in self._rows
-            ]
+            self._swa_rows = self._rows.translated(
+                self.token_to_kv_pool.translate_loc_from_full_to_swa
+            )
 
-    def _rows_of(self, forward_batch: Any) -> list[Row]:
+    def _rows_of(self, forward_batch: Any) -> ForwardRows:
         contexts = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             lengths = [1] * len(contexts)
@@ -66,12 +112,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
                 "batch; start without the option that needs it (speculative decoding, say)"
             )
         requests = forward_batch.req_pool_indices.tolist()
-        table = self.req_to_token_pool.req_to_token
-        rows, start = [], 0
-        for request, context, new in zip(requests, contexts, lengths, strict=True):
-            rows.append(Row(start, new, table[request, :context]))
-            start += new
-        return rows
+        return ForwardRows(self.req_to_token_pool.req_to_token, requests, contexts, lengths)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -113,18 +154,36 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         rows = self._swa_rows if in_swa_pool else self._rows
 
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        if self._native and self._native.serves(query, keys, values, layer.scaling):
+            out = self._native.attend(
+                rows.native, query, keys, values, scale=layer.scaling, window=window
+            )
+        else:
+            out = self._gathered(rows.rows, query, keys, values, layer.scaling, window)
+        return out.view(query.shape[0], -1)
+
+    def _gathered(
+        self,
+        rows: list[Row],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention by torch over a copy of each row's context."""
+        out = query.new_empty(*query.shape[:2], values.shape[2])
         for start, new, slots in rows:
             # index_select is five times faster than indexing with a tensor here.
             out[start : start + new] = attend(
                 query[start : start + new],
-                keys.index_select(0, slots).to(q.dtype),
-                values.index_select(0, slots).to(q.dtype),
+                keys.index_select(0, slots).to(query.dtype),
+                values.index_select(0, slots).to(query.dtype),
                 self._band,
-                scale=layer.scaling,
+                scale=scale,
                 window=window,
             )
-        return out.view(query.shape[0], -1)
+        return out
 
 
 def install() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -14,6 +16,11 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
+from sgl_ext.engine.cpu.native_attention import batch_of
+from sgl_ext.engine.kv_pool import SlabKVPool
+
+Layout = Literal["layer-major", "block-major"]
+"""Of the pool's memory: SGLang's own, or every layer's K and V of a slot side by side."""
 
 
 @dataclass(frozen=True)
@@ -36,38 +43,65 @@ class Row(NamedTuple):
 
 
 class AttentionTrial:
-    """Requests with random K and V at shuffled slots, and both backends over them.
+    """Requests with random K and V at shuffled slots, and the backends over them.
+
+    K and V follow from the geometry, the contexts, the number of layers and the seed: trials of
+    different layout hold the same.
 
     Args:
         contexts: tokens of each request; all their K and V are in the pool.
+        layers: attention layers, each with its own K and V.
+        layout: of the pool's memory.
+        run: successive tokens whose slots are successive.
+        kernels: those of ``ours``, as SGL_EXT_ATTENTION has them.
     """
 
-    def __init__(self, geometry: Geometry, contexts: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        contexts: Sequence[int],
+        *,
+        layers: int = 1,
+        layout: Layout = "layer-major",
+        run: int = 1,
+        kernels: str | None = None,
+        seed: int = 0,
+    ) -> None:
         self.geometry = geometry
         self._random = torch.Generator().manual_seed(seed)
-        slots = sum(contexts)
-        pool = MHATokenToKVPool(
-            slots, 1, geometry.dtype, geometry.kv_heads, geometry.head_dim, 1, "cpu", False,
-            enable_alt_stream=False,
-        )  # fmt: skip
-        for buffer in (pool.get_key_buffer(0), pool.get_value_buffer(0)):
-            buffer.copy_(torch.randn(buffer.shape, generator=self._random))
+        runs = sum(-(-context // run) for context in contexts)
+        pool = _pool(geometry, runs * run, layers, layout)
+        for layer in range(layers):
+            for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
+                buffer.copy_(torch.randn(buffer.shape, generator=self._random))
         # Slot 0 is SGLang's padding slot.
-        order = torch.randperm(slots, generator=self._random).to(torch.int32) + 1
+        order = torch.randperm(runs, generator=self._random).to(torch.int32)
+        slots = (order.unsqueeze(1) * run + torch.arange(run, dtype=torch.int32)).flatten() + 1
         table = torch.zeros(len(contexts), max(contexts), dtype=torch.int32)
-        for request, part in enumerate(order.split(list(contexts))):
-            table[request, : len(part)] = part
+        taken = 0
+        for request, context in enumerate(contexts):
+            table[request, :context] = slots[taken : taken + context]
+            taken += -(-context // run) * run
         runner = SimpleNamespace(
             device="cpu",
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=pool,
         )
         self.stock = TorchNativeAttnBackend(runner)
-        self.ours = CpuAttnBackend(runner)
-        self.layer = RadixAttention(
-            geometry.heads, geometry.head_dim, geometry.head_dim**-0.5, geometry.kv_heads, 0,
-            sliding_window_size=geometry.window if geometry.window is not None else -1,
-        )  # fmt: skip
+        self.ours = CpuAttnBackend(runner, kernels=kernels)
+        self.gathering = CpuAttnBackend(runner, kernels="torch")
+        window = geometry.window if geometry.window is not None else -1
+        self.layers = [
+            RadixAttention(
+                geometry.heads,
+                geometry.head_dim,
+                geometry.head_dim**-0.5,
+                geometry.kv_heads,
+                layer,
+                sliding_window_size=window,
+            )
+            for layer in range(layers)
+        ]
 
     def query(self, rows: Sequence[Row]) -> torch.Tensor:
         """Random queries ``[sum(new), heads * head_dim]``."""
@@ -78,22 +112,49 @@ class AttentionTrial:
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One extend forward of ``rows``, several of which may name the same request."""
-        batch = self._prepared(backend, ForwardMode.EXTEND, rows)
-        return backend.forward_extend(query, None, None, self.layer, batch, False)
+        return self.prepared(backend, ForwardMode.EXTEND, rows)(query, 0)
 
     def decode(
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One decode forward; every row has one new token."""
-        batch = self._prepared(backend, ForwardMode.DECODE, rows)
-        return backend.forward_decode(query, None, None, self.layer, batch, False)
+        return self.prepared(backend, ForwardMode.DECODE, rows)(query, 0)
 
-    def _prepared(
+    def prepared(
         self, backend: TorchNativeAttnBackend, mode: ForwardMode, rows: Sequence[Row]
-    ) -> SimpleNamespace:
+    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """The attention of a forward for any query and layer; its metadata is prepared here."""
         batch = self._batch(mode, rows)
         backend.init_forward_metadata(batch)
-        return batch
+        forward = backend.forward_decode if mode.is_decode() else backend.forward_extend
+
+        def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
+            return forward(query, None, None, self.layers[layer], batch, False)
+
+        return attend
+
+    def reader(self, rows: Sequence[Row]) -> Callable[[int], int]:
+        """A plain native read of the K and V that attention of ``rows`` reads in a layer."""
+        from sgl_ext._native import _attention
+
+        table = self.ours.req_to_token_pool.req_to_token
+        batch = batch_of(
+            table,
+            [row.request for row in rows],
+            [row.prefix + row.new for row in rows],
+            [row.new for row in rows],
+        )
+        pool, unit = self.ours.token_to_kv_pool, self.geometry.dtype.itemsize
+        row_bytes = self.geometry.kv_heads * self.geometry.head_dim * unit
+
+        def read(layer: int) -> int:
+            keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            return _attention.read_for_benchmark(
+                batch, keys.data_ptr(), keys.stride(0) * unit, values.data_ptr(),
+                values.stride(0) * unit, keys.shape[0], row_bytes, torch.get_num_threads(),
+            )  # fmt: skip
+
+        return read
 
     @staticmethod
     def _batch(mode: ForwardMode, rows: Sequence[Row]) -> SimpleNamespace:
@@ -107,3 +168,21 @@ class AttentionTrial:
             encoder_lens=None,
             out_cache_loc=None,
         )
+
+
+def _pool(geometry: Geometry, slots: int, layers: int, layout: Layout) -> MHATokenToKVPool:
+    """SGLang's pool or the slab's; in either layout its memory is asked to be of huge pages."""
+    arguments = (slots, 1, geometry.dtype, geometry.kv_heads, geometry.head_dim, layers, "cpu")
+    if layout == "block-major":
+        slab_pool = SlabKVPool(*arguments, False, enable_alt_stream=False, fingerprint="trial")
+        slab_pool.slab.back_with_huge_pages(0, slab_pool.slab.blocks)
+        return slab_pool
+    pool = MHATokenToKVPool(*arguments, False, enable_alt_stream=False)
+    shape = (layers, 2, *pool.k_buffer[0].shape)
+    memory = mmap.mmap(
+        -1, math.prod(shape) * geometry.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
+    pool.k_buffer, pool.v_buffer = (list(part) for part in flat.unbind(1))
+    return pool

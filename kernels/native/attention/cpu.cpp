@@ -1,0 +1,30 @@
+// Which instruction sets this machine runs.
+#include "kernels.h"
+
+namespace sgl_ext::attention {
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+}  // namespace
+
+const Isa isas[] = {
+#if defined(__x86_64__)
+    {"avx512_bf16", has_avx512_bf16, &avx512_dot_bf16, &avx512_fp32},
+    {"avx512", has_avx512, &avx512_bf16, &avx512_fp32},
+    {"avx2", has_avx2, &avx2_bf16, &avx2_fp32},
+#endif
+    {"portable", always, &portable_bf16, &portable_fp32},
+};
+const int isa_count = sizeof(isas) / sizeof(isas[0]);
+
+}  // namespace sgl_ext::attention

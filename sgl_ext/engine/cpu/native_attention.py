@@ -1,0 +1,177 @@
+"""Attention in place over the KV pool: the compiled kernels behind torch tensors.
+
+The kernels take bfloat16 and float32 with heads of a multiple of 16 dimensions; what they do not
+take stays with :mod:`.sdpa`, whose gather of the context they save.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_ext.errors import ExtError
+
+if TYPE_CHECKING:
+    from sgl_ext._native import _attention
+
+ATTENTION = "SGL_EXT_ATTENTION"
+"""``native`` (default), an instruction set of the native kernels, or ``torch``: gather the context
+and call torch's attention."""
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_HEAD_DIM_UNIT, _HEAD_DIM_LIMIT = 16, 1024
+
+
+@functools.cache
+def _imported() -> ModuleType | None:
+    try:
+        from sgl_ext._native import _attention
+    except ImportError as error:
+        logger.warning(
+            "the compiled CPU attention cannot be imported (%s); torch's serves in its place and "
+            "is several times slower at decode: reinstall sgl-ext to build it",
+            error,
+        )
+        return None
+    return _attention
+
+
+def native_attention(kernels: str | None = None) -> NativeAttention | None:
+    """The compiled kernels, or None where they are not wanted or (with a warning) not there.
+
+    Args:
+        kernels: a value of :data:`ATTENTION`; None takes the environment's.
+
+    Raises:
+        ExtError: this machine has no such kernels.
+    """
+    kernels = kernels or os.environ.get(ATTENTION) or "native"
+    if kernels == "torch" or (module := _imported()) is None:
+        return None
+    isas = module.isas()
+    if kernels not in ("native", *isas):
+        raise ExtError(
+            f"{ATTENTION}={kernels} is not known here; set it to native, torch or one of "
+            f"{', '.join(isas)}, or leave it unset"
+        )
+    return NativeAttention("" if kernels == "native" else kernels)
+
+
+def batch_of(
+    table: torch.Tensor, requests: Sequence[int], contexts: Sequence[int], queries: Sequence[int]
+) -> _attention.Batch:
+    """Rows over ``table`` ``[requests, width]``, which must stay as it is while they are used.
+
+    Raises:
+        ValueError: the table is not one of int32 slots, or a row does not fit it.
+    """
+    from sgl_ext._native import _attention
+
+    if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
+        raise ValueError(
+            f"the slot table is {table.dtype} of shape {tuple(table.shape)} and strides "
+            f"{table.stride()}; the attention reads rows of int32"
+        )
+    height, width = table.shape
+    return _attention.Batch(
+        table.data_ptr(), height, width, table.stride(0),
+        list(requests), list(contexts), list(queries),
+    )  # fmt: skip
+
+
+class NativeAttention:
+    """The compiled operators: one for each shape that a model's layers have.
+
+    Args:
+        isa: instruction set; empty is the machine's best.
+    """
+
+    def __init__(self, isa: str = "") -> None:
+        self._isa = isa
+        self._operators: dict[tuple[object, ...], _attention.Attention] = {}
+
+    @staticmethod
+    def serves(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> bool:
+        """Whether the kernels take these tensors; the shapes are those of :meth:`attend`."""
+        head_dim = query.shape[2]
+        inner = (head_dim, 1)
+        return (
+            query.dtype in _DTYPES
+            and query.dtype == keys.dtype == values.dtype
+            and head_dim % _HEAD_DIM_UNIT == 0
+            and head_dim <= _HEAD_DIM_LIMIT
+            and keys.shape == values.shape
+            and keys.stride()[1:] == inner
+            and values.stride()[1:] == inner
+            and scale > 0
+        )
+
+    def attend(
+        self,
+        batch: _attention.Batch,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Attention of a batch's rows, whose K and V are in the pool.
+
+        Args:
+            query: ``[tokens, heads, head_dim]``, the rows' queries one after the other.
+            keys: ``[slots, kv_heads, head_dim]``: the pool of one layer, of any slot stride.
+            values: as ``keys``.
+            window: keys further back than this are not seen; None sees all.
+
+        Returns:
+            ``[tokens, heads, head_dim]``; tokens behind the last row's are left as they were.
+
+        Raises:
+            ValueError: the batch has more queries than ``tokens`` or a slot past the pool.
+        """
+        tokens, heads, head_dim = query.shape
+        key_stride, value_stride = keys.stride(0), values.stride(0)
+        if query.stride()[1:] != (head_dim, 1):
+            query = query.contiguous()
+        slots, kv_heads, _ = keys.shape
+        shape = (query.dtype, heads, kv_heads, head_dim, scale, window)
+        operator = self._operators.get(shape)
+        if operator is None:
+            operator = self._operators[shape] = self._operator(*shape)
+        out = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
+        operator(
+            batch, query.data_ptr(), query.stride(0), keys.data_ptr(), key_stride,
+            values.data_ptr(), value_stride, slots, out.data_ptr(), tokens,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def _operator(
+        self,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+    ) -> _attention.Attention:
+        from sgl_ext._native import _attention
+
+        operator = _attention.Attention(
+            _DTYPES[dtype], heads, kv_heads, head_dim, scale, window, self._isa
+        )
+        logger.info(
+            "CPU attention: %d heads of %d over %d KV heads, %s, window %s: %s kernels on %s",
+            heads, head_dim, kv_heads, _DTYPES[dtype], window, operator.isa,
+            _attention.openmp_library() or "the calling thread only",
+        )  # fmt: skip
+        return operator
