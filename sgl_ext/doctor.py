@@ -26,6 +26,8 @@ from sgl_ext import SUPPORTED_SGLANG
 from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.engine.hooks import installed_sglang
+from sgl_ext.errors import ExtError
+from sgl_ext.memory import mapping
 
 Verdict = Literal["ok", "note", "fail"]
 
@@ -55,6 +57,7 @@ def examine(config: ExtConfig) -> list[Check]:
         _hooks(),
         _memory(),
         _huge_pages(),
+        _native(),
         _io_uring(),
         _shared_memory(),
         *_sections(config),
@@ -163,21 +166,32 @@ def _memory() -> Check:
 
 
 def _huge_pages() -> Check:
-    mode = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    anonymous = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    """Asks for one, as the slab will: what the kernel's settings say does not decide it."""
     try:
-        found = f"anonymous {_chosen(anonymous)}, shared {_chosen(mode)}"
-    except OSError:
-        return Check("huge pages", "note", "this kernel has none", "KV copies use 4 KiB pages")
-    if _chosen(mode) in ("never", "deny"):
-        return Check(
-            "huge pages", "note", found, f"echo advise > {mode} lets shared KV use huge pages"
-        )
-    return Check("huge pages", "ok", found)
+        descriptor = mapping.create("sgl_ext-doctor", mapping.HUGE_PAGE)
+        try:
+            shared = mapping.Mapping(descriptor, mapping.HUGE_PAGE, writable=True)
+        finally:
+            os.close(descriptor)
+        if shared.collapse(0, mapping.HUGE_PAGE):
+            return Check("huge pages", "ok", "shared memory gets them when asked")
+    except (OSError, ExtError) as error:
+        return Check("huge pages", "note", str(error), "free some memory")
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return Check(
+        "huge pages", "note", "refused for shared memory; decode over the slab is slower",
+        f"use Linux 6.1 or later, or echo advise > {setting}",
+    )  # fmt: skip
 
 
-def _chosen(path: Path) -> str:
-    return path.read_text().partition("[")[2].partition("]")[0]
+def _native() -> Check:
+    try:
+        from sgl_ext._native import _attention, _transfer
+    except ImportError as error:
+        return Check("native parts", "fail", str(error), "reinstall with scripts/setup.sh")
+    isas = ", ".join(_attention.isas())
+    rings = "with" if _transfer.io_uring_built() else "without"
+    return Check("native parts", "ok", f"attention for {isas}; transfer engine {rings} io_uring")
 
 
 def _io_uring() -> Check:

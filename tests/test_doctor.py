@@ -32,8 +32,8 @@ def test_this_machine_runs_the_default_configuration() -> None:
     assert result.exit_code == 0, result.stdout
     assert report["would_run"] is True
     names = [check["name"] for check in report["checks"]]
-    assert {"Python", "torch", "SGLang", "accelerator", "hooks", "huge pages", "io_uring",
-            "shared memory", *SECTIONS} <= set(names)  # fmt: skip
+    assert {"Python", "torch", "SGLang", "accelerator", "hooks", "huge pages", "native parts",
+            "io_uring", "shared memory", *SECTIONS} <= set(names)  # fmt: skip
     hooks = next(check for check in report["checks"] if check["name"] == "hooks")
     assert hooks["found"] == "every hook and seam fits; platform NativeCpuPlatform"
 

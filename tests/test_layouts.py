@@ -36,7 +36,7 @@ def state(engine, path, **change):
     return json.load(open(path))
 
 def answers(engine, prompts):
-    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     for pair in zip(prompts[::2], prompts[1::2]):
         # Two at once arrive as one message, so that every run forms the same batches.
         for answer in engine.generate(list(pair), sampling, return_logprob=True):
@@ -47,14 +47,14 @@ def answers(engine, prompts):
 def main():
     model, prompts, page, scratch = json.load(open(sys.argv[1]))
     for layout in ("block_major", "layer_major"):
-        engine = Engine(model_path=model, page_size=page, max_total_tokens=1536, log_level="warning",
-                        enable_tokenizer_batch_encode=True,
+        engine = Engine(model_path=model, page_size=page, max_total_tokens=1024,
+                        log_level="warning", enable_tokenizer_batch_encode=True,
                         enable_ext=True, ext_config={"memory": {"layout": layout}})
         info = engine.get_server_info()["sgl_ext"]["memory"]
         result = {"memory": info, "answers": list(answers(engine, prompts))}
         # Half of the slab goes, the other half serves, the first half comes back.
-        short = [prompt for prompt in prompts if len(prompt) < 500][:8]
-        half = 768 // page if layout == "block_major" else 0
+        short = [prompt for prompt in prompts if len(prompt) < 300][:8]
+        half = 512 // page if layout == "block_major" else 0
         engine.flush_cache()
         result["sizes"] = [state(engine, scratch, shrink=half)]
         result["small"] = list(answers(engine, short))
@@ -70,10 +70,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_both_layouts_under_eviction_and_retraction(
-    page: int, model: Path, tmp_path: Path
-) -> None:
-    prompts = sharegpt_prompts(50, characters=(40, 2000))
+def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_path: Path) -> None:
+    prompts = sharegpt_prompts(50, characters=(40, 600))
     arguments = tmp_path / "arguments.json"
     arguments.write_text(json.dumps([str(model), prompts, page, str(tmp_path / "state")]))
     program = tmp_path / "program.py"
@@ -91,7 +89,7 @@ def test_both_layouts_under_eviction_and_retraction(
     assert result.returncode == 0, result.stderr[-3000:]
     slab, stock = (json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{")
     assert slab["memory"]["layout"] == "block_major"
-    assert slab["memory"]["blocks"] == 1536 // page + 1
+    assert slab["memory"]["blocks"] == 1024 // page + 1
     assert stock["memory"] == {
         "layout": "layer_major",
         "because": "the slab does not serve a configuration that asks for layer_major",
@@ -100,10 +98,10 @@ def test_both_layouts_under_eviction_and_retraction(
     assert slab["answers"] == stock["answers"]
     # Both retracted, and the pool was too small for the prompts.
     assert result.stderr.count("Testing retraction") > 50
-    assert sum(len(ids) for ids, _, _ in slab["answers"]) == 50 * 16
+    assert sum(len(ids) for ids, _, _ in slab["answers"]) == 50 * 12
 
     sizes = [(state["size"], state["available"]) for state in slab["sizes"]]
-    assert sizes == [(768, 768), (768, 768), (1536, 1536), (1536, 1536)]
+    assert sizes == [(512, 512), (512, 512), (1024, 1024), (1024, 1024)]
     for part in ("small", "again"):
         assert len(slab[part]) == 8
         assert slab[part] == stock[part]

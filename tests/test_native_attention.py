@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext._native import _attention
 from sgl_ext.engine.cpu import native_attention
@@ -143,7 +142,7 @@ def test_both_layouts_give_the_same_bits(isa: str, dtype: torch.dtype) -> None:
             trial = AttentionTrial(
                 Geometry(dtype=dtype), [1500, 31], layers=3, layout=layout, kernels=isa
             )
-            attend = trial.prepared(trial.ours, ForwardMode.EXTEND, rows)
+            attend = trial.prepared(trial.ours, rows)
             outputs.append(attend(trial.query(rows), 1))
         assert torch.equal(*outputs)
 
@@ -207,10 +206,7 @@ def test_layers_with_and_without_a_window_share_a_forward() -> None:
     rows = [Row(0, 500, 100)]
     trial.layers[1].sliding_window_size = 40
     query = trial.query(rows)
-    ours, gathering = (
-        trial.prepared(backend, ForwardMode.EXTEND, rows)
-        for backend in (trial.ours, trial.gathering)
-    )
+    ours, gathering = (trial.prepared(backend, rows) for backend in (trial.ours, trial.gathering))
     for layer in (0, 1, 0):
         torch.testing.assert_close(
             ours(query, layer), gathering(query, layer), atol=2e-2, rtol=2e-2

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -168,7 +168,7 @@ def attaching(slab: Slab, writable: bool, expected: Layout = LAYOUT) -> str:
 
 
 @pytest.fixture
-def other() -> "Callable[..., Other]":
+def other() -> Iterator[Callable[..., Other]]:
     started: list[Other] = []
 
     def start(prepare: str = "") -> Other:

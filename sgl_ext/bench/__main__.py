@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_ext.errors import ExtError
 
-BENCHES = ("attention", "overhead")
+BENCHES = ("attention", "memory", "overhead")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -46,12 +46,10 @@ def measure(report: Report, *, quick: bool) -> None:
 
 
 def _decode(report: Report, slab: Any, pool: Any, rows: list[Any], rounds: int) -> None:
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
     query = slab.query(rows)
 
     def attention(trial: Any, backend: Any) -> Forward:
-        attend = trial.prepared(backend, ForwardMode.DECODE, rows)
+        attend = trial.prepared(backend, rows, decode=True)
         return lambda layer: attend(query, layer)
 
     systems = {
@@ -77,12 +75,10 @@ def _decode(report: Report, slab: Any, pool: Any, rows: list[Any], rounds: int) 
 
 
 def _extend(report: Report, slab: Any, pool: Any, row: Any, rounds: int) -> None:
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
     query = slab.query([row])
 
     def attention(trial: Any, backend: Any) -> Forward:
-        attend = trial.prepared(backend, ForwardMode.EXTEND, [row])
+        attend = trial.prepared(backend, [row])
         return lambda layer: attend(query, layer)
 
     systems = {

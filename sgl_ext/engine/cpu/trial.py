@@ -112,21 +112,21 @@ class AttentionTrial:
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One extend forward of ``rows``, several of which may name the same request."""
-        return self.prepared(backend, ForwardMode.EXTEND, rows)(query, 0)
+        return self.prepared(backend, rows)(query, 0)
 
     def decode(
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
         """One decode forward; every row has one new token."""
-        return self.prepared(backend, ForwardMode.DECODE, rows)(query, 0)
+        return self.prepared(backend, rows, decode=True)(query, 0)
 
     def prepared(
-        self, backend: TorchNativeAttnBackend, mode: ForwardMode, rows: Sequence[Row]
+        self, backend: TorchNativeAttnBackend, rows: Sequence[Row], *, decode: bool = False
     ) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """The attention of a forward for any query and layer; its metadata is prepared here."""
-        batch = self._batch(mode, rows)
+        batch = self._batch(ForwardMode.DECODE if decode else ForwardMode.EXTEND, rows)
         backend.init_forward_metadata(batch)
-        forward = backend.forward_decode if mode.is_decode() else backend.forward_extend
+        forward = backend.forward_decode if decode else backend.forward_extend
 
         def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
             return forward(query, None, None, self.layers[layer], batch, False)

@@ -1,0 +1,284 @@
+// Queueing, urgency, cancellation and ends, on a lane whose pieces a test lets through.
+#include <atomic>
+#include <condition_variable>
+#include <set>
+
+#include "host_lane.h"
+#include "support.h"
+#include "throttled_lane.h"
+
+namespace sgl_ext::transfer {
+namespace {
+
+// Carries out nothing until it is permitted, and notes the order of what it took.
+class GateLane final : public Lane {
+ public:
+  GateLane(std::shared_ptr<Hub> hub, std::size_t threads) : Lane("gate", hub), threads_(threads) {}
+  std::optional<std::string> refuses(const Copy&, const Region&, const Region&) const override {
+    return std::nullopt;
+  }
+  void start() override { start_threads(threads_); }
+  void permit(std::size_t pieces) {
+    std::lock_guard lock(gate_);
+    permits_ += pieces;
+    changed_.notify_all();
+  }
+  void permit_one_of(const Ticket& ticket) {
+    std::lock_guard lock(gate_);
+    own_permits_.insert(&ticket);
+    changed_.notify_all();
+  }
+  // The next piece that is let through fails.
+  void fail_next(int code) {
+    std::lock_guard lock(gate_);
+    fail_ = code;
+  }
+  std::vector<const Ticket*> taken() {
+    std::lock_guard lock(gate_);
+    return taken_;
+  }
+
+ protected:
+  void work(std::size_t) override {
+    for (;;) {
+      Piece piece;
+      {
+        Lock lock(mutex_);
+        while (!take(piece, Cut{10})) {
+          if (closing()) return;
+          came_.wait(lock);
+        }
+      }
+      int code;
+      {
+        std::unique_lock lock(gate_);
+        taken_.push_back(piece.ticket);
+        changed_.notify_all();
+        changed_.wait(lock, [&] { return permits_ > 0 || own_permits_.count(piece.ticket) > 0; });
+        if (own_permits_.erase(piece.ticket) == 0) --permits_;
+        code = std::exchange(fail_, 0);
+      }
+      finish(piece, {code ? 0 : piece.bytes, code, code ? "as told" : ""});
+    }
+  }
+  void work_came(const Ticket&) override { came_.notify_all(); }
+  void wake_all() override { came_.notify_all(); }
+
+ private:
+  const std::size_t threads_;
+  std::condition_variable came_;
+  std::mutex gate_;
+  std::condition_variable changed_;
+  std::size_t permits_ = 0;
+  std::set<const Ticket*> own_permits_;
+  int fail_ = 0;
+  std::vector<const Ticket*> taken_;
+};
+
+struct Gated {
+  explicit Gated(std::size_t threads = 1)
+      : memory(engine, 1000), lane(engine.add_lane<GateLane>(threads)) {}
+  ~Gated() {
+    lane->permit(1'000'000);
+    CHECK(engine.close(soon()));
+  }
+  std::shared_ptr<Ticket> submit(std::int64_t bytes, Level level = Level::normal) {
+    return engine.submit({line(memory.address(), memory.address(500), bytes)}, lane, level);
+  }
+  Engine engine;
+  Memory memory;
+  std::shared_ptr<GateLane> lane;
+};
+
+TEST(urgent_pieces_overtake_bulk_ones) {
+  Gated g;
+  const auto bulk = g.submit(100, Level::bulk);
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));
+  const auto normal = g.submit(20, Level::normal);
+  const auto urgent = g.submit(20, Level::urgent);
+  g.lane->permit(100);
+  for (const auto& ticket : {bulk, normal, urgent}) CHECK(g.engine.wait(*ticket, soon()));
+  const std::vector<const Ticket*> start = {bulk.get(),   urgent.get(), urgent.get(),
+                                            normal.get(), normal.get(), bulk.get()};
+  const auto taken = g.lane->taken();
+  CHECK(taken.size() == 14);
+  CHECK(std::equal(start.begin(), start.end(), taken.begin()));
+}
+
+TEST(a_later_ticket_is_reported_after_an_earlier_one) {
+  Gated g(2);
+  const auto first = g.submit(20);  // two pieces, one on each thread
+  CHECK(eventually([&] { return g.lane->taken().size() == 2; }));
+  const auto second = g.submit(10);
+  const auto empty = g.engine.submit({}, g.lane, Level::normal);
+  g.lane->permit_one_of(*first);
+  CHECK(eventually([&] { return g.lane->taken().size() == 3; }));  // the second is begun
+  g.lane->permit_one_of(*second);
+  CHECK(eventually([&] { return second->bytes_done() == 10; }));
+  // All of it is done, but a piece of the first is in flight.
+  CHECK(!g.engine.wait_any({first, second, empty}, Clock::now() + std::chrono::milliseconds(20)));
+  g.lane->permit_one_of(*first);
+  CHECK(g.engine.wait(*empty, soon()));
+  CHECK(first->state() == State::done && second->state() == State::done);
+}
+
+TEST(cancelling_keeps_pieces_in_flight_and_drops_the_others) {
+  Gated g;
+  const auto running = g.submit(100);
+  const auto queued = g.submit(100);
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));
+  CHECK(queued->cancel());
+  CHECK(queued->state() == State::cancelled && queued->bytes_done() == 0);
+  CHECK(running->cancel());
+  CHECK(!running->finished());  // a piece of it is in flight
+  CHECK(!running->cancel());
+  CHECK_REFUSES(Refused, "in use by 1 unfinished", g.engine.remove_region(g.memory.id()));
+  g.lane->permit(1);
+  CHECK(g.engine.wait(*running, soon()));
+  CHECK(running->state() == State::cancelled && running->bytes_done() == 10);
+  g.engine.remove_region(g.memory.id());
+}
+
+TEST(a_failure_drops_the_rest_of_its_ticket_only) {
+  Gated g;
+  const auto failing = g.submit(100);
+  const auto healthy = g.submit(30);
+  g.lane->fail_next(5);
+  g.lane->permit(1);
+  CHECK(g.engine.wait(*failing, soon()));
+  CHECK(failing->state() == State::failed);
+  CHECK(failing->failure().code == 5 && failing->failure().op == 0);
+  CHECK(failing->failure().message == "as told");
+  g.lane->permit(3);
+  CHECK(g.engine.wait(*healthy, soon()));
+  CHECK(healthy->state() == State::done && healthy->bytes_done() == 30);
+}
+
+TEST(close_waits_for_pieces_in_flight_up_to_its_deadline) {
+  Gated g;
+  const auto running = g.submit(100);
+  const auto queued = g.submit(10);
+  const auto empty = g.engine.submit({}, g.lane, Level::normal);
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));
+  CHECK(!g.engine.close(Clock::now() + std::chrono::milliseconds(5)));
+  CHECK(queued->state() == State::cancelled);
+  CHECK(!running->finished());
+  CHECK_REFUSES(Refused, "is closed", g.submit(1));
+  g.lane->permit(1);
+  CHECK(g.engine.close(soon()));
+  CHECK(running->state() == State::cancelled && running->bytes_done() == 10);
+  CHECK(empty->state() == State::done);
+}
+
+TEST(a_wait_ends_at_its_deadline) {
+  Gated g;
+  const auto ticket = g.submit(10);
+  CHECK(!g.engine.wait(*ticket, Clock::now() + std::chrono::milliseconds(5)));
+  CHECK(!g.engine.wait_any({ticket}, Clock::now()));
+  g.lane->permit(1);
+  CHECK(g.engine.wait_any({ticket}, soon()));
+}
+
+void fill(Memory& memory, const std::vector<Copy>& copies, Memory& src,
+          std::vector<unsigned char>& want) {
+  for (const Copy& c : copies) {
+    for (std::int64_t row = 0; row < c.height; ++row) {
+      std::memcpy(&want[static_cast<std::size_t>(c.dst - memory.address() + row * c.dst_pitch)],
+                  &src[c.src - src.address() + row * c.src_pitch],
+                  static_cast<std::size_t>(c.width));
+    }
+  }
+}
+
+TEST(strided_copies_of_every_cut) {
+  for (const std::int64_t piece : {4096, 10000, 1 << 20}) {
+    Engine engine;
+    Memory src(engine, 1 << 20, 1), dst(engine, 1 << 20);
+    const auto lane = engine.add_lane<HostLane>(std::size_t{3}, piece);
+    std::vector<Copy> copies = {
+        {src.address(), dst.address(), 768, 100, 768 * 3, 768 * 2},
+        {src.address(5), dst.address(768), 768, 100, 900, 768 * 2},
+        {src.address(7), dst.address(200'000), 5000, 20, 6000, 5000},
+        line(src.address(), dst.address(400'001), 333'333),
+        {src.address(), dst.address(800'000), 1, 1000, 3, 2},
+    };
+    std::vector<unsigned char> want(1 << 20, 0);
+    fill(dst, copies, src, want);
+    const auto ticket = engine.submit(copies, lane, Level::normal);
+    CHECK(engine.wait(*ticket, soon()));
+    CHECK(ticket->state() == State::done);
+    CHECK(std::memcmp(want.data(), &dst[0], want.size()) == 0);
+    CHECK(engine.close(soon()));
+  }
+}
+
+TEST(many_threads_submit_cancel_wait_and_close) {
+  for (int round = 0; round < 3; ++round) {
+    Engine engine;
+    Memory src(engine, 1 << 16, 3);
+    const auto host = engine.add_lane<HostLane>(std::size_t{2}, std::int64_t{4096});
+    const auto slow = engine.add_lane<ThrottledLane>(
+        host, ThrottledLane::Device{1e9, 1e6, 1e-5}, std::size_t{4}, std::int64_t{4096});
+    std::vector<std::unique_ptr<Memory>> targets;
+    for (int i = 0; i < 6; ++i) targets.push_back(std::make_unique<Memory>(engine, 1 << 16));
+    std::atomic<int> refused{0};
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < 6; ++i) {
+      threads.emplace_back([&, i] {
+        std::mt19937 random(i);
+        Memory& dst = *targets[i];
+        for (int turn = 0; turn < 150; ++turn) {
+          const std::int64_t at = random() % 32768;
+          std::shared_ptr<Ticket> ticket;
+          try {
+            ticket = engine.submit({line(src.address(at), dst.address(at), 32768)},
+                                   i % 2 ? std::shared_ptr<Lane>(host) : slow,
+                                   static_cast<Level>(random() % 3));
+          } catch (const Refused&) {
+            ++refused;
+            return;
+          }
+          if (turn % 3 == 0) ticket->cancel();
+          CHECK(engine.wait(*ticket, soon()));
+          CHECK(ticket->state() != State::failed);
+          if (ticket->state() == State::done) CHECK(dst.equals(src, at, at + 32768));
+        }
+      });
+    }
+    if (round > 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(round * 5));
+      CHECK(engine.close(soon()));
+      CHECK(engine.close(soon()));
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(round > 0 || refused == 0);
+    CHECK(engine.close(soon()));
+  }
+}
+
+TEST(regions_come_and_go_while_others_are_used) {
+  Engine engine;
+  const auto lane = engine.add_lane<HostLane>(std::size_t{2}, std::int64_t{4096});
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      for (int turn = 0; turn < 100; ++turn) {
+        Memory memory(engine, 8192, i + 1);
+        const auto ticket =
+            engine.submit({line(memory.address(), memory.address(4096), 4096)}, lane, Level::bulk);
+        CHECK(engine.wait(*ticket, soon()));
+        engine.remove_region(memory.id());
+        CHECK(std::memcmp(&memory[0], &memory[4096], 4096) == 0);
+        CHECK_REFUSES(std::invalid_argument, "is not registered",
+                      engine.remove_region(memory.id()));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(engine.close(soon()));
+}
+
+}  // namespace
+}  // namespace sgl_ext::transfer
+
+int main(int count, char** arguments) { return check::run(count, arguments); }

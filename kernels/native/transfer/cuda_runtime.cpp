@@ -1,0 +1,87 @@
+#include "cuda_runtime.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <cstring>
+#include <vector>
+
+#include "types.h"
+
+namespace sgl_ext::transfer {
+
+namespace {
+
+// The runtime that something else (torch) has loaded: two of them in a process work, but the
+// copies of one would not see an error of the other.
+std::string loaded_runtime() {
+  std::string found;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* out) {
+        const char* name = std::strrchr(info->dlpi_name, '/');
+        if (!name || std::strncmp(name, "/libcudart", 10) != 0) return 0;
+        *static_cast<std::string*>(out) = info->dlpi_name;
+        return 1;
+      },
+      &found);
+  return found;
+}
+
+}  // namespace
+
+CudaRuntime::CudaRuntime(const std::string& path, int device) {
+  std::vector<std::string> names = {path};
+  if (path.empty()) {
+    names = {"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"};
+    if (const std::string loaded = loaded_runtime(); !loaded.empty()) {
+      names.insert(names.begin(), loaded);
+    }
+  }
+  std::string tried;
+  void* handle = nullptr;
+  for (const std::string& name : names) {
+    handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (handle) {
+      library = name;
+      break;
+    }
+    tried += (tried.empty() ? "" : "; ") + std::string(::dlerror());
+  }
+  if (!handle) {
+    throw Refused("no CUDA runtime could be opened (" + tried +
+                  "); install it or name its library");
+  }
+  load(handle);
+  int devices = 0;
+  if (const int error = get_device_count(&devices); error != 0) {
+    throw Refused("the CUDA runtime " + library + " finds no device: " + error_string(error));
+  }
+  if (device < 0 || device >= devices) {
+    throw Refused("there is no CUDA device " + std::to_string(device) + "; " + library +
+                  " finds " + std::to_string(devices));
+  }
+}
+
+void CudaRuntime::load(void* handle) {
+  const auto find = [&](auto& function, const char* name) {
+    void* symbol = ::dlsym(handle, name);
+    if (!symbol) throw Refused(library + " is no CUDA runtime: it has no " + name);
+    std::memcpy(&function, &symbol, sizeof function);
+  };
+  find(get_device_count, "cudaGetDeviceCount");
+  find(set_device, "cudaSetDevice");
+  find(stream_priority_range, "cudaDeviceGetStreamPriorityRange");
+  find(stream_create, "cudaStreamCreateWithPriority");
+  find(stream_synchronize, "cudaStreamSynchronize");
+  find(stream_destroy, "cudaStreamDestroy");
+  find(memcpy_async, "cudaMemcpyAsync");
+  find(memcpy_2d_async, "cudaMemcpy2DAsync");
+  find(event_create, "cudaEventCreateWithFlags");
+  find(event_record, "cudaEventRecord");
+  find(event_synchronize, "cudaEventSynchronize");
+  find(event_destroy, "cudaEventDestroy");
+  find(error_string, "cudaGetErrorString");
+  find(get_last_error, "cudaGetLastError");
+}
+
+}  // namespace sgl_ext::transfer

@@ -1,0 +1,45 @@
+// The few functions of the CUDA runtime that copies need, found at run time and never unloaded.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace sgl_ext::transfer {
+
+// As cuda_runtime_api.h declares them; errors are cudaError_t, 0 is success.
+struct CudaRuntime {
+  using Stream = struct CUstream_st*;
+  using Event = struct CUevent_st*;
+  static constexpr int kMemcpyDefault = 4;         // direction from the addresses
+  static constexpr unsigned kStreamNonBlocking = 1;
+  static constexpr unsigned kEventBlockingSync = 1;  // waiting sleeps
+  static constexpr unsigned kEventDisableTiming = 2;
+
+  // Opens `library`, or if that is empty the runtime that the process has loaded, or the one that
+  // the dynamic linker finds. Throws Refused if there is none, or no device `device`.
+  CudaRuntime(const std::string& library, int device);
+  CudaRuntime(const CudaRuntime&) = delete;
+  CudaRuntime& operator=(const CudaRuntime&) = delete;
+
+  std::string library;
+  int (*get_device_count)(int*);
+  int (*set_device)(int);
+  int (*stream_priority_range)(int* least, int* greatest);
+  int (*stream_create)(Stream*, unsigned flags, int priority);
+  int (*stream_synchronize)(Stream);
+  int (*stream_destroy)(Stream);
+  int (*memcpy_async)(void* dst, const void* src, std::size_t, int kind, Stream);
+  int (*memcpy_2d_async)(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch,
+                         std::size_t width, std::size_t height, int kind, Stream);
+  int (*event_create)(Event*, unsigned flags);
+  int (*event_record)(Event, Stream);
+  int (*event_synchronize)(Event);
+  int (*event_destroy)(Event);
+  const char* (*error_string)(int);
+  int (*get_last_error)();
+
+ private:
+  void load(void* handle);
+};
+
+}  // namespace sgl_ext::transfer

@@ -1,0 +1,168 @@
+#include "io_backend.h"
+
+#if defined(SGL_EXT_HAVE_LIBURING)
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+namespace sgl_ext::transfer {
+
+namespace {
+
+// The kernel refuses larger buffers.
+constexpr std::int64_t kMaxBuffer = std::int64_t{1} << 30;
+constexpr unsigned kBufferSlots = 1024;
+
+class Uring final : public IoBackend {
+ public:
+  ~Uring() override {
+    if (wake_fd_ >= 0) ::close(wake_fd_);
+    if (ready_) io_uring_queue_exit(&ring_);
+  }
+
+  // 0 or an errno.
+  int open(std::size_t capacity) {
+    io_uring_params parameters{};
+    // Completions run when the lane's thread enters the kernel anyway, not by interrupting it.
+    parameters.flags = IORING_SETUP_COOP_TASKRUN;
+    const auto entries = static_cast<unsigned>(capacity + 1);  // one to be woken
+    int result = io_uring_queue_init_params(entries, &ring_, &parameters);
+    if (result == -EINVAL) {  // a kernel before 5.19
+      parameters = {};
+      result = io_uring_queue_init_params(entries, &ring_, &parameters);
+    }
+    if (result < 0) return -result;
+    ready_ = true;
+    wake_fd_ = ::eventfd(0, EFD_CLOEXEC);
+    if (wake_fd_ < 0) return errno;
+    slots_ = io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0 ? kBufferSlots : 0;
+    used_.resize(slots_);
+    return 0;
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+  void start(Io* io) override {
+    io_uring_sqe* sqe = next_sqe();
+    char* memory = io->memory + io->done;
+    const auto length = static_cast<unsigned>(io->length - io->done);
+    const auto offset = static_cast<std::uint64_t>(io->offset + io->done);
+    if (io->buffer >= 0) {
+      io->write ? io_uring_prep_write_fixed(sqe, io->fd, memory, length, offset, io->buffer)
+                : io_uring_prep_read_fixed(sqe, io->fd, memory, length, offset, io->buffer);
+    } else {
+      io->write ? io_uring_prep_write(sqe, io->fd, memory, length, offset)
+                : io_uring_prep_read(sqe, io->fd, memory, length, offset);
+    }
+    io_uring_sqe_set_data(sqe, io);
+  }
+
+  void submit() override { io_uring_submit(&ring_); }
+
+  void reap(std::vector<Completion>& completed) override {
+    if (!listening_) {
+      io_uring_sqe* sqe = next_sqe();
+      io_uring_prep_read(sqe, wake_fd_, &wakes_, sizeof wakes_, 0);
+      io_uring_sqe_set_data(sqe, nullptr);
+      listening_ = true;
+    }
+    io_uring_submit_and_wait(&ring_, 1);
+    unsigned head, count = 0;
+    io_uring_cqe* cqe;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      ++count;
+      if (auto* io = static_cast<Io*>(io_uring_cqe_get_data(cqe))) {
+        completed.push_back({io, cqe->res});
+      } else {
+        listening_ = false;
+      }
+    }
+    io_uring_cq_advance(&ring_, count);
+  }
+
+  void wake() override {
+    const std::uint64_t one = 1;
+    // It fails only when 2^64 - 1 wakes wait to be read.
+    [[maybe_unused]] const auto written = ::write(wake_fd_, &one, sizeof one);
+  }
+
+  int attach(char* memory, std::int64_t length) override {
+    if (length > kMaxBuffer) return -1;
+    std::lock_guard lock(slots_mutex_);
+    for (unsigned slot = 0; slot < slots_; ++slot) {
+      if (used_[slot]) continue;
+      const iovec buffer{memory, static_cast<std::size_t>(length)};
+      if (update(slot, buffer) < 0) return -1;
+      used_[slot] = true;
+      return static_cast<int>(slot);
+    }
+    return -1;
+  }
+
+  void detach(int slot) override {
+    std::lock_guard lock(slots_mutex_);
+    update(static_cast<unsigned>(slot), iovec{nullptr, 0});
+    used_[static_cast<unsigned>(slot)] = false;
+  }
+
+ private:
+  int update(unsigned slot, const iovec& buffer) {
+    const __u64 tag = 0;
+    return io_uring_register_buffers_update_tag(&ring_, slot, &buffer, &tag, 1);
+  }
+
+  io_uring_sqe* next_sqe() {
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    while (!sqe) {  // the queue is as long as all that is ever in flight: it empties at once
+      io_uring_submit(&ring_);
+      sqe = io_uring_get_sqe(&ring_);
+    }
+    return sqe;
+  }
+
+  io_uring ring_{};
+  bool ready_ = false;
+  int wake_fd_ = -1;
+  bool listening_ = false;
+  std::uint64_t wakes_ = 0;
+  std::mutex slots_mutex_;
+  unsigned slots_ = 0;
+  std::vector<bool> used_;
+};
+
+}  // namespace
+
+bool io_uring_built() { return true; }
+
+std::unique_ptr<IoBackend> make_uring(std::size_t capacity, std::string& reason) {
+  auto ring = std::make_unique<Uring>();
+  const int error = ring->open(capacity);
+  if (error == 0) return ring;
+  reason = std::string("the kernel refused io_uring: ") + std::strerror(error);
+  if (error == EPERM || error == ENOSYS) {
+    reason += "; allow it in the container's seccomp profile and in kernel.io_uring_disabled";
+  }
+  return nullptr;
+}
+
+}  // namespace sgl_ext::transfer
+
+#else
+
+namespace sgl_ext::transfer {
+
+bool io_uring_built() { return false; }
+
+std::unique_ptr<IoBackend> make_uring(std::size_t, std::string& reason) {
+  reason = "this build has no io_uring: liburing was not found when it was built";
+  return nullptr;
+}
+
+}  // namespace sgl_ext::transfer
+
+#endif

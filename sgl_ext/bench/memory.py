@@ -1,0 +1,19 @@
+"""The floor under every power: where KV lies, how it is handed out, how its bytes move.
+
+The compute-bound parts run first, so that nothing of this process competes with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sgl_ext.bench import memory_attention, memory_granularity, memory_transfer
+from sgl_ext.bench.report import Report
+
+
+def run(*, quick: bool, out: Path) -> Report:
+    report = Report("memory", {"quick": quick})
+    memory_attention.measure(report, quick=quick)
+    memory_transfer.measure(report, quick=quick, out=out)
+    memory_granularity.measure(report, quick=quick)
+    return report

@@ -1,0 +1,179 @@
+"""What a transfer engine is made of: the lanes that carry copies, the memory and files they touch.
+
+Made by the methods of :class:`sgl_ext.memory.transfer.TransferEngine`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from sgl_ext._native import _transfer
+
+if TYPE_CHECKING:
+    from sgl_ext.memory.transfer import TransferEngine
+
+
+class Region:
+    """Registered memory: ``length`` bytes at ``address``."""
+
+    __slots__ = ("_engine", "_native", "address", "length")
+
+    def __init__(self, engine: TransferEngine, native: _transfer.Region) -> None:
+        self._engine = engine
+        self._native = native
+        self.address = native.base
+        self.length = native.length
+
+    def unregister(self) -> None:
+        """As :meth:`TransferEngine.unregister`."""
+        self._engine.unregister(self)
+
+
+class File:
+    """An open file of a lane: offset ``x`` has the address ``base + x``."""
+
+    __slots__ = ("_engine", "_native", "alignment", "base", "length")
+
+    def __init__(self, engine: TransferEngine, native: _transfer.Region) -> None:
+        self._engine = engine
+        self._native = native
+        self.base = native.base
+        self.length = native.length
+        self.alignment = (native.memory_alignment, native.offset_alignment)
+        """What addresses in memory, and offsets and widths in the file, must be multiples of."""
+
+    def close(self) -> None:
+        """Closes the lane's descriptor.
+
+        Raises:
+            ExtError: unfinished tickets use the file.
+        """
+        self._engine.unregister(self)
+
+
+class HostLane:
+    """Threads that copy host memory; every large copy is shared by all of them."""
+
+    emulated = False
+
+    def __init__(self, native: _transfer.HostLane) -> None:
+        self._native: _transfer.Lane = native
+        self.threads = native.threads
+
+    def __repr__(self) -> str:
+        return f"HostLane(threads={self.threads})"
+
+
+class CudaLane:
+    """Copy engines of one CUDA device, driven by native threads with a stream each."""
+
+    emulated = False
+
+    def __init__(self, native: _transfer.CudaLane, device: int) -> None:
+        self._native: _transfer.Lane = native
+        self.library = native.library
+        """The CUDA runtime that was found."""
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"CudaLane(device={self.device}, library={self.library!r})"
+
+
+class FileLane:
+    """Reads and writes of files in one directory."""
+
+    emulated = False
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        native: _transfer.FileLane,
+        directory: Path,
+        depth: int,
+        alignment: tuple[int, int] | None,
+    ) -> None:
+        self._engine = engine
+        self._file_lane = native
+        self._native: _transfer.Lane = native
+        self.directory = directory
+        self.depth = depth
+        self.backend = native.backend
+        """``io_uring`` or ``threads``."""
+        self.direct = alignment is not None
+        """Whether files are opened with O_DIRECT."""
+        self.alignment = alignment or (1, 1)
+        """What addresses in memory, and offsets and widths in files, must be multiples of."""
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of pinned regions that the kernel has registered for this lane."""
+        return self._file_lane.registered_bytes
+
+    def open(
+        self, path: str | Path, length: int, *, writable: bool = False, create: bool = False
+    ) -> File:
+        """Opens a file of the lane's directory for copies within its first ``length`` bytes.
+
+        The file may be shorter: reading past its end fails, writing there extends it.
+
+        Args:
+            path: relative to the directory.
+            create: make the file if it is not there.
+
+        Raises:
+            OSError: as :func:`os.open`.
+        """
+        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
+        flags |= os.O_CREAT if create else 0
+        flags |= os.O_DIRECT if self.direct else 0
+        fd = os.open(self.directory / path, flags, 0o600)
+        try:
+            return self.adopt(fd, length)
+        finally:
+            os.close(fd)
+
+    def adopt(self, fd: int, length: int) -> File:
+        """As :meth:`open`, for an open file; the lane keeps a descriptor of its own.
+
+        Raises:
+            ValueError: not open for reading, or no regular file or device.
+        """
+        return File(self._engine, self._engine._core.file(self._file_lane, fd, length))
+
+    def __repr__(self) -> str:
+        return (
+            f"FileLane({str(self.directory)!r}, depth={self.depth}, backend={self.backend!r}, "
+            f"direct={self.direct})"
+        )
+
+
+class ThrottledLane:
+    """A lane slowed down to the speed of another device. Figures taken on it are emulated."""
+
+    emulated = True
+
+    def __init__(
+        self,
+        native: _transfer.ThrottledLane,
+        inner: Lane,
+        bytes_per_second: float,
+        operations_per_second: float,
+        latency: float,
+    ) -> None:
+        self._native: _transfer.Lane = native
+        self.inner = inner
+        self.bytes_per_second = bytes_per_second
+        self.operations_per_second = operations_per_second
+        self.latency = latency
+
+    def __repr__(self) -> str:
+        return (
+            f"ThrottledLane(emulated: {self.bytes_per_second:g} bytes/s, "
+            f"{self.operations_per_second:g} operations/s, {self.latency:g} s latency; "
+            f"over {self.inner!r})"
+        )
+
+
+Lane: TypeAlias = HostLane | FileLane | CudaLane | ThrottledLane

@@ -1,0 +1,762 @@
+"""The transfer engine over memory: what it copies, refuses, overtakes, cancels and gives back."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import gc
+import os
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sgl_ext._native import _transfer
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import (
+    Lane,
+    Priority,
+    Region,
+    State,
+    Ticket,
+    TransferCancelledError,
+    TransferEngine,
+    TransferError,
+    poll,
+)
+
+DEADLINE_S = 60.0
+KIB = 1 << 10
+MIB = 1 << 20
+Bytes = NDArray[np.uint8]
+Op = tuple[int, int, int, int, int, int]
+
+
+def memory(engine: TransferEngine, size: int, seed: int | None = None) -> Bytes:
+    """Registered bytes: random, or zero."""
+    if seed is None:
+        array = np.zeros(size, np.uint8)
+    else:
+        array = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    engine.register(array.ctypes.data, size, owner=array)
+    return array
+
+
+def one(src: int, dst: int, size: int) -> list[Op]:
+    return [(src, dst, size, 1, 0, 0)]
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def host(engine: TransferEngine) -> Lane:
+    return engine.host_lane(2, piece_bytes=4096)
+
+
+@pytest.fixture
+def slow(engine: TransferEngine, host: Lane) -> Lane:
+    """One piece of 4 KiB in about 40 s: what is queued here stays queued."""
+    return engine.throttled_lane(host, bytes_per_second=100, piece_bytes=4096)
+
+
+# What is copied
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Op]:
+    """Copies by offset: sources anywhere, destinations one after the other, maybe interleaved."""
+    ops: list[Op] = []
+    dst = 0
+    for _ in range(draw(st.integers(0, 8))):
+        width = draw(st.integers(1, 600))
+        height = draw(st.integers(1, 40))
+        src_pitch = width + draw(st.sampled_from([0, 0, 1, 64, 1000]))
+        layers = draw(st.integers(1, 3))
+        dst_pitch = layers * width + draw(st.integers(0, 5))
+        for layer in range(layers):
+            src = draw(st.integers(0, 2000))
+            ops.append((src, dst + layer * width, width, height, src_pitch, dst_pitch))
+        dst += height * dst_pitch + draw(st.integers(0, 10))
+    return ops
+
+
+def expected(ops: list[Op], src: Bytes, dst: Bytes) -> Bytes:
+    result = dst.copy()
+    for s, d, width, height, src_pitch, dst_pitch in ops:
+        for row in range(height):
+            to, of = d + row * dst_pitch, s + row * src_pitch
+            result[to : to + width] = src[of : of + width]
+    return result
+
+
+@pytest.mark.parametrize("kind", ["host", "throttled"])
+def test_copies_what_numpy_copies(kind: str) -> None:
+    with TransferEngine() as engine:
+        src, dst = memory(engine, 256 * KIB, seed=1), memory(engine, 1 * MIB)
+        lane: Lane = engine.host_lane(2, piece_bytes=4096)
+        if kind == "throttled":
+            lane = engine.throttled_lane(lane, piece_bytes=4096)
+
+        @settings(max_examples=60, deadline=None)
+        @given(ops=batches(), priority=st.sampled_from(Priority))
+        def check(ops: list[Op], priority: Priority) -> None:
+            dst[:] = 0
+            want = expected(ops, src, dst)
+            rows = [(src.ctypes.data + s, dst.ctypes.data + d, *rest) for s, d, *rest in ops]
+            ticket = engine.submit(rows, lane, priority)
+            ticket.wait(DEADLINE_S)
+            assert np.array_equal(dst, want)
+            assert ticket.state == State.DONE
+            assert ticket.bytes_done == ticket.bytes_total == sum(w * h for _, _, w, h, *_ in ops)
+
+        check()
+
+
+@pytest.mark.parametrize("size", [1, 65535, 5 * MIB + 321])
+@pytest.mark.parametrize("offset", [0, 1, 63])
+def test_large_copies_of_any_alignment(engine: TransferEngine, size: int, offset: int) -> None:
+    src, dst = memory(engine, size + 64, seed=2), memory(engine, size + 130)
+    lane = engine.host_lane(2)
+    engine.submit(one(src.ctypes.data + offset, dst.ctypes.data + 65, size), lane).wait(DEADLINE_S)
+    assert np.array_equal(dst[65 : 65 + size], src[offset : offset + size])
+    assert not dst[:65].any()
+    assert not dst[65 + size :].any()
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
+def test_batches_of_any_integer_type_and_layout(
+    engine: TransferEngine, host: Lane, dtype: type
+) -> None:
+    src, dst = memory(engine, 8 * KIB, seed=3), memory(engine, 8 * KIB)
+    if dtype is np.int32:  # no address fits
+        with pytest.raises(ValueError, match="is in no registered region"):
+            engine.submit(np.ones((1, 6), dtype), host)
+        return
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 1, 1) for i in range(0, 8192, 2)]
+    batch = np.asfortranarray(np.array(rows, dtype))
+    engine.submit(batch, host).wait(DEADLINE_S)
+    assert np.array_equal(dst[::2], src[::2])
+    assert not dst[1::2].any()
+
+
+def test_an_empty_batch_is_done(engine: TransferEngine, host: Lane) -> None:
+    ticket = engine.submit([], host)
+    ticket.wait(DEADLINE_S)
+    assert ticket.state == State.DONE
+    assert ticket.bytes_total == 0
+
+
+# What is refused
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    data=st.data(),
+    pitches=st.sampled_from([(16,), (7,), (16, 24)]),
+    count=st.integers(1, 4),
+)
+def test_overlap_is_judged_exactly(data: st.DataObject, pitches: list[int], count: int) -> None:
+    """Against the sets of bytes that the copies touch."""
+    with TransferEngine() as engine:
+        lane = engine.host_lane(1)
+        array = memory(engine, 600)
+        ops, read, written = [], [], []
+        for _ in range(count):
+            width = data.draw(st.integers(1, min(pitches)))
+            height = data.draw(st.integers(1, 4))
+            sides = [data.draw(st.sampled_from(pitches)) for _ in range(2)]
+            firsts = [data.draw(st.integers(0, 600 - height * max(sides))) for _ in range(2)]
+            src, dst = (array.ctypes.data + first for first in firsts)
+            ops.append((src, dst, width, height, *sides))
+            touched = [
+                {first + row * pitch + i for row in range(height) for i in range(width)}
+                for first, pitch in zip(firsts, sides, strict=True)
+            ]
+            read.append(touched[0])
+            written.append(touched[1])
+        clash = any(a & b for a in written for b in read) or any(
+            written[i] & written[j] for i in range(count) for j in range(i)
+        )
+        if clash:
+            with pytest.raises(ValueError, match=r"copy \d: its destination overlaps the .* run"):
+                engine.submit(ops, lane)
+        else:
+            engine.submit(ops, lane).wait(DEADLINE_S)
+
+
+def test_layers_of_the_same_blocks_interleave(engine: TransferEngine, host: Lane) -> None:
+    layers, tokens, row = 30, 64, 48
+    token = layers * row
+    src, dst = memory(engine, tokens * token, seed=4), memory(engine, tokens * token)
+    ops = [
+        (src.ctypes.data + layer * row, dst.ctypes.data + layer * row, row, tokens, token, token)
+        for layer in range(layers)
+    ]
+    engine.submit(ops, host).wait(DEADLINE_S)
+    assert np.array_equal(src, dst)
+    ops[7] = (ops[7][0], ops[7][1] + 1, *ops[7][2:])  # reaches into layer 8
+    with pytest.raises(ValueError, match="overlaps the destination of copy"):
+        engine.submit(ops, host)
+
+
+def test_refusals_name_the_copy_and_change_nothing(engine: TransferEngine, host: Lane) -> None:
+    src, dst = memory(engine, 4096, seed=5), memory(engine, 4096)
+    read_only = np.zeros(4096, np.uint8)
+    engine.register(read_only.ctypes.data, 4096, writable=False)
+    device = engine.register(1 << 40, 4096, device=True)
+    s, d = src.ctypes.data, dst.ctypes.data
+    good = (s, d, 16, 1, 0, 0)
+    cases: list[tuple[tuple[int, ...], str]] = [
+        ((s, d + 64, 0, 1, 0, 0), "copy 1: width 0, height 1; expected both to be at least 1"),
+        ((s, d + 64, 8, -3, 8, 8), "copy 1: width 8, height -3"),
+        ((s, d + 64, 100, 2, 64, 100), "copy 1: width 100 exceeds src_pitch 64"),
+        ((s, d + 64, 100, 2, 100, 99), "copy 1: width 100 exceeds dst_pitch 99"),
+        ((s, d + 64, 100, 2, 100, -100), "copy 1: width 100 exceeds dst_pitch -100"),
+        ((1, d + 64, 8, 1, 0, 0), "copy 1: src 0x1, width 8, .* is in no registered region"),
+        (
+            (s, d + 4090, 8, 1, 0, 0),
+            r"copy 1: dst .* runs past the end of memory region \d+ \(4096",
+        ),
+        ((s, d + 64, 8, 600, 8, 8), "copy 1: src .* height 600, pitch 8 runs past the end"),
+        ((s, d + 64, 2**62, 2**62, 2**62, 2**62), "copy 1: src .* runs past|no registered"),
+        ((s, read_only.ctypes.data, 8, 1, 0, 0), "copy 1: dst lies in read-only memory region"),
+        ((s, device.address, 8, 1, 0, 0), "copy 1: device memory region .* a host lane"),
+        ((s, d + 8, 8, 1, 0, 0), "copy 0: its destination overlaps the destination of copy 1"),
+        ((d, s + 512, 8, 1, 0, 0), "copy 0: its destination overlaps the source of copy 1"),
+        ((s + 512, s + 516, 8, 1, 0, 0), "copy 1: its destination overlaps the source of copy 1"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(ValueError, match=message):
+            engine.submit([good, bad], host)
+    assert not dst.any()
+    assert not read_only.any()
+
+
+def test_malformed_arguments(engine: TransferEngine, host: Lane) -> None:
+    for copies in ([[1, 2, 3]], [1, 2, 3, 4, 5, 6], np.ones((2, 6))):
+        with pytest.raises(ValueError, match=r"expected integers \[n, 6\]"):
+            engine.submit(copies, host)
+    with pytest.raises(ValueError, match="priority 3; expected 0 to 2"):
+        engine.submit([], host, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0 threads; expected 1"):
+        engine.host_lane(0)
+    with pytest.raises(ValueError, match="pieces of 1 bytes; expected at least 4096"):
+        engine.host_lane(1, piece_bytes=1)
+    with pytest.raises(ValueError, match="a timeout of -1"):
+        engine.submit([], host).wait(-1)
+    with TransferEngine() as other, pytest.raises(ValueError, match="belongs to another engine"):
+        other.submit([], host)
+    for rate in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="expected at least 1 byte/s"):
+            engine.throttled_lane(host, bytes_per_second=rate)
+
+
+def test_regions_are_disjoint(engine: TransferEngine) -> None:
+    array = memory(engine, 4096)
+    base = array.ctypes.data
+    for address, length in ((base + 4095, 1), (base - 1, 2), (base - 10, 9000), (base + 1, 8)):
+        with pytest.raises(ValueError, match="overlap memory region"):
+            engine.register(address, length)
+    engine.register(base + 4096, 1)
+    for address, length in ((0, 8), (-8, 8), (1 << 62, 8), (8, 2**62)):
+        with pytest.raises(ValueError, match="no memory lies at"):
+            engine.register(address, length)
+    with pytest.raises(ValueError, match="a region of 0 bytes"):
+        engine.register(base, 0)
+
+
+# Order and urgency
+
+
+@pytest.mark.parametrize("levels", [(0, 1), (0, 2), (1, 2)])
+def test_an_urgent_ticket_overtakes(engine: TransferEngine, levels: tuple[int, int]) -> None:
+    src, dst = memory(engine, 4 * MIB, seed=6), memory(engine, 4 * MIB)
+    # 40 ms for a piece: an hour for the bulk, one or two pieces for the urgent copy.
+    lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1e5, piece_bytes=4096)
+    low, high = map(Priority, levels)
+    bulk = [engine.submit(one(src.ctypes.data, dst.ctypes.data, 4 * MIB - 4096), lane, low)]
+    bulk += [engine.submit([], lane, low)]
+    at = 4 * MIB - 4096
+    urgent = engine.submit(one(src.ctypes.data + at, dst.ctypes.data + at, 4096), lane, high)
+    urgent.wait(DEADLINE_S)
+    assert urgent.priority == high
+    assert np.array_equal(dst[at:], src[at:])
+    assert poll(bulk) == []
+    assert bulk[0].bytes_done < bulk[0].bytes_total // 2
+
+
+def test_tickets_of_a_level_finish_in_order(engine: TransferEngine) -> None:
+    src, dst = memory(engine, 2 * MIB, seed=7), memory(engine, 2 * MIB)
+    lane = engine.host_lane(2, piece_bytes=4096)
+    tickets = []
+    for i in range(400):
+        size = 1 + i * 997 % 5000
+        at = i * 5000
+        tickets.append(engine.submit(one(src.ctypes.data + at, dst.ctypes.data + at, size), lane))
+    while not tickets[-1].poll():
+        # Looked at from the last: one that is finished has only finished ones before it.
+        states = [ticket.poll() for ticket in reversed(tickets)][::-1]
+        if True in states:
+            last = len(states) - 1 - states[::-1].index(True)
+            assert all(states[:last])
+    assert all(ticket.state == State.DONE for ticket in tickets)
+
+
+def test_cancel_keeps_what_was_done(engine: TransferEngine) -> None:
+    src, dst = memory(engine, MIB, seed=8), memory(engine, MIB)
+    lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=4e5, piece_bytes=4096)
+    first = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
+    second = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
+    while first.bytes_done == 0:
+        time.sleep(0.001)
+    assert second.cancel()  # nothing of it had started: it waits for nobody
+    assert second.state == State.CANCELLED
+    assert second.bytes_done == 0
+    assert first.cancel()
+    with pytest.raises(TransferCancelledError, match=r"cancelled after \d+ of 1048576 bytes"):
+        first.wait(DEADLINE_S)
+    assert 0 < first.bytes_done < MIB
+    assert first.bytes_done % 4096 == 0
+    done = first.bytes_done
+    assert np.array_equal(dst[:done], src[:done])
+    assert not dst[done:].any()
+    assert not first.cancel()
+
+
+def test_cancel_after_the_end_is_refused(engine: TransferEngine, host: Lane) -> None:
+    src, dst = memory(engine, 4096, seed=9), memory(engine, 4096)
+    ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), host)
+    ticket.wait(DEADLINE_S)
+    assert not ticket.cancel()
+    assert ticket.state == State.DONE
+    assert repr(ticket) == "Ticket(DONE, NORMAL, 4096 of 4096 bytes)"
+
+
+# Waiting
+
+
+def test_a_wait_has_a_deadline_and_the_ticket_goes_on(engine: TransferEngine, slow: Lane) -> None:
+    src, dst = memory(engine, 64 * KIB, seed=10), memory(engine, 64 * KIB)
+    ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 64 * KIB), slow)
+    with pytest.raises(TimeoutError, match=r"0 of 65536 bytes were transferred in 0.01 s"):
+        ticket.wait(0.01)
+    assert ticket.state == State.PENDING
+    assert engine.wait_any([ticket], 0.01) == []
+
+
+def test_waiting_for_any_of_many(engine: TransferEngine, slow: Lane, host: Lane) -> None:
+    src, dst = memory(engine, 64 * KIB, seed=11), memory(engine, 64 * KIB)
+    stuck = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), slow)
+    others = [
+        engine.submit(one(src.ctypes.data, dst.ctypes.data + i * 4096, 4096), host)
+        for i in range(1, 9)
+    ]
+    pending = [stuck, *others]
+    while len(pending) > 1:
+        finished = engine.wait_any(pending, DEADLINE_S)
+        assert finished
+        pending = [ticket for ticket in pending if ticket not in finished]
+    assert pending == [stuck]
+    assert engine.wait_any([], DEADLINE_S) == []
+
+
+def test_python_runs_while_a_thread_waits(engine: TransferEngine, slow: Lane) -> None:
+    src, dst = memory(engine, 4096, seed=12), memory(engine, 4096)
+    ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), slow)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            ticket.wait(DEADLINE_S)
+        except TransferCancelledError as error:
+            caught.append(error)
+        except TransferError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert _wait_until(lambda: not _transfer.no_waits())
+    engine.close()  # only a wait that holds no GIL lets this run
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert _transfer.no_waits()
+
+
+def _wait_until(condition: object, seconds: float = DEADLINE_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def test_an_interrupt_ends_a_wait() -> None:
+    program = """
+import os, signal, threading, numpy as np
+from sgl_ext.memory.transfer import TransferEngine
+engine = TransferEngine()
+lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1)
+a = np.zeros(8192, np.uint8)
+engine.register(a.ctypes.data, 8192, owner=a)
+ticket = engine.submit([(a.ctypes.data, a.ctypes.data + 4096, 4096, 1, 0, 0)], lane)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    ticket.wait(600)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert run(program).stdout == "interrupted\n"
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    import sys
+
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result
+
+
+def test_an_idle_engine_uses_no_processor(engine: TransferEngine, tmp_path: Path) -> None:
+    src, dst = memory(engine, 4096, seed=13), memory(engine, 4096)
+    host = engine.host_lane(2)
+    lanes: list[Lane] = [host, engine.file_lane(tmp_path), engine.throttled_lane(host)]
+    for lane in (lanes[0], lanes[2]):
+        engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), lane).wait(DEADLINE_S)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+# Ownership and ends
+
+
+def test_an_owner_lives_until_its_region_is_unregistered(engine: TransferEngine) -> None:
+    class Owner:
+        pass
+
+    array, owner = np.zeros(4096, np.uint8), Owner()
+    region = engine.register(array.ctypes.data, 4096, owner=owner)
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is not None
+    region.unregister()
+    assert gone() is None
+    with pytest.raises(ValueError, match="is not registered"):
+        region.unregister()
+
+
+def test_memory_in_use_is_not_given_up(engine: TransferEngine, slow: Lane) -> None:
+    array = np.zeros(8192, np.uint8)
+    region = engine.register(array.ctypes.data, 8192, owner=array)
+    ticket = engine.submit(one(region.address, region.address + 4096, 4096), slow)
+    with pytest.raises(ExtError, match=r"is in use by \d unfinished tickets; wait for them"):
+        region.unregister()
+    ticket.cancel()
+    engine.close()
+    assert ticket.poll()
+    region.unregister()
+
+
+def test_a_finished_ticket_owns_nothing(engine: TransferEngine, host: Lane) -> None:
+    array = np.zeros(8192, np.uint8)
+    region = engine.register(array.ctypes.data, 8192, owner=array)
+    for _ in range(50):
+        ticket = engine.submit(one(region.address, region.address + 4096, 4096), host)
+        ticket.wait(DEADLINE_S)
+        region.unregister()  # at once: nothing lingers
+        region = engine.register(array.ctypes.data, 8192, owner=array)
+
+
+def test_close_cancels_what_waits_and_refuses_what_comes(
+    slow: Lane, engine: TransferEngine
+) -> None:
+    src, dst = memory(engine, MIB, seed=14), memory(engine, MIB)
+    queued = [engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), slow) for _ in range(3)]
+    engine.close()
+    engine.close()
+    assert [ticket.state for ticket in queued] == [State.CANCELLED] * 3
+    for refused in (
+        lambda: engine.submit(one(src.ctypes.data, dst.ctypes.data, 1), slow),
+        lambda: engine.register(1, 1),
+        lambda: engine.host_lane(),
+    ):
+        with pytest.raises(ExtError, match="the transfer engine is closed"):
+            refused()
+    with pytest.raises(TransferCancelledError):
+        queued[0].wait(DEADLINE_S)
+
+
+def test_a_forgotten_engine_closes(tmp_path: Path) -> None:
+    before = threads_of_process()
+    array = np.zeros(MIB, np.uint8)
+    owner = type("Owner", (), {})()
+    gone = weakref.ref(owner)
+    engine = TransferEngine()
+    owner.engine = engine  # a cycle
+    engine.register(array.ctypes.data, MIB, owner=owner)
+    lane = engine.throttled_lane(engine.host_lane(2), bytes_per_second=100)
+    engine.file_lane(tmp_path)
+    ticket = engine.submit(one(array.ctypes.data, array.ctypes.data + MIB // 2, 4096), lane)
+    assert threads_of_process() > before
+    del engine, owner, lane
+    gc.collect()
+    assert gone() is None
+    assert ticket.poll()
+    assert _wait_until(lambda: threads_of_process() == before)
+
+
+def threads_of_process() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def test_a_forked_child_is_told() -> None:
+    program = """
+import os, numpy as np
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+engine = TransferEngine()
+lane = engine.throttled_lane(engine.host_lane(2), bytes_per_second=100)
+a = np.zeros(8192, np.uint8)
+region = engine.register(a.ctypes.data, 8192, owner=a)
+copies = [(a.ctypes.data, a.ctypes.data + 4096, 4096, 1, 0, 0)]
+ticket = engine.submit(copies, lane)
+child = os.fork()
+if child == 0:
+    told = 0
+    for use in (lambda: engine.submit(copies, lane), lambda: ticket.wait(600), ticket.cancel,
+                region.unregister, lambda: engine.host_lane(1),
+                lambda: engine.wait_any([ticket], 600)):
+        try:
+            use()
+        except ExtError as error:
+            told += "which forked this one" in str(error)
+    print(told, flush=True)
+    engine.close()
+    with TransferEngine() as own:  # one of its own works
+        own.register(a.ctypes.data, 8192, owner=a)
+        own.submit(copies, own.host_lane(1)).wait(60)
+else:
+    assert os.waitpid(child, 0)[1] == 0
+    assert not ticket.poll()
+"""
+    assert run(program).stdout == "6\n"
+
+
+def test_many_threads_submit_cancel_and_poll(engine: TransferEngine) -> None:
+    lane = engine.host_lane(2, piece_bytes=4096)
+    src = memory(engine, 256 * KIB, seed=15)
+    dst = [memory(engine, 256 * KIB) for _ in range(6)]
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        rng = np.random.default_rng(index)
+        try:
+            for turn in range(60):
+                at = int(rng.integers(0, 128 * KIB))
+                ops = one(src.ctypes.data + at, dst[index].ctypes.data + at, 128 * KIB)
+                ticket = engine.submit(ops, lane, Priority(int(rng.integers(0, 3))))
+                if turn % 3 == 0:
+                    ticket.cancel()
+                assert engine.wait_any([ticket], DEADLINE_S) == [ticket]
+                if ticket.state == State.DONE:
+                    assert ticket.bytes_done == 128 * KIB
+                    assert np.array_equal(dst[index][at : at + 128 * KIB], src[at : at + 128 * KIB])
+                else:
+                    assert ticket.state == State.CANCELLED
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert errors == []
+
+
+# The throttled lane
+
+
+def test_a_throttled_lane_says_so_and_takes_its_time(engine: TransferEngine, host: Lane) -> None:
+    src, dst = memory(engine, 64 * KIB, seed=16), memory(engine, 64 * KIB)
+    lane = engine.throttled_lane(host, bytes_per_second=1e6, piece_bytes=4096)
+    assert lane.emulated
+    assert not host.emulated
+    assert repr(lane).startswith("ThrottledLane(emulated: 1e+06 bytes/s")
+    ops = one(src.ctypes.data, dst.ctypes.data, 64 * KIB)
+    # No bound from above: a machine may be as slow as it likes.
+    assert _seconds(engine, lane, ops) >= 64 * KIB / 1e6
+    few = engine.throttled_lane(host, operations_per_second=100)
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(10)]
+    assert _seconds(engine, few, rows) >= 10 / 100 - 1e-3
+    late = engine.throttled_lane(host, latency=0.05)
+    assert _seconds(engine, late, rows) >= 0.05
+    assert np.array_equal(src, dst)
+
+
+def test_latencies_overlap_and_urgency_passes_them(engine: TransferEngine, host: Lane) -> None:
+    src, dst = memory(engine, 4096, seed=17), memory(engine, 4096)
+    lane = engine.throttled_lane(host, latency=3600.0, depth=8)
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(100)]
+    ticket = engine.submit(rows, lane, Priority.BULK)
+    assert _wait_until(lambda: bool(dst[:8].all() or np.array_equal(dst[:8], src[:8])))
+    urgent = engine.submit(one(src.ctypes.data + 200, dst.ctypes.data + 200, 8), lane, Priority(2))
+    # All eight places of the bulk are taken, and it passes nevertheless.
+    assert _wait_until(lambda: np.array_equal(dst[200:208], src[200:208]))
+    assert not ticket.poll()
+    assert not urgent.poll()  # its bytes are there, its emulated end is an hour away
+    assert not dst[8:100].any()
+
+
+def _seconds(engine: TransferEngine, lane: Lane, ops: list[Op]) -> float:
+    start = time.monotonic()
+    engine.submit(ops, lane).wait(DEADLINE_S)
+    return time.monotonic() - start
+
+
+# The CUDA lane, over a runtime of the tests' own
+
+
+@pytest.fixture(scope="module")
+def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("cuda") / "libfake_cudart.so"
+    source = ROOT / "kernels" / "native" / "tests" / "fake_cudart.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", library], check=True)
+    return library
+
+
+@pytest.fixture
+def fake(cudart: Path) -> Iterator[ctypes.CDLL]:
+    fake = ctypes.CDLL(str(cudart))
+    fake.fake_executed.restype = ctypes.c_void_p
+    yield fake
+    fake.fake_hold(0)
+
+
+def test_cuda_copies_both_shapes(engine: TransferEngine, cudart: Path, fake: ctypes.CDLL) -> None:
+    src, dst = memory(engine, MIB, seed=18), memory(engine, MIB)
+    lane = engine.cuda_lane(library=cudart, group_bytes=64 * KIB)
+    assert lane.library == str(cudart)
+    s, d = src.ctypes.data, dst.ctypes.data
+    ops = [
+        (s, d, 100, 50, 300, 200),
+        (s, d + 100, 100, 50, 200, 200),
+        (s, d + MIB // 2, MIB // 2, 1, 0, 0),
+    ]
+    ticket = engine.submit(ops, lane)
+    ticket.wait(DEADLINE_S)
+    offsets = [(a - s, b - d, *rest) for a, b, *rest in ops]
+    assert np.array_equal(dst, expected(offsets, src, np.zeros_like(dst)))
+    assert fake.fake_events() == 0
+
+
+def test_cuda_bulk_in_flight_is_bounded_and_overtaken(
+    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL
+) -> None:
+    src, dst = memory(engine, 4096, seed=19), memory(engine, 4096)
+    lane = engine.cuda_lane(library=cudart, dispatches=4)
+    fake.fake_hold(1)
+    before = fake.fake_executed_count()
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(1000)]
+    bulk = engine.submit(rows, lane, Priority.BULK)
+    assert _wait_until(lambda: fake.fake_outstanding() == 8)  # two groups of four, no more
+    urgent_at = dst.ctypes.data + 2000
+    urgent = engine.submit(one(src.ctypes.data, urgent_at, 8), lane, Priority.URGENT)
+    assert _wait_until(lambda: fake.fake_outstanding() == 9)
+    assert not bulk.poll()
+    fake.fake_hold(0)
+    urgent.wait(DEADLINE_S)
+    bulk.wait(DEADLINE_S)
+    order = [fake.fake_executed(i) for i in range(before, fake.fake_executed_count())]
+    assert order.index(urgent_at) == 0  # not behind the thousand
+    assert fake.fake_most_outstanding() <= 9
+
+
+@pytest.mark.parametrize("where", ["copy", "event", "record"])
+def test_cuda_errors_reach_their_ticket(
+    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL, where: str
+) -> None:
+    src, dst = memory(engine, 4096, seed=20), memory(engine, 4096)
+    lane = engine.cuda_lane(library=cudart, dispatches=1)
+    if where == "copy":
+        fake.fake_fail_copy(2, 700)
+    elif where == "event":
+        fake.fake_fail_event(700)
+    else:
+        fake.fake_fail_record(700)
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(8)]
+    failed = engine.submit(rows, lane)
+    with pytest.raises(TransferError, match="an illegal memory access was encountered") as caught:
+        failed.wait(DEADLINE_S)
+    assert caught.value.errno == 700
+    assert caught.value.op == (2 if where == "copy" else 0)
+    engine.submit(rows, lane).wait(DEADLINE_S)  # the next one is not concerned
+    assert np.array_equal(src[:8], dst[:8])
+
+
+def test_cuda_close_waits_for_what_was_dispatched(cudart: Path, fake: ctypes.CDLL) -> None:
+    with TransferEngine() as engine:
+        src, dst = memory(engine, 4096, seed=21), memory(engine, 4096)
+        lane = engine.cuda_lane(library=cudart, dispatches=2)
+        fake.fake_hold(1)
+        rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(100)]
+        ticket = engine.submit(rows, lane)
+        assert _wait_until(lambda: fake.fake_outstanding() == 4)
+        with pytest.raises(TimeoutError, match=r"still in flight after 0.05 s; close again"):
+            engine.close(0.05)
+        assert not ticket.poll()
+        fake.fake_hold(0)
+    assert ticket.state == State.CANCELLED
+    assert 0 < ticket.bytes_done < 100
+    assert fake.fake_streams() == 0
+
+
+def test_a_missing_cuda_runtime_is_named(engine: TransferEngine, cudart: Path) -> None:
+    with pytest.raises(ExtError, match=r"no CUDA runtime could be opened \(.*nowhere.so"):
+        engine.cuda_lane(library="/nowhere.so")
+    with pytest.raises(ExtError, match=r"libm.so.6 is no CUDA runtime: it has no cudaGetDevice"):
+        engine.cuda_lane(library="libm.so.6")
+    with pytest.raises(ExtError, match=r"there is no CUDA device 7; .* finds 1"):
+        engine.cuda_lane(7, library=cudart)
+
+
+# The stub
+
+
+def test_the_stub_names_what_the_module_has() -> None:
+    stub = ast.parse((ROOT / "sgl_ext" / "_native" / "_transfer.pyi").read_text())
+    names = {node.name for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert names == {name for name in dir(_transfer) if not name.startswith("_")}
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef):
+            found = {name for name in dir(getattr(_transfer, node.name)) if name[0] != "_"}
+            declared = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            inherited = {
+                name for base in getattr(_transfer, node.name).__mro__[1:-1] for name in dir(base)
+            }
+            assert declared - {"__init__"} == found - inherited, node.name
+
+
+def test_handles_are_typed(engine: TransferEngine, host: Lane) -> None:
+    array = np.zeros(1, np.uint8)
+    region = engine.register(array.ctypes.data, 1, owner=array)
+    assert isinstance(region, Region)
+    assert isinstance(engine.submit([], host), Ticket)
+    assert repr(host) == "HostLane(threads=2)"
