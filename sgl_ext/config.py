@@ -99,7 +99,7 @@ class Memory(_Section):
     layout: Literal["auto", "block_major", "layer_major"] = "auto"
     """``block_major``: one slab of blocks that hold all layers; ``layer_major``: SGLang's own;
     ``auto``: the slab wherever it serves."""
-    first_group: Annotated[int, Field(ge=1, le=1 << 24)] = 1000
+    first_group: Annotated[int, Field(ge=1, le=1 << 24, strict=True)] = 1000
     """Tokens that a new request's first block group is made for (FastSwitch §3.1)."""
 
 

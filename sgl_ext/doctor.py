@@ -173,7 +173,7 @@ def _huge_pages() -> Check:
             shared = mapping.Mapping(descriptor, mapping.HUGE_PAGE, writable=True)
         finally:
             os.close(descriptor)
-        if shared.collapse(0, mapping.HUGE_PAGE):
+        if not shared.collapse(0, mapping.HUGE_PAGE):
             return Check("huge pages", "ok", "shared memory gets them when asked")
     except (OSError, ExtError) as error:
         return Check("huge pages", "note", str(error), "free some memory")

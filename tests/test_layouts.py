@@ -16,15 +16,34 @@ PROGRAM = """
 import json, sys
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.scheduler import Scheduler
+from sgl_ext.memory.block_groups import BlockGroups
 
-def probe(self, path, shrink=0, grow=0):
-    from sgl_ext.engine import kv_resize
+named = 0  # blocks that were asked for in the name of a request
+
+def counting(method, owners_of):
+    def count(groups, requests):
+        global named
+        named += sum(owner is not None for owner in owners_of(requests))
+        return method(groups, requests)
+    return count
+
+BlockGroups.append = counting(BlockGroups.append, lambda owners: owners)
+BlockGroups.allocate = counting(
+    BlockGroups.allocate, lambda requests: [owner for owner, blocks in requests if blocks])
+
+def probe(self, path, lend=0, reclaim=0):
+    from sgl_ext.engine.kv_resize import KVResizer
+    from sgl_ext.memory.elastic import ElasticPool, KVGeometry
     if hasattr(self.token_to_kv_pool_allocator, "groups"):
+        if not hasattr(self, "elastic"):
+            geometry = KVGeometry(layers=30, page=self.page_size, kv_heads=3, head_dim=64)
+            self.elastic = ElasticPool(KVResizer(self), geometry, geometry)
         self.token_to_kv_pool_allocator.groups.check_integrity()
-        kv_resize.shrink(self, shrink)
-        kv_resize.grow(self, grow)
-    state = {"size": self.max_total_num_tokens, "available":
-             self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()}
+        assert self.elastic.lend(lend)
+        self.elastic.reclaimed(reclaim)
+    state = {"size": self.max_total_num_tokens, "longest": self.max_req_len, "named": named,
+             "available": self.token_to_kv_pool_allocator.available_size()
+             + self.tree_cache.evictable_size()}
     with open(path, "w") as sink:
         json.dump(state, sink)
 
@@ -42,11 +61,12 @@ def answers(engine, prompts):
         for answer in engine.generate(list(pair), sampling, return_logprob=True):
             meta = answer["meta_info"]
             yield [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
-                   meta["cached_tokens"]]
+                   meta["cached_tokens"], meta["prompt_tokens"]]
 
 def main():
     model, prompts, page, scratch = json.load(open(sys.argv[1]))
     for layout in ("block_major", "layer_major"):
+        print("LAYOUT", file=sys.stderr, flush=True)
         engine = Engine(model_path=model, page_size=page, max_total_tokens=1024,
                         log_level="warning", enable_tokenizer_batch_encode=True,
                         enable_ext=True, ext_config={"memory": {"layout": layout}})
@@ -56,11 +76,11 @@ def main():
         short = [prompt for prompt in prompts if len(prompt) < 300][:8]
         half = 512 // page if layout == "block_major" else 0
         engine.flush_cache()
-        result["sizes"] = [state(engine, scratch, shrink=half)]
+        result["states"] = [state(engine, scratch, lend=half)]
         result["small"] = list(answers(engine, short))
-        result["sizes"] += [state(engine, scratch), state(engine, scratch, grow=half)]
+        result["states"] += [state(engine, scratch), state(engine, scratch, reclaim=half)]
         result["again"] = list(answers(engine, short))
-        result["sizes"] += [state(engine, scratch)]
+        result["states"] += [state(engine, scratch)]
         print(json.dumps(result), flush=True)
         engine.shutdown()
 
@@ -81,6 +101,7 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "5",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     }
     result = subprocess.run(
         [sys.executable, str(program), str(arguments)],
@@ -92,16 +113,21 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     assert slab["memory"]["blocks"] == 1024 // page + 1
     assert stock["memory"] == {
         "layout": "layer_major",
-        "because": "the slab does not serve a configuration that asks for layer_major",
+        "because": "the configuration asks for it",
     }
     assert len(slab["answers"]) == 50
     assert slab["answers"] == stock["answers"]
-    # Both retracted, and the pool was too small for the prompts.
-    assert result.stderr.count("Testing retraction") > 50
-    assert sum(len(ids) for ids, _, _ in slab["answers"]) == 50 * 12
+    assert sum(len(ids) for ids, *_ in slab["answers"]) == 50 * 12
+    # Both retracted, and evicted: the prompts are several times what the pool holds.
+    _, *logs = result.stderr.split("LAYOUT")
+    assert all(log.count("Testing retraction") > 20 for log in logs)
+    assert sum(prompt for *_, prompt in slab["answers"]) > 3 * 1024
 
-    sizes = [(state["size"], state["available"]) for state in slab["sizes"]]
-    assert sizes == [(512, 512), (512, 512), (1024, 1024), (1024, 1024)]
+    states = [(state["size"], state["longest"], state["available"]) for state in slab["states"]]
+    assert states == [(512, 511, 512)] * 2 + [(1024, 1023, 1024)] * 2
     for part in ("small", "again"):
         assert len(slab[part]) == 8
         assert slab[part] == stock[part]
+    # SGLang said for whom it asked.
+    assert slab["states"][0]["named"] > 50 + 50 * 12 // page
+    assert stock["states"][0]["named"] == 0

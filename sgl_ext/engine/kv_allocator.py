@@ -46,6 +46,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         )
         self.on_allocate: Callable[[int], None] | None = None
         """Told the end of the highest block in use so far."""
+        self.on_clear: Callable[[], None] | None = None
+        """Told that blocks have changed their meaning: all were freed, or the pool was resized."""
         self._high = 0
         self._owners: Owners | None = None
 
@@ -63,7 +65,21 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         for row in rows:
             self.groups.close(row)
 
+    def begin_epoch(self) -> None:
+        """Blocks have changed their meaning to others than the requests that hold them."""
+        if self.on_clear is not None:
+            self.on_clear()
+
     # --- SGLang's interface ----------------------------------------------------------------------
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """For SGLang's check of page invariants, which is silent where this is None."""
+        return self.get_all_free_pages()
+
+    @free_pages.setter
+    def free_pages(self, _value: None) -> None:
+        """The base class has a list; here it is what the groups say."""
 
     def available_size(self) -> int:
         return self.groups.available * self.page_size
@@ -78,6 +94,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def clear(self) -> None:
         self.free_group: list[torch.Tensor] | None = None
         self.groups.clear()
+        self.begin_epoch()
 
     def resize(self, config: Any) -> None:
         raise NotImplementedError(
@@ -86,9 +103,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         )
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        blocks, rest = divmod(need_size, self.page_size)
-        if rest:
-            raise ValueError(f"asked for {need_size} slots, pages have {self.page_size}")
+        blocks = need_size // self.page_size  # whole pages only, as SGLang's own
         if self.page_size == 1 and self._owners is not None:
             rows, counts = self._owners()
             if sum(counts) == need_size:
@@ -149,17 +164,21 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         if self.free_group is not None:
             self.free_group.append(self._copy_for_free_group(free_index))
             return
-        pages = free_index.cpu().numpy()
-        if self.page_size > 1:
-            pages = pages // self.page_size
-        self.groups.release(runs_of(np.unique(pages)))
+        slots = free_index.cpu().numpy()
+        if self.page_size == 1:
+            self._release(np.sort(slots))  # a slot that is named twice was freed twice
+        else:
+            self._release(np.unique(slots // self.page_size))
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
-        """Frees whole pages by number."""
-        self.free(page_ids * self.page_size)
+        """Frees whole pages by number, none of them named twice."""
+        if self.free_group is not None:
+            self.free(page_ids * self.page_size)
+        else:
+            self._release(np.sort(page_ids.cpu().numpy()))
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        if start_pos % self.page_size:
+        if free_index.numel() and start_pos % self.page_size:
             raise ValueError(f"segment start {start_pos} is no multiple of page {self.page_size}")
         # One slot of each page is enough to name it; a segment begins with a page.
         self.free(free_index[:: self.page_size])
@@ -184,6 +203,9 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     # --- inside ----------------------------------------------------------------------------------
 
+    def _release(self, blocks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self.groups.release(runs_of(blocks))
+
     def _rows(self, count: int) -> Sequence[int | None]:
         if self._owners is not None:
             rows, _ = self._owners()
@@ -194,7 +216,9 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def _slots_of(self, rows: Sequence[int], counts: Sequence[int]) -> torch.Tensor | None:
         if all(count == 1 for count in counts):  # a decode step
             blocks = self._append(rows)
-            return None if blocks is None else torch.tensor(blocks).to(self.device)
+            if blocks is None:
+                return None
+            return torch.tensor(blocks, dtype=torch.int64).to(self.device)
         runs = self.groups.allocate(list(zip(rows, counts, strict=True)))
         return None if runs is None else self._slots([run for request in runs for run in request])
 
@@ -225,7 +249,10 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
 
 def runs_of(blocks: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the contiguous runs of ascending, distinct block numbers."""
+    """``(start, length)`` of the contiguous runs of ascending block numbers.
+
+    A number that comes twice begins a run of its own.
+    """
     if not len(blocks):
         return []
     first = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
 from sgl_ext.memory.backing import Backing
+from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
 
 if TYPE_CHECKING:
@@ -26,23 +29,49 @@ def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | No
     Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
     something else than K and V of equal width in one of :data:`DTYPES`.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.runtime_context import get_disagg, get_schedule
+    from sglang.srt.runtime_context import (
+        get_disagg,
+        get_exec,
+        get_memory,
+        get_parallel,
+        get_schedule,
+    )
 
     config = configurator.model_config
     dtype = str(configurator.kv_cache_dtype).removeprefix("torch.")
     reasons = (
         (configurator.device != "cpu", f"the device {configurator.device}"),
-        (configurator.is_draft_worker, "a speculative draft model"),
         (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
         (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
         (config.v_head_dim != config.head_dim, "values of another width than keys"),
         (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
         (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
+        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE"),
+        (get_exec().features.enable_memory_saver, "--enable-memory-saver"),
+        (get_memory().enable_hisparse, "--enable-hisparse"),
+        (get_parallel().dcp_enabled, "decode context parallelism"),
         (get_schedule().prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
         (get_disagg().disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
     )
     return next((reason for applies, reason in reasons if applies), None)
+
+
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+
+
+def _identity(configurator: Any) -> dict[str, Any]:
+    """What decides KV beside the weights: the model's configuration and this rank's share."""
+    from sglang.srt.runtime_context import get_parallel
+
+    config = json.loads(configurator.model_config.hf_config.to_json_string(use_diff=False))
+    parallel = get_parallel()
+    return {
+        "config": {key: config[key] for key in config if key not in _NOT_OF_THE_MODEL},
+        "tensor_parallel": [parallel.attn_tp_rank, parallel.attn_tp_size],
+        "layers": [configurator.layer_info.start_layer, configurator.layer_info.end_layer],
+    }
 
 
 def _build_pool(
@@ -53,35 +82,35 @@ def _build_pool(
     mha_pool_class: type,
     quant_method: Any = None,
 ) -> Any:
-    build_class: Any = mha_pool_class
-    if runtime is not None:
-        memory = runtime.config.memory
-        reason = obstacle(configurator, mha_pool_class, quant_method)
-        if reason and memory.layout == "block_major":
+    def build(pool_class: Any) -> Any:
+        return original(
+            configurator,
+            max_total_num_tokens=max_total_num_tokens,
+            mha_pool_class=pool_class,
+            quant_method=quant_method,
+        )
+
+    # A speculative draft has a pool of its own beside the model's, which stays SGLang's.
+    if runtime is None or configurator.is_draft_worker:
+        return build(mha_pool_class)
+    if runtime.config.memory.layout == "layer_major":
+        runtime.layer_major_because = "the configuration asks for it"
+        return build(mha_pool_class)
+    if reason := obstacle(configurator, mha_pool_class, quant_method):
+        if runtime.config.memory.layout == "block_major":
             refuse(
                 hooks.ActivationError(
                     f"the block-major layout does not serve {reason}; "
                     'leave out "layout", or set it to "layer_major"'
                 )
             )
-        if memory.layout == "layer_major":
-            reason = "a configuration that asks for layer_major"
-        if reason is None:
-            from functools import partial
+        runtime.layer_major_because = f"the slab does not serve {reason}"
+        return build(mha_pool_class)
+    from sgl_ext.engine.kv_pool import SlabKVPool
 
-            from sgl_ext.engine.kv_pool import SlabKVPool, fingerprint_of
-
-            build_class = partial(SlabKVPool, fingerprint=fingerprint_of(configurator.model))
-        elif not configurator.is_draft_worker:
-            runtime.layer_major_because = f"the slab does not serve {reason}"
-    pool = original(
-        configurator,
-        max_total_num_tokens=max_total_num_tokens,
-        mha_pool_class=build_class,
-        quant_method=quant_method,
-    )
-    if runtime is not None and build_class is not mha_pool_class:
-        runtime.slab = pool.slab
+    identity = fingerprint(configurator.model, _identity(configurator))
+    pool = build(partial(SlabKVPool, fingerprint=identity))
+    runtime.slab = pool.slab
     return pool
 
 
@@ -110,6 +139,7 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     runtime.groups = ours.groups
     runtime.backing = Backing(slab)
     ours.on_allocate = runtime.backing.need
+    ours.on_clear = slab.begin_epoch
     return ours
 
 

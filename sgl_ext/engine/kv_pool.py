@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ext.memory.slab import Layout, Slab
@@ -47,25 +46,3 @@ class SlabKVPool(MHATokenToKVPool):
     def _clear_buffers(self) -> None:
         super()._clear_buffers()
         del self.slab
-
-
-def fingerprint_of(model: torch.nn.Module) -> str:
-    """Identifies loaded weights by their contents: 16 hex digits.
-
-    Differs between models, fine-tunes, quantizations and tensor-parallel ranks, whatever files
-    they came from. Reads every weight once.
-    """
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().contiguous().view(torch.uint8).flatten()
-        words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-        rest = flat[words.numel() * 8 :].to(torch.int64)
-        # Sums wrap around; the second one tells apart what only changed places.
-        half = words.numel() // 2
-        sums = torch.stack([words.sum(), words[:half].sum(), (words ^ (words >> 17)).sum(),
-                            rest.sum()])  # fmt: skip
-        described = f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums.tolist()}\n"
-        digest.update(described.encode())
-    return digest.hexdigest()

@@ -7,6 +7,7 @@ one call on the scheduler's thread between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from sgl_ext.engine.kv_allocator import BlockGroupAllocator
@@ -14,54 +15,95 @@ from sgl_ext.errors import ExtError
 
 _HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 """Parts of the scheduler that have their own ``max_total_num_tokens``."""
+_INPUT_MARGIN = 5
+"""By how many tokens SGLang keeps an input below the longest request."""
 
 
-def shrink(scheduler: Any, blocks: int) -> None:
-    """Removes the last ``blocks`` blocks from SGLang's view. O(1) in the size of the pool.
+class KVResizer:
+    """A scheduler's blocks, as :class:`~sgl_ext.memory.elastic.ElasticPool` resizes them.
 
-    Raises:
-        ExtError: a block of them is in use, or SGLang does not run on the slab; nothing changed.
-    """
-    allocator = _allocator(scheduler)
-    groups = allocator.groups
-    if blocks >= groups.blocks:
-        raise ExtError(f"cannot give away {blocks} of {groups.blocks} blocks; leave at least one")
-    if not groups.shrink(blocks):
-        raise ExtError(
-            f"cannot give away {blocks} blocks: only the last {groups.tail_free} of "
-            f"{groups.blocks} are free; ask for fewer, or evict first"
-        )
-    _account(scheduler, allocator)
+    Every call is O(1) in the size of the pool.
 
-
-def grow(scheduler: Any, blocks: int) -> None:
-    """Adds ``blocks`` blocks that were taken before. O(1) in the size of the pool.
+    Args:
+        scheduler: SGLang's, whose pool has its full size.
 
     Raises:
-        ExtError: the slab has no more blocks, or SGLang does not run on it; nothing changed.
+        ExtError: SGLang does not run on the slab, or lacks one of the counts.
     """
-    allocator = _allocator(scheduler)
-    try:
-        allocator.groups.grow(blocks)
-    except ValueError as error:
-        raise ExtError(str(error)) from None
-    _account(scheduler, allocator)
 
+    def __init__(self, scheduler: Any) -> None:
+        allocator = scheduler.token_to_kv_pool_allocator
+        if not isinstance(allocator, BlockGroupAllocator):
+            raise ExtError(
+                f"SGLang runs on {type(allocator).__name__}, which cannot change its size; "
+                "start with the block-major layout"
+            )
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._holders = [getattr(scheduler, name, None) for name in _HOLDERS]
+        for name, holder in zip(_HOLDERS, self._holders, strict=True):
+            if not hasattr(holder, "max_total_num_tokens"):
+                raise ExtError(f"this SGLang's scheduler has no size in {name}; it cannot follow")
+        if allocator.groups.blocks != allocator.groups.capacity:
+            raise ExtError("the pool is resized already; use the resizer that did it")
+        self._longest_request: int = scheduler.max_req_len
 
-def _allocator(scheduler: Any) -> BlockGroupAllocator:
-    allocator = scheduler.token_to_kv_pool_allocator
-    if not isinstance(allocator, BlockGroupAllocator):
-        raise ExtError(
-            f"SGLang runs on {type(allocator).__name__}, which cannot change its size; "
-            "start with the block-major layout"
-        )
-    return allocator
+    @property
+    def blocks(self) -> int:
+        """Blocks that SGLang has."""
+        return self._allocator.groups.blocks
 
+    @property
+    def tail_free(self) -> int:
+        """Blocks behind the last one in use."""
+        return self._allocator.groups.tail_free
 
-def _account(scheduler: Any, allocator: BlockGroupAllocator) -> None:
-    allocator.num_pages = allocator.groups.blocks
-    allocator.size = tokens = allocator.num_pages * allocator.page_size
-    scheduler.max_total_num_tokens = tokens
-    for name in _HOLDERS:
-        # Some of them are frozen, for SGLang's pools never change their size while serving.
-        object.__setattr__(getattr(scheduler, name), "max_total_num_tokens", tokens)
+    def shrink(self, blocks: int) -> bool:
+        """Removes the last ``blocks`` blocks.
+
+        Returns:
+            False, with nothing changed, if one is in use, if no request would fit any more, or
+            not all that SGLang has accepted.
+
+        Raises:
+            ValueError: fewer than none.
+        """
+        left = (self.blocks - blocks) * self._allocator.page_size
+        needed = max(self._needs(), default=_INPUT_MARGIN + 1)
+        if (blocks > 0 and needed >= left) or not self._allocator.groups.shrink(blocks):
+            return False
+        self._account()
+        return True
+
+    def grow(self, blocks: int) -> None:
+        """Adds ``blocks`` blocks that were taken before.
+
+        Raises:
+            ValueError: the slab has no more, or fewer than none; nothing has changed.
+        """
+        self._allocator.groups.grow(blocks)
+        self._account()
+
+    def _needs(self) -> Iterator[int]:
+        """Tokens that each accepted request may come to have."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch)
+        waiting = [*scheduler.waiting_queue, scheduler.chunked_req]
+        for req in [
+            *waiting,
+            *(req for batch in batches if batch is not None for req in batch.reqs),
+        ]:
+            if req is not None and not req.finished():
+                yield len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+
+    def _account(self) -> None:
+        allocator, scheduler = self._allocator, self._scheduler
+        allocator.num_pages = self.blocks
+        allocator.size = tokens = self.blocks * allocator.page_size
+        scheduler.max_total_num_tokens = tokens
+        scheduler.max_req_len = min(self._longest_request, tokens - 1)
+        scheduler.max_req_input_len = scheduler.max_req_len - _INPUT_MARGIN
+        for holder in self._holders:
+            # Some are frozen, for SGLang's pools never change their size while serving.
+            object.__setattr__(holder, "max_total_num_tokens", tokens)
+        allocator.begin_epoch()

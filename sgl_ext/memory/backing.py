@@ -7,6 +7,9 @@ here and the next one a whole token away.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import threading
 
 from sgl_ext.memory.mapping import HUGE_PAGE
@@ -14,13 +17,19 @@ from sgl_ext.memory.slab import Slab
 
 AHEAD = 256 << 20
 """Bytes that are backed beyond the highest block in use."""
+_PAUSE_S = 0.05
+_ATTEMPTS = 200
+"""To back one huge page that is in use at each moment (or pinned for good)."""
+
+logger = logging.getLogger(__name__)
 
 
 class Backing:
     """Backs ``slab`` up to :data:`AHEAD` bytes beyond what :meth:`need` has named.
 
-    Memory that is never needed is never taken. If the kernel refuses huge pages, the thread ends
-    and the slab is backed as it is written.
+    No more than that is taken. If the kernel refuses huge pages, a warning says so, the thread
+    ends, and the slab is backed as it is written. Pages that are pinned for I/O cannot be backed
+    any more: pin what is backed.
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -59,10 +68,25 @@ class Backing:
                 if self._closed:
                     return
             end = min(self.backed + step, self._slab.blocks)
-            if not self._slab.back_with_huge_pages(self.backed, end):
+            if code := self._back(end):
                 self.refused = True
+                logger.warning(
+                    "the KV slab gets no huge pages beyond block %d (%s); decode is slower",
+                    self.backed, os.strerror(code),
+                )  # fmt: skip
                 return
             self.backed = end
+
+    def _back(self, end: int) -> int:
+        """As ``Slab.back_with_huge_pages`` from what is backed on; waits for pages in use."""
+        for _ in range(_ATTEMPTS):
+            code = self._slab.back_with_huge_pages(self.backed, end)
+            if code not in (errno.EAGAIN, errno.EBUSY):
+                return code
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, _PAUSE_S):
+                    return 0
+        return code
 
     def _target(self) -> int:
         return min(self._wanted, self._slab.blocks)

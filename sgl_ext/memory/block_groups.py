@@ -184,6 +184,7 @@ class BlockGroups:
         Raises:
             ValueError: that would exceed ``capacity``; nothing has changed.
         """
+        blocks = index(blocks)
         if not 0 <= blocks <= self.capacity - self.blocks:
             raise ValueError(
                 f"cannot grow by {blocks} blocks: {self.blocks} of at most {self.capacity} exist"
@@ -200,6 +201,7 @@ class BlockGroups:
         Returns:
             False, with nothing changed, if one of them is in use: ``tail_free`` can be removed.
         """
+        blocks = index(blocks)
         if blocks < 0:
             raise ValueError(f"cannot shrink by {blocks} blocks; ask for 0 or more")
         if blocks > self.tail_free:

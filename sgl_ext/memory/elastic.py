@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-from sgl_ext.memory.block_groups import BlockGroups
+from operator import index
+from typing import Literal, NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,10 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} of a KV geometry must be positive, not {value}")
+            if value is not None and not (type(value) is int and value >= 1):
+                raise ValueError(
+                    f"{name} of a KV geometry must be a positive whole number, not {value}"
+                )
 
     @property
     def block_elements(self) -> int:
@@ -116,7 +117,7 @@ class LengthWindow:
     """The longest request of the last ``seconds``. Amortized O(1) a request."""
 
     def __init__(self, seconds: float) -> None:
-        if seconds <= 0:
+        if not seconds > 0:
             raise ValueError(f"a window of {seconds} seconds sees no request; it must be positive")
         self.seconds = seconds
         # Times rise, lengths fall: what a longer, later request hides is not kept.
@@ -129,6 +130,8 @@ class LengthWindow:
         Raises:
             ValueError: ``now`` lies before an earlier call's; nothing has changed.
         """
+        if not length >= 0:
+            raise ValueError(f"a request has 0 tokens or more, not {length}")
         self._advance(now)
         while self._longest and self._longest[-1][1] <= length:
             self._longest.pop()
@@ -149,6 +152,25 @@ class LengthWindow:
         self._now = now
         while self._longest and self._longest[0][0] < now - self.seconds:
             self._longest.popleft()
+
+
+class Resizable(Protocol):
+    """Blocks whose tail can go and come back: :class:`~.block_groups.BlockGroups`, or what keeps an
+    engine's accounts of them true too."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that there are."""
+
+    @property
+    def tail_free(self) -> int:
+        """Blocks behind the last one in use."""
+
+    def shrink(self, blocks: int) -> bool:
+        """Removes the last ``blocks``; False, with nothing changed, if that cannot be."""
+
+    def grow(self, blocks: int) -> None:
+        """Adds ``blocks`` behind the last one."""
 
 
 class ElasticPool:
@@ -172,16 +194,20 @@ class ElasticPool:
 
     def __init__(
         self,
-        groups: BlockGroups,
+        groups: Resizable,
         worker: KVGeometry,
         master: KVGeometry,
         *,
-        minimum: int = 0,
+        minimum: int = 1,
         window: float = 60.0,
         granularity: Literal["unit", "block"] = "unit",
     ) -> None:
-        if not 0 <= minimum <= groups.blocks:
-            raise ValueError(f"cannot keep at least {minimum} of {groups.blocks} blocks")
+        if not 1 <= minimum <= groups.blocks:
+            raise ValueError(
+                f"cannot keep at least {minimum} of {groups.blocks} blocks; keep one or more"
+            )
+        if granularity not in ("unit", "block"):
+            raise ValueError(f"granularity is 'unit' or 'block', not {granularity!r}")
         self._groups = groups
         self._worker = worker
         self._master = master
@@ -254,5 +280,5 @@ class ElasticPool:
         self._groups.grow(blocks)
 
     def _check_units(self, blocks: int) -> None:
-        if blocks < 0 or blocks % self.unit:
+        if index(blocks) < 0 or blocks % self.unit:
             raise ValueError(f"cannot move {blocks} blocks; ask for a multiple of {self.unit}")

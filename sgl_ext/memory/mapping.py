@@ -9,16 +9,14 @@ import os
 import weakref
 from typing import Any
 
-import psutil
-
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.limits import available_memory
 
 HUGE_PAGE = 2 << 20
 
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-_ATTEMPTS = 10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,15 +27,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def create(name: str, size: int) -> int:
-    """A memfd of ``size`` bytes that can never change its size: no mapping of it can fault.
+    """A memfd of ``size`` bytes that can never change its size, so that nobody maps past its end.
+
+    Its memory is taken as it is written.
 
     Raises:
-        ExtError: the machine has less memory than that.
+        ExtError: this process can have less memory than that.
     """
-    available = psutil.virtual_memory().available
-    if size > available:
+    if size > (available := available_memory()):
         raise ExtError(
-            f"{name} needs {size:,} B of memory, the machine has {available:,} B available; "
+            f"{name} needs {size:,} B of memory, {available:,} B are available; "
             "lower --max-total-tokens or --mem-fraction-static"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -45,7 +44,7 @@ def create(name: str, size: int) -> int:
         os.ftruncate(fd, size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return fd
@@ -66,26 +65,28 @@ class Mapping:
             "shape": (size,),
             "data": (self.address, not writable),
         }
-        weakref.finalize(self, _libc.munmap, self.address, size)
+        # Not at exit: threads and exit handlers may still use the memory, and the kernel unmaps.
+        weakref.finalize(self, _libc.munmap, self.address, size).atexit = False
         _libc.madvise(self.address, size, _MADV_HUGEPAGE)
 
-    def collapse(self, start: int, end: int) -> bool:
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        raise TypeError("a mapping belongs to its process; send SlabHandle and attach there")
+
+    def collapse(self, start: int, end: int) -> int:
         """Backs ``[start, end)`` (multiples of HUGE_PAGE within) with huge pages; contents stay.
 
         Works where shared memory gets none by itself. Not having them costs speed, nothing else.
 
         Returns:
-            Whether the kernel did it.
+            0, or the kernel's errno: EAGAIN or EBUSY if one of its pages was in use at that
+            moment, another if it gives none.
         """
         for page in range(start, end, HUGE_PAGE):
             # The kernel collapses only what has a page, so each one is read first.
             ctypes.c_char.from_address(self.address + page).value  # noqa: B018
-        for _ in range(_ATTEMPTS):
-            if not _libc.madvise(self.address + start, end - start, _MADV_COLLAPSE):
-                return True
-            if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY):
-                break  # else somebody used one of its pages at that moment
-        return False
+        if not _libc.madvise(self.address + start, end - start, _MADV_COLLAPSE):
+            return 0
+        return ctypes.get_errno()
 
 
 def _map(fd: int, size: int, protection: int) -> int:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import struct
 import warnings
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ _DATA = HUGE_PAGE
 _PREFIX = struct.Struct("<8sIIQ16s")
 """Magic, version, length of the layout, epoch, nonce of this slab."""
 _EPOCH = slice(16, 24)
+
+_LONGEST_FINGERPRINT = 1024
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Element types a slab can hold, by torch's name, with their bytes."""
@@ -105,21 +109,24 @@ class Slab:
         Raises:
             SlabError: the geometry is none, the dtype is unknown or the machine is too small.
         """
-        _require_geometry(layout, blocks)
+        encoded = _encoded(layout, blocks)
         size = _DATA + blocks * layout.block_bytes
-        try:
-            fd = create("sgl_ext-kv", size)
-            mapping = Mapping(fd, size, writable=True)
-        except (OSError, ExtError) as error:
-            raise SlabError(
-                f"cannot allocate a slab of {blocks} blocks of {layout.block_bytes:,} B: {error}"
-            ) from None
+        with ExitStack() as undo:
+            try:
+                fd = create("sgl_ext-kv", size)
+                undo.callback(os.close, fd)
+                mapping = Mapping(fd, size, writable=True)
+            except (OSError, ExtError) as error:
+                raise SlabError(
+                    f"cannot allocate a slab of {blocks} blocks of {layout.block_bytes:,} B: "
+                    f"{error}"
+                ) from None
+            undo.pop_all()
         nonce = secrets.token_bytes(16)
-        encoded = msgspec.json.encode(layout)
         header = _PREFIX.pack(_MAGIC, _VERSION, len(encoded), 0, nonce) + encoded
         np.asarray(mapping)[: len(header)] = np.frombuffer(header, np.uint8)
         slab = cls(layout, blocks, mapping, nonce, writable=True, fd=fd)
-        weakref.finalize(slab, os.close, fd)
+        weakref.finalize(slab, os.close, fd).atexit = False
         return slab
 
     @classmethod
@@ -134,16 +141,22 @@ class Slab:
                 other KV than ``expected``, or its epoch has passed. Nothing is mapped then.
         """
         try:
-            fd = os.open(
-                f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR if writable else os.O_RDONLY
-            )
+            return cls._attach(handle, expected, writable)
         except OSError as error:
             raise SlabError(
                 f"cannot attach the slab of process {handle.pid} ({error.strerror}); "
                 "if that process has ended, ask its successor for a handle"
             ) from None
+
+    @classmethod
+    def _attach(cls, handle: SlabHandle, expected: Layout, writable: bool) -> Slab:
+        # The number may be another process's by now, and its file anything: a pipe must not block.
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", flags)
         try:
-            found, epoch, nonce = _read_header(fd, handle)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _no_slab(handle)
+            found, nonce = _read_header(fd, handle)
             if nonce != handle.nonce:
                 raise SlabError(
                     f"process {handle.pid} is not the one the handle was made for; "
@@ -151,11 +164,6 @@ class Slab:
                 )
             if difference := expected.difference(found):
                 raise SlabError(f"the slab of process {handle.pid} does not fit: {difference}")
-            if epoch != handle.epoch:
-                raise SlabError(
-                    f"the slab of process {handle.pid} is in epoch {epoch}, the handle is of "
-                    f"epoch {handle.epoch}; ask for a new handle"
-                )
             size, needed = os.fstat(fd).st_size, _DATA + handle.blocks * found.block_bytes
             if size != needed:
                 raise SlabError(
@@ -165,7 +173,16 @@ class Slab:
             mapping = Mapping(fd, size, writable=writable)
         finally:
             os.close(fd)
-        return cls(found, handle.blocks, mapping, nonce, writable=writable, fd=None)
+        slab = cls(found, handle.blocks, mapping, nonce, writable=writable, fd=None)
+        slab._require_epoch(handle)  # again: it may have passed meanwhile
+        return slab
+
+    def _require_epoch(self, handle: SlabHandle) -> None:
+        if (epoch := self.epoch) != handle.epoch:
+            raise SlabError(
+                f"the slab of process {handle.pid} is in epoch {epoch}, the handle is of "
+                f"epoch {handle.epoch}; ask for a new handle"
+            )
 
     @property
     def handle(self) -> SlabHandle:
@@ -218,12 +235,14 @@ class Slab:
             self.blocks, layout.page, layout.layers, 2, layout.kv_heads, layout.head_dim
         )
 
-    def back_with_huge_pages(self, start: int, end: int) -> bool:
-        """Gives blocks ``[start, end)`` physical memory now, in huge pages if the kernel can.
+    def back_with_huge_pages(self, start: int, end: int) -> int:
+        """Gives blocks ``[start, end)`` physical memory in huge pages, if the kernel does.
 
         Returns:
-            Whether it could.
+            0, or an errno, as :meth:`Mapping.collapse`.
         """
+        if not 0 <= start <= end <= self.blocks:
+            raise SlabError(f"blocks {start} to {end} of {self.blocks} cannot be backed")
         # Whole huge pages only, and a page that two calls share belongs to the first.
         first, last = (
             -(-(_DATA + block * self.layout.block_bytes) // HUGE_PAGE) * HUGE_PAGE
@@ -231,33 +250,47 @@ class Slab:
         )
         first = _DATA if start == 0 else first
         last = min(last, self.mapping.size // HUGE_PAGE * HUGE_PAGE)
-        return last <= first or self.mapping.collapse(first, last)
+        return self.mapping.collapse(first, last) if first < last else 0
 
 
-def _require_geometry(layout: Layout, blocks: int) -> None:
+def _encoded(layout: Layout, blocks: int) -> bytes:
+    """The layout as it stands in the header, once it is one."""
     if layout.dtype not in DTYPES:
         raise SlabError(f"a slab holds {', '.join(DTYPES)}, not {layout.dtype}")
     counts = {"blocks": blocks} | {
         name: getattr(layout, name) for name in ("page", "layers", "kv_heads", "head_dim")
     }
-    if wrong := [f"{name} {count}" for name, count in counts.items() if count < 1]:
+    good = {name: type(count) is int and count >= 1 for name, count in counts.items()}
+    if wrong := [f"{name} {counts[name]}" for name in counts if not good[name]]:
         raise SlabError(f"a slab needs at least one of each dimension, found {', '.join(wrong)}")
+    if not layout.fingerprint.isascii() or len(layout.fingerprint) > _LONGEST_FINGERPRINT:
+        raise SlabError(
+            f"a fingerprint is ASCII of at most {_LONGEST_FINGERPRINT} characters, found "
+            f"{layout.fingerprint[:20]!r}"
+        )
+    return msgspec.json.encode(layout)
 
 
-def _read_header(fd: int, handle: SlabHandle) -> tuple[Layout, int, bytes]:
+def _read_header(fd: int, handle: SlabHandle) -> tuple[Layout, bytes]:
     prefix = os.pread(fd, _PREFIX.size, 0)
     if len(prefix) == _PREFIX.size:
-        magic, version, length, epoch, nonce = _PREFIX.unpack(prefix)
+        magic, version, length, _epoch, nonce = _PREFIX.unpack(prefix)
         if magic == _MAGIC and version == _VERSION and length < _DATA - _PREFIX.size:
             try:
                 layout = msgspec.json.decode(os.pread(fd, length, _PREFIX.size), type=Layout)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 pass
             else:
-                return layout, epoch, nonce
+                return layout, nonce
         if magic == _MAGIC and version != _VERSION:
             raise SlabError(
                 f"the slab of process {handle.pid} has version {version}, this is version "
                 f"{_VERSION}; run the same sgl_ext on both sides"
             )
-    raise SlabError(f"file {handle.fd} of process {handle.pid} is no slab; ask for a new handle")
+    raise _no_slab(handle)
+
+
+def _no_slab(handle: SlabHandle) -> SlabError:
+    return SlabError(
+        f"file {handle.fd} of process {handle.pid} is no slab; ask its owner for a new handle"
+    )

@@ -133,7 +133,7 @@ class NativeAttention:
             window: keys further back than this are not seen; None sees all.
 
         Returns:
-            ``[tokens, heads, head_dim]``; tokens behind the last row's are left as they were.
+            ``[tokens, heads, head_dim]``; tokens behind the last row's are uninitialised.
 
         Raises:
             ValueError: the batch has more queries than ``tokens`` or a slot past the pool.

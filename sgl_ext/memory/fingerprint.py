@@ -1,0 +1,41 @@
+"""Tells whose KV lies in a slab or a file: a digest of everything that decides its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK = 64 << 20
+
+
+def fingerprint(model: torch.nn.Module, identity: Mapping[str, object]) -> str:
+    """16 hex digits; equal for equal weights, buffers and ``identity``, whatever their files.
+
+    Fine-tunes, quantizations, rotary scalings and the shards of tensor-parallel ranks differ. Reads
+    every weight once.
+
+    Args:
+        identity: what else decides the values of KV; plain JSON types.
+    """
+    digest = xxhash.xxh3_64(msgspec.json.encode(identity, order="deterministic"))
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        for part in _bytes(tensor):
+            digest.update(part.numpy().data)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The contents as uint8 in host memory, in pieces."""
+    import torch
+
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK):
+        yield flat[start : start + _CHUNK].cpu()
