@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import chain, pairwise
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -484,15 +484,22 @@ class Model:
         return real.free_runs(), real.unused_runs(), real.available, bytes(real._in_use)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_lives(seed: int) -> None:
-    """2,500 operations on a pool that is nearly full most of the time."""
+LIVES, OPERATIONS = 40, 2500
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(8, 47),
+    expected=st.sampled_from([1, 4, 12, 100]),
+    owners=st.integers(1, 7),
+    largest=st.sampled_from([3, 8, 47]),
+)
+@settings(max_examples=LIVES, derandomize=True, deadline=None)
+def test_random_lives(seed: int, blocks: int, expected: int, owners: int, largest: int) -> None:
+    """100,000 operations in all, on pools that are nearly full most of the time."""
     choose = random.Random(seed)  # noqa: S311
-    blocks = choose.randrange(8, 48)
-    model = Model(blocks, blocks + 8, choose.choice([1, 4, 12, 100]))
-    owners = choose.randrange(1, 8)
-    largest = choose.choice([3, 8, blocks])
-    for _ in range(2500):
+    model = Model(blocks, blocks + 8, expected)
+    for _ in range(OPERATIONS):
         action = choose.random()
         some = min(len(model.in_use), choose.randrange(1, 12))
         if action < 0.25:

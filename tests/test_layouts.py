@@ -67,14 +67,14 @@ def main():
     model, prompts, page, scratch = json.load(open(sys.argv[1]))
     for layout in ("block_major", "layer_major"):
         print("LAYOUT", file=sys.stderr, flush=True)
-        engine = Engine(model_path=model, page_size=page, max_total_tokens=1024,
+        engine = Engine(model_path=model, page_size=page, max_total_tokens=512,
                         log_level="warning", enable_tokenizer_batch_encode=True,
                         enable_ext=True, ext_config={"memory": {"layout": layout}})
         info = engine.get_server_info()["sgl_ext"]["memory"]
         result = {"memory": info, "answers": list(answers(engine, prompts))}
         # Half of the slab goes, the other half serves, the first half comes back.
         short = [prompt for prompt in prompts if len(prompt) < 300][:8]
-        half = 512 // page if layout == "block_major" else 0
+        half = 256 // page if layout == "block_major" else 0
         engine.flush_cache()
         result["states"] = [state(engine, scratch, lend=half)]
         result["small"] = list(answers(engine, short))
@@ -110,7 +110,7 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     assert result.returncode == 0, result.stderr[-3000:]
     slab, stock = (json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{")
     assert slab["memory"]["layout"] == "block_major"
-    assert slab["memory"]["blocks"] == 1024 // page + 1
+    assert slab["memory"]["blocks"] == 512 // page + 1
     assert stock["memory"] == {
         "layout": "layer_major",
         "because": "the configuration asks for it",
@@ -121,10 +121,10 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     # Both retracted, and evicted: the prompts are several times what the pool holds.
     _, *logs = result.stderr.split("LAYOUT")
     assert all(log.count("Testing retraction") > 20 for log in logs)
-    assert sum(prompt for *_, prompt in slab["answers"]) > 3 * 1024
+    assert sum(prompt for *_, prompt in slab["answers"]) > 3 * 512
 
     states = [(state["size"], state["longest"], state["available"]) for state in slab["states"]]
-    assert states == [(512, 511, 512)] * 2 + [(1024, 1023, 1024)] * 2
+    assert states == [(256, 255, 256)] * 2 + [(512, 511, 512)] * 2
     for part in ("small", "again"):
         assert len(slab[part]) == 8
         assert slab[part] == stock[part]

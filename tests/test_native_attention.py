@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -347,6 +349,36 @@ def test_slots_and_queries_that_are_not_there() -> None:
         batch_of(TABLE - 6, [0], [10], [1])
     with pytest.raises(ValueError, match="reads rows of int32"):
         batch_of(TABLE.long(), [0], [10], [1])
+
+
+def test_threads_share_a_batch() -> None:
+    """Each meets layer shapes for which another makes the plan, or uses one, at that moment."""
+    torch.set_num_threads(1)
+    attention, count, rounds = NativeAttention(), 4, 40
+    table = torch.randperm(400, dtype=torch.int32).view(4, 100)
+    keys, values = torch.randn(2, 400, 1, 16)
+    query = torch.randn(140, 2, 16)
+    windows = range(64)
+
+    def batch() -> _attention.Batch:
+        return batch_of(table, [0, 1, 2, 3], [100] * 4, [1, 99, 1, 39])
+
+    def attend(shared: _attention.Batch, window: int) -> torch.Tensor:
+        return attention.attend(shared, query, keys, values, scale=0.25, window=window)
+
+    expected = [attend(batch(), window) for window in windows]
+    batches = [batch() for _ in range(rounds)]
+    barrier = threading.Barrier(count, timeout=60)
+
+    def forwards(_thread: int) -> list[int]:
+        wrong = []
+        for shared in batches:
+            barrier.wait()
+            wrong += [w for w in windows if not torch.equal(attend(shared, w), expected[w])]
+        return wrong
+
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(forwards, range(count))) == [[]] * count
 
 
 def test_an_idle_forward() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sgl_ext._native import _transfer
+from sgl_ext.bench import memory as memory_bench
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import (
     Lane,
@@ -760,3 +761,20 @@ def test_handles_are_typed(engine: TransferEngine, host: Lane) -> None:
     assert isinstance(region, Region)
     assert isinstance(engine.submit([], host), Ticket)
     assert repr(host) == "HostLane(threads=2)"
+
+
+def test_a_missing_fio_is_named_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(*_args: object, **_options: object) -> None:
+        raise AssertionError("measured")
+
+    for part in (
+        memory_bench.memory_attention,
+        memory_bench.memory_transfer,
+        memory_bench.memory_granularity,
+    ):
+        monkeypatch.setattr(part, "measure", measure)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ExtError, match=r"fio, .* is missing; apt-get install fio"):
+        memory_bench.run(quick=True, out=tmp_path)

@@ -15,7 +15,7 @@ class Batch:
 
     Row ``i`` attends with its last ``queries[i]`` tokens over the KV slots
     ``table[requests[i], :contexts[i]]``. Rows may name the same request. The table must outlive
-    the batch. Only one thread may use a batch at a time.
+    the batch. Threads may share a batch.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from sgl_ext.bench.report import Report
 
 
 def run(*, quick: bool, out: Path) -> Report:
+    memory_transfer.require_fio()
     report = Report("memory", {"quick": quick})
     memory_attention.measure(report, quick=quick)
     memory_transfer.measure(report, quick=quick, out=out)

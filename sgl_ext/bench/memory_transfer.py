@@ -1,13 +1,14 @@
 """The transfer engine against plain ``memcpy`` and against fio, and what submitting costs.
 
 Everything is a ratio of samples taken in turns on the same machine: what else runs there slows
-both sides. Copies walk through more memory than the last-level cache holds, and reads bypass the
-page cache.
+both sides. Copies leave a slab and walk through more memory than the last-level cache holds; reads
+fill a slab and bypass the page cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -16,7 +17,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -27,10 +27,11 @@ from sgl_ext._native import _transfer
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.mapping import HUGE_PAGE
+from sgl_ext.memory.slab import Layout, Slab
 from sgl_ext.memory.transfer import File, FileLane, HostLane, Priority, TransferEngine
 
 MIB = 1 << 20
-_HUGE_PAGE = 2 * MIB
 _DEADLINE_S = 60.0
 _FIO_DEADLINE_S = 300
 _THREADS = 2
@@ -44,59 +45,65 @@ _READ_SIZES = (4096, 64 << 10, MIB)
 _COPIES = 10_000
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """A KV cache: bytes of one layer's K and V of a token, layers, tokens in a block."""
+_GROUP = 20
+"""Blocks of FastSwitch's mean block group (section 3.1)."""
 
-    name: str
-    row: int
-    layers: int
-    block: int = 16
-
-    @property
-    def group(self) -> int:
-        """Bytes of 20 blocks, FastSwitch's mean block group (section 3.1)."""
-        return 20 * self.block * self.layers * self.row
+SMOLLM2 = Layout(
+    page=16, layers=30, kv_heads=3, head_dim=64, dtype="bfloat16", fingerprint="SmolLM2-135M"
+)
+LLAMA3 = Layout(
+    page=16, layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", fingerprint="Llama-3-8B"
+)
 
 
-SMOLLM2 = Geometry("SmolLM2-135M", 768, 30)
-LLAMA3 = Geometry("Llama-3-8B", 4096, 32)
+def require_fio() -> None:
+    """Raises ExtError where fio is not installed; to be called before anything is measured."""
+    if shutil.which("fio") is None:
+        raise ExtError("fio, which SSD reads are compared with, is missing; apt-get install fio")
 
 
 def measure(report: Report, *, quick: bool, out: Path) -> None:
     """Adds ``copy_fraction_of_memcpy``, ``ssd_read_fraction_of_fio``, ``dispatch_us_per_copy``."""
-    if shutil.which("fio") is None:
-        raise ExtError("fio, which SSD reads are compared with, is missing; apt-get install fio")
     with TransferEngine() as engine:
-        source, target = (_memory(engine, (256 if quick else 1024) * MIB) for _ in range(2))
+        size = (256 if quick else 1024) * MIB
+        slabs = [_slab(engine, layout, size) for layout in (SMOLLM2, LLAMA3)]
+        target = _private_memory(engine, max(slab.size for slab in slabs))
         lane = engine.host_lane(_THREADS)
         rounds = 40 if quick else 200
         report.figures["copy_fraction_of_memcpy"] = min(
-            _copy(report, engine, lane, geometry, source, target, rounds)
-            for geometry in (SMOLLM2, LLAMA3)
+            _copy(report, engine, lane, slab, target, rounds) for slab in slabs
         )
         report.figures["dispatch_us_per_copy"] = _dispatch(
-            report, engine, lane, source, target, rounds
+            report, engine, lane, slabs[0], target, rounds
         )
     seconds, rounds = (0.8, 5) if quick else (2.0, 11)
     with _file(out) as path, TransferEngine() as engine:
         disk = engine.file_lane(path.parent, depth=_DEPTH, bytes_in_flight=_DEPTH * MIB)
-        file, memory = disk.open(path, _FILE_SIZE), _memory(engine, 32 * MIB)
+        file, slab = disk.open(path, _FILE_SIZE), _slab(engine, SMOLLM2, 32 * MIB)
         report.figures["ssd_read_fraction_of_fio"] = min(
-            _read(report, engine, disk, (file, memory), path, size, seconds, rounds)
+            _read(report, engine, disk, (file, slab), path, size, seconds, rounds)
             for size in _READ_SIZES
         )
 
 
-def _memory(engine: TransferEngine, size: int) -> NDArray[np.uint8]:
-    """Memory as a slab should lie: in huge pages, where a request to the disk is one piece."""
-    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _slab(engine: TransferEngine, layout: Layout, size: int) -> Slab:
+    """``size`` bytes or a little more; in huge pages a request to the disk is one piece."""
+    slab = Slab.create(layout, -(-size // layout.block_bytes))
+    slab.back_with_huge_pages(0, slab.blocks)
+    ctypes.memset(slab.address, 1, slab.size)  # every page is there before anything is timed
+    engine.register(slab.address, slab.size, owner=slab, pinned=True)
+    return slab
+
+
+def _private_memory(engine: TransferEngine, size: int) -> NDArray[np.uint8]:
+    """Where a block group goes when it leaves the slab; in huge pages too."""
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         mapping.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapping, np.uint8)
-    begin = -array.ctypes.data % _HUGE_PAGE
+    begin = -array.ctypes.data % HUGE_PAGE
     array = array[begin : begin + size]
-    array[:] = 1  # every page is there before anything is timed
+    array[:] = 1
     engine.register(array.ctypes.data, size, owner=mapping, pinned=True)
     return array
 
@@ -105,18 +112,17 @@ def _copy(
     report: Report,
     engine: TransferEngine,
     lane: HostLane,
-    geometry: Geometry,
-    source: NDArray[np.uint8],
+    slab: Slab,
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
     """One block group: a single 1-D copy for all layers, the next place every time."""
-    size = geometry.group
-    places = cycle(range(0, source.size - size, size))
+    size = _GROUP * slab.layout.block_bytes
+    places = cycle(range(0, slab.size - size, size))
 
     def ours(_round: int) -> float:
         at = next(places)
-        copies = np.array([(source.ctypes.data + at, target.ctypes.data + at, size, 1, 0, 0)])
+        copies = np.array([(slab.address + at, target.ctypes.data + at, size, 1, 0, 0)])
         start = time.perf_counter()
         engine.submit(copies, lane).wait(_DEADLINE_S)
         return time.perf_counter() - start
@@ -124,7 +130,7 @@ def _copy(
     def plain(_round: int) -> float:
         at = next(places)
         start = time.perf_counter()
-        _transfer.plain_memcpy(target.ctypes.data + at, source.ctypes.data + at, size, lane.threads)
+        _transfer.plain_memcpy(target.ctypes.data + at, slab.address + at, size, lane.threads)
         return time.perf_counter() - start
 
     for warm_up in (ours, plain):
@@ -133,7 +139,11 @@ def _copy(
     fraction = ratio_of_medians(times[1], times[0])
     for system, samples in zip(("engine", "memcpy"), times, strict=True):
         report.runs.append(
-            {"what": f"copy 20 blocks {geometry.name}", "bytes": size, "system": system}
+            {
+                "what": f"copy {_GROUP} blocks {slab.layout.fingerprint}",
+                "bytes": size,
+                "system": system,
+            }
             | {"threads": lane.threads, "GB/s": size / statistics.median(samples) / 1e9}
             | ({"fraction": fraction} if system == "engine" else {})
             | summary(samples, "ms", 1e3)
@@ -145,18 +155,19 @@ def _dispatch(
     report: Report,
     engine: TransferEngine,
     lane: HostLane,
-    source: NDArray[np.uint8],
+    slab: Slab,
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
     """One layer of one block each: what a swap without block groups would submit."""
-    token = SMOLLM2.row * SMOLLM2.layers
-    index = np.arange(_COPIES)
-    offsets = index // SMOLLM2.layers * SMOLLM2.block * token + index % SMOLLM2.layers * SMOLLM2.row
+    layout = slab.layout
+    token, row = layout.token_bytes, layout.token_bytes // layout.layers
+    block, layer = np.divmod(np.arange(_COPIES), layout.layers)
+    offsets = block * layout.block_bytes + layer * row
     copies = np.empty((_COPIES, 6), np.int64)
-    copies[:, 0] = source.ctypes.data + offsets
+    copies[:, 0] = slab.address + offsets
     copies[:, 1] = target.ctypes.data + offsets
-    copies[:, 2:] = (SMOLLM2.row, SMOLLM2.block, token, token)
+    copies[:, 2:] = (row, layout.page, token, token)
     samples = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -185,7 +196,7 @@ def _fio(path: Path, how: str, size: int, more: Sequence[str]) -> float:
     """Bytes per second of one fio job with io_uring and O_DIRECT, its buffers in huge pages too."""
     command = ["fio", "--name=job", f"--filename={path}", f"--size={_FILE_SIZE}", f"--rw={how}"]
     command += [f"--bs={size}", f"--iodepth={_DEPTH}", "--ioengine=io_uring", "--direct=1"]
-    command += [f"--iomem_align={_HUGE_PAGE}", "--output-format=json", *more]
+    command += [f"--iomem_align={HUGE_PAGE}", "--output-format=json", *more]
     huge = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     result = subprocess.run(
         command, env=huge, capture_output=True, text=True, timeout=_FIO_DEADLINE_S, check=False
@@ -201,7 +212,7 @@ def _read(
     report: Report,
     engine: TransferEngine,
     disk: FileLane,
-    sides: tuple[File, NDArray[np.uint8]],
+    sides: tuple[File, Slab],
     path: Path,
     size: int,
     seconds: float,
@@ -250,7 +261,7 @@ def _engine_rate(
     return counted / (time.perf_counter() - counted_from)
 
 
-def _random_reads(file: File, memory: NDArray[np.uint8], size: int) -> list[NDArray[np.int64]]:
+def _random_reads(file: File, slab: Slab, size: int) -> list[NDArray[np.int64]]:
     """Batches that read into four places in turn, about as little memory as fio reads into.
 
     Where a disk is emulated, its bytes come through the caches of the host.
@@ -261,7 +272,7 @@ def _random_reads(file: File, memory: NDArray[np.uint8], size: int) -> list[NDAr
     for number in range(16):
         copies = np.zeros((count, 6), np.int64)
         copies[:, 0] = file.base + random.integers(0, file.length // size, count) * size
-        copies[:, 1] = memory.ctypes.data + (number % _QUEUED * count + np.arange(count)) * size
+        copies[:, 1] = slab.address + (number % _QUEUED * count + np.arange(count)) * size
         copies[:, 2:4] = (size, 1)
         batches.append(copies)
     return batches

@@ -208,10 +208,10 @@ Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
 }
 
 const Plan &Batch::plan(const Shape &shape) {
+  std::lock_guard lock(plans_mutex_);
   for (const Plan &plan : plans_)
     if (plan.shape() == shape) return plan;
-  plans_.emplace_back(rows_, shape);
-  return plans_.back();
+  return plans_.emplace_back(rows_, shape);
 }
 
 namespace {

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,8 +32,6 @@ struct Shape {
            window == other.window;
   }
 };
-
-constexpr int kUnlimited = 1 << 30;
 
 // The tasks of a batch for one shape. Key ranges begin at multiples of a size that follows from
 // the row alone, so a row's result depends neither on its neighbours nor on the threads.
@@ -69,7 +69,8 @@ class Plan {
   int extend_rows_ = 0;
 };
 
-// The rows of one forward, and its plans: one for every shape that its layers have.
+// The rows of one forward, and its plans: one for every shape that its layers have. Threads may
+// share it.
 class Batch {
  public:
   // Row i attends with its last queries[i] tokens over table[requests[i], :contexts[i]]; `table` is
@@ -78,6 +79,7 @@ class Batch {
         const std::vector<std::int64_t> &requests, const std::vector<std::int64_t> &contexts,
         const std::vector<std::int64_t> &queries);
 
+  // Made at the first call for a shape; valid as long as the batch.
   const Plan &plan(const Shape &shape);
 
   const std::vector<Row> &rows() const { return rows_; }
@@ -87,7 +89,8 @@ class Batch {
 
  private:
   std::vector<Row> rows_;
-  std::vector<Plan> plans_;
+  std::mutex plans_mutex_;
+  std::deque<Plan> plans_;  // a plan in use stays where it is when another is made
   std::int64_t tokens_ = 0;
   std::int64_t last_slot_ = -1;
 };

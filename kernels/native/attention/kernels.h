@@ -10,6 +10,8 @@
 
 namespace sgl_ext::attention {
 
+constexpr int kUnlimited = 1 << 30;  // as a window; past every context
+
 // One attention layer of one forward. Strides are in bytes; a token's heads, and a slot's, are
 // contiguous.
 struct Layer {
@@ -25,7 +27,7 @@ struct Layer {
   int kv_heads;
   int head_dim;  // of keys and values; a multiple of 16
   float scale;
-  int window;  // a query sees this many keys before its own; INT_MAX sees all
+  int window;  // a query sees this many keys before its own; kUnlimited sees all
 };
 
 struct Task {

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "host_lane.h"
+#include "overlap.h"
 #include "support.h"
 #include "throttled_lane.h"
 
@@ -276,6 +277,21 @@ TEST(regions_come_and_go_while_others_are_used) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(engine.close(soon()));
+}
+
+TEST(rows_are_not_spread_out_to_find_an_overlap) {
+  // Two pitches on one stretch of addresses, one of them with more rows than memory could list.
+  constexpr std::int64_t kRows = std::int64_t{1} << 38;
+  const Copy many{0, kFileSpace, 64, kRows, 1024, 64};
+  const auto beside = [&](std::int64_t column) {
+    return Copy{kFileSpace / 2, 1024 * (kRows / 3) + column, 8, 1000, 8, 3 * 1024};
+  };
+  CHECK(!find_overlap({many, beside(64)}));
+  CHECK(!find_overlap({many, beside(1016)}));
+  for (const std::int64_t column : {-7, 0, 63, 1017}) {
+    const auto overlap = find_overlap({many, beside(column)});
+    CHECK(overlap && overlap->writer == 1 && overlap->other == 0 && overlap->other_is_source);
+  }
 }
 
 }  // namespace

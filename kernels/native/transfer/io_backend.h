@@ -36,7 +36,8 @@ class IoBackend {
   // Asks for bytes [done, length) of `io`; takes effect with the next submit or reap.
   virtual void start(Io* io) = 0;
   virtual void submit() = 0;
-  // Waits until something completed or wake() was called since the last reap.
+  // Waits until something completed or wake() was called since the last reap; it may return
+  // earlier. What the kernel refuses to take completes with the kernel's error.
   virtual void reap(std::vector<Completion>& completed) = 0;
   virtual void wake() = 0;
 

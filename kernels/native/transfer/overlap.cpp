@@ -1,7 +1,10 @@
 #include "overlap.h"
 
 #include <algorithm>
+#include <functional>
+#include <limits>
 #include <map>
+#include <queue>
 
 namespace sgl_ext::transfer {
 
@@ -16,13 +19,6 @@ struct Footprint {
   std::int64_t end() const { return first + (rows - 1) * pitch + width; }
 };
 
-// Bytes [begin, end) of a line.
-struct Interval {
-  std::int64_t begin, end;
-  std::size_t op;
-  bool written;
-};
-
 // Columns [left, right) of rows [top, bottom), with the address cut into rows of one pitch.
 struct Rectangle {
   std::int64_t top, bottom, left, right;
@@ -35,20 +31,31 @@ Overlap pair(const Side& a, const Side& b) {
   return a.written ? Overlap{a.op, b.op, !b.written} : Overlap{b.op, a.op, true};
 }
 
-std::optional<Overlap> sweep(std::vector<Interval>& intervals) {
-  std::sort(intervals.begin(), intervals.end(),
-            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
-  const Interval* furthest_read = nullptr;
-  const Interval* furthest_write = nullptr;
-  for (const Interval& next : intervals) {
-    if (furthest_write && furthest_write->end > next.begin) return pair(*furthest_write, next);
-    if (next.written && furthest_read && furthest_read->end > next.begin) {
-      return pair(next, *furthest_read);
-    }
-    const Interval*& furthest = next.written ? furthest_write : furthest_read;
-    if (!furthest || furthest->end < next.end) furthest = &next;
+// The rows of all footprints by address, whatever their pitches. Of each footprint only the row
+// that comes next is held, and rows among which nothing else begins are passed over together.
+std::optional<Overlap> sweep(const std::vector<const Footprint*>& footprints) {
+  using Next = std::pair<std::int64_t, const Footprint*>;  // where its next row begins
+  std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
+  for (const Footprint* f : footprints) nexts.emplace(f->first, f);
+  struct Furthest {
+    std::int64_t end = std::numeric_limits<std::int64_t>::min();
+    const Footprint* of = nullptr;
+  } read, written;
+  for (;;) {
+    const auto [begin, f] = nexts.top();
+    nexts.pop();
+    if (written.end > begin) return pair(*written.of, *f);
+    if (f->written && read.end > begin) return pair(*f, *read.of);
+    if (nexts.empty()) return std::nullopt;  // rows of one footprint do not overlap
+    Furthest& furthest = f->written ? written : read;
+    if (furthest.end < begin + f->width) furthest = {begin + f->width, f};
+    if (begin + f->width == f->end()) continue;
+    // A row that ends before anything else begins meets nothing that comes after it.
+    const std::int64_t other = nexts.top().first;
+    std::int64_t row = (begin - f->first) / f->pitch + 1;
+    row = std::max(row, (other - f->width - f->first) / f->pitch);
+    if (row < f->rows) nexts.emplace(f->first + row * f->pitch, f);
   }
-  return std::nullopt;
 }
 
 // Rectangles that cross the sweep line, by their left column.
@@ -136,14 +143,7 @@ std::optional<Overlap> check_stretch(const std::vector<const Footprint*>& stretc
     for (const Footprint* f : stretch) cut(*f, stretch.front()->first, pitch, rectangles);
     return sweep(rectangles);
   }
-  std::vector<Interval> intervals;
-  for (const Footprint* f : stretch) {
-    for (std::int64_t row = 0; row < f->rows; ++row) {
-      const std::int64_t begin = f->first + row * f->pitch;
-      intervals.push_back({begin, begin + f->width, f->op, f->written});
-    }
-  }
-  return sweep(intervals);
+  return sweep(stretch);
 }
 
 Footprint footprint(std::int64_t first, std::int64_t pitch, const Copy& copy, std::size_t op,

@@ -15,8 +15,9 @@ struct Overlap {
 };
 
 // Exact: strided copies that interleave without a common byte (layer 0 and layer 1 of the same
-// blocks) do not overlap. O(n log n) where overlapping extents have one pitch; otherwise
-// O(rows log rows). Addresses, sizes and pitches must be valid.
+// blocks) do not overlap. O(n log n) where overlapping extents have one pitch; otherwise O(log n)
+// for each row that lies beside another copy's. Memory is O(n). Addresses, sizes and pitches must
+// be valid.
 std::optional<Overlap> find_overlap(const std::vector<Copy>& copies);
 
 }  // namespace sgl_ext::transfer

@@ -3,9 +3,11 @@
 #if defined(SGL_EXT_HAVE_LIBURING)
 
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
@@ -17,6 +19,8 @@ namespace {
 // The kernel refuses larger buffers.
 constexpr std::int64_t kMaxBuffer = std::int64_t{1} << 30;
 constexpr unsigned kBufferSlots = 1024;
+// Until the next attempt where the kernel takes nothing, unless something happens before.
+constexpr int kPauseMs = 10;
 
 class Uring final : public IoBackend {
  public:
@@ -48,7 +52,7 @@ class Uring final : public IoBackend {
   const char* name() const override { return "io_uring"; }
 
   void start(Io* io) override {
-    io_uring_sqe* sqe = next_sqe();
+    io_uring_sqe* sqe = stage(io);
     char* memory = io->memory + io->done;
     const auto length = static_cast<unsigned>(io->length - io->done);
     const auto offset = static_cast<std::uint64_t>(io->offset + io->done);
@@ -62,27 +66,23 @@ class Uring final : public IoBackend {
     io_uring_sqe_set_data(sqe, io);
   }
 
-  void submit() override { io_uring_submit(&ring_); }
+  // Whatever the kernel says against it, it says again at the next reap.
+  void submit() override { taken(io_uring_submit(&ring_)); }
 
   void reap(std::vector<Completion>& completed) override {
     if (!listening_) {
-      io_uring_sqe* sqe = next_sqe();
+      io_uring_sqe* sqe = stage(nullptr);
       io_uring_prep_read(sqe, wake_fd_, &wakes_, sizeof wakes_, 0);
       io_uring_sqe_set_data(sqe, nullptr);
       listening_ = true;
     }
-    io_uring_submit_and_wait(&ring_, 1);
-    unsigned head, count = 0;
-    io_uring_cqe* cqe;
-    io_uring_for_each_cqe(&ring_, head, cqe) {
-      ++count;
-      if (auto* io = static_cast<Io*>(io_uring_cqe_get_data(cqe))) {
-        completed.push_back({io, cqe->res});
-      } else {
-        listening_ = false;
-      }
-    }
-    io_uring_cq_advance(&ring_, count);
+    const int error = taken(io_uring_submit_and_wait(&ring_, 1));
+    const bool passing = error == EINTR || error == EAGAIN || error == EBUSY;
+    if (error != 0 && !passing) withdraw(error, completed);
+    const bool heard = collect(completed);
+    if ((error == 0 && heard) || !completed.empty()) return;
+    pause();
+    collect(completed);
   }
 
   void wake() override {
@@ -116,20 +116,78 @@ class Uring final : public IoBackend {
     return io_uring_register_buffers_update_tag(&ring_, slot, &buffer, &tag, 1);
   }
 
-  io_uring_sqe* next_sqe() {
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    while (!sqe) {  // the queue is as long as all that is ever in flight: it empties at once
-      io_uring_submit(&ring_);
-      sqe = io_uring_get_sqe(&ring_);
+  // Never null: the queue is as long as all that is ever staged.
+  io_uring_sqe* stage(Io* io) {
+    staged_.push_back(io);
+    return io_uring_get_sqe(&ring_);
+  }
+
+  // Notes what the kernel has taken out of the queue. 0 or an errno.
+  int taken(int result) {
+    const std::size_t count = staged_.size() - io_uring_sq_ready(&ring_);
+    staged_.erase(staged_.begin(), staged_.begin() + static_cast<std::ptrdiff_t>(count));
+    in_flight_ += count;
+    return result < 0 ? -result : 0;
+  }
+
+  // Fails what the kernel has not taken, and takes it out of the queue, which the kernel reads
+  // only when it is entered: no later call may start it, for its memory is then another's.
+  void withdraw(int error, std::vector<Completion>& completed) {
+    for (Io* io : staged_) {
+      if (io) {
+        completed.push_back({io, -error});
+      } else {
+        listening_ = false;
+      }
     }
-    return sqe;
+    staged_.clear();
+    const unsigned head = *ring_.sq.khead;
+    ring_.sq.sqe_head = ring_.sq.sqe_tail = head;
+    *ring_.sq.ktail = head;
+  }
+
+  // What is in flight ends and is found here even where the kernel cannot be entered. False if
+  // wake_fd_ could not be read.
+  bool collect(std::vector<Completion>& completed) {
+    bool heard = true;
+    unsigned head, count = 0;
+    io_uring_cqe* cqe;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      ++count;
+      if (auto* io = static_cast<Io*>(io_uring_cqe_get_data(cqe))) {
+        completed.push_back({io, cqe->res});
+      } else {
+        listening_ = false;
+        heard = cqe->res >= 0;
+      }
+    }
+    io_uring_cq_advance(&ring_, count);
+    in_flight_ -= count;
+    return heard;
+  }
+
+  // Waits in place of the ring: for wake(), for a completion (it interrupts), or a moment.
+  void pause() {
+    // A read in flight takes the wakes: its completion tells of them.
+    const bool reading =
+        listening_ && std::find(staged_.begin(), staged_.end(), nullptr) == staged_.end();
+    const bool idle = in_flight_ == 0 && staged_.empty();
+    pollfd waker{wake_fd_, POLLIN, 0};
+    if (::poll(&waker, reading ? 0 : 1, idle ? -1 : kPauseMs) < 1) return;
+    if (waker.revents & POLLIN) {
+      [[maybe_unused]] const auto count = ::read(wake_fd_, &wakes_, sizeof wakes_);
+    } else {  // somebody has closed it
+      ::poll(nullptr, 0, kPauseMs);
+    }
   }
 
   io_uring ring_{};
   bool ready_ = false;
   int wake_fd_ = -1;
-  bool listening_ = false;
+  bool listening_ = false;  // the read of wake_fd_ is staged or in flight
   std::uint64_t wakes_ = 0;
+  std::vector<Io*> staged_;     // what the queue holds, in order; null is the read of wake_fd_
+  std::size_t in_flight_ = 0;  // taken by the kernel and not collected
   std::mutex slots_mutex_;
   unsigned slots_ = 0;
   std::vector<bool> used_;
