@@ -73,12 +73,13 @@ def main():
         info = engine.get_server_info()["sgl_ext"]["memory"]
         result = {"memory": info, "answers": list(answers(engine, prompts))}
         # Half of the slab goes, the other half serves, the first half comes back.
-        short = [prompt for prompt in prompts if len(prompt) < 300][:8]
+        short = [prompt for prompt in prompts if len(prompt) < 300][:2]
         half = 256 // page if layout == "block_major" else 0
         engine.flush_cache()
         result["states"] = [state(engine, scratch, lend=half)]
         result["small"] = list(answers(engine, short))
         result["states"] += [state(engine, scratch), state(engine, scratch, reclaim=half)]
+        engine.flush_cache()
         result["again"] = list(answers(engine, short))
         result["states"] += [state(engine, scratch)]
         print(json.dumps(result), flush=True)
@@ -126,7 +127,7 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     states = [(state["size"], state["longest"], state["available"]) for state in slab["states"]]
     assert states == [(256, 255, 256)] * 2 + [(512, 511, 512)] * 2
     for part in ("small", "again"):
-        assert len(slab[part]) == 8
+        assert len(slab[part]) == 2
         assert slab[part] == stock[part]
     # SGLang said for whom it asked.
     assert slab["states"][0]["named"] > 50 + 50 * 12 // page
