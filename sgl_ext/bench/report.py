@@ -47,12 +47,15 @@ class Report:
         return path
 
     def print(self) -> None:
-        """Prints the runs as a table and the figures below it."""
+        """Prints the runs as tables and the figures below them."""
         console = Console()
-        if self.runs:
-            columns = list(dict.fromkeys(key for run in self.runs for key in run))
+        # A table for each kind of thing: what is measured in one bench may differ widely.
+        kinds = [str(run.get("what", "")).partition(" ")[0] for run in self.runs]
+        for kind in dict.fromkeys(kinds):
+            runs = [run for run, of in zip(self.runs, kinds, strict=True) if of == kind]
+            columns = list(dict.fromkeys(key for run in runs for key in run))
             table = Table(*columns, title=f"bench {self.name}")
-            for run in self.runs:
+            for run in runs:
                 table.add_row(*(_cell(run.get(column)) for column in columns))
             console.print(table)
         for key, value in self.figures.items():
