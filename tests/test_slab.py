@@ -86,6 +86,7 @@ def test_huge_pages_keep_the_contents() -> None:
 
 def test_backing_keeps_ahead_of_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "AHEAD", HUGE_PAGE)
+    monkeypatch.setattr(backing, "STEP", HUGE_PAGE)
     slab = Slab.create(LAYOUT, 4000)  # of 3 KiB: six huge pages, not quite
     slab.tensor()[3999] = 2.0
     there = backing.Backing(slab)
