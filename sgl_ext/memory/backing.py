@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class Backing:
     """Backs ``slab`` up to :data:`AHEAD` bytes beyond what :meth:`need` has named.
 
-    At most :data:`STEP` more than that is taken. If the kernel refuses huge pages, a warning says so, the thread
-    ends, and the slab is backed as it is written. Pages that are pinned for I/O cannot be backed
-    any more: pin what is backed.
+    At most :data:`STEP` more than that is taken. If the kernel refuses huge pages, a warning says
+    so, the thread ends, and the slab is backed as it is written. Pages that are pinned for I/O
+    cannot be backed any more: pin what is backed.
     """
 
     def __init__(self, slab: Slab) -> None:
