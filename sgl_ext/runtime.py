@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.memory.backing import Backing
-from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.slab import Slab
 
 
@@ -18,10 +16,6 @@ class ExtRuntime:
     config: ExtConfig
     slab: Slab | None = None
     """The KV pool; None if SGLang's own layer-major pool is in place."""
-    groups: BlockGroups | None = None
-    """Who has which block of the slab."""
-    backing: Backing | None = None
-    """Gives the slab its physical memory."""
     layer_major_because: str | None = None
     """Why there is no slab."""
 
@@ -38,3 +32,7 @@ class ExtRuntime:
             "dtype": layout.dtype,
             "fingerprint": layout.fingerprint,
         }
+
+
+current: ExtRuntime | None = None
+"""Of this scheduler process; hooks do nothing without it."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
-
-if TYPE_CHECKING:
-    from sgl_ext.runtime import ExtRuntime
-
-runtime: ExtRuntime | None = None
-"""Of this scheduler process; hooks do nothing without it."""
 
 _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
@@ -91,26 +86,26 @@ def _build_pool(
         )
 
     # A speculative draft has a pool of its own beside the model's, which stays SGLang's.
-    if runtime is None or configurator.is_draft_worker:
+    if (ext := runtime.current) is None or configurator.is_draft_worker:
         return build(mha_pool_class)
-    if runtime.config.memory.layout == "layer_major":
-        runtime.layer_major_because = "the configuration asks for it"
+    if ext.config.memory.layout == "layer_major":
+        ext.layer_major_because = "the configuration asks for it"
         return build(mha_pool_class)
     if reason := obstacle(configurator, mha_pool_class, quant_method):
-        if runtime.config.memory.layout == "block_major":
+        if ext.config.memory.layout == "block_major":
             refuse(
                 hooks.ActivationError(
                     f"the block-major layout does not serve {reason}; "
                     'leave out "layout", or set it to "layer_major"'
                 )
             )
-        runtime.layer_major_because = f"the slab does not serve {reason}"
+        ext.layer_major_because = f"the slab does not serve {reason}"
         return build(mha_pool_class)
     from sgl_ext.engine.kv_pool import SlabKVPool
 
     identity = fingerprint(configurator.model, _identity(configurator))
     pool = build(partial(SlabKVPool, fingerprint=identity))
-    runtime.slab = pool.slab
+    ext.slab = pool.slab
     return pool
 
 
@@ -118,7 +113,7 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     allocator = original(configurator, **kwargs)
     pool = kwargs["token_to_kv_pool"]
     slab = getattr(pool, "slab", None)
-    if runtime is None or slab is None:
+    if (ext := runtime.current) is None or slab is None:
         return allocator
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
@@ -133,12 +128,10 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
 
     ours = BlockGroupAllocator(
         allocator.size, allocator.page_size, allocator.dtype, allocator.device, pool,
-        allocator.need_sort, expected_tokens=runtime.config.memory.first_group,
+        allocator.need_sort, expected_tokens=ext.config.memory.first_group,
     )  # fmt: skip
     setattr(kwargs["req_to_token_pool"], _OWNER, ours)
-    runtime.groups = ours.groups
-    runtime.backing = Backing(slab)
-    ours.on_allocate = runtime.backing.need
+    ours.on_allocate = Backing(slab).need
     ours.on_clear = slab.begin_epoch
     return ours
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks, kv_memory
 from sgl_ext.engine.activation import report
-from sgl_ext.runtime import ExtRuntime
 
 REPORT_KEY = "sgl_ext"
 """Key of our report in the scheduler's ready message, and so in ``/server_info``."""
 
-_runtime: ExtRuntime | None = None
-
 
 def _add_report(result: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
-    if _runtime is not None:
-        result[REPORT_KEY] = {**report(_runtime.config), "memory": _runtime.describe_memory()}
+    if (ext := runtime.current) is not None:
+        result[REPORT_KEY] = {**report(ext.config), "memory": ext.describe_memory()}
     return result
 
 
@@ -35,9 +33,8 @@ HOOKS = (
 
 def activate(config: ExtConfig) -> None:
     """Activates this scheduler process. Raises ActivationError; repeating it changes nothing."""
-    global _runtime
-    if _runtime is None or _runtime.config != config:
-        _runtime = kv_memory.runtime = ExtRuntime(config)
+    if runtime.current is None or runtime.current.config != config:
+        runtime.current = runtime.ExtRuntime(config)
     # A progress bar's default lock is a named semaphore, which outlives a killed scheduler.
     import threading
 

@@ -174,15 +174,13 @@ class Slab:
         finally:
             os.close(fd)
         slab = cls(found, handle.blocks, mapping, nonce, writable=writable, fd=None)
-        slab._require_epoch(handle)  # again: it may have passed meanwhile
-        return slab
-
-    def _require_epoch(self, handle: SlabHandle) -> None:
-        if (epoch := self.epoch) != handle.epoch:
+        # Read through the mapping: an epoch that began while this attached is seen too.
+        if (epoch := slab.epoch) != handle.epoch:
             raise SlabError(
                 f"the slab of process {handle.pid} is in epoch {epoch}, the handle is of "
                 f"epoch {handle.epoch}; ask for a new handle"
             )
+        return slab
 
     @property
     def handle(self) -> SlabHandle:
@@ -248,7 +246,6 @@ class Slab:
             -(-(_DATA + block * self.layout.block_bytes) // HUGE_PAGE) * HUGE_PAGE
             for block in (start, end)
         )
-        first = _DATA if start == 0 else first
         last = min(last, self.mapping.size // HUGE_PAGE * HUGE_PAGE)
         return self.mapping.collapse(first, last) if first < last else 0
 
