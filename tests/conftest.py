@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tier_kit import usable_backends
 
 from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,45 @@ def stock(model: Path, logs: Path) -> Iterator[Server]:
     """SGLang without the flag, on the same platform."""
     with serve([System("stock", POOL)], model, logs) as (server,):
         yield server
+
+
+@pytest.fixture(params=usable_backends())
+def backend(request: pytest.FixtureRequest) -> str:
+    """What a file lane of this machine can use, each in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    """The transfer engine of a test."""
+    with TransferEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def host(engine: TransferEngine) -> Lane:
+    return engine.host_lane(2, piece_bytes=4096)
+
+
+@pytest.fixture
+def slow(engine: TransferEngine, host: Lane) -> Lane:
+    """One piece of 4 KiB in about 40 s: what is queued here stays queued."""
+    return engine.throttled_lane(host, bytes_per_second=100, piece_bytes=4096)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

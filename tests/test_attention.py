@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_kit import geometries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -17,16 +18,7 @@ from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
-geometries = st.builds(
-    lambda kv_heads, group, head_dim, window, dtype: Geometry(
-        kv_heads * group, kv_heads, head_dim, window, dtype
-    ),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from([16, 64]),
-    st.none() | st.integers(1, 80),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-)
+GEOMETRIES = geometries(groups=4, head_dims=[16, 64], windows=st.integers(1, 80))
 spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), min_size=1, max_size=4)
 
 
@@ -39,14 +31,14 @@ def assert_equal(trial: AttentionTrial, rows: list[Row]) -> None:
     )  # fmt: skip
 
 
-@given(geometries, spans, st.integers(0, 2**16))
+@given(GEOMETRIES, spans, st.integers(0, 2**16))
 @settings(max_examples=60, deadline=None)
 def test_extend(geometry: Geometry, lengths: list[tuple[int, int]], seed: int) -> None:
     trial = AttentionTrial(geometry, [prefix + new for prefix, new in lengths], seed=seed)
     assert_equal(trial, [Row(request, *span) for request, span in enumerate(lengths)])
 
 
-@given(geometries, st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**16))
+@given(GEOMETRIES, st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
 def test_decode(geometry: Geometry, contexts: list[int], seed: int) -> None:
     trial = AttentionTrial(geometry, contexts, seed=seed)
@@ -59,7 +51,7 @@ def test_decode(geometry: Geometry, contexts: list[int], seed: int) -> None:
     )  # fmt: skip
 
 
-@given(geometries, st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 2**16))
+@given(GEOMETRIES, st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
 def test_rows_that_alias_one_request(geometry: Geometry, cuts: list[int], seed: int) -> None:
     """A sequence cut into rows of one request attends as in one piece."""

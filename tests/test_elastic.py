@@ -14,38 +14,43 @@ from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.elastic import (
     ElasticPool,
     ElasticUnits,
-    KVGeometry,
     LengthWindow,
     blocks_in,
-    lendable_bytes,
     minimum_elastic_units,
     scale_down,
     scale_up,
 )
+from sgl_ext.memory.slab import DTYPES, Layout
+
+
+def model(
+    layers: int, kv_heads: int, head_dim: int, page: int = 16, dtype: str = "float16"
+) -> Layout:
+    return Layout(page, layers, kv_heads, head_dim, dtype, fingerprint="a model")
+
 
 # SwiftCache, Table 2 (float16), with 16-token blocks.
-LWM = KVGeometry(layers=32, page=16, kv_heads=32, head_dim=128)
-QWEN3_8B = KVGeometry(layers=36, page=16, kv_heads=8, head_dim=128)
-QWEN3_14B = KVGeometry(layers=40, page=16, kv_heads=8, head_dim=128)
-QWEN3_32B = KVGeometry(layers=64, page=16, kv_heads=8, head_dim=128)
-SMOLLM2 = KVGeometry(layers=30, page=16, kv_heads=3, head_dim=64)
+LWM = model(layers=32, kv_heads=32, head_dim=128)
+QWEN3_8B = model(layers=36, kv_heads=8, head_dim=128)
+QWEN3_14B = model(layers=40, kv_heads=8, head_dim=128)
+QWEN3_32B = model(layers=64, kv_heads=8, head_dim=128)
+SMOLLM2 = model(layers=30, kv_heads=3, head_dim=64)
 
 small = st.integers(1, 12)
 geometries = st.builds(
-    KVGeometry,
+    model,
     layers=small,
-    page=st.sampled_from([1, 2, 16]),
     kv_heads=small,
     head_dim=small,
-    itemsize=st.sampled_from([1, 2, 4]),
-    value_dim=st.none() | small,
+    page=st.sampled_from([1, 2, 16]),
+    dtype=st.sampled_from(sorted(DTYPES)),
 )
 
 
 @pytest.mark.parametrize(
     ("model", "megabytes"), [(LWM, 0.5), (QWEN3_8B, 0.141), (QWEN3_14B, 0.156), (QWEN3_32B, 0.25)]
 )
-def test_bytes_of_a_token_are_those_of_table_2(model: KVGeometry, megabytes: float) -> None:
+def test_bytes_of_a_token_are_those_of_table_2(model: Layout, megabytes: float) -> None:
     assert round(model.block_bytes / model.page / 2**20, 3) == megabytes
 
 
@@ -60,17 +65,17 @@ def test_bytes_of_a_token_are_those_of_table_2(model: KVGeometry, megabytes: flo
         (LWM, SMOLLM2, ElasticUnits(worker=45, master=1024)),
     ],
 )
-def test_units_of_known_models(worker: KVGeometry, master: KVGeometry, units: ElasticUnits) -> None:
+def test_units_of_known_models(worker: Layout, master: Layout, units: ElasticUnits) -> None:
     assert minimum_elastic_units(worker=worker, master=master) == units
 
 
 def test_the_unit_of_smollm2_beside_lwm_is_360_mib() -> None:
     units = minimum_elastic_units(worker=LWM, master=SMOLLM2)
-    assert lendable_bytes(units.worker, LWM) == 360 * 2**20
+    assert units.worker * LWM.block_bytes == 360 * 2**20
 
 
 def test_the_papers_element_counts_give_the_same_units_for_one_dtype() -> None:
-    def elements(model: KVGeometry) -> int:  # Eq. 6-7
+    def elements(model: Layout) -> int:  # Eq. 6-7
         return model.layers * model.page * model.kv_heads * model.head_dim
 
     for master in (LWM, SMOLLM2, QWEN3_8B):
@@ -83,15 +88,13 @@ def test_the_papers_element_counts_give_the_same_units_for_one_dtype() -> None:
 
 
 def test_units_count_bytes_not_elements() -> None:
-    half = KVGeometry(layers=4, page=1, kv_heads=1, head_dim=8, itemsize=2)
-    full = KVGeometry(layers=4, page=1, kv_heads=1, head_dim=8, itemsize=4)
+    half = model(layers=4, kv_heads=1, head_dim=8, dtype="bfloat16")
+    full = model(layers=4, kv_heads=1, head_dim=8, dtype="float32")
     assert minimum_elastic_units(worker=half, master=full) == (2, 1)
-    latent = KVGeometry(layers=4, page=1, kv_heads=1, head_dim=8, itemsize=2, value_dim=24)
-    assert minimum_elastic_units(worker=half, master=latent) == (2, 1)
 
 
 @given(geometries, geometries)
-def test_units_have_equal_bytes_and_are_minimal(worker: KVGeometry, master: KVGeometry) -> None:
+def test_units_have_equal_bytes_and_are_minimal(worker: Layout, master: Layout) -> None:
     units = minimum_elastic_units(worker=worker, master=master)
     assert units.worker * worker.block_bytes == units.master * master.block_bytes
     assert not any(
@@ -101,18 +104,9 @@ def test_units_have_equal_bytes_and_are_minimal(worker: KVGeometry, master: KVGe
 
 
 @given(st.integers(0, 10**6), geometries, geometries)
-def test_bytes_lent_waste_less_than_one_block(
-    blocks: int, worker: KVGeometry, master: KVGeometry
-) -> None:
-    size = lendable_bytes(blocks, worker)
+def test_bytes_lent_waste_less_than_one_block(blocks: int, worker: Layout, master: Layout) -> None:
+    size = blocks * worker.block_bytes
     assert 0 <= size - blocks_in(size, master) * master.block_bytes < master.block_bytes
-
-
-def test_a_geometry_is_checked() -> None:
-    with pytest.raises(
-        ValueError, match="kv_heads of a KV geometry must be a positive whole number, not 0"
-    ):
-        KVGeometry(layers=1, page=1, kv_heads=0, head_dim=1)
 
 
 UNITS = ElasticUnits(worker=4, master=3)
@@ -300,7 +294,7 @@ LIVES, OPERATIONS = 100, 1000
 @settings(max_examples=LIVES, derandomize=True, deadline=None)
 def test_random_lives_keep_the_account(
     seed: int,
-    models: tuple[KVGeometry, KVGeometry],
+    models: tuple[Layout, Layout],
     granularity: Literal["unit", "block"],
     minimum: int,
     more: int,

@@ -196,7 +196,7 @@ def test_freeing_twice_is_an_error() -> None:
 def test_clearing_announces_a_new_epoch() -> None:
     allocator = ours(64, 1)
     told: list[None] = []
-    allocator.on_clear = lambda: told.append(None)
+    allocator.on_epoch = lambda: told.append(None)
     allocator.alloc(4)
     allocator.clear()
     assert len(told) == 1

@@ -52,7 +52,7 @@ def counts(scheduler: SimpleNamespace) -> set[int]:
 def test_every_count_follows(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     epochs: list[None] = []
-    scheduler.token_to_kv_pool_allocator.on_clear = lambda: epochs.append(None)
+    scheduler.token_to_kv_pool_allocator.on_epoch = lambda: epochs.append(None)
     assert resizer.shrink(8)
     assert counts(scheduler) == {12 * PAGE}
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (47, 42)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import ast
-import ctypes
-import gc
-import os
-import subprocess
 import threading
 import time
-import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from transfer_kit import DEADLINE_S, KIB, MIB, Op, expected, memory, one, run, wait_until
 
 from sgl_ext._native import _transfer
-from sgl_ext.bench import memory as memory_bench
-from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import (
     Lane,
     Priority,
@@ -34,44 +25,6 @@ from sgl_ext.memory.transfer import (
     TransferError,
     poll,
 )
-
-DEADLINE_S = 60.0
-KIB = 1 << 10
-MIB = 1 << 20
-Bytes = NDArray[np.uint8]
-Op = tuple[int, int, int, int, int, int]
-
-
-def memory(engine: TransferEngine, size: int, seed: int | None = None) -> Bytes:
-    """Registered bytes: random, or zero."""
-    if seed is None:
-        array = np.zeros(size, np.uint8)
-    else:
-        array = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    engine.register(array.ctypes.data, size, owner=array)
-    return array
-
-
-def one(src: int, dst: int, size: int) -> list[Op]:
-    return [(src, dst, size, 1, 0, 0)]
-
-
-@pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    with TransferEngine() as engine:
-        yield engine
-
-
-@pytest.fixture
-def host(engine: TransferEngine) -> Lane:
-    return engine.host_lane(2, piece_bytes=4096)
-
-
-@pytest.fixture
-def slow(engine: TransferEngine, host: Lane) -> Lane:
-    """One piece of 4 KiB in about 40 s: what is queued here stays queued."""
-    return engine.throttled_lane(host, bytes_per_second=100, piece_bytes=4096)
-
 
 # What is copied
 
@@ -92,15 +45,6 @@ def batches(draw: st.DrawFn) -> list[Op]:
             ops.append((src, dst + layer * width, width, height, src_pitch, dst_pitch))
         dst += height * dst_pitch + draw(st.integers(0, 10))
     return ops
-
-
-def expected(ops: list[Op], src: Bytes, dst: Bytes) -> Bytes:
-    result = dst.copy()
-    for s, d, width, height, src_pitch, dst_pitch in ops:
-        for row in range(height):
-            to, of = d + row * dst_pitch, s + row * src_pitch
-            result[to : to + width] = src[of : of + width]
-    return result
 
 
 @pytest.mark.parametrize("kind", ["host", "throttled"])
@@ -247,6 +191,7 @@ def test_refusals_name_the_copy_and_change_nothing(engine: TransferEngine, host:
 
 
 def test_malformed_arguments(engine: TransferEngine, host: Lane) -> None:
+    array = memory(engine, 16)
     for copies in ([[1, 2, 3]], [1, 2, 3, 4, 5, 6], np.ones((2, 6))):
         with pytest.raises(ValueError, match=r"expected integers \[n, 6\]"):
             engine.submit(copies, host)
@@ -258,8 +203,16 @@ def test_malformed_arguments(engine: TransferEngine, host: Lane) -> None:
         engine.host_lane(1, piece_bytes=1)
     with pytest.raises(ValueError, match="a timeout of -1"):
         engine.submit([], host).wait(-1)
-    with TransferEngine() as other, pytest.raises(ValueError, match="belongs to another engine"):
-        other.submit([], host)
+    slow = engine.throttled_lane(host, latency=3600.0)
+    pending = engine.submit(one(array.ctypes.data, array.ctypes.data + 8, 8), slow)
+    with TransferEngine() as other:
+        for foreign in (
+            lambda: other.submit([], host),
+            lambda: other.throttled_lane(host),
+            lambda: other.wait_any([pending], DEADLINE_S),
+        ):
+            with pytest.raises(ValueError, match="host lane belongs to another engine"):
+                foreign()
     for rate in (0.0, float("nan")):
         with pytest.raises(ValueError, match="expected at least 1 byte/s"):
             engine.throttled_lane(host, bytes_per_second=rate)
@@ -389,20 +342,11 @@ def test_python_runs_while_a_thread_waits(engine: TransferEngine, slow: Lane) ->
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert _wait_until(lambda: not _transfer.no_waits())
+    assert wait_until(lambda: not _transfer.no_waits())
     engine.close()  # only a wait that holds no GIL lets this run
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert _transfer.no_waits()
-
-
-def _wait_until(condition: object, seconds: float = DEADLINE_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def test_an_interrupt_ends_a_wait() -> None:
@@ -414,6 +358,8 @@ lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1)
 a = np.zeros(8192, np.uint8)
 engine.register(a.ctypes.data, 8192, owner=a)
 ticket = engine.submit([(a.ctypes.data, a.ctypes.data + 4096, 4096, 1, 0, 0)], lane)
+# A shell that starts the tests in the background has them ignore the interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     ticket.wait(600)
@@ -421,321 +367,6 @@ except KeyboardInterrupt:
     print("interrupted")
 """
     assert run(program).stdout == "interrupted\n"
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    import sys
-
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    return result
-
-
-def test_an_idle_engine_uses_no_processor(engine: TransferEngine, tmp_path: Path) -> None:
-    src, dst = memory(engine, 4096, seed=13), memory(engine, 4096)
-    host = engine.host_lane(2)
-    lanes: list[Lane] = [host, engine.file_lane(tmp_path), engine.throttled_lane(host)]
-    for lane in (lanes[0], lanes[2]):
-        engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), lane).wait(DEADLINE_S)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.1
-
-
-# Ownership and ends
-
-
-def test_an_owner_lives_until_its_region_is_unregistered(engine: TransferEngine) -> None:
-    class Owner:
-        pass
-
-    array, owner = np.zeros(4096, np.uint8), Owner()
-    region = engine.register(array.ctypes.data, 4096, owner=owner)
-    gone = weakref.ref(owner)
-    del owner
-    assert gone() is not None
-    region.unregister()
-    assert gone() is None
-    with pytest.raises(ValueError, match="is not registered"):
-        region.unregister()
-
-
-def test_memory_in_use_is_not_given_up(engine: TransferEngine, slow: Lane) -> None:
-    array = np.zeros(8192, np.uint8)
-    region = engine.register(array.ctypes.data, 8192, owner=array)
-    ticket = engine.submit(one(region.address, region.address + 4096, 4096), slow)
-    with pytest.raises(ExtError, match=r"is in use by \d unfinished tickets; wait for them"):
-        region.unregister()
-    ticket.cancel()
-    engine.close()
-    assert ticket.poll()
-    region.unregister()
-
-
-def test_a_finished_ticket_owns_nothing(engine: TransferEngine, host: Lane) -> None:
-    array = np.zeros(8192, np.uint8)
-    region = engine.register(array.ctypes.data, 8192, owner=array)
-    for _ in range(50):
-        ticket = engine.submit(one(region.address, region.address + 4096, 4096), host)
-        ticket.wait(DEADLINE_S)
-        region.unregister()  # at once: nothing lingers
-        region = engine.register(array.ctypes.data, 8192, owner=array)
-
-
-def test_close_cancels_what_waits_and_refuses_what_comes(
-    slow: Lane, engine: TransferEngine
-) -> None:
-    src, dst = memory(engine, MIB, seed=14), memory(engine, MIB)
-    queued = [engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), slow) for _ in range(3)]
-    engine.close()
-    engine.close()
-    assert [ticket.state for ticket in queued] == [State.CANCELLED] * 3
-    for refused in (
-        lambda: engine.submit(one(src.ctypes.data, dst.ctypes.data, 1), slow),
-        lambda: engine.register(1, 1),
-        lambda: engine.host_lane(),
-    ):
-        with pytest.raises(ExtError, match="the transfer engine is closed"):
-            refused()
-    with pytest.raises(TransferCancelledError):
-        queued[0].wait(DEADLINE_S)
-
-
-def test_a_forgotten_engine_closes(tmp_path: Path) -> None:
-    before = threads_of_process()
-    array = np.zeros(MIB, np.uint8)
-    owner = type("Owner", (), {})()
-    gone = weakref.ref(owner)
-    engine = TransferEngine()
-    owner.engine = engine  # a cycle
-    engine.register(array.ctypes.data, MIB, owner=owner)
-    lane = engine.throttled_lane(engine.host_lane(2), bytes_per_second=100)
-    engine.file_lane(tmp_path)
-    ticket = engine.submit(one(array.ctypes.data, array.ctypes.data + MIB // 2, 4096), lane)
-    assert threads_of_process() > before
-    del engine, owner, lane
-    gc.collect()
-    assert gone() is None
-    assert ticket.poll()
-    assert _wait_until(lambda: threads_of_process() == before)
-
-
-def threads_of_process() -> int:
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
-
-
-def test_a_forked_child_is_told() -> None:
-    program = """
-import os, numpy as np
-from sgl_ext.errors import ExtError
-from sgl_ext.memory.transfer import TransferEngine
-engine = TransferEngine()
-lane = engine.throttled_lane(engine.host_lane(2), bytes_per_second=100)
-a = np.zeros(8192, np.uint8)
-region = engine.register(a.ctypes.data, 8192, owner=a)
-copies = [(a.ctypes.data, a.ctypes.data + 4096, 4096, 1, 0, 0)]
-ticket = engine.submit(copies, lane)
-child = os.fork()
-if child == 0:
-    told = 0
-    for use in (lambda: engine.submit(copies, lane), lambda: ticket.wait(600), ticket.cancel,
-                region.unregister, lambda: engine.host_lane(1),
-                lambda: engine.wait_any([ticket], 600)):
-        try:
-            use()
-        except ExtError as error:
-            told += "which forked this one" in str(error)
-    print(told, flush=True)
-    engine.close()
-    with TransferEngine() as own:  # one of its own works
-        own.register(a.ctypes.data, 8192, owner=a)
-        own.submit(copies, own.host_lane(1)).wait(60)
-else:
-    assert os.waitpid(child, 0)[1] == 0
-    assert not ticket.poll()
-"""
-    assert run(program).stdout == "6\n"
-
-
-def test_many_threads_submit_cancel_and_poll(engine: TransferEngine) -> None:
-    lane = engine.host_lane(2, piece_bytes=4096)
-    src = memory(engine, 256 * KIB, seed=15)
-    dst = [memory(engine, 256 * KIB) for _ in range(6)]
-    errors: list[BaseException] = []
-
-    def work(index: int) -> None:
-        rng = np.random.default_rng(index)
-        try:
-            for turn in range(60):
-                at = int(rng.integers(0, 128 * KIB))
-                ops = one(src.ctypes.data + at, dst[index].ctypes.data + at, 128 * KIB)
-                ticket = engine.submit(ops, lane, Priority(int(rng.integers(0, 3))))
-                if turn % 3 == 0:
-                    ticket.cancel()
-                assert engine.wait_any([ticket], DEADLINE_S) == [ticket]
-                if ticket.state == State.DONE:
-                    assert ticket.bytes_done == 128 * KIB
-                    assert np.array_equal(dst[index][at : at + 128 * KIB], src[at : at + 128 * KIB])
-                else:
-                    assert ticket.state == State.CANCELLED
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert errors == []
-
-
-# The throttled lane
-
-
-def test_a_throttled_lane_says_so_and_takes_its_time(engine: TransferEngine, host: Lane) -> None:
-    src, dst = memory(engine, 64 * KIB, seed=16), memory(engine, 64 * KIB)
-    lane = engine.throttled_lane(host, bytes_per_second=1e6, piece_bytes=4096)
-    assert lane.emulated
-    assert not host.emulated
-    assert repr(lane).startswith("ThrottledLane(emulated: 1e+06 bytes/s")
-    ops = one(src.ctypes.data, dst.ctypes.data, 64 * KIB)
-    # No bound from above: a machine may be as slow as it likes.
-    assert _seconds(engine, lane, ops) >= 64 * KIB / 1e6
-    few = engine.throttled_lane(host, operations_per_second=100)
-    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(10)]
-    assert _seconds(engine, few, rows) >= 10 / 100 - 1e-3
-    late = engine.throttled_lane(host, latency=0.05)
-    assert _seconds(engine, late, rows) >= 0.05
-    assert np.array_equal(src, dst)
-
-
-def test_latencies_overlap_and_urgency_passes_them(engine: TransferEngine, host: Lane) -> None:
-    src, dst = memory(engine, 4096, seed=17), memory(engine, 4096)
-    lane = engine.throttled_lane(host, latency=3600.0, depth=8)
-    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(100)]
-    ticket = engine.submit(rows, lane, Priority.BULK)
-    assert _wait_until(lambda: bool(dst[:8].all() or np.array_equal(dst[:8], src[:8])))
-    urgent = engine.submit(one(src.ctypes.data + 200, dst.ctypes.data + 200, 8), lane, Priority(2))
-    # All eight places of the bulk are taken, and it passes nevertheless.
-    assert _wait_until(lambda: np.array_equal(dst[200:208], src[200:208]))
-    assert not ticket.poll()
-    assert not urgent.poll()  # its bytes are there, its emulated end is an hour away
-    assert not dst[8:100].any()
-
-
-def _seconds(engine: TransferEngine, lane: Lane, ops: list[Op]) -> float:
-    start = time.monotonic()
-    engine.submit(ops, lane).wait(DEADLINE_S)
-    return time.monotonic() - start
-
-
-# The CUDA lane, over a runtime of the tests' own
-
-
-@pytest.fixture(scope="module")
-def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("cuda") / "libfake_cudart.so"
-    source = ROOT / "kernels" / "native" / "tests" / "fake_cudart.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", library], check=True)
-    return library
-
-
-@pytest.fixture
-def fake(cudart: Path) -> Iterator[ctypes.CDLL]:
-    fake = ctypes.CDLL(str(cudart))
-    fake.fake_executed.restype = ctypes.c_void_p
-    yield fake
-    fake.fake_hold(0)
-
-
-def test_cuda_copies_both_shapes(engine: TransferEngine, cudart: Path, fake: ctypes.CDLL) -> None:
-    src, dst = memory(engine, MIB, seed=18), memory(engine, MIB)
-    lane = engine.cuda_lane(library=cudart, group_bytes=64 * KIB)
-    assert lane.library == str(cudart)
-    s, d = src.ctypes.data, dst.ctypes.data
-    ops = [
-        (s, d, 100, 50, 300, 200),
-        (s, d + 100, 100, 50, 200, 200),
-        (s, d + MIB // 2, MIB // 2, 1, 0, 0),
-    ]
-    ticket = engine.submit(ops, lane)
-    ticket.wait(DEADLINE_S)
-    offsets = [(a - s, b - d, *rest) for a, b, *rest in ops]
-    assert np.array_equal(dst, expected(offsets, src, np.zeros_like(dst)))
-    assert fake.fake_events() == 0
-
-
-def test_cuda_bulk_in_flight_is_bounded_and_overtaken(
-    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL
-) -> None:
-    src, dst = memory(engine, 4096, seed=19), memory(engine, 4096)
-    lane = engine.cuda_lane(library=cudart, dispatches=4)
-    fake.fake_hold(1)
-    before = fake.fake_executed_count()
-    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(1000)]
-    bulk = engine.submit(rows, lane, Priority.BULK)
-    assert _wait_until(lambda: fake.fake_outstanding() == 8)  # two groups of four, no more
-    urgent_at = dst.ctypes.data + 2000
-    urgent = engine.submit(one(src.ctypes.data, urgent_at, 8), lane, Priority.URGENT)
-    assert _wait_until(lambda: fake.fake_outstanding() == 9)
-    assert not bulk.poll()
-    fake.fake_hold(0)
-    urgent.wait(DEADLINE_S)
-    bulk.wait(DEADLINE_S)
-    order = [fake.fake_executed(i) for i in range(before, fake.fake_executed_count())]
-    assert order.index(urgent_at) == 0  # not behind the thousand
-    assert fake.fake_most_outstanding() <= 9
-
-
-@pytest.mark.parametrize("where", ["copy", "event", "record"])
-def test_cuda_errors_reach_their_ticket(
-    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL, where: str
-) -> None:
-    src, dst = memory(engine, 4096, seed=20), memory(engine, 4096)
-    lane = engine.cuda_lane(library=cudart, dispatches=1)
-    if where == "copy":
-        fake.fake_fail_copy(2, 700)
-    elif where == "event":
-        fake.fake_fail_event(700)
-    else:
-        fake.fake_fail_record(700)
-    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(8)]
-    failed = engine.submit(rows, lane)
-    with pytest.raises(TransferError, match="an illegal memory access was encountered") as caught:
-        failed.wait(DEADLINE_S)
-    assert caught.value.errno == 700
-    assert caught.value.op == (2 if where == "copy" else 0)
-    engine.submit(rows, lane).wait(DEADLINE_S)  # the next one is not concerned
-    assert np.array_equal(src[:8], dst[:8])
-
-
-def test_cuda_close_waits_for_what_was_dispatched(cudart: Path, fake: ctypes.CDLL) -> None:
-    with TransferEngine() as engine:
-        src, dst = memory(engine, 4096, seed=21), memory(engine, 4096)
-        lane = engine.cuda_lane(library=cudart, dispatches=2)
-        fake.fake_hold(1)
-        rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(100)]
-        ticket = engine.submit(rows, lane)
-        assert _wait_until(lambda: fake.fake_outstanding() == 4)
-        with pytest.raises(TimeoutError, match=r"still in flight after 0.05 s; close again"):
-            engine.close(0.05)
-        assert not ticket.poll()
-        fake.fake_hold(0)
-    assert ticket.state == State.CANCELLED
-    assert 0 < ticket.bytes_done < 100
-    assert fake.fake_streams() == 0
-
-
-def test_a_missing_cuda_runtime_is_named(engine: TransferEngine, cudart: Path) -> None:
-    with pytest.raises(ExtError, match=r"no CUDA runtime could be opened \(.*nowhere.so"):
-        engine.cuda_lane(library="/nowhere.so")
-    with pytest.raises(ExtError, match=r"libm.so.6 is no CUDA runtime: it has no cudaGetDevice"):
-        engine.cuda_lane(library="libm.so.6")
-    with pytest.raises(ExtError, match=r"there is no CUDA device 7; .* finds 1"):
-        engine.cuda_lane(7, library=cudart)
 
 
 # The stub
@@ -761,20 +392,3 @@ def test_handles_are_typed(engine: TransferEngine, host: Lane) -> None:
     assert isinstance(region, Region)
     assert isinstance(engine.submit([], host), Ticket)
     assert repr(host) == "HostLane(threads=2)"
-
-
-def test_a_missing_fio_is_named_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def measure(*_args: object, **_options: object) -> None:
-        raise AssertionError("measured")
-
-    for part in (
-        memory_bench.memory_attention,
-        memory_bench.memory_transfer,
-        memory_bench.memory_granularity,
-    ):
-        monkeypatch.setattr(part, "measure", measure)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ExtError, match=r"fio, .* is missing; apt-get install fio"):
-        memory_bench.run(quick=True, out=tmp_path)

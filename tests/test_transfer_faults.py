@@ -6,31 +6,20 @@ import errno
 import gc
 import mmap
 import os
+import pickle
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from transfer_kit import DEADLINE_S, MIB, PAGE, pages
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import FileLane, State, TransferEngine, TransferError
-
-DEADLINE_S = 60.0
-PAGE = 4096
-MIB = 1 << 20
-Bytes = NDArray[np.uint8]
-
-
-@pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    with TransferEngine() as engine:
-        yield engine
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -39,13 +28,6 @@ def lane(engine: TransferEngine, tmp_path: Path, request: pytest.FixtureRequest)
         return engine.file_lane(tmp_path, backend=request.param, depth=4)
     except ExtError as error:
         pytest.skip(str(error))
-
-
-def pages(engine: TransferEngine, size: int) -> Bytes:
-    mapping = mmap.mmap(-1, size)
-    array = np.frombuffer(mapping, np.uint8)
-    engine.register(array.ctypes.data, size, owner=mapping)
-    return array
 
 
 def open_fds() -> set[str]:
@@ -92,6 +74,9 @@ def test_the_failing_copy_of_a_batch_is_named(
     assert caught.value.op == 5
     assert caught.value.errno == errno.ENODATA
     assert ticket.bytes_done == 5 * PAGE
+    copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+    assert str(copy) == str(caught.value)
+    assert (copy.errno, copy.op, copy.bytes_done) == (errno.ENODATA, 5, 5 * PAGE)
 
 
 def test_a_full_device(engine: TransferEngine, lane: FileLane) -> None:
@@ -172,6 +157,22 @@ def test_memory_that_went_away_is_efault(engine: TransferEngine, lane: FileLane)
     with pytest.raises(TransferError) as caught:
         ticket.wait(DEADLINE_S)
     assert caught.value.errno == errno.EFAULT
+
+
+def test_without_descriptors_it_is_an_os_error(lane: FileLane, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"")
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(fd)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match=f"file descriptor {fd}: Too many open") as caught:
+            lane.adopt(fd, PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(fd)
+    assert caught.value.errno == errno.EMFILE
 
 
 # Deaths

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from transfer_kit import DEADLINE_S, MIB, PAGE, Bytes, pages, run
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import FileLane, Priority, State, TransferEngine, TransferError
 
-DEADLINE_S = 60.0
-PAGE = 4096
-MIB = 1 << 20
-Bytes = NDArray[np.uint8]
-
 BACKENDS = ("io_uring", "threads")
-
-
-@pytest.fixture
-def engine() -> Iterator[TransferEngine]:
-    with TransferEngine() as engine:
-        yield engine
 
 
 @pytest.fixture(params=BACKENDS)
@@ -44,14 +31,6 @@ def backend(request: pytest.FixtureRequest) -> str:
             except ExtError as error:
                 pytest.skip(str(error))
     return name
-
-
-def pages(engine: TransferEngine, size: int, *, pinned: bool = False) -> Bytes:
-    """Registered memory at the beginning of a page."""
-    mapping = mmap.mmap(-1, size)
-    array = np.frombuffer(mapping, np.uint8)
-    engine.register(array.ctypes.data, size, owner=mapping, pinned=pinned)
-    return array
 
 
 def randomize(array: Bytes, seed: int) -> None:
@@ -246,6 +225,15 @@ def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
             lane.adopt(fd, PAGE)
     finally:
         os.close(fd)
+    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_APPEND)
+    try:
+        with pytest.raises(ValueError, match="is open with O_APPEND: writes would all go to its"):
+            lane.adopt(fd, PAGE)
+    finally:
+        os.close(fd)
+    buffered = engine.file_lane(tmp_path, backend=backend, direct=False)
+    with pytest.raises(ValueError, match="is no regular file or device"):
+        buffered.open("fifo", PAGE)  # without waiting for a writer
     with pytest.raises(FileNotFoundError):
         lane.open("none", PAGE)
     with pytest.raises(FileNotFoundError):
@@ -342,6 +330,27 @@ def test_without_io_uring_threads_do_it_and_a_warning_says_why(tmp_path: Path) -
     assert warning.startswith(f"RuntimeWarning files in {tmp_path} are read and written by threads")
     assert "io_uring" in warning
     assert "io_uring" in refusal
+
+
+def test_too_little_locked_memory_is_named(tmp_path: Path) -> None:
+    program = """
+import os, resource, sys
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+os.setuid(65534)  # root is not bound by the limit
+with TransferEngine() as engine:
+    try:
+        engine.file_lane("/tmp", backend="io_uring", direct=False)
+    except ExtError as error:
+        print(error)
+"""
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    said = run(program).stdout
+    if "Cannot allocate memory" not in said:
+        pytest.skip(f"this kernel does not count the memory of io_uring: {said}")
+    assert "limit on locked memory (RLIMIT_MEMLOCK): raise it" in said
 
 
 def test_a_chosen_backend_does_not_warn(

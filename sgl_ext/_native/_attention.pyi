@@ -27,12 +27,19 @@ class Batch:
         requests: list[int],
         contexts: list[int],
         queries: list[int],
+        extents: list[int] = ...,
+        ends: list[int] = ...,
     ) -> None:
         """Takes the address of an int32 table ``[height, width]``, ``pitch`` elements a row.
 
+        Args:
+            extents: queries of the whole that each row is a part of, which decide how its keys
+                are divided; without them each row is a whole.
+            ends: contexts of these wholes.
+
         Raises:
             ValueError: a row lies outside the table, has more queries than context, or has a
-                negative slot.
+                negative slot; or it is no part of its whole.
         """
 
     @property

@@ -27,11 +27,13 @@ from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved, ratio_of_medians
 from sgl_ext.bench.swap_trace import BLOCKS, PAGE, Pattern, Step, sharegpt_turns, simulate
 from sgl_ext.memory.block_groups import BlockGroups, Run
-from sgl_ext.memory.elastic import KVGeometry
+from sgl_ext.memory.slab import Layout
 
 _HOST_BLOCKS = 60 * 10**9 // (2 << 20)
 _RESIZED = 32
-_SMOLLM2 = KVGeometry(layers=30, page=PAGE, kv_heads=3, head_dim=64)
+_SMOLLM2 = Layout(
+    page=PAGE, layers=30, kv_heads=3, head_dim=64, dtype="bfloat16", fingerprint="SmolLM2"
+)
 
 
 def measure(report: Report, *, quick: bool) -> None:

@@ -32,6 +32,8 @@ from sgl_ext.memory.slab import Layout, Slab
 from sgl_ext.memory.transfer import File, FileLane, HostLane, Priority, TransferEngine
 
 MIB = 1 << 20
+_WARM_UP = 100
+"""Copies until the kernel has spread the lane's threads over the cores."""
 _DEADLINE_S = 60.0
 _FIO_DEADLINE_S = 300
 _THREADS = 2
@@ -133,8 +135,7 @@ def _copy(
         _transfer.plain_memcpy(target.ctypes.data + at, slab.address + at, size, lane.threads)
         return time.perf_counter() - start
 
-    for warm_up in (ours, plain):
-        warm_up(0)
+    interleaved([ours, plain], _WARM_UP)
     times = interleaved([ours, plain], rounds)
     fraction = ratio_of_medians(times[1], times[0])
     for system, samples in zip(("engine", "memcpy"), times, strict=True):

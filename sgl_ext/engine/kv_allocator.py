@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from sgl_ext.memory.block_groups import BlockGroups, Run
+from sgl_ext.memory.runs import runs_of
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
 """The batch's rows in the request pool, and the tokens that each one gets."""
@@ -46,7 +47,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         )
         self.on_allocate: Callable[[int], None] | None = None
         """Told the end of the highest block in use so far."""
-        self.on_clear: Callable[[], None] | None = None
+        self.on_epoch: Callable[[], None] | None = None
         """Told that blocks have changed their meaning: all were freed, or the pool was resized."""
         self._high = 0
         self._owners: Owners | None = None
@@ -67,8 +68,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def begin_epoch(self) -> None:
         """Blocks have changed their meaning to others than the requests that hold them."""
-        if self.on_clear is not None:
-            self.on_clear()
+        if self.on_epoch is not None:
+            self.on_epoch()
 
     # --- SGLang's interface ----------------------------------------------------------------------
 
@@ -246,15 +247,3 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         if end > self._high and self.on_allocate is not None:
             self._high = end
             self.on_allocate(end)
-
-
-def runs_of(blocks: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the contiguous runs of ascending block numbers.
-
-    A number that comes twice begins a run of its own.
-    """
-    if not len(blocks):
-        return []
-    first = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1))
-    lengths = np.diff(np.append(first, len(blocks)))
-    return list(zip(blocks[first].tolist(), lengths.tolist(), strict=True))

@@ -132,7 +132,7 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     )  # fmt: skip
     setattr(kwargs["req_to_token_pool"], _OWNER, ours)
     ours.on_allocate = Backing(slab).need
-    ours.on_clear = slab.begin_epoch
+    ours.on_epoch = slab.begin_epoch
     return ours
 
 

@@ -10,47 +10,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from operator import index
 from typing import Literal, NamedTuple, Protocol
 
 
-@dataclass(frozen=True)
-class KVGeometry:
-    """What one block of a model's KV pool holds.
+class BlockGeometry(Protocol):
+    """What one block of a pool holds; :class:`~.slab.Layout` says it.
 
     Eq. 6-7 count the elements of one of K and V, which gives the same units only if both models
-    have one dtype and K as wide as V. Units are computed from ``block_bytes``, which always hold.
-
-    Attributes:
-        page: tokens of a block.
-        itemsize: bytes of an element.
-        value_dim: elements of a V row; ``head_dim`` if not given.
+    have one dtype. Units are computed from bytes, which always hold.
     """
 
-    layers: int
-    page: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int = 2
-    value_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not (type(value) is int and value >= 1):
-                raise ValueError(
-                    f"{name} of a KV geometry must be a positive whole number, not {value}"
-                )
-
     @property
-    def block_elements(self) -> int:
-        """Elements of a block, K and V of all layers: twice Eq. 6 if K and V are equally wide."""
-        value_dim = self.head_dim if self.value_dim is None else self.value_dim
-        return self.layers * self.page * self.kv_heads * (self.head_dim + value_dim)
+    def page(self) -> int:
+        """Tokens of a block."""
 
     @property
     def block_bytes(self) -> int:
-        return self.block_elements * self.itemsize
+        """Bytes of a block, all layers of it."""
 
 
 class ElasticUnits(NamedTuple):
@@ -63,7 +40,7 @@ class ElasticUnits(NamedTuple):
 NOTHING = ElasticUnits(0, 0)
 
 
-def minimum_elastic_units(*, worker: KVGeometry, master: KVGeometry) -> ElasticUnits:
+def minimum_elastic_units(*, worker: BlockGeometry, master: BlockGeometry) -> ElasticUnits:
     """The fewest whole blocks of both models that have equal bytes: the MEU (Eq. 8-9)."""
     common = math.lcm(worker.block_bytes, master.block_bytes)
     return ElasticUnits(common // worker.block_bytes, common // master.block_bytes)
@@ -99,12 +76,7 @@ def scale_down(blocks: int, page: int, units: ElasticUnits, longest: int) -> Ela
     return _times(units, spare // units.worker) if spare > 0 else NOTHING
 
 
-def lendable_bytes(blocks: int, worker: KVGeometry) -> int:
-    """Bytes of ``blocks`` of the worker."""
-    return blocks * worker.block_bytes
-
-
-def blocks_in(size: int, master: KVGeometry) -> int:
+def blocks_in(size: int, master: BlockGeometry) -> int:
     """Whole blocks of the master in ``size`` bytes; less than one block is wasted."""
     return size // master.block_bytes
 
@@ -195,8 +167,8 @@ class ElasticPool:
     def __init__(
         self,
         groups: Resizable,
-        worker: KVGeometry,
-        master: KVGeometry,
+        worker: BlockGeometry,
+        master: BlockGeometry,
         *,
         minimum: int = 1,
         window: float = 60.0,
@@ -232,7 +204,7 @@ class ElasticPool:
     @property
     def master_blocks(self) -> int:
         """Whole blocks of the master in what is lent."""
-        return blocks_in(lendable_bytes(self.lent, self._worker), self._master)
+        return blocks_in(self.lent * self._worker.block_bytes, self._master)
 
     def observe(self, request_length: int, now: float) -> None:
         """A request of so many tokens has come; see ``LengthWindow.add``."""

@@ -6,6 +6,7 @@ Made by the methods of :class:`sgl_ext.memory.transfer.TransferEngine`.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -124,12 +125,15 @@ class FileLane:
 
         Raises:
             OSError: as :func:`os.open`.
+            ValueError: as :meth:`adopt`.
         """
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         flags |= os.O_CREAT if create else 0
         flags |= os.O_DIRECT if self.direct else 0
-        fd = os.open(self.directory / path, flags, 0o600)
+        # Opening a pipe would otherwise wait for a writer.
+        fd = os.open(self.directory / path, flags | os.O_NONBLOCK, 0o600)
         try:
+            os.set_blocking(fd, True)
             return self.adopt(fd, length)
         finally:
             os.close(fd)
@@ -138,7 +142,9 @@ class FileLane:
         """As :meth:`open`, for an open file; the lane keeps a descriptor of its own.
 
         Raises:
-            ValueError: not open for reading, or no regular file or device.
+            OSError: no descriptor is left.
+            ValueError: not open for reading, open with O_APPEND, or no regular file or device with
+                offsets to read at.
         """
         return File(self._engine, self._engine._core.file(self._file_lane, fd, length))
 
@@ -147,6 +153,26 @@ class FileLane:
             f"FileLane({str(self.directory)!r}, depth={self.depth}, backend={self.backend!r}, "
             f"direct={self.direct})"
         )
+
+
+def direct_alignment(directory: Path) -> tuple[int, int] | None:
+    """What O_DIRECT demands of memory and of offsets in ``directory``; None where refused."""
+    probe = directory / f".direct-{os.getpid()}-{time.monotonic_ns()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        fd = os.open(probe, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        # Some file systems create the file before they refuse.
+        probe.unlink(missing_ok=True)
+        fd = os.open(probe, flags, 0o600)  # what else is wrong with the directory is an error
+        os.close(fd)
+        probe.unlink()
+        return None
+    try:
+        return _transfer.direct_io(fd)
+    finally:
+        os.close(fd)
+        probe.unlink()
 
 
 class ThrottledLane:

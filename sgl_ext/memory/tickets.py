@@ -39,6 +39,9 @@ class TransferError(OSError):
         self.bytes_done = bytes_done
         """Bytes of the whole batch that were transferred."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.op, self.bytes_done)
+
 
 class TransferCancelledError(ExtError):
     """The ticket was cancelled, by its owner or because the engine closed."""
@@ -69,6 +72,11 @@ class Ticket:
     def bytes_done(self) -> int:
         """Bytes transferred so far; final once the ticket is finished."""
         return self._native.bytes_done
+
+    @property
+    def seconds(self) -> float:
+        """From submission until it was finished; 0 as long as it is not."""
+        return self._native.seconds
 
     @property
     def error(self) -> TransferError | None:

@@ -17,7 +17,6 @@ apart: wait for what the next depends on.
 from __future__ import annotations
 
 import atexit
-import os
 import time
 import warnings
 import weakref
@@ -28,7 +27,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sgl_ext._native import _transfer
-from sgl_ext.memory.lanes import CudaLane, File, FileLane, HostLane, Lane, Region, ThrottledLane
+from sgl_ext.memory.lanes import (
+    CudaLane,
+    File,
+    FileLane,
+    HostLane,
+    Lane,
+    Region,
+    ThrottledLane,
+    direct_alignment,
+)
 from sgl_ext.memory.tickets import (
     Priority,
     State,
@@ -64,10 +72,11 @@ class TransferEngine:
 
     Close it, or use it as a context manager. One that is forgotten is closed when it is collected
     or when the interpreter exits: what has not started is cancelled, what is in flight is waited
-    for, a few seconds at most.
+    for, a few seconds at most. Its lanes, and their threads, live as long as it does.
     """
 
     def __init__(self) -> None:
+        self._over = False  # nobody has to close it any more
         self._core = _transfer.Engine()
         # Kept until no copy can touch the memory; an owner may refer to the engine.
         self._owners: dict[int, object] = {}
@@ -149,7 +158,7 @@ class TransferEngine:
         if backend not in ("auto", "io_uring", "threads"):
             raise ValueError(f"backend {backend!r}; expected 'auto', 'io_uring' or 'threads'")
         directory = Path(directory).absolute()
-        alignment = _direct_alignment(directory) if direct else None
+        alignment = direct_alignment(directory) if direct else None
         native, reason = self._core.file_lane(backend, depth, bytes_in_flight, request_bytes)
         if reason:
             warnings.warn(
@@ -198,6 +207,9 @@ class TransferEngine:
         operation's time, and are finished ``latency`` seconds after they passed. A copy of the
         batch is one operation, whatever its rows. At most ``depth`` pieces of a priority are under
         way, so ``depth / latency`` bounds the operations per second too.
+
+        Raises:
+            ValueError: a bad figure, or a lane of another engine.
         """
         native = self._core.throttled_lane(
             inner._native, bytes_per_second, operations_per_second, latency, depth, piece_bytes
@@ -221,7 +233,11 @@ class TransferEngine:
         return Ticket(self._core.submit(batch, lane._native, priority), self._core)
 
     def wait_any(self, tickets: Sequence[Ticket], timeout: float) -> list[Ticket]:
-        """The finished ones of ``tickets``, as soon as there is one, or after ``timeout`` s."""
+        """The finished ones of ``tickets``, as soon as there is one, or after ``timeout`` s.
+
+        Raises:
+            ValueError: one of them is another engine's.
+        """
         finished = poll(tickets)
         if finished or not tickets:
             return finished
@@ -243,6 +259,7 @@ class TransferEngine:
         if not self._core.close(timeout):
             raise TimeoutError(f"copies were still in flight after {timeout} s; close again")
         self._owners.clear()
+        self._over = True
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -269,45 +286,31 @@ def _as_batch(copies: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _direct_alignment(directory: Path) -> tuple[int, int] | None:
-    """What O_DIRECT demands of memory and of offsets in ``directory``; None where refused."""
-    probe = directory / f".direct-{os.getpid()}-{time.monotonic_ns()}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        fd = os.open(probe, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        # Some file systems create the file before they refuse.
-        probe.unlink(missing_ok=True)
-        fd = os.open(probe, flags, 0o600)  # what else is wrong with the directory is an error
-        os.close(fd)
-        probe.unlink()
-        return None
-    try:
-        return _transfer.direct_io(fd)
-    finally:
-        os.close(fd)
-        probe.unlink()
-
-
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
-_unsafe: list[object] = []
-"""Owners of memory that copies were still touching when their engine was given up."""
 
 
-def _close_forgotten(engine: TransferEngine) -> None:
-    if engine._core.forked or (engine._core.closed and not engine._owners):
+def _close_forgotten(engine: TransferEngine, timeout: float = _EXIT_DEADLINE_S) -> None:
+    if engine._over or engine._core.forked:
         return
+    engine._over = True
+    closed = False
     try:
-        engine.close()
-    except TimeoutError:
-        _unsafe.append((engine._core, engine._owners))
+        closed = engine._core.close(timeout)
+    finally:  # an interrupt, too, leaves copies in flight
+        if not closed:
+            _transfer.leak((engine._core, engine._owners))
+        engine._owners = {}
 
 
 @atexit.register
 def _close_all() -> None:
-    for engine in list(_engines):
-        _close_forgotten(engine)
-    # Threads that were waiting must be back before the interpreter is gone.
     deadline = time.monotonic() + _EXIT_DEADLINE_S
-    while not _transfer.no_waits() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    engines = [engine for engine in _engines if not engine._core.forked]
+    try:
+        for engine in engines:
+            engine._core.close(0)  # none goes on while another is waited for
+        for engine in engines:
+            _close_forgotten(engine, max(0.0, deadline - time.monotonic()))
+    finally:
+        # Threads that are in the native code must be back before the interpreter is gone.
+        _transfer.end(_EXIT_DEADLINE_S)

@@ -63,13 +63,13 @@ Plan::Plan(const std::vector<Row> &rows, const Shape &shape) : shape_(shape) {
   const int block = std::clamp(kExtendRows / group, 8, 128);
   for (const Row &row : rows) {
     if (row.queries == 0) continue;
-    const bool decode = row.queries == 1;
+    const bool decode = row.extent == 1;
     const int blocks = (row.queries + block - 1) / block;
-    int range = row.context;
+    int range = row.end;
     if (decode) {
-      range = range_size(row.context, kDecodeKeys, kMostDecodeRanges);
-    } else if (blocks <= kFewBlocks) {
-      range = range_size(row.context, kExtendKeys, kMostExtendRanges);
+      range = range_size(row.end, kDecodeKeys, kMostDecodeRanges);
+    } else if ((row.extent + block - 1) / block <= kFewBlocks) {
+      range = range_size(row.end, kExtendKeys, kMostExtendRanges);
     }
     const int start = row.context - row.queries;
     // The last block sees the most keys: the longest tasks begin first.
@@ -174,10 +174,15 @@ void Plan::run(const Layer &layer, const Kernels &kernels, int threads) const {
 Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
              std::int64_t pitch, const std::vector<std::int64_t> &requests,
              const std::vector<std::int64_t> &contexts,
-             const std::vector<std::int64_t> &queries) {
+             const std::vector<std::int64_t> &queries, const std::vector<std::int64_t> &extents,
+             const std::vector<std::int64_t> &ends) {
   const auto refuse = [](std::size_t row, const std::string &what) {
     throw std::invalid_argument("row " + std::to_string(row) + " of the batch " + what);
   };
+  if (extents.size() != ends.size() || (!extents.empty() && extents.size() != requests.size()))
+    throw std::invalid_argument("the batch has " + std::to_string(requests.size()) +
+                                " requests, " + std::to_string(extents.size()) + " extents and " +
+                                std::to_string(ends.size()) + " ends; they must be as many");
   if (contexts.size() != requests.size() || queries.size() != requests.size())
     throw std::invalid_argument("the batch has " + std::to_string(requests.size()) +
                                 " requests, " + std::to_string(contexts.size()) +
@@ -194,8 +199,14 @@ Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
     if (queries[i] < 0 || queries[i] > contexts[i])
       refuse(i, "has " + std::to_string(queries[i]) + " queries in a context of " +
                     std::to_string(contexts[i]));
+    const std::int64_t extent = extents.empty() ? queries[i] : extents[i];
+    const std::int64_t end = ends.empty() ? contexts[i] : ends[i];
+    if (extent < queries[i] || end < contexts[i] || end > width || extent > end)
+      refuse(i, "is no part of " + std::to_string(extent) + " queries that end at " +
+                    std::to_string(end));
     const std::int32_t *slots = table + requests[i] * pitch;
-    rows_.push_back({slots, tokens_, static_cast<int>(contexts[i]), static_cast<int>(queries[i])});
+    rows_.push_back({slots, tokens_, static_cast<int>(contexts[i]), static_cast<int>(queries[i]),
+                     static_cast<int>(extent), static_cast<int>(end)});
     tokens_ += queries[i];
     std::int32_t least = 0, most = -1;
     for (std::int64_t k = 0; k < contexts[i]; ++k) {

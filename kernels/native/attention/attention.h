@@ -18,6 +18,10 @@ struct Row {
   std::int64_t token;         // index in the batch of its first query
   int context;
   int queries;
+  // Of the sequence of queries that this row is a part of: how many they are and where they end.
+  // The partition of the keys follows from these, so that the parts give what the whole gives.
+  int extent;
+  int end;
 };
 
 // What the partition depends on besides the rows.
@@ -74,10 +78,13 @@ class Plan {
 class Batch {
  public:
   // Row i attends with its last queries[i] tokens over table[requests[i], :contexts[i]]; `table` is
-  // [height, width] with `pitch` elements from row to row. Throws std::invalid_argument.
+  // [height, width] with `pitch` elements from row to row. Without extents and ends each row is a
+  // whole of its own. Throws std::invalid_argument.
   Batch(const std::int32_t *table, std::int64_t height, std::int64_t width, std::int64_t pitch,
         const std::vector<std::int64_t> &requests, const std::vector<std::int64_t> &contexts,
-        const std::vector<std::int64_t> &queries);
+        const std::vector<std::int64_t> &queries,
+        const std::vector<std::int64_t> &extents = {},
+        const std::vector<std::int64_t> &ends = {});
 
   // Made at the first call for a shape; valid as long as the batch.
   const Plan &plan(const Shape &shape);

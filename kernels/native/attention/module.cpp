@@ -120,7 +120,7 @@ std::uint64_t read_kv(const Batch &batch, std::uintptr_t keys, std::int64_t key_
 NB_MODULE(_attention, m) {
   m.doc() = "CPU attention in place over a KV pool.";
   m.def("isas", available);
-  m.def("openmp_library", openmp_library);
+  m.def("openmp_library", sgl_ext::openmp_library);
   m.def("read_for_benchmark", read_kv, nb::arg("batch"), nb::arg("keys"), nb::arg("key_stride"),
         nb::arg("values"), nb::arg("value_stride"), nb::arg("slots"), nb::arg("row_bytes"),
         nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
@@ -129,12 +129,13 @@ NB_MODULE(_attention, m) {
           "__init__",
           [](Batch *self, std::uintptr_t table, std::int64_t height, std::int64_t width,
              std::int64_t pitch, const Integers &requests, const Integers &contexts,
-             const Integers &queries) {
+             const Integers &queries, const Integers &extents, const Integers &ends) {
             new (self) Batch(reinterpret_cast<const std::int32_t *>(table), height, width, pitch,
-                             requests, contexts, queries);
+                             requests, contexts, queries, extents, ends);
           },
           nb::arg("table"), nb::arg("height"), nb::arg("width"), nb::arg("pitch"),
-          nb::arg("requests"), nb::arg("contexts"), nb::arg("queries"))
+          nb::arg("requests"), nb::arg("contexts"), nb::arg("queries"),
+          nb::arg("extents") = Integers{}, nb::arg("ends") = Integers{})
       .def_prop_ro("tokens", &Batch::tokens)
       .def_prop_ro("last_slot", &Batch::last_slot);
   nb::class_<Attention>(m, "Attention")

@@ -1,95 +1,13 @@
 // Queueing, urgency, cancellation and ends, on a lane whose pieces a test lets through.
 #include <atomic>
-#include <condition_variable>
-#include <set>
+#include <limits>
 
+#include "gate.h"
 #include "host_lane.h"
-#include "overlap.h"
-#include "support.h"
 #include "throttled_lane.h"
 
 namespace sgl_ext::transfer {
 namespace {
-
-// Carries out nothing until it is permitted, and notes the order of what it took.
-class GateLane final : public Lane {
- public:
-  GateLane(std::shared_ptr<Hub> hub, std::size_t threads) : Lane("gate", hub), threads_(threads) {}
-  std::optional<std::string> refuses(const Copy&, const Region&, const Region&) const override {
-    return std::nullopt;
-  }
-  void start() override { start_threads(threads_); }
-  void permit(std::size_t pieces) {
-    std::lock_guard lock(gate_);
-    permits_ += pieces;
-    changed_.notify_all();
-  }
-  void permit_one_of(const Ticket& ticket) {
-    std::lock_guard lock(gate_);
-    own_permits_.insert(&ticket);
-    changed_.notify_all();
-  }
-  // The next piece that is let through fails.
-  void fail_next(int code) {
-    std::lock_guard lock(gate_);
-    fail_ = code;
-  }
-  std::vector<const Ticket*> taken() {
-    std::lock_guard lock(gate_);
-    return taken_;
-  }
-
- protected:
-  void work(std::size_t) override {
-    for (;;) {
-      Piece piece;
-      {
-        Lock lock(mutex_);
-        while (!take(piece, Cut{10})) {
-          if (closing()) return;
-          came_.wait(lock);
-        }
-      }
-      int code;
-      {
-        std::unique_lock lock(gate_);
-        taken_.push_back(piece.ticket);
-        changed_.notify_all();
-        changed_.wait(lock, [&] { return permits_ > 0 || own_permits_.count(piece.ticket) > 0; });
-        if (own_permits_.erase(piece.ticket) == 0) --permits_;
-        code = std::exchange(fail_, 0);
-      }
-      finish(piece, {code ? 0 : piece.bytes, code, code ? "as told" : ""});
-    }
-  }
-  void work_came(const Ticket&) override { came_.notify_all(); }
-  void wake_all() override { came_.notify_all(); }
-
- private:
-  const std::size_t threads_;
-  std::condition_variable came_;
-  std::mutex gate_;
-  std::condition_variable changed_;
-  std::size_t permits_ = 0;
-  std::set<const Ticket*> own_permits_;
-  int fail_ = 0;
-  std::vector<const Ticket*> taken_;
-};
-
-struct Gated {
-  explicit Gated(std::size_t threads = 1)
-      : memory(engine, 1000), lane(engine.add_lane<GateLane>(threads)) {}
-  ~Gated() {
-    lane->permit(1'000'000);
-    CHECK(engine.close(soon()));
-  }
-  std::shared_ptr<Ticket> submit(std::int64_t bytes, Level level = Level::normal) {
-    return engine.submit({line(memory.address(), memory.address(500), bytes)}, lane, level);
-  }
-  Engine engine;
-  Memory memory;
-  std::shared_ptr<GateLane> lane;
-};
 
 TEST(urgent_pieces_overtake_bulk_ones) {
   Gated g;
@@ -178,6 +96,71 @@ TEST(a_wait_ends_at_its_deadline) {
   CHECK(!g.engine.wait_any({ticket}, Clock::now()));
   g.lane->permit(1);
   CHECK(g.engine.wait_any({ticket}, soon()));
+}
+
+TEST(who_sees_a_ticket_finished_sees_those_before_it_finished) {
+  constexpr std::int64_t kCopies = 1'000'000;  // so many that it takes a while to free them
+  Gated g(2, Cut{1 << 30, std::size_t{1} << 30});
+  for (int round = 0; round < 4; ++round) {
+    const std::size_t before = g.lane->taken().size();
+    const auto first = std::make_shared<Ticket>(std::vector<Copy>(kCopies, line(0, 0, 1)),
+                                                Level::normal, g.lane,
+                                                std::vector<std::shared_ptr<Region>>{});
+    g.lane->enqueue(first);
+    const auto second = g.submit(10);
+    CHECK(eventually([&] { return g.lane->taken().size() == before + 2; }));
+    g.lane->permit_one_of(*first);
+    while (first->bytes_done() < kCopies) continue;
+    g.lane->permit_one_of(*second);
+    while (!second->finished()) continue;
+    CHECK(first->finished());
+  }
+}
+
+TEST(a_piece_that_the_lane_below_cancelled_is_no_failure) {
+  Gated g;
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const auto slow = g.engine.add_lane<ThrottledLane>(
+      g.lane, ThrottledLane::Device{kInfinity, kInfinity, 0}, std::size_t{4}, std::int64_t{4096});
+  const auto ticket = g.engine.submit({line(g.memory.address(), g.memory.address(500), 100)}, slow,
+                                      Level::normal);
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));  // a tenth of it
+  CHECK(!g.engine.close(Clock::now() + std::chrono::milliseconds(5)));
+  g.lane->permit(1);
+  CHECK(g.engine.close(soon()));
+  CHECK(ticket->state() == State::cancelled && ticket->bytes_done() == 10);
+}
+
+TEST(all_lanes_stop_while_one_is_waited_for) {
+  Gated g;
+  const auto other = g.engine.add_lane<GateLane>(std::size_t{1}, Cut{10});
+  const auto stuck = g.engine.submit({line(g.memory.address(), g.memory.address(500), 10)}, other,
+                                     Level::normal);
+  const auto running = g.submit(100), queued = g.submit(10);
+  CHECK(eventually([&] { return other->taken().size() + g.lane->taken().size() == 2; }));
+  std::thread closing([&] { CHECK(g.engine.close(soon())); });
+  CHECK(eventually([&] { return queued->state() == State::cancelled; }));
+  g.lane->permit(1);
+  CHECK(g.engine.wait(*running, soon()));
+  CHECK(running->bytes_done() == 10 && !stuck->finished());
+  other->permit(1);
+  closing.join();
+}
+
+TEST(a_time_beyond_the_clock_is_long) {
+  Gated g(1, Cut{std::int64_t{1} << 40});
+  auto region = std::make_shared<Region>();  // the gate touches no memory
+  region->base = std::int64_t{1} << 50;
+  region->length = std::int64_t{1} << 40;
+  const std::int64_t base = g.engine.add_region(std::move(region))->base;
+  constexpr std::int64_t kBytes = std::int64_t{1} << 35;  // ten times the clock's range at 1 byte/s
+  const auto slow = g.engine.add_lane<ThrottledLane>(
+      g.lane, ThrottledLane::Device{1, 1e9, 0}, std::size_t{4}, kBytes);
+  g.lane->permit(2);
+  const auto ticket =
+      g.engine.submit({line(base, base + kBytes, kBytes)}, slow, Level::normal);
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));
+  CHECK(!g.engine.wait(*ticket, Clock::now() + std::chrono::milliseconds(50)));
 }
 
 void fill(Memory& memory, const std::vector<Copy>& copies, Memory& src,
@@ -277,21 +260,6 @@ TEST(regions_come_and_go_while_others_are_used) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(engine.close(soon()));
-}
-
-TEST(rows_are_not_spread_out_to_find_an_overlap) {
-  // Two pitches on one stretch of addresses, one of them with more rows than memory could list.
-  constexpr std::int64_t kRows = std::int64_t{1} << 38;
-  const Copy many{0, kFileSpace, 64, kRows, 1024, 64};
-  const auto beside = [&](std::int64_t column) {
-    return Copy{kFileSpace / 2, 1024 * (kRows / 3) + column, 8, 1000, 8, 3 * 1024};
-  };
-  CHECK(!find_overlap({many, beside(64)}));
-  CHECK(!find_overlap({many, beside(1016)}));
-  for (const std::int64_t column : {-7, 0, 63, 1017}) {
-    const auto overlap = find_overlap({many, beside(column)});
-    CHECK(overlap && overlap->writer == 1 && overlap->other == 0 && overlap->other_is_source);
-  }
 }
 
 }  // namespace

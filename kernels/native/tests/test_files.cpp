@@ -217,6 +217,53 @@ TEST(what_has_no_offsets_is_refused) {
   CHECK_REFUSES(std::invalid_argument, "no regular file", file_region(ends[0], kPage, *lane));
   CHECK_REFUSES(std::invalid_argument, "Bad file descriptor", file_region(ends[0], kPage, *lane));
   ::close(ends[1]);
+  const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY);
+  CHECK(terminal >= 0);
+  CHECK_REFUSES(std::invalid_argument, "device with offsets", file_region(terminal, kPage, *lane));
+}
+
+TEST(what_would_write_elsewhere_or_not_at_all_is_refused) {
+  Directory directory;
+  Engine engine;
+  const auto lane = engine.add_lane<FileLane>(make_thread_io(1), kLimits);
+  const auto open = [&](int flags) {
+    const int fd = ::open(directory.file("data").c_str(), flags | O_CLOEXEC, 0600);
+    CHECK(fd >= 0);
+    return file_region(fd, kPage, *lane);
+  };
+  open(O_RDWR | O_CREAT);
+  CHECK_REFUSES(std::invalid_argument, "is open with O_APPEND", open(O_RDWR | O_APPEND));
+  CHECK_REFUSES(std::invalid_argument, "is open with O_PATH", open(O_PATH));
+}
+
+TEST(an_urgent_request_overtakes_what_waits_for_a_thread) {
+  const auto ticket = [](Level level) {
+    return std::make_shared<Ticket>(std::vector<Copy>{}, level, nullptr,
+                                    std::vector<std::shared_ptr<Region>>{});
+  };
+  const auto bulk = ticket(Level::bulk), urgent = ticket(Level::urgent);
+  const int fd = ::open("/dev/zero", O_RDONLY | O_CLOEXEC);
+  CHECK(fd >= 0);
+  std::vector<char> memory(1 << 20);
+  const auto backend = make_thread_io(1);
+  const auto overtakes = [&] {
+    std::vector<Io> ios(64);
+    for (Io& io : ios) {
+      io.piece.ticket = &io == &ios.back() ? urgent.get() : bulk.get();
+      io.fd = fd;
+      io.memory = memory.data();
+      io.length = static_cast<std::int64_t>(memory.size());
+      backend->start(&io);
+    }
+    std::vector<Completion> completed;
+    while (completed.size() < ios.size()) backend->reap(completed);
+    return completed.back().io != &ios.back();
+  };
+  // A thread that is quick enough has carried out all others before the urgent one is there.
+  bool overtook = false;
+  for (int round = 0; round < 1000 && !overtook; ++round) overtook = overtakes();
+  CHECK(overtook);
+  ::close(fd);
 }
 
 TEST(threads_submit_cancel_and_close_with_io_in_flight) {

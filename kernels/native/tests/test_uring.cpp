@@ -2,6 +2,9 @@
 #include <liburing.h>
 
 #include <cerrno>
+#include <functional>
+#include <future>
+#include <utility>
 
 #include "file_lane.h"
 #include "support.h"
@@ -12,6 +15,7 @@ std::atomic<int> refusal{0};              // errno of every entry, if not 0 ...
 std::atomic<int> refusals_left{0};        // ... for so many of them
 std::atomic<std::int64_t> refused{0};
 std::atomic<int> awaited_fd{-1};          // set back to -1 when a request for it is let through
+std::function<void()> on_refusal;         // called once, after the next refusal
 
 // Fails for real, as an entry into a ring that is not there: what liburing has prepared for the
 // kernel is then as after any failure. The error is the test's.
@@ -31,6 +35,7 @@ int entered(io_uring* ring, Enter enter) {
   ring->enter_ring_fd = fd;
   if (result >= 0) return result;  // there was no reason to enter
   ++refused;
+  if (on_refusal) std::exchange(on_refusal, nullptr)();
   return -error;
 }
 
@@ -74,6 +79,19 @@ struct Fixture {
 
   std::shared_ptr<Ticket> submit(const Copy& copy, Level level = Level::normal) {
     return engine.submit({copy}, lane, level);
+  }
+  // Reads that end when the test wants them to.
+  std::shared_ptr<Ticket> submit_read_of_pipe(int fd, const Memory& into) {
+    auto pipe = std::make_shared<Region>();
+    pipe->fd = fd;
+    pipe->kind = Kind::file;
+    pipe->lane = lane.get();
+    pipe->length = kPage;
+    pipe = engine.add_region(std::move(pipe));
+    awaited_fd = fd;
+    const auto ticket = submit(line(pipe->base, into.address(), 100));
+    CHECK(eventually([] { return awaited_fd == -1; }));
+    return ticket;
   }
   Copy page_to_file(const Memory& memory, std::int64_t page) const {
     return line(memory.address(page * kPage), file->base + page * kPage, kPage);
@@ -132,16 +150,8 @@ TEST(what_is_in_flight_ends_though_the_kernel_refuses_more) {
   Fixture f;
   int ends[2];
   CHECK(::pipe(ends) == 0);
-  auto pipe = std::make_shared<Region>();  // reads of it end when the test wants them to
-  pipe->fd = ends[0];
-  pipe->kind = Kind::file;
-  pipe->lane = f.lane.get();
-  pipe->length = kPage;
-  pipe = f.engine.add_region(std::move(pipe));
   Memory into(f.engine, kPage);
-  awaited_fd = ends[0];
-  const auto read = f.submit(line(pipe->base, into.address(), 100));
-  CHECK(eventually([] { return awaited_fd == -1; }));
+  const auto read = f.submit_read_of_pipe(ends[0], into);
   refuse(ENOMEM);
   const auto write = f.submit(f.page_to_file(f.after, 3), Level::urgent);
   CHECK(f.engine.wait(*write, soon()));
@@ -154,6 +164,31 @@ TEST(what_is_in_flight_ends_though_the_kernel_refuses_more) {
   CHECK(into.equals(f.before, 0, 100));
   CHECK(f.engine.close(soon()));
   ::close(ends[1]);
+}
+
+// The read of the wake ends while the ring cannot be entered and nothing else is in flight.
+TEST(work_that_comes_in_a_refusal_is_started) {
+  for (const int error : {ENOMEM, EAGAIN}) {
+    Fixture f;
+    int ends[2];
+    CHECK(::pipe(ends) == 0);
+    Memory into(f.engine, kPage);
+    const auto read = f.submit_read_of_pipe(ends[0], into);
+    std::promise<std::shared_ptr<Ticket>> late;
+    on_refusal = [&] {
+      refuse(0);
+      late.set_value(f.submit(f.page_to_file(f.after, 3)));
+    };
+    refuse(error);
+    CHECK(::write(ends[1], &f.before[0], 100) == 100);
+    const auto write = late.get_future().get();
+    CHECK(f.engine.wait(*write, soon()));
+    CHECK(write->state() == State::done);
+    CHECK(f.engine.wait(*read, soon()));
+    CHECK(read->state() == State::done);
+    CHECK(f.engine.close(soon()));
+    ::close(ends[1]);
+  }
 }
 
 TEST(a_passing_refusal_is_waited_out) {

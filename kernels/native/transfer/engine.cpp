@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,19 +56,25 @@ const std::shared_ptr<Region>& resolve(const Regions::Lookup& lookup, std::int64
   throw std::invalid_argument(at(op, what));
 }
 
+// How many forks lie between this process and the one that loaded the engine. Process numbers
+// would not tell: a child in another namespace may have that of its parent.
+std::int64_t forks = 0;
+[[maybe_unused]] const int counted = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+
 }  // namespace
 
-Engine::Engine() : process_(::getpid()) {}
+Engine::Engine() : process_(::getpid()), forks_(forks) {}
 
 Engine::~Engine() {
-  if (!forked() && close(Clock::now() + kLastChance)) return;
+  // Whoever has closed it has waited as long as it wanted to.
+  if (close(closed_ ? Clock::now() : Clock::now() + kLastChance)) return;
   // Their threads run on (or, in a child of fork, their locks may be held by nobody): nothing of
   // them may be taken away.
   new auto(std::move(lanes_));
   new auto(hub_);
 }
 
-bool Engine::forked() const { return ::getpid() != process_; }
+bool Engine::forked() const { return forks != forks_; }
 
 void Engine::check_here() const {
   if (!forked()) return;
@@ -107,7 +114,8 @@ void Engine::start(const std::shared_ptr<Lane>& lane) {
   try {
     lane->start();
   } catch (...) {
-    lane->close(Clock::now() + kLastChance);
+    lane->stop();
+    lane->join(Clock::now() + kLastChance);
     throw;
   }
   lanes_.push_back(lane);
@@ -119,9 +127,7 @@ void Engine::start(const std::shared_ptr<Lane>& lane) {
 std::shared_ptr<Ticket> Engine::submit(std::vector<Copy> copies, const std::shared_ptr<Lane>& lane,
                                        Level level) {
   check_open();
-  if (!lane->publishes_to(*hub_)) {
-    throw std::invalid_argument("this " + lane->name() + " belongs to another engine");
-  }
+  check_own(*lane);
   std::vector<std::shared_ptr<Region>> used;
   {
     const Regions::Lookup lookup(regions_);
@@ -175,8 +181,14 @@ bool Engine::cancel(Ticket& ticket) {
   return ticket.cancel();
 }
 
+void Engine::check_own(const Lane& lane) const {
+  if (lane.publishes_to(*hub_)) return;
+  throw std::invalid_argument("this " + lane.name() + " belongs to another engine");
+}
+
 bool Engine::wait_any(const std::vector<std::shared_ptr<Ticket>>& tickets, Deadline deadline) {
   check_here();
+  for (const auto& ticket : tickets) check_own(ticket->lane());
   return hub_->wait(
       [&] {
         return std::any_of(tickets.begin(), tickets.end(),
@@ -187,6 +199,7 @@ bool Engine::wait_any(const std::vector<std::shared_ptr<Ticket>>& tickets, Deadl
 
 bool Engine::wait(const Ticket& ticket, Deadline deadline) {
   check_here();
+  check_own(ticket.lane());
   return hub_->wait([&] { return ticket.finished(); }, deadline);
 }
 
@@ -198,9 +211,12 @@ bool Engine::close(Deadline deadline) {
     std::lock_guard lock(mutex_);
     lanes = lanes_;
   }
-  // Latest first: a lane may stand on an earlier one.
+  // Latest first: a lane may stand on an earlier one. All stop before any is waited for, lest they
+  // go on for as long as another is stuck.
+  std::reverse(lanes.begin(), lanes.end());
+  for (const auto& lane : lanes) lane->stop();
   bool ended = true;
-  for (auto lane = lanes.rbegin(); lane != lanes.rend(); ++lane) ended &= (*lane)->close(deadline);
+  for (const auto& lane : lanes) ended &= lane->join(deadline);
   if (ended) {
     std::lock_guard lock(mutex_);
     for (const auto& region : regions_.all()) {

@@ -14,7 +14,8 @@ namespace sgl_ext::transfer {
 class Engine {
  public:
   Engine();
-  // Closes within a few seconds; what is still in flight then lives until the process ends.
+  // Closes within a few seconds, or at once if that was tried before; what is in flight even then
+  // lives until the process ends.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -38,7 +39,7 @@ class Engine {
 
   // Whether anything of the ticket that had not started was cancelled by this call.
   bool cancel(Ticket& ticket);
-  // True once one of them is finished.
+  // True once one of them is finished. Throws std::invalid_argument if one is another engine's.
   bool wait_any(const std::vector<std::shared_ptr<Ticket>>& tickets, Deadline deadline);
   bool wait(const Ticket& ticket, Deadline deadline);
 
@@ -54,8 +55,9 @@ class Engine {
 
  private:
   void start(const std::shared_ptr<Lane>& lane);
+  void check_own(const Lane& lane) const;
 
-  const std::int64_t process_;
+  const std::int64_t process_, forks_;
   const std::shared_ptr<Hub> hub_ = std::make_shared<Hub>();
   Regions regions_;
   std::atomic<bool> closed_{false};

@@ -202,6 +202,9 @@ bool FileLane::settle(Io& io, std::int64_t result) {
 }
 
 std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lane) {
+  const auto refuse = [fd](const std::string& what) -> void {
+    throw std::invalid_argument("file descriptor " + std::to_string(fd) + what);
+  };
   auto region = std::make_shared<Region>();
   region->fd = fd;
   region->kind = Kind::file;
@@ -210,16 +213,19 @@ std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lan
   struct stat status;
   const int flags = ::fcntl(fd, F_GETFL);
   if (flags < 0 || ::fstat(fd, &status) != 0) {
-    throw std::invalid_argument("file descriptor " + std::to_string(fd) + ": " +
-                                std::strerror(errno));
+    refuse(std::string(": ") + std::strerror(errno));
   }
-  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode) && !S_ISCHR(status.st_mode)) {
-    throw std::invalid_argument("file descriptor " + std::to_string(fd) +
-                                " is no regular file or device; it has no offsets to read at");
+  if (flags & O_PATH) refuse(" is open with O_PATH; open it for reading");
+  // A terminal is a device too, but reading one may take for ever.
+  const bool device = S_ISBLK(status.st_mode) || S_ISCHR(status.st_mode);
+  if ((!S_ISREG(status.st_mode) && !device) || ::lseek(fd, 0, SEEK_CUR) < 0) {
+    refuse(" is no regular file or device with offsets to read at");
   }
   if ((flags & O_ACCMODE) == O_WRONLY) {
-    throw std::invalid_argument("file descriptor " + std::to_string(fd) +
-                                " is open for writing only; open it for reading and writing");
+    refuse(" is open for writing only; open it for reading and writing");
+  }
+  if (flags & O_APPEND) {
+    refuse(" is open with O_APPEND: writes would all go to its end; open it without");
   }
   region->writable = (flags & O_ACCMODE) == O_RDWR;
   if (flags & O_DIRECT) {

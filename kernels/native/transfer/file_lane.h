@@ -59,8 +59,9 @@ class FileLane final : public Lane {
   std::map<std::int64_t, Buffer> buffers_;  // registered memory by address; guarded by mutex_
 };
 
-// A region for `fd`, which it takes over: a regular file or a device, as far as `length`. Offsets
-// and addresses must be aligned if it is open with O_DIRECT.
+// A region for `fd`, which it takes over: a regular file or a device that can be read at offsets,
+// as far as `length`. Offsets and addresses must be aligned if it is open with O_DIRECT. Throws
+// std::invalid_argument.
 std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lane);
 
 }  // namespace sgl_ext::transfer

@@ -1,9 +1,8 @@
 #include "lane.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
+
+#include "threads.h"
 
 namespace sgl_ext::transfer {
 
@@ -29,28 +28,21 @@ Lane::Lane(std::string name, std::shared_ptr<Hub> hub)
 Lane::~Lane() = default;
 
 void Lane::start_threads(std::size_t count) {
-  // Signals belong to the threads of the program.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   std::lock_guard lock(mutex_);
   try {
     for (std::size_t i = 0; i < count; ++i) {
-      threads_.emplace_back([this, i] {
+      threads_.push_back(start_thread([this, i] {
         work(i);
         std::lock_guard end(mutex_);
         --running_;
         ended_.notify_all();
-      });
+      }));
       ++running_;
-      pthread_setname_np(threads_.back().native_handle(), "sglx-transfer");
     }
   } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw Refused("thread " + std::to_string(threads_.size()) + " of " + std::to_string(count) +
                   " could not be started (" + error.what() + "); ask for fewer");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Lane::enqueue(const std::shared_ptr<Ticket>& ticket) {
@@ -68,8 +60,9 @@ void Lane::enqueue(const std::shared_ptr<Ticket>& ticket) {
       if (next_[level] == line.end()) next_[level] = ticket->place_;
       work_came(*ticket);
     }
+    hub_->publish(ended);
   }
-  hub_->publish(ended);
+  conclude(ended);
 }
 
 bool Lane::take(Piece& piece, const Cut& cut, unsigned levels) {
@@ -126,9 +119,14 @@ void Lane::finish(const Piece& piece, Outcome outcome) {
       }
       ticket.drop_rest();
     }
+    if (outcome.cancelled) {
+      ticket.cancelled_ = true;
+      ticket.drop_rest();
+    }
     settle(ticket, ended);
+    hub_->publish(ended);
   }
-  hub_->publish(ended);
+  conclude(ended);
 }
 
 bool Lane::cancel(Ticket& ticket) {
@@ -139,8 +137,9 @@ bool Lane::cancel(Ticket& ticket) {
     ticket.cancelled_ = true;
     ticket.drop_rest();
     settle(ticket, ended);
+    hub_->publish(ended);
   }
-  hub_->publish(ended);
+  conclude(ended);
   return true;
 }
 
@@ -159,7 +158,14 @@ void Lane::settle(Ticket& ticket, Ended& ended) {
   while (!line.empty() && over(*line.front())) leave(line.begin(), ended);
 }
 
-bool Lane::close(Deadline deadline) {
+void Lane::conclude(const Ended& ended) {
+  for (const auto& ticket : ended) {
+    ticket->forget();
+    if (ticket->on_finish_) ticket->on_finish_(*ticket);
+  }
+}
+
+void Lane::stop() {
   Ended ended;
   {
     Lock lock(mutex_);
@@ -175,8 +181,12 @@ bool Lane::close(Deadline deadline) {
       while (!line.empty() && over(*line.front())) leave(line.begin(), ended);
     }
     wake_all();
+    hub_->publish(ended);
   }
-  hub_->publish(ended);
+  conclude(ended);
+}
+
+bool Lane::join(Deadline deadline) {
   {
     Lock lock(mutex_);
     if (!ended_.wait_until(lock, deadline, [this] { return running_ == 0; })) return false;

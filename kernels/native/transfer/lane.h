@@ -34,7 +34,8 @@ struct Cut {
 struct Outcome {
   std::int64_t bytes = 0;
   int code = 0;
-  std::string message;
+  std::string message = {};
+  bool cancelled = false;  // the piece was not carried out, and nor is the rest of its ticket
 };
 
 // The longest run of at most `bytes` bytes and `rows` rows from `position` in `copy`.
@@ -62,9 +63,11 @@ class Lane : public std::enable_shared_from_this<Lane> {
   virtual void start() = 0;
   void enqueue(const std::shared_ptr<Ticket>& ticket);
   bool cancel(Ticket& ticket);
-  // Refuses new tickets, cancels what has not started, waits for what has and joins the threads.
-  // False if that took longer; may be called again.
-  bool close(Deadline deadline);
+  // Refuses new tickets and cancels what has not started.
+  void stop();
+  // After stop(): waits for what has started and joins the threads. False if that took longer; may
+  // be called again.
+  bool join(Deadline deadline);
 
  protected:
   using Lock = std::unique_lock<std::mutex>;
@@ -117,6 +120,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   }
   void leave(Line::iterator place, Ended& ended);
   void settle(Ticket& ticket, Ended& ended);
+  // What is left to do for published tickets. Without mutex_.
+  static void conclude(const Ended& ended);
 
   const std::string name_;
   const std::shared_ptr<Hub> hub_;

@@ -1,6 +1,7 @@
 // The Python module: arguments in, tickets out. No engine state lives here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -11,11 +12,13 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <system_error>
 
 #include "cuda_lane.h"
 #include "direct_io.h"
 #include "engine.h"
 #include "file_lane.h"
+#include "gil.h"
 #include "host_lane.h"
 #include "plain_memcpy.h"
 #include "throttled_lane.h"
@@ -39,54 +42,33 @@ Deadline in_seconds(double timeout) {
                             std::chrono::duration<double>(std::min(timeout, kYear)));
 }
 
-// Counts the threads that wait without the GIL. A thread that asks for the GIL of an interpreter
-// that has ended is unwound through C++ frames, which aborts the process: closing waits for all
-// of them to be back.
-class Waits {
- public:
-  // Waits in slices, between which signal handlers run.
-  template <class Wait>
-  bool wait(Deadline deadline, Wait wait) {
-    constexpr auto kSlice = std::chrono::milliseconds(100);
-    for (;;) {
-      const Deadline until = std::min(deadline, Clock::now() + kSlice);
-      bool over;
-      {
-        const Counted counted(count_);
-        nb::gil_scoped_release released;
-        over = wait(until);
-      }
-      if (over || until == deadline) return over;
-      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+// Waits in slices, between which signal handlers run.
+template <class Wait>
+bool wait_sliced(Deadline deadline, Wait wait) {
+  constexpr auto kSlice = std::chrono::milliseconds(100);
+  for (;;) {
+    const Clock::time_point now = Clock::now();
+    const Deadline until = Gil::ending() ? now : std::min(deadline, now + kSlice);
+    bool over;
+    {
+      const Gil::Released released;
+      over = wait(until);
     }
+    if (over || until >= deadline) return over;
+    if (Gil::ending()) throw Refused("the interpreter is ending; nothing can be waited for");
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
-  bool none() const { return count_ == 0; }
-
- private:
-  struct Counted {
-    explicit Counted(std::atomic<std::int64_t>& count) : count(count) { ++count; }
-    ~Counted() { --count; }
-    std::atomic<std::int64_t>& count;
-  };
-
-  std::atomic<std::int64_t> count_{0};
-};
-
-// Every wait of the module: engines are closed one by one, and the interpreter ends once.
-Waits waits;
+}
 
 struct PyEngine : Engine {
   ~PyEngine() {
-    nb::gil_scoped_release released;
-    close(in_seconds(forked() ? 0 : 5));
+    // Here and not in the base, so that Python runs meanwhile.
+    if (!closed() && !forked()) {
+      const Gil::Released released;
+      close(in_seconds(5));
+    }
   }
 };
-
-bool close_engine(PyEngine& engine, double timeout) {
-  const Deadline deadline = in_seconds(timeout);
-  nb::gil_scoped_release released;
-  return engine.close(deadline);
-}
 
 std::shared_ptr<Ticket> submit(PyEngine& engine, const Batch& batch,
                                const std::shared_ptr<Lane>& lane, int level) {
@@ -96,7 +78,7 @@ std::shared_ptr<Ticket> submit(PyEngine& engine, const Batch& batch,
   }
   const auto* rows = reinterpret_cast<const Copy*>(batch.data());
   std::vector<Copy> copies(rows, rows + batch.shape(0));
-  nb::gil_scoped_release released;
+  const Gil::Released released;
   return engine.submit(std::move(copies), lane, static_cast<Level>(level));
 }
 
@@ -113,8 +95,11 @@ std::shared_ptr<Region> add_memory(PyEngine& engine, std::int64_t address, std::
 
 // `backend`: "io_uring", "threads", or "auto" for the first that there is. Returns the lane and why
 // it is not the first.
-nb::tuple add_file_lane(PyEngine& engine, const std::string& backend, std::size_t depth,
-                        std::int64_t bytes, std::int64_t request) {
+std::pair<std::shared_ptr<FileLane>, std::string> add_file_lane(PyEngine& engine,
+                                                                const std::string& backend,
+                                                                std::size_t depth,
+                                                                std::int64_t bytes,
+                                                                std::int64_t request) {
   const FileLane::Limits limits{depth, bytes, request};
   FileLane::check(limits);
   std::string reason;
@@ -123,7 +108,7 @@ nb::tuple add_file_lane(PyEngine& engine, const std::string& backend, std::size_
   if (!io && backend == "io_uring") throw Refused(reason);
   constexpr std::size_t kMaxThreads = 16;
   if (!io) io = make_thread_io(std::min(depth, kMaxThreads));
-  return nb::make_tuple(engine.add_lane<FileLane>(std::move(io), limits), reason);
+  return {engine.add_lane<FileLane>(std::move(io), limits), reason};
 }
 
 std::shared_ptr<Region> add_file(PyEngine& engine, const FileLane& lane, int fd,
@@ -131,8 +116,9 @@ std::shared_ptr<Region> add_file(PyEngine& engine, const FileLane& lane, int fd,
   engine.check_open();
   const int own = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (own < 0) {
-    throw std::invalid_argument("file descriptor " + std::to_string(fd) + ": " +
-                                std::strerror(errno));
+    const std::string what = "file descriptor " + std::to_string(fd);
+    if (errno == EBADF) throw std::invalid_argument(what + ": " + std::strerror(errno));
+    throw std::system_error(errno, std::generic_category(), what);
   }
   return engine.add_region(file_region(own, length, lane));
 }
@@ -152,6 +138,9 @@ NB_MODULE(_transfer, m) {
       std::rethrow_exception(error);
     } catch (const Refused& problem) {
       PyErr_SetString(refused, problem.what());
+    } catch (const std::system_error& problem) {
+      const nb::object error = nb::make_tuple(problem.code().value(), problem.what());
+      PyErr_SetObject(PyExc_OSError, error.ptr());
     }
   });
 
@@ -176,6 +165,7 @@ NB_MODULE(_transfer, m) {
       .def_prop_ro("level", [](const Ticket& t) { return static_cast<int>(t.level); })
       .def_prop_ro("bytes_total", [](const Ticket& t) { return t.bytes_total; })
       .def_prop_ro("bytes_done", &Ticket::bytes_done)
+      .def_prop_ro("seconds", &Ticket::seconds)
       .def_prop_ro("failure",
                    [](const Ticket& t) -> nb::object {
                      if (t.state() != State::failed) return nb::none();
@@ -185,17 +175,18 @@ NB_MODULE(_transfer, m) {
 
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<>())
-      .def("register", add_memory, "address"_a, "length"_a, "device"_a, "writable"_a, "pinned"_a)
+      .def("register", add_memory, "address"_a, "length"_a, "device"_a, "writable"_a, "pinned"_a,
+           nb::call_guard<Gil::Released>())
       .def("unregister", &PyEngine::remove_region, "region"_a,
-           nb::call_guard<nb::gil_scoped_release>())
+           nb::call_guard<Gil::Released>())
       .def("host_lane",
            [](PyEngine& engine, std::size_t threads, std::int64_t piece_bytes) {
              return engine.add_lane<HostLane>(threads, piece_bytes);
            },
-           "threads"_a, "piece_bytes"_a)
+           "threads"_a, "piece_bytes"_a, nb::call_guard<Gil::Released>())
       .def("file_lane", add_file_lane, "backend"_a, "depth"_a, "bytes_in_flight"_a,
-           "request_bytes"_a)
-      .def("file", add_file, "lane"_a, "fd"_a, "length"_a)
+           "request_bytes"_a, nb::call_guard<Gil::Released>())
+      .def("file", add_file, "lane"_a, "fd"_a, "length"_a, nb::call_guard<Gil::Released>())
       .def("throttled_lane",
            [](PyEngine& engine, const std::shared_ptr<Lane>& inner, double bytes_per_second,
               double operations_per_second, double latency, std::size_t depth,
@@ -204,31 +195,39 @@ NB_MODULE(_transfer, m) {
              return engine.add_lane<ThrottledLane>(inner, device, depth, piece_bytes);
            },
            "inner"_a, "bytes_per_second"_a, "operations_per_second"_a, "latency"_a, "depth"_a,
-           "piece_bytes"_a)
+           "piece_bytes"_a, nb::call_guard<Gil::Released>())
       .def("cuda_lane",
            [](PyEngine& engine, const std::string& library, int device, std::size_t dispatches,
               std::int64_t bytes) {
              return engine.add_lane<CudaLane>(library, device,
                                               CudaLane::Limits{dispatches, bytes});
            },
-           "library"_a, "device"_a, "dispatches"_a, "group_bytes"_a)
+           "library"_a, "device"_a, "dispatches"_a, "group_bytes"_a, nb::call_guard<Gil::Released>())
       .def("submit", submit, "copies"_a, "lane"_a, "level"_a)
-      .def("cancel", &PyEngine::cancel, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("cancel", &PyEngine::cancel, "ticket"_a, nb::call_guard<Gil::Released>())
       .def("wait",
            [](PyEngine& engine, const Ticket& ticket, double timeout) {
              const Deadline deadline = in_seconds(timeout);
              if (ticket.finished()) return true;
-             return waits.wait(deadline,
-                               [&](Deadline until) { return engine.wait(ticket, until); });
+             return wait_sliced(deadline,
+                                [&](Deadline until) { return engine.wait(ticket, until); });
            },
            "ticket"_a, "timeout"_a)
       .def("wait_any",
            [](PyEngine& engine, const Tickets& tickets, double timeout) {
-             return waits.wait(in_seconds(timeout),
-                               [&](Deadline until) { return engine.wait_any(tickets, until); });
+             return wait_sliced(in_seconds(timeout),
+                                [&](Deadline until) { return engine.wait_any(tickets, until); });
            },
            "tickets"_a, "timeout"_a)
-      .def("close", close_engine, "timeout"_a)
+      .def("close",
+           [](PyEngine& engine, double timeout) {
+             const Deadline deadline = in_seconds(timeout);
+             // In a forked child there is nothing to wait for.
+             return !engine.forked() && wait_sliced(deadline, [&](Deadline until) {
+               return engine.close(until);
+             });
+           },
+           "timeout"_a)
       .def_prop_ro("closed", &PyEngine::closed)
       .def_prop_ro("forked", &PyEngine::forked);
 
@@ -238,11 +237,14 @@ NB_MODULE(_transfer, m) {
     return nb::make_tuple(direct->memory_alignment, direct->offset_alignment);
   }, "fd"_a);
   m.def("io_uring_built", io_uring_built);
-  m.def("no_waits", [] { return waits.none(); });
+  Gil::watch_forks();
+  m.def("no_waits", [] { return Gil::count() == 0; });
+  m.def("end", [](double timeout) { return Gil::end(in_seconds(timeout)); }, "timeout"_a);
+  m.def("leak", [](nb::object owner) { owner.release(); }, "owner"_a);
   m.def("plain_memcpy",
         [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes, std::size_t threads) {
           plain_memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes,
                        threads);
         },
-        "dst"_a, "src"_a, "length"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+        "dst"_a, "src"_a, "length"_a, "threads"_a, nb::call_guard<Gil::Released>());
 }

@@ -58,28 +58,70 @@ std::optional<Overlap> sweep(const std::vector<const Footprint*>& footprints) {
   }
 }
 
-// Rectangles that cross the sweep line, by their left column.
-class Crossing {
+// Written rectangles that cross the sweep line. They are disjoint, so that of those that begin
+// left of a column the last one reaches furthest.
+class Writes {
  public:
-  using Place = std::multimap<std::int64_t, const Rectangle*>::iterator;
-
-  Place add(const Rectangle& rectangle) {
-    widest_ = std::max(widest_, rectangle.right - rectangle.left);
-    return by_left_.emplace(rectangle.left, &rectangle);
-  }
-  void remove(Place place) { by_left_.erase(place); }
+  void add(const Rectangle& rectangle) { by_left_.emplace(rectangle.left, &rectangle); }
+  void remove(const Rectangle& rectangle) { by_left_.erase(rectangle.left); }
 
   const Rectangle* meeting(const Rectangle& other) const {
-    for (auto it = by_left_.upper_bound(other.left - widest_);
-         it != by_left_.end() && it->first < other.right; ++it) {
-      if (it->second->right > other.left) return it->second;
-    }
-    return nullptr;
+    const auto after = by_left_.lower_bound(other.right);
+    if (after == by_left_.begin()) return nullptr;
+    const Rectangle* last = std::prev(after)->second;
+    return last->right > other.left ? last : nullptr;
   }
 
  private:
-  std::multimap<std::int64_t, const Rectangle*> by_left_;
-  std::int64_t widest_ = 0;
+  std::map<std::int64_t, const Rectangle*> by_left_;
+};
+
+// Read rectangles that cross the sweep line, which may share columns: a tournament in the order of
+// their left columns, each inner node with the one below it that reaches furthest right.
+class Reads {
+ public:
+  explicit Reads(const std::vector<Rectangle>& rectangles) {
+    for (const Rectangle& r : rectangles) {
+      if (!r.written) order_.emplace_back(r.left, &r);
+    }
+    std::sort(order_.begin(), order_.end());
+    furthest_.resize(2 * order_.size());
+  }
+  void add(const Rectangle& rectangle) { set(rectangle, &rectangle); }
+  void remove(const Rectangle& rectangle) { set(rectangle, nullptr); }
+
+  const Rectangle* meeting(const Rectangle& other) const {
+    const Rectangle* last = nullptr;
+    std::size_t from = order_.size(), to = from + begun_before(other.right);
+    for (; from < to; from /= 2, to /= 2) {
+      if (from % 2) last = further(last, furthest_[from++]);
+      if (to % 2) last = further(last, furthest_[--to]);
+    }
+    return last && last->right > other.left ? last : nullptr;
+  }
+
+ private:
+  using Place = std::pair<std::int64_t, const Rectangle*>;
+
+  static const Rectangle* further(const Rectangle* a, const Rectangle* b) {
+    return !b || (a && a->right >= b->right) ? a : b;
+  }
+  std::size_t begun_before(std::int64_t column) const {
+    const auto place = std::lower_bound(order_.begin(), order_.end(), Place{column, nullptr});
+    return static_cast<std::size_t>(place - order_.begin());
+  }
+  void set(const Rectangle& rectangle, const Rectangle* present) {
+    const auto place =
+        std::lower_bound(order_.begin(), order_.end(), Place{rectangle.left, &rectangle});
+    auto node = order_.size() + static_cast<std::size_t>(place - order_.begin());
+    furthest_[node] = present;
+    for (node /= 2; node > 0; node /= 2) {
+      furthest_[node] = further(furthest_[2 * node], furthest_[2 * node + 1]);
+    }
+  }
+
+  std::vector<Place> order_;
+  std::vector<const Rectangle*> furthest_;  // the leaves are its second half
 };
 
 std::optional<Overlap> sweep(std::vector<Rectangle>& rectangles) {
@@ -90,19 +132,19 @@ std::optional<Overlap> sweep(std::vector<Rectangle>& rectangles) {
   std::sort(by_bottom.begin(), by_bottom.end(), [&](std::size_t a, std::size_t b) {
     return rectangles[a].bottom < rectangles[b].bottom;
   });
-  Crossing reads, writes;
-  std::vector<Crossing::Place> places(rectangles.size());
+  Reads reads(rectangles);
+  Writes writes;
   auto leaving = by_bottom.begin();
-  for (std::size_t i = 0; i < rectangles.size(); ++i) {
-    const Rectangle& next = rectangles[i];
+  for (const Rectangle& next : rectangles) {
     for (; rectangles[*leaving].bottom <= next.top; ++leaving) {
-      (rectangles[*leaving].written ? writes : reads).remove(places[*leaving]);
+      const Rectangle& last = rectangles[*leaving];
+      last.written ? writes.remove(last) : reads.remove(last);
     }
     if (const Rectangle* met = writes.meeting(next)) return pair(*met, next);
     if (next.written) {
       if (const Rectangle* met = reads.meeting(next)) return pair(next, *met);
     }
-    places[i] = (next.written ? writes : reads).add(next);
+    next.written ? writes.add(next) : reads.add(next);
   }
   return std::nullopt;
 }

@@ -4,8 +4,9 @@
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <vector>
+
+#include "threads.h"
 
 namespace sgl_ext::transfer {
 
@@ -14,7 +15,7 @@ namespace {
 class Helpers {
  public:
   explicit Helpers(std::size_t count) : count_(count) {
-    for (std::size_t i = 0; i < count; ++i) std::thread([this, i] { help(i); }).detach();
+    for (std::size_t i = 0; i < count; ++i) start_thread([this, i] { help(i); }).detach();
   }
   std::size_t count() const { return count_; }
 

@@ -2,11 +2,13 @@
 
 #include <cerrno>
 #include <condition_variable>
-#include <deque>
+#include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 
 #include "io_backend.h"
+#include "threads.h"
 
 namespace sgl_ext::transfer {
 
@@ -16,7 +18,7 @@ class ThreadIo final : public IoBackend {
  public:
   explicit ThreadIo(std::size_t threads) {
     try {
-      for (std::size_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+      for (std::size_t i = 0; i < threads; ++i) threads_.push_back(start_thread([this] { work(); }));
     } catch (const std::system_error& error) {
       stop();
       throw Refused(std::string("no thread for file I/O could be started: ") + error.what());
@@ -29,7 +31,7 @@ class ThreadIo final : public IoBackend {
   void start(Io* io) override {
     {
       std::lock_guard lock(mutex_);
-      asked_.push_back(io);
+      asked_.emplace(io->piece.ticket->level, io);
     }
     came_.notify_one();
   }
@@ -58,8 +60,8 @@ class ThreadIo final : public IoBackend {
     for (;;) {
       came_.wait(lock, [this] { return stopping_ || !asked_.empty(); });
       if (asked_.empty()) return;
-      Io* io = asked_.front();
-      asked_.pop_front();
+      Io* io = asked_.begin()->second;
+      asked_.erase(asked_.begin());
       lock.unlock();
       char* memory = io->memory + io->done;
       const auto length = static_cast<std::size_t>(io->length - io->done);
@@ -84,7 +86,7 @@ class ThreadIo final : public IoBackend {
 
   std::mutex mutex_;
   std::condition_variable came_, reapable_;
-  std::deque<Io*> asked_;
+  std::multimap<Level, Io*, std::greater<>> asked_;  // the most urgent first, each in order
   std::vector<Completion> completed_;
   bool woken_ = false;
   bool stopping_ = false;

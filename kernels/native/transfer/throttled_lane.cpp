@@ -3,7 +3,6 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <cerrno>
 
 namespace sgl_ext::transfer {
 
@@ -18,13 +17,16 @@ Clock::duration seconds(double value) {
 
 }  // namespace
 
-ThrottledLane::ThrottledLane(std::shared_ptr<Hub> hub, std::shared_ptr<Lane> inner,
+ThrottledLane::ThrottledLane(const std::shared_ptr<Hub>& hub, std::shared_ptr<Lane> inner,
                              const Device& device, std::size_t depth, std::int64_t piece_bytes)
-    : Lane("throttled " + inner->name(), std::move(hub)),
+    : Lane("throttled " + inner->name(), hub),
       inner_(std::move(inner)),
       device_(device),
       depth_(depth),
       cut_{piece_bytes} {
+  if (!inner_->publishes_to(*hub)) {
+    throw std::invalid_argument("this " + inner_->name() + " belongs to another engine");
+  }
   constexpr double kDay = 86400;
   if (!(device.bytes_per_second >= 1) || !(device.operations_per_second >= 1 / kDay) ||
       !(device.latency >= 0 && device.latency <= kDay)) {
@@ -44,7 +46,8 @@ ThrottledLane::ThrottledLane(std::shared_ptr<Hub> hub, std::shared_ptr<Lane> inn
 Clock::duration ThrottledLane::toll(const Piece& piece) const {
   double time = static_cast<double>(piece.bytes) / device_.bytes_per_second;
   if (piece.position == 0) time = std::max(time, 1 / device_.operations_per_second);
-  return seconds(time);
+  constexpr double kCentury = 3.2e9;  // of a longer time the clock could not tell the end
+  return seconds(std::min(time, kCentury));
 }
 
 unsigned ThrottledLane::admitted() const {
@@ -67,8 +70,7 @@ void ThrottledLane::pass(const Piece& piece, Deadline due) {
       outcome.code = inner.failure().code;
       outcome.message = inner.failure().message;
     } else if (inner.state() == State::cancelled) {
-      outcome.code = ECANCELED;
-      outcome.message = inner_->name() + " was closed";
+      outcome.cancelled = true;
     }
     Lock lock(mutex_);
     --passing_;
@@ -77,10 +79,10 @@ void ThrottledLane::pass(const Piece& piece, Deadline due) {
   };
   try {
     inner_->enqueue(ticket);
-  } catch (const Refused& refused) {
+  } catch (const Refused&) {  // closed
     Lock lock(mutex_);
     --passing_;
-    passed_.push({due, piece, {0, ECANCELED, refused.what()}});
+    passed_.push({due, piece, {0, 0, {}, true}});
   }
 }
 

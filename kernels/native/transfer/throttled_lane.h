@@ -21,7 +21,7 @@ class ThrottledLane final : public Lane {
 
   // An urgent ticket waits for at most one piece of `piece_bytes` to pass, and finds at most
   // `depth` pieces of each level on their way.
-  ThrottledLane(std::shared_ptr<Hub> hub, std::shared_ptr<Lane> inner, const Device& device,
+  ThrottledLane(const std::shared_ptr<Hub>& hub, std::shared_ptr<Lane> inner, const Device& device,
                 std::size_t depth, std::int64_t piece_bytes);
 
   const Device& device() const { return device_; }

@@ -28,7 +28,6 @@ Ticket::Ticket(std::vector<Copy> batch, Level urgency, std::shared_ptr<Lane> lan
 Ticket::~Ticket() { release(); }
 
 void Ticket::release() {
-  std::vector<Copy>().swap(copies_);
   for (const auto& region : regions_) region->uses.fetch_sub(1);
   regions_.clear();
 }
@@ -55,19 +54,16 @@ void Hub::publish(const std::vector<std::shared_ptr<Ticket>>& tickets) {
   if (tickets.empty()) return;
   // Before the state says so: who has seen the end of a ticket can unregister its regions.
   for (const auto& ticket : tickets) ticket->release();
-  {
-    std::lock_guard lock(mutex_);
-    for (const auto& ticket : tickets) {
-      const State state = ticket->failure_     ? State::failed
-                          : ticket->cancelled_ ? State::cancelled
-                                               : State::done;
-      ticket->state_.store(state, std::memory_order_release);
-    }
-    if (waiters_ > 0) finished_.notify_all();
-  }
+  const auto now = std::chrono::steady_clock::now();
+  std::lock_guard lock(mutex_);
   for (const auto& ticket : tickets) {
-    if (ticket->on_finish_) ticket->on_finish_(*ticket);
+    ticket->ended_ = now;
+    const State state = ticket->failure_     ? State::failed
+                        : ticket->cancelled_ ? State::cancelled
+                                             : State::done;
+    ticket->state_.store(state, std::memory_order_release);
   }
+  if (waiters_ > 0) finished_.notify_all();
 }
 
 }  // namespace sgl_ext::transfer

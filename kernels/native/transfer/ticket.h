@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <list>
@@ -32,6 +33,11 @@ class Ticket {
   // Bytes of the pieces that have ended without an error, and of the good part of the one that
   // did not.
   std::int64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
+  // From submission until the end; 0 before.
+  double seconds() const {
+    return finished() ? std::chrono::duration<double>(ended_ - began_).count() : 0.0;
+  }
+  const Lane& lane() const { return *lane_; }
   // The batch, until it is enqueued.
   const std::vector<Copy>& copies() const { return copies_; }
   // Valid once the state is `failed`.
@@ -46,7 +52,10 @@ class Ticket {
   friend class Hub;
   friend class ThrottledLane;
 
+  // Gives the regions back.
   void release();
+  // Frees the batch.
+  void forget() { std::vector<Copy>().swap(copies_); }
   const std::shared_ptr<Region>& shared_region_at(std::int64_t address) const;
   // The regions of copy `op`, once more in use: for a piece that becomes a ticket of its own.
   std::vector<std::shared_ptr<Region>> share_regions(std::size_t op) const;
@@ -65,6 +74,8 @@ class Ticket {
   std::function<void(const Ticket&)> on_finish_;
 
   const std::shared_ptr<Lane> lane_;
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point ended_;  // written before the state is published
   std::atomic<std::int64_t> bytes_done_{0};
   std::atomic<State> state_{State::pending};
 
@@ -75,7 +86,8 @@ class Ticket {
 // Publishes the ends of tickets to those who wait for any of them.
 class Hub {
  public:
-  // In this order, so that who sees one finished sees those before it finished.
+  // In this order, so that who sees one finished sees those before it finished. For the same
+  // reason the lane holds its mutex until its tickets are published.
   void publish(const std::vector<std::shared_ptr<Ticket>>& tickets);
 
   // True when `over()` became true before the deadline.

@@ -79,8 +79,8 @@ class Uring final : public IoBackend {
     const int error = taken(io_uring_submit_and_wait(&ring_, 1));
     const bool passing = error == EINTR || error == EAGAIN || error == EBUSY;
     if (error != 0 && !passing) withdraw(error, completed);
-    const bool heard = collect(completed);
-    if ((error == 0 && heard) || !completed.empty()) return;
+    const int heard = collect(completed);
+    if (heard > 0 || !completed.empty() || (error == 0 && heard == 0)) return;
     pause();
     collect(completed);
   }
@@ -146,10 +146,10 @@ class Uring final : public IoBackend {
     *ring_.sq.ktail = head;
   }
 
-  // What is in flight ends and is found here even where the kernel cannot be entered. False if
-  // wake_fd_ could not be read.
-  bool collect(std::vector<Completion>& completed) {
-    bool heard = true;
+  // What is in flight ends and is found here even where the kernel cannot be entered. What the
+  // read of wake_fd_ came to: 0 if it goes on. A wake that it took is told nowhere else.
+  int collect(std::vector<Completion>& completed) {
+    int heard = 0;
     unsigned head, count = 0;
     io_uring_cqe* cqe;
     io_uring_for_each_cqe(&ring_, head, cqe) {
@@ -158,7 +158,7 @@ class Uring final : public IoBackend {
         completed.push_back({io, cqe->res});
       } else {
         listening_ = false;
-        heard = cqe->res >= 0;
+        heard = cqe->res;
       }
     }
     io_uring_cq_advance(&ring_, count);
@@ -205,6 +205,7 @@ std::unique_ptr<IoBackend> make_uring(std::size_t capacity, std::string& reason)
   if (error == EPERM || error == ENOSYS) {
     reason += "; allow it in the container's seccomp profile and in kernel.io_uring_disabled";
   }
+  if (error == ENOMEM) reason += "; it may be the limit on locked memory (RLIMIT_MEMLOCK): raise it";
   return nullptr;
 }
 

@@ -8,7 +8,7 @@ backends by name and picks Triton helpers for every name it does not know, so th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_ext import runtime
 from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 
@@ -45,17 +46,24 @@ class ForwardRows:
         requests: the line of ``table`` of each row.
         contexts: tokens of each row's sequence, the new ones included.
         lengths: new tokens of each row.
+        wholes: new tokens and context of what each row is a part of; without it each is a whole.
     """
 
     def __init__(
-        self, table: torch.Tensor, requests: list[int], contexts: list[int], lengths: list[int]
+        self,
+        table: torch.Tensor,
+        requests: list[int],
+        contexts: list[int],
+        lengths: list[int],
+        wholes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._table = table
+        self._wholes = wholes
         self._requests, self._contexts, self._lengths = requests, contexts, lengths
 
     @cached_property
     def native(self) -> _attention.Batch:
-        return batch_of(self._table, self._requests, self._contexts, self._lengths)
+        return batch_of(self._table, self._requests, self._contexts, self._lengths, self._wholes)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -72,7 +80,8 @@ class ForwardRows:
         table = self._table[self._requests, : max(self._contexts, default=0)]
         # A slot that has left its window has no home; its key is masked or cut off.
         homes = translate(table.long()).clamp_(min=0).to(torch.int32)
-        return ForwardRows(homes, list(range(len(self._requests))), self._contexts, self._lengths)
+        requests = list(range(len(self._requests)))
+        return ForwardRows(homes, requests, self._contexts, self._lengths, self._wholes)
 
 
 class CpuAttnBackend(TorchNativeAttnBackend):
@@ -112,7 +121,9 @@ class CpuAttnBackend(TorchNativeAttnBackend):
                 "batch; start without the option that needs it (speculative decoding, say)"
             )
         requests = forward_batch.req_pool_indices.tolist()
-        return ForwardRows(self.req_to_token_pool.req_to_token, requests, contexts, lengths)
+        split = runtime.current and runtime.current.split
+        table, wholes = self.req_to_token_pool.req_to_token, split.wholes if split else ()
+        return ForwardRows(table, requests, contexts, lengths, wholes)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True

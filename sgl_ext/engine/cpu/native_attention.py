@@ -66,9 +66,17 @@ def native_attention(kernels: str | None = None) -> NativeAttention | None:
 
 
 def batch_of(
-    table: torch.Tensor, requests: Sequence[int], contexts: Sequence[int], queries: Sequence[int]
+    table: torch.Tensor,
+    requests: Sequence[int],
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    wholes: Sequence[tuple[int, int]] = (),
 ) -> _attention.Batch:
     """Rows over ``table`` ``[requests, width]``, which must stay as it is while they are used.
+
+    Args:
+        wholes: the queries and the context that each row is a part of; the parts give to the last
+            bit what the whole gives.
 
     Raises:
         ValueError: the table is not one of int32 slots, or a row does not fit it.
@@ -84,6 +92,7 @@ def batch_of(
     return _attention.Batch(
         table.data_ptr(), height, width, table.stride(0),
         list(requests), list(contexts), list(queries),
+        [queries for queries, _ in wholes], [context for _, context in wholes],
     )  # fmt: skip
 
 

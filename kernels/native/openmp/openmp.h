@@ -1,7 +1,7 @@
 // Parallel regions on the OpenMP pool that is already in the process: torch's.
 #pragma once
 
-namespace sgl_ext::attention {
+namespace sgl_ext {
 
 // Path of the OpenMP runtime found among the loaded libraries, or "" where none is.
 const char *openmp_library();
@@ -10,4 +10,4 @@ const char *openmp_library();
 // an OpenMP runtime, and for one thread, only the caller runs it. `body` must not throw.
 void parallel(int threads, void (*body)(void *), void *data);
 
-}  // namespace sgl_ext::attention
+}  // namespace sgl_ext

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-namespace sgl_ext::attention {
+namespace sgl_ext {
 namespace {
 
 using GompParallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
@@ -63,4 +63,4 @@ void parallel(int threads, void (*body)(void *), void *data) {
   }
 }
 
-}  // namespace sgl_ext::attention
+}  // namespace sgl_ext
