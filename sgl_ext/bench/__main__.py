@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_ext.errors import ExtError
 
-BENCHES = ("attention", "memory", "overhead")
+BENCHES = ("attention", "exactness", "memory", "overhead", "tiers")
 
 
 def main(arguments: list[str] | None = None) -> None:

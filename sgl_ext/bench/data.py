@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
+from typing import Any
 
 from sgl_ext.packages import PackagedFile, fetch
 
@@ -17,10 +18,31 @@ SHAREGPT = PackagedFile(
 
 
 def sharegpt_conversations() -> Iterator[list[str]]:
-    """Conversations in file order: the turns' texts, the user's first.
+    """Conversations in file order: the turns' texts, the user's first."""
+    for record in _sharegpt_records():
+        turns = record["conversations"]
+        if turns and turns[0]["from"] == "human":
+            yield [turn["value"] for turn in turns]
 
-    The packaged file is cut short in its last record, so records are decoded one by one.
+
+def sharegpt_whole_conversations() -> Iterator[list[str]]:
+    """As :func:`sharegpt_conversations`, with long ones whole.
+
+    The data set has them in parts, each named after the conversation and the turn it begins with.
     """
+    for _, parts in groupby(_sharegpt_records(), lambda record: record["id"].rpartition("_")[0]):
+        turns: list[dict[str, str]] = []
+        for part in parts:
+            begin = int(part["id"].rpartition("_")[2])
+            if begin > len(turns):
+                break  # a part is missing: what comes before it is a conversation
+            turns[begin:] = part["conversations"]
+        if turns and turns[0]["from"] == "human":
+            yield [turn["value"] for turn in turns]
+
+
+def _sharegpt_records() -> Iterator[dict[str, Any]]:
+    """The packaged file is cut short in its last record, so records are decoded one by one."""
     text = fetch(SHAREGPT).read_text(encoding="utf-8")
     decoder = json.JSONDecoder()
     position = text.index("[") + 1
@@ -32,9 +54,7 @@ def sharegpt_conversations() -> Iterator[list[str]]:
             record, position = decoder.raw_decode(text, start)
         except json.JSONDecodeError:
             return
-        turns = record["conversations"]
-        if turns and turns[0]["from"] == "human":
-            yield [turn["value"] for turn in turns]
+        yield record
 
 
 def sharegpt_prompts(count: int, *, characters: tuple[int, int] = (40, 4000)) -> list[str]:

@@ -63,7 +63,12 @@ def serve(
         servers = [stack.enter_context(_process(system, model, logs)) for system in systems]
         for server in servers:
             _wait_until_ready(server, give_up)
-        yield servers
+        try:
+            yield servers
+        finally:
+            for server in servers:  # all at once: each takes seconds to end
+                with suppress(psutil.NoSuchProcess):
+                    server.process.terminate()
 
 
 @contextmanager

@@ -1,0 +1,195 @@
+"""Multi-turn conversations whose KV exceeds the device: tiers against recomputing and HiCache.
+
+Every system serves on a device pool that holds a part of all conversations. Turn by turn each
+conversation is continued, so when its next turn comes the device has forgotten it. Then further
+conversations are held one at a time, which fit the device: there tiers must cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sgl_ext.bench import server
+from sgl_ext.bench.conversations import Conversation, conversations
+from sgl_ext.bench.report import Report, summary
+from sgl_ext.bench.sampling import ratio_of_medians
+from sgl_ext.models import SMOLLM2, prepare
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.load_generator import Timing
+
+RECOMPUTE, OURS = "recompute", "host+ssd"
+
+_PAGE = 16
+_HOST_GIB = 2
+_OUTPUT_TOKENS = 4
+_RESIDENT_OUTPUT_TOKENS = 12
+
+
+def run(*, quick: bool, out: Path) -> Report:
+    model = prepare(SMOLLM2)
+    if quick:
+        held = conversations(model, 3, turns=3, tokens=(2000, 3400))
+        resident = conversations(model, 7, turns=2, tokens=(300, 900), but=held)
+        pool = 6144
+    else:
+        held = conversations(model, 12, turns=4, tokens=(2000, 4000))
+        held += conversations(model, 6, turns=4, tokens=(3800, 6000), but=held)
+        resident = conversations(model, 20, turns=3, tokens=(1000, 3000), but=held)
+        pool = 16384
+    report = Report(
+        "tiers",
+        {
+            "quick": quick,
+            "conversations": len(held),
+            "turns": len(held[0].prompts),
+            "device_pool_tokens": pool,
+            "all_tokens": sum(len(each.prompts[-1]) for each in held),
+            "page": _PAGE,
+            "host_gib": _HOST_GIB,
+            "output_tokens": _OUTPUT_TOKENS,
+        },
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="tiers-") as scratch:
+        systems = _systems(pool, Path(scratch))
+        if quick:  # starting six servers alone would take two minutes
+            systems = [each for each in systems if each.name not in ("host", "ssd")]
+        with server.serve(systems, model, out / "logs") as servers:
+            for prompt in resident.pop().prompts:
+                _ask(servers, prompt, _OUTPUT_TOKENS)  # the first requests of a process are slow
+            timings = _by_turns(servers, held)
+            _report_held(report, timings, held)
+            _report_resident(report, _one_at_a_time(servers, resident))
+    return report
+
+
+def _systems(pool: int, scratch: Path) -> list[server.System]:
+    base = ("--max-total-tokens", str(pool), "--page-size", str(_PAGE))
+    hicache = ("--enable-hierarchical-cache", "--hicache-size", str(_HOST_GIB))
+    files = scratch / "hicache"
+    stored = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy")
+    host = {"capacity": f"{_HOST_GIB}GiB"}
+
+    def ssd(name: str, **more: object) -> dict[str, object]:
+        (scratch / name).mkdir()
+        return {"directories": [str(scratch / name)], "capacity": "8GiB", **more}
+
+    def ours(name: str, **tiers: object) -> server.System:
+        config = json.dumps({"tiers": tiers})
+        return server.System(name, (*base, "--enable-ext", "--ext-config", config))
+
+    files.mkdir()
+    return [
+        server.System(RECOMPUTE, base),
+        server.System("hicache-host", (*base, *hicache)),
+        server.System(
+            "hicache-file",
+            # HiCache's host pool cannot be smaller than the device's.
+            (
+                *base,
+                "--enable-hierarchical-cache",
+                "--hicache-ratio",
+                "1.1",
+                *stored,
+                "wait_complete",
+            ),
+            {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(files)},
+        ),
+        ours("host", host=host),
+        ours("ssd", ssd=ssd("ssd", keep_after=1), staging="128MiB"),
+        ours(OURS, host=host, ssd=ssd("both")),
+    ]
+
+
+def _ask(
+    servers: Sequence[server.Server], prompt: Sequence[int], output_tokens: int, first: int = 0
+) -> list[Timing]:
+    """One prompt to every server in turn, beginning with another one each time."""
+    from sgl_ext.engine.load_generator import Request
+    from sgl_ext.engine.load_generator import run as send
+
+    request = Request(prompt, output_tokens)
+    begin = first % len(servers)
+    timings = {
+        at: send(servers[at].url, [request])[0]
+        for at in (*range(begin, len(servers)), *range(begin))
+    }
+    return [timings[at] for at in range(len(servers))]
+
+
+def _by_turns(
+    servers: Sequence[server.Server], held: Sequence[Conversation]
+) -> dict[str, list[Timing]]:
+    """Every conversation's first turn, then every one's second...; timings of turns after that."""
+    timings: dict[str, list[Timing]] = {each.system.name: [] for each in servers}
+    # What is computed anew every time needs no first turn.
+    with_memory = [each for each in servers if each.system.name != RECOMPUTE]
+    for turn in range(len(held[0].prompts)):
+        for number, conversation in enumerate(held):
+            if turn:
+                answers = _ask(servers, conversation.prompts[turn], _OUTPUT_TOKENS, number)
+                for running, timing in zip(servers, answers, strict=True):
+                    timings[running.system.name].append(timing)
+            if turn + 1 < len(conversation.prompts):
+                _ask(with_memory, conversation.heard[turn], 1, number)
+    return timings
+
+
+def _one_at_a_time(
+    servers: Sequence[server.Server], resident: Sequence[Conversation]
+) -> dict[str, list[Timing]]:
+    compared = [each for each in servers if each.system.name in (RECOMPUTE, OURS)]
+    timings: dict[str, list[Timing]] = {each.system.name: [] for each in compared}
+    for number, conversation in enumerate(resident):
+        for turn, prompt in enumerate(conversation.prompts):
+            answers = _ask(compared, prompt, _RESIDENT_OUTPUT_TOKENS, number)
+            for running, timing in zip(compared, answers, strict=True):
+                if turn:
+                    timings[running.system.name].append(timing)
+    return timings
+
+
+def _report_held(
+    report: Report, timings: dict[str, list[Timing]], held: Sequence[Conversation]
+) -> None:
+    asked = sum(len(prompt) for each in held for prompt in each.prompts[1:])
+    ttft = {name: [timing.ttft for timing in each] for name, each in timings.items()}
+    for name, each in timings.items():
+        cached = sum(timing.cached_tokens for timing in each)
+        report.runs.append(
+            {"what": "turns after the first", "system": name, "samples": len(each)}
+            | {f"ttft_p{p}_ms": 1e3 * float(np.percentile(ttft[name], p)) for p in (50, 90, 99)}
+            | {"hit_rate": cached / asked, "recomputed_tokens": asked - cached}
+        )
+    ours = ttft[OURS]
+    for name in ttft.keys() & {"host", "ssd", OURS}:
+        suffix = "" if name == OURS else f"_{name}"
+        report.figures[f"ttft_p50_ratio_vs_recompute{suffix}"] = ratio_of_medians(
+            ttft[name], ttft[RECOMPUTE]
+        )
+    p99 = {name: float(np.percentile(each, 99)) for name, each in ttft.items()}
+    report.figures["ttft_p99_ratio_vs_hicache_host"] = p99[OURS] / p99["hicache-host"]
+    report.figures["ttft_p50_ratio_vs_hicache_file"] = ratio_of_medians(ours, ttft["hicache-file"])
+    if "ssd" in ttft:
+        report.figures["ttft_p50_ratio_ssd_vs_hicache_file"] = ratio_of_medians(
+            ttft["ssd"], ttft["hicache-file"]
+        )
+
+
+def _report_resident(report: Report, timings: dict[str, list[Timing]]) -> None:
+    latency = {name: [timing.latency for timing in each] for name, each in timings.items()}
+    for name, each in latency.items():
+        report.runs.append(
+            {"what": "resident turns", "system": name, "samples": len(each)}
+            | summary(each, "latency_ms", 1e3)
+            | {"cached_tokens": statistics.mean(timing.cached_tokens for timing in timings[name])}
+        )
+    report.figures["overhead_all_resident"] = ratio_of_medians(latency[OURS], latency[RECOMPUTE])

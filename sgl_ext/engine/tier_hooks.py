@@ -1,0 +1,246 @@
+"""What the tiers need of SGLang beyond its external cache interface."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import hooks
+from sgl_ext.engine.meta_info import tell, told
+
+if TYPE_CHECKING:
+    from sgl_ext.tiers.stack import TierStack
+
+_IDLE_S = 0.001
+"""Longest that an idle scheduler sleeps while requests wait for a lower tier."""
+
+_LEAST_TOKENS = 64
+"""A forward of fewer says little about what long prompts cost."""
+
+LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tier_linker"}
+
+
+def declare(server_args: Any, config: ExtConfig) -> None:
+    """Has SGLang make the tiers its external cache, before it resolves its arguments.
+
+    Raises:
+        ActivationError: the arguments ask for something that tiers do not serve.
+    """
+    if config.tiers is None:
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if (config.tiers.ssd or config.tiers.remote) and (
+        server_args.enable_lora or server_args.lora_paths
+    ):
+        # SGLang names an adapter after its path, and files may change under it.
+        raise hooks.ActivationError(
+            "the ssd and remote tiers do not work with LoRA adapters (--enable-lora, "
+            "--lora-paths), whose KV would outlive them; use the host tier alone"
+        )
+    for field, unserved, what in _UNSERVED:
+        if unserved(getattr(server_args, field)):
+            raise hooks.ActivationError(
+                f"tiers do not work with {what} (--{field.replace('_', '-')}); "
+                "leave out one of the two"
+            )
+    declare_resolution(
+        server_args,
+        "sgl_ext",
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config=LINKER,
+    )
+
+
+_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("enable_unified_cache_external_linker", bool, "another external cache"),
+    ("enable_hierarchical_cache", bool, "HiCache"),
+    ("hicache_storage_backend", bool, "HiCache's storage"),
+    ("enable_lmcache", bool, "LMCache"),
+    ("enable_flexkv", bool, "FlexKV"),
+    ("radix_cache_backend", bool, "another radix cache"),
+    ("disable_radix_cache", bool, "no radix cache"),
+    ("speculative_algorithm", bool, "speculative decoding"),
+    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
+    ("attn_cp_size", lambda size: size > 1, "context parallelism"),
+)
+
+
+def _stack() -> TierStack | None:
+    return None if runtime.current is None else runtime.current.tiers
+
+
+def _look_early(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any) -> Any:
+    """Pages begin to come from lower tiers when their request arrives, not when it is its turn."""
+    if (stack := _stack()) is not None and stack.lower:
+        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    return original(scheduler, req, *args)
+
+
+def _hold_back(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    """A request whose pages are still on their way is passed over; its turn comes again."""
+    if (stack := _stack()) is None:
+        return original(adder, req, *args, **kw)
+    if _held_back(stack, adder, req):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.CONTINUE
+    result = original(adder, req, *args, **kw)
+    if restored := stack.take_restored(req.rid):
+        tell(req, {"power": "tiers", "exact": True, "sources": restored})
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        stack.forget(req.rid)  # it is computed from here on, whether or not it loads anything
+        _linker(adder).used_in_device(adder.tree_cache.tree_core, req.last_node)
+    return result
+
+
+def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Nobody gives way to a request that could not run yet."""
+    if (stack := _stack()) is not None and _held_back(stack, adder, req):
+        return False
+    return original(adder, req)
+
+
+def _held_back(stack: TierStack, adder: Any, req: Any) -> bool:
+    if not stack.lower:
+        return False
+    return not _linker(adder).agreed(int(stack.ready(req.rid)))
+
+
+def _linker(adder: Any) -> Any:
+    return adder.tree_cache.linker.cache_linker
+
+
+def _sleep_while_waiting(_result: None, _scheduler: Any) -> None:
+    """Requests that are held back keep SGLang's loop awake; it leaves the core to their I/O."""
+    if (stack := _stack()) is not None and stack.pending():
+        stack.wait(_IDLE_S)
+
+
+def _measure(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any
+) -> Any:
+    """Says what computing costs: what a tier must beat. A forward on the CPU ends with its call."""
+    begin = time.monotonic()
+    result = original(scheduler, batch, *args, **kw)
+    if (stack := _stack()) is not None and batch.forward_mode.is_extend():
+        tokens = batch.extend_num_tokens or 0
+        if tokens >= _LEAST_TOKENS:
+            stack.computed(tokens, time.monotonic() - begin)
+    return result
+
+
+def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dict[str, Any] | None:
+    """``cached_tokens_details`` says which tier had the tokens; SGLang knows ``host`` only."""
+    entries = told(req, "tiers")
+    if details is None or not entries:
+        return details
+    # SGLang tells of the first prefill only; what a retracted request loads later is not in it.
+    first = {name: source["tokens"] for name, source in entries[0]["sources"].items()}
+    return {**details, **first} if sum(first.values()) == details["host"] else details
+
+
+def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    wrapper.hit_markers.pop(req.rid, None)
+    return original(wrapper, key, req, result)
+
+
+def _forget(_wrapper: Any, rid: str) -> None:
+    if (stack := _stack()) is not None:
+        stack.forget(rid)
+
+
+def _weights_changed(_updater: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Pages are kept under the weights that the server was started with."""
+    if (stack := _stack()) is not None:
+        stack.disable("an update of the model's weights began; restart to use them again")
+
+
+def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
+    if (stack := _stack()) is not None:
+        from sgl_ext.tiers.statistics import describe
+
+        result.internal_state["sgl_ext"] = {"tiers": describe(stack)}
+    return result
+
+
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "after",
+        _report_live,
+        "the live part of /server_info has a fixed set of contributors",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "around",
+        _hold_back,
+        "SGLang holds requests back for its own storage backends only; an external cache that "
+        "answers late would be too late",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
+        "around",
+        _preempt,
+        "SGLang would preempt others for it again and again while it is passed over",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
+        "around",
+        _look_early,
+        "an external cache is first asked when a request is admitted, not when it arrives",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle",
+        "after",
+        _sleep_while_waiting,
+        "with a request in its queue SGLang's loop spins",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch",
+        "around",
+        _measure,
+        "SGLang counts prefill throughput for its log only",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer."
+        "SchedulerOutputStreamer.get_cached_tokens_details",
+        "after",
+        _name_tiers,
+        "SGLang reports every hit of an external cache as host memory",
+    ),
+    hooks.Hook(
+        f"{_WRAPPER}.release_request",
+        "before",
+        _forget,
+        "an external cache is told of aborted requests only if their load is queued",
+    ),
+    hooks.Hook(
+        f"{_WRAPPER}.match",
+        "around",
+        _match,
+        "what an earlier look-up of the request has found stays marked if this one finds nothing",
+    ),
+    *(
+        hooks.Hook(
+            f"{_UPDATER}.{method}",
+            "before",
+            _weights_changed,
+            "an external cache is not told that the weights change",
+        )
+        for method in (
+            "begin_weight_update",
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "resume_memory_occupation",
+        )
+    ),
+)

@@ -1,0 +1,72 @@
+"""The tiers on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from sgl_ext.tiers.statistics import TierReport
+
+_INTERVAL_S = 1.0
+
+_COUNTERS = {
+    "hit_tokens": "Prompt tokens that were not computed because a tier had them.",
+    "loaded_bytes": "Bytes of KV loaded from a tier.",
+    "loading_seconds": "Seconds that loads from a tier took.",
+    "stored_bytes": "Bytes of KV stored in a tier.",
+    "storing_seconds": "Seconds that stores into a tier took.",
+    "evicted_pages": "Pages that a tier had to give up.",
+}
+_GAUGES = {
+    "pages": "Pages that a tier holds.",
+    "capacity_pages": "Pages that a tier has room for.",
+    "queue_depth": "Loads and stores that wait or are under way.",
+    "available": "Whether a tier is of use.",
+}
+
+
+class TierMetrics:
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+
+    def __init__(self, rank: int) -> None:
+        labels = ("tp_rank", "tier")
+        self._rank = str(rank)
+        self._counters = {
+            name: Counter(f"sglang_ext:tier_{name}", text, labels)
+            for name, text in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"sglang_ext:tier_{name}", text, labels, multiprocess_mode="mostrecent")
+            for name, text in _GAUGES.items()
+        }
+        self._failures = Counter(
+            "sglang_ext:tier_failures",
+            "Pages that could not be loaded or stored, by reason.",
+            (*labels, "reason"),
+        )
+        self._counted: dict[tuple[str, ...], float] = {}
+        self._next = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the last update is a while ago."""
+        return time.monotonic() >= self._next
+
+    def update(self, reports: Mapping[str, TierReport]) -> None:
+        """Sets every metric to what the tiers say now."""
+        self._next = time.monotonic() + _INTERVAL_S
+        for tier, report in reports.items():
+            numbers: Mapping[str, object] = report
+            for name, gauge in self._gauges.items():
+                gauge.labels(self._rank, tier).set(float(numbers[name]))  # type: ignore[arg-type]
+            for name, counter in self._counters.items():
+                self._count(counter, float(numbers[name]), tier)  # type: ignore[arg-type]
+            for reason, pages in report["failures"].items():
+                self._count(self._failures, pages, tier, reason)
+
+    def _count(self, counter: Counter, total: float, *labels: str) -> None:
+        key = (str(counter), *labels)
+        counter.labels(self._rank, *labels).inc(max(total - self._counted.get(key, 0.0), 0.0))
+        self._counted[key] = total

@@ -1,0 +1,1 @@
+"""KV beyond the device: host memory, SSDs and a distributed store, exact and checked."""

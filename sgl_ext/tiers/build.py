@@ -1,0 +1,71 @@
+"""Opens the tiers that a configuration names."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+
+from sgl_ext.config import Tiers
+from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.arena import Arena, stride_of
+from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.stack import TierStack
+
+_COPY_DEADLINE_S = 60.0
+"""Of a copy within this machine's memory."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_stack(config: Tiers, slab: Slab) -> TierStack:
+    """The stack of a scheduler process.
+
+    Raises:
+        ExtError: a tier cannot be opened: what was asked, what was found, what to do.
+    """
+    with ExitStack() as undo:
+        engine = TransferEngine()
+        undo.callback(engine.close)
+        capacity = config.host.capacity if config.host else config.staging
+        arena = Arena(slab.layout, capacity // stride_of(slab.layout))
+        if arena.back():
+            logger.warning("host memory for KV gets no huge pages; its copies are slower")
+        engine.register(slab.address, slab.size, owner=slab)
+        engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
+        copies = DeviceCopies(engine, engine.host_lane(), slab, arena)
+        wake = threading.Event()
+        lower = []
+        if config.ssd is not None:
+            from sgl_ext.tiers.ssd import SsdTier
+
+            ssd = SsdTier(
+                arena, engine, config.ssd.directories, config.ssd.capacity, fsync=config.ssd.fsync
+            )
+            lower.append(LowerTier(ssd, keep_after=config.ssd.keep_after, wake=wake.set))
+            undo.callback(lower[-1].close)
+        if config.remote is not None:
+            from sgl_ext.tiers.remote import RemoteTier
+
+            remote = RemoteTier(
+                arena,
+                master=config.remote.master,
+                segment=config.remote.segment,
+                host=config.remote.host,
+            )
+            lower.append(LowerTier(remote, keep_after=config.remote.keep_after, wake=wake.set))
+            undo.callback(lower[-1].close)
+        stack = TierStack(
+            HostPages(arena.pages),
+            copies,
+            LayerLoads(copies.groups, _COPY_DEADLINE_S),
+            lower,
+            wait=config.wait,
+            wake=wake,
+            closing=[engine.close],
+        )
+        undo.pop_all()
+    return stack

@@ -1,0 +1,146 @@
+"""Copies between the device's slab and an arena: whole pages out, layer by layer in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.memory.runs import run_starts
+from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.transfer import HostLane, Priority, Ticket, TransferEngine
+from sgl_ext.tiers.arena import Arena, Pages
+
+
+class DeviceCopies:
+    """Moves pages between ``slab`` and ``arena``, both registered with ``engine``.
+
+    A page has the bytes of a block, so a run of pages out of a run of blocks is one copy of as
+    many rows. On the way in layers come in groups, the first one small, so that a forward can
+    begin with what it needs first and the rest arrives while it computes.
+    """
+
+    def __init__(self, engine: TransferEngine, lane: HostLane, slab: Slab, arena: Arena) -> None:
+        self._engine = engine
+        self._lane = lane
+        self._slab = slab
+        self._arena = arena
+        self.layout = slab.layout
+        """Of a page."""
+        self.groups = tuple(layer_groups(slab.layout.layers))
+        """``(first, end)`` layers of each group of a load, in order."""
+
+    def store(self, blocks: Pages, pages: Pages) -> Ticket:
+        """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
+        first = run_starts(blocks, pages)
+        block_bytes, stride = self._slab.layout.block_bytes, self._arena.stride
+        rows = _rows(
+            self._slab.address + blocks[first] * block_bytes,
+            self._arena.address + pages[first] * stride,
+            block_bytes,
+            np.diff(first, append=len(pages)),
+            block_bytes,
+            stride,
+        )
+        return self._engine.submit(rows, self._lane, Priority.BULK)
+
+    def load(self, pages: Pages, blocks: Pages) -> list[Ticket]:
+        """Copies ``pages`` to ``blocks`` of the slab: one ticket for each of :attr:`groups`."""
+        layout, stride = self._slab.layout, self._arena.stride
+        layer_bytes = layout.token_bytes // layout.layers
+        if layout.page == 1:  # tokens that follow each other on both sides are rows of one copy
+            first = run_starts(blocks, pages)
+            height = np.diff(first, append=len(pages))
+            pitches = (stride, layout.token_bytes)
+        else:
+            first = np.arange(len(pages))
+            height = np.full(len(pages), layout.page)
+            pitches = (layout.token_bytes, layout.token_bytes)
+        sources = self._arena.address + pages[first] * stride
+        targets = self._slab.address + blocks[first] * layout.block_bytes
+        return [
+            self._engine.submit(
+                _rows(
+                    sources + begin * layer_bytes,
+                    targets + begin * layer_bytes,
+                    (end - begin) * layer_bytes,
+                    height,
+                    *pitches,
+                ),
+                self._lane,
+                Priority.URGENT,
+            )
+            for begin, end in self.groups
+        ]
+
+
+def layer_groups(layers: int) -> Iterator[tuple[int, int]]:
+    """Layers ``(first, end)`` in groups of 1, 2, 4...: few copies, and the first one soon."""
+    begin, size = 0, 1
+    while begin < layers:
+        # A rest smaller than a group would be copies of little: it joins the group before it.
+        end = begin + size if layers - begin - size >= size else layers
+        yield begin, end
+        begin, size = end, 2 * size
+
+
+class LayerLoads:
+    """Tells a forward which layers of its loads have landed; SGLang's ``layer_done_counter``.
+
+    One load is under way for each batch that is being built or run; a ticket covers a group of
+    layers. Waiting happens in the native engine, without the GIL.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, int]], deadline: float) -> None:
+        self._group_of = [at for at, (begin, end) in enumerate(groups) for _ in range(begin, end)]
+        self._deadline = deadline
+        self._loads: dict[int, list[Ticket]] = {}
+        self._next = 0
+        self.consumer_index = -1
+        """The load that the running forward depends on; -1 if on none."""
+
+    def start(self, tickets: list[Ticket]) -> int:
+        """Names a load, given one ticket for each group of layers."""
+        index, self._next = self._next, self._next + 1
+        self._loads[index] = tickets
+        return index
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Returns when ``layer`` of the consumer's load has landed, or never will."""
+        tickets = self._loads.get(self.consumer_index)
+        if tickets is not None:
+            _landed(tickets[self._group_of[layer]], self._deadline)
+
+    def finish(self, index: int) -> float | None:
+        """Waits for the whole load and forgets it; the seconds it took, None if not all landed.
+
+        Raises:
+            TimeoutError: it is still under way, and its memory in use.
+        """
+        tickets = self._loads.pop(index, [])
+        landed = [_landed(ticket, self._deadline) for ticket in tickets]
+        if not all(ticket.poll() for ticket in tickets):
+            raise TimeoutError(f"a copy from host memory took over {self._deadline} s")
+        return max((each.seconds for each in tickets), default=0.0) if all(landed) else None
+
+    def reset(self) -> None:
+        """Waits for all loads and forgets them."""
+        for index in list(self._loads):
+            self.finish(index)
+        self.consumer_index = -1
+
+
+def _landed(ticket: Ticket, deadline: float) -> bool:
+    try:
+        ticket.wait(deadline)
+    except Exception:  # failed, cancelled or too slow: the caller says so, to whom it concerns
+        return False
+    return True
+
+
+def _rows(*columns: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    return np.stack(np.broadcast_arrays(*columns), axis=1)

@@ -1,0 +1,74 @@
+"""Pages of host memory on their way down: which ones are worth it, and how many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier, result_of
+
+_AT_ONCE = 8
+"""A tier is given this fraction of host memory at once, and twice that is pinned for it."""
+_LARGEST_BYTES = 64 << 20
+"""Much for a device to do at once, little to lose if it is full in the middle."""
+
+
+@dataclass
+class _Batch:
+    pages: Pages
+    stored: Future[NDArray[np.bool_]]
+
+
+class Demotion:
+    """Gives one lower tier the pages that were used often enough.
+
+    Pages wait their turn unpinned: what has to go before it was written was not worth its room.
+    """
+
+    def __init__(self, number: int, lower: LowerTier, host: HostPages, page_bytes: int) -> None:
+        self._number = number
+        self._lower = lower
+        self._host = host
+        self._waiting: dict[Key, None] = {}
+        self._batches: list[_Batch] = []
+        self._largest = max(min(host.capacity // _AT_ONCE, _LARGEST_BYTES // page_bytes), 1)
+
+    def offer(self, keys: Sequence[Key], pages: Pages) -> None:
+        """``pages`` of ``keys`` have come or were used."""
+        worth = self._host.worth_keeping(pages, self._lower.keep_after, self._number)
+        self._waiting.update(dict.fromkeys(keys[at] for at in np.flatnonzero(worth).tolist()))
+        for key in list(islice(self._waiting, max(len(self._waiting) - self._host.capacity, 0))):
+            del self._waiting[key]  # a tier that hangs must not be remembered for without end
+
+    def advance(self) -> None:
+        """Takes note of what was written, and begins with what can be."""
+        for batch in [batch for batch in self._batches if batch.stored.done()]:
+            self._batches.remove(batch)
+            stored = result_of(batch.stored, np.zeros(len(batch.pages), np.bool_))
+            self._host.mark_copied(batch.pages[~stored], self._number, False)
+            self._host.unpin(batch.pages)
+        if not self._lower.tier.available:
+            self._waiting.clear()
+        while self._waiting and len(self._batches) < 2:
+            self._begin()
+
+    def _begin(self) -> None:
+        keys = list(islice(self._waiting, self._largest))
+        for key in keys:
+            del self._waiting[key]
+        keys = self._host.present(keys)
+        pages = self._host.places(keys)
+        worth = self._host.worth_keeping(pages, self._lower.keep_after, self._number)
+        if not worth.any():
+            return
+        pages, keys = pages[worth], [keys[at] for at in np.flatnonzero(worth).tolist()]
+        self._host.mark_copied(pages, self._number, True)
+        self._host.pin(pages)
+        self._batches.append(_Batch(pages, self._lower.store(keys, pages)))

@@ -1,0 +1,176 @@
+"""The folder that one layout has in a directory: who uses it, and what it is for."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+from sgl_ext.tiers.arena import VERSION, layout_digest, stride_of
+
+_PREFIX = "sgl_ext-v"
+_LARGEST_LAYOUT = 1 << 16
+"""Bytes of a description that are read."""
+_LAYOUT, _LOCK, PAGES = "layout.json", "LOCK", "pages"
+
+logger = logging.getLogger(__name__)
+
+
+class Folder:
+    """``<directory>/sgl_ext-v<version>-<layout>``, locked for this process until it is closed.
+
+    It holds ``layout.json`` (for people, and checked), ``LOCK`` (the owner's pid) and ``pages``.
+    Folders of other models, page sizes or versions beside it are reported and left alone.
+    """
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        """Makes the folder if need be, and locks it.
+
+        Raises:
+            ExtError: no directory, not writable, or in use by another server.
+        """
+        if not directory.is_dir():
+            found = "a file" if directory.exists() else "nothing"
+            raise ExtError(f"{directory} should be a directory of an SSD, found {found}; make it")
+        self.directory = directory
+        self.path = directory / f"{_PREFIX}{VERSION}-{layout_digest(layout).hex()}"
+        self._lock = -1
+        try:
+            self.path.mkdir(0o700, exist_ok=True)
+            _require_own(self.path)
+            self._lock = open_own(self.path / _LOCK)
+            self._acquire()
+            self._check(layout)
+        except OSError as error:
+            self.close()
+            raise ExtError(
+                f"cannot keep KV in {self.path}: {error.strerror} ({error.filename or _LOCK}); the "
+                "user of this server needs room and write permission there, or name another "
+                "directory"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        _report_others(directory, self.path.name, layout)
+
+    @property
+    def pages(self) -> Path:
+        """The file of the slots."""
+        return self.path / PAGES
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _acquire(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise ExtError(
+                f"{self.path} is in use by process {pid}; stop that server, or give this one a "
+                "directory of its own"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _check(self, layout: Layout) -> None:
+        file = self.path / _LAYOUT
+        expected = _description(layout)
+        found = _read(file)
+        if found == expected:
+            return
+        if file.exists() or self.pages.exists():
+            wrong = "unreadable" if found is None else f"wrong ({_difference(expected, found)})"
+            logger.warning(
+                "%s is %s: starting over, the pages beside it are deleted",
+                file,
+                wrong if file.exists() else "missing",
+            )
+            self.pages.unlink(missing_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        draft = file.with_suffix(".draft")
+        with open(open_own(draft), "w") as sink:
+            sink.truncate()
+            json.dump(expected, sink, indent=2)
+        draft.replace(file)
+
+
+def _description(layout: Layout) -> dict[str, object]:
+    fields = msgspec.to_builtins(layout)
+    return {"version": VERSION, **fields, "stride": stride_of(layout)}
+
+
+def open_own(file: Path) -> int:
+    """Opens a regular file of this user for reading and writing, making it if need be.
+
+    Raises:
+        OSError: it is anything else: a link, another user's, a device.
+    """
+    # Who may write to the directory may have put something there that is not for us to write to.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    opened = os.open(file, flags, 0o600)
+    status = os.fstat(opened)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        os.fchmod(opened, 0o600)
+        return opened
+    os.close(opened)
+    raise PermissionError(errno.EPERM, "it is no regular file of this user", str(file))
+
+
+def _require_own(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it is no directory of this user", str(folder))
+    folder.chmod(0o700)
+
+
+def _read(file: Path) -> dict[str, object] | None:
+    try:
+        opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            found = json.loads(os.read(opened, _LARGEST_LAYOUT))
+        finally:
+            os.close(opened)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _difference(ours: dict[str, object], theirs: dict[str, object]) -> str:
+    return ", ".join(
+        f"{field}: {ours.get(field)} here, {theirs.get(field)} there"
+        for field in dict.fromkeys([*ours, *theirs])
+        if ours.get(field) != theirs.get(field)
+    )
+
+
+def _report_others(directory: Path, own: str, layout: Layout) -> None:
+    others = []
+    for path in sorted(directory.glob(f"{_PREFIX}*")):
+        if path.name == own:
+            continue
+        found = _read(path / _LAYOUT)
+        differs = _difference(_description(layout), found) if found else "unreadable layout"
+        size = 0
+        with suppress(OSError):
+            size = (path / PAGES).stat().st_blocks * 512
+        others.append(f"{path.name} ({size:,} B; {differs})")
+    if others:
+        logger.warning(
+            "%s also holds KV that this server cannot use: %s; delete what no server needs",
+            directory,
+            "; ".join(others),
+        )

@@ -1,0 +1,271 @@
+"""A client of a Mooncake store whose calls end in time, whatever has happened to the store.
+
+The library's own calls end, but late: an unreachable master holds them for some seconds, a frozen
+peer for 60. So they run on workers, and who asks waits for the answer until a deadline. The first
+call that finds the store away opens a circuit breaker: all others are refused at once, until a
+probe in the background is answered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.errors import ExtError
+
+WORKERS = 4
+"""Calls at a time. An overdue one keeps its worker until it ends."""
+RETRY = 2.0
+"""Seconds between attempts to reach a store that is away."""
+
+Codes = NDArray[np.int64]
+"""The library's answer for each page; negative ones say why there is none."""
+TIMEOUT, AWAY, RAISED = -1_000_000, -1_000_001, -1_000_002
+"""No answer by the deadline; not asked, the breaker is open; the library raised something."""
+_NAMES = {
+    TIMEOUT: "timeout",
+    AWAY: "away",
+    RAISED: "client",
+    -200: "full",
+    -704: "missing",
+    -800: "peer",
+    -900: "master",
+    -901: "master",
+}
+_BREAKING = [TIMEOUT, RAISED, -900, -901]
+
+_ENVIRONMENT = {
+    # What it says below that is said by its codes, or of no use.
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_YLT_LOG_LEVEL": "critical",
+    "MC_STORE_CLIENT_METRIC": "0",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    # Half a minute each by default: for that long, an overdue call would keep its worker.
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+}
+"""Read by the library when it is loaded; what the user has set stands."""
+
+_log = logging.getLogger(__name__)
+
+
+def reason(code: int) -> str:
+    """The name of a negative code, or its number."""
+    return _NAMES.get(code, str(code))
+
+
+class Client:
+    """Thread-safe. Serves as soon as the master answers, and starts without it."""
+
+    def __init__(
+        self,
+        memory: NDArray[np.uint8],
+        *,
+        master: str,
+        segment: int,
+        deadline: float,
+        host: str | None,
+        metadata: str,
+        protocol: str,
+    ) -> None:
+        """Joins the store; waits up to ``deadline`` for it.
+
+        Args:
+            memory: the only one that pages may be sent from and fetched to.
+            master: ``HOST:PORT``.
+            segment: bytes of memory to add to the store.
+            deadline: seconds, of a call.
+            host: this machine's address for its peers; by default that of its way to the master.
+            metadata: as the library has it.
+            protocol: as the library has it.
+
+        Raises:
+            ExtError: the library is missing, or an argument cannot be used.
+        """
+        if segment < 0 or deadline <= 0:
+            raise ExtError(
+                f"remote tier: segment of {segment} B and deadline of {deadline} s: a segment "
+                "cannot be below 0, a deadline must be above 0"
+            )
+        self._master = _address(master)
+        self._library = _library()
+        self._memory = memory
+        self._setup = (metadata, segment, protocol, host)
+        self._deadline = deadline
+        self._store: Any = None
+        self._workers = ThreadPoolExecutor(WORKERS, "sgl_ext-remote")
+        self._lock = threading.Lock()
+        self._up = threading.Event()
+        self._closing = threading.Event()
+        self._finisher: threading.Thread | None = None
+        self._connector = self._connect_in_background(0.0)
+        if not self._up.wait(deadline):
+            _log.warning(
+                "remote tier: no answer from a master at %s; serving without it and trying again "
+                "every %.0f s",
+                master,
+                RETRY,
+            )
+
+    @property
+    def available(self) -> bool:
+        """Whether calls are tried at all."""
+        return self._up.is_set()
+
+    def call(self, pages: int, method: str, *arguments: Any) -> Codes:
+        """The library's answer for each page, or a code of why there is none."""
+        return self.result(self.submit(method, *arguments), pages)
+
+    def submit(self, method: str, *arguments: Any) -> Future[list[int]]:
+        """Starts a call; cancelled already while the store is away."""
+        if self._up.is_set():
+            try:
+                return self._workers.submit(getattr(self._store, method), *arguments)
+            except RuntimeError:
+                pass  # Closed meanwhile.
+        refused: Future[list[int]] = Future()
+        refused.cancel()
+        return refused
+
+    def result(self, call: Future[list[int]], pages: int) -> Codes:
+        """What :meth:`call` gives; when it is overdue, the call itself goes on."""
+        codes = self._wait(call, pages)
+        broken = np.isin(codes, _BREAKING)
+        if broken.any():
+            self._break(reason(int(codes[broken][0])))
+        return codes
+
+    def close(self) -> None:
+        """Leaves the store, and its segment with it.
+
+        Calls that are overdue are waited for in the background: they end within about a minute,
+        and not before them the process. After that nothing touches ``memory``.
+        """
+        with self._lock:
+            if self._finisher is None:
+                self._closing.set()
+                self._up.clear()
+                # No daemon: a thread inside the library must not outlive the interpreter.
+                self._finisher = threading.Thread(target=self._finish, name="sgl_ext-remote-close")
+                self._finisher.start()
+        # Without a master the library itself takes some 5 s to leave.
+        self._finisher.join(10.0)
+
+    def _finish(self) -> None:
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._connector.join()
+        if self._store is not None:
+            self._store.unregister_buffer(self._memory.ctypes.data)
+            self._store.close()
+            self._store = None
+
+    def _wait(self, call: Future[list[int]], pages: int) -> Codes:
+        try:
+            return np.array(call.result(self._deadline), np.int64)
+        except CancelledError:
+            return np.full(pages, AWAY)
+        except TimeoutError:
+            call.cancel()
+            return np.full(pages, TIMEOUT)
+        except Exception:
+            _log.exception("remote tier: the client library failed")
+            return np.full(pages, RAISED)
+
+    def _break(self, why: str) -> None:
+        with self._lock:
+            if not self._up.is_set():
+                return
+            self._up.clear()
+            self._connector = self._connect_in_background(RETRY)
+        _log.warning(
+            "remote tier: %s:%d is away (%s); trying again every %.0f s", *self._master, why, RETRY
+        )
+
+    def _connect_in_background(self, delay: float) -> threading.Thread:
+        # A daemon: a scheduler that ends without closing must not wait for a master to come back.
+        thread = threading.Thread(
+            target=self._connect, args=(delay,), name="sgl_ext-remote-connect", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _connect(self, delay: float) -> None:
+        """Until the store answers. A restarted master gets the segment again from the library."""
+        while not self._closing.wait(delay):
+            delay = RETRY
+            if self._answers():
+                with self._lock:
+                    if not self._closing.is_set():
+                        self._up.set()
+                        _log.info("remote tier: %s:%d answers", *self._master)
+                return
+
+    def _answers(self) -> bool:
+        try:
+            if self._store is None:
+                self._store = self._join()
+            if self._store is None:
+                return False
+            probe = self._workers.submit(self._store.batch_is_exist, ["sgl_ext-probe"])
+        except (OSError, RuntimeError) as error:  # No way to the master; closed meanwhile.
+            _log.debug("remote tier: %s", error)
+            return False
+        return bool((self._wait(probe, 1) >= 0).all())
+
+    def _join(self) -> Any:
+        metadata, segment, protocol, host = self._setup
+        store = self._library.MooncakeDistributedStore()
+        host = host or _way_to(self._master)
+        master = "{}:{}".format(*self._master)
+        code = store.setup(host, metadata, segment, 0, protocol, "", master)
+        code = code or store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
+        if code:
+            store.close()
+            _log.debug("remote tier: the client library cannot join %s (%d)", master, code)
+            return None
+        return store
+
+
+def _address(master: str) -> tuple[str, int]:
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ExtError(
+            f"remote tier: master {master!r} is not HOST:PORT; give the address that "
+            "mooncake_master listens on, such as 10.0.0.1:50051"
+        )
+    return host, int(port)
+
+
+def _way_to(master: tuple[str, int]) -> str:
+    """This machine's address on its way to the master; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(master)
+        return str(probe.getsockname()[0])
+
+
+def _library() -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise ExtError(
+            "remote tier: Mooncake's client is not installed; install the package "
+            "mooncake-transfer-engine-non-cuda (mooncake-transfer-engine on machines with CUDA)"
+        ) from error
+    except ImportError as error:
+        raise ExtError(
+            f"remote tier: Mooncake's client cannot be loaded ({error}); on Debian and Ubuntu its "
+            "libraries are in the packages libibverbs1, librdmacm1, libnuma1 and libcurl4"
+        ) from error

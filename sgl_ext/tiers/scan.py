@@ -1,0 +1,97 @@
+"""Finds out what the files of an SSD tier hold: 4 KiB are read of each slot, the pages are not."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import Priority, Ticket, TransferEngine, TransferError
+from sgl_ext.tiers.arena import ALIGNMENT, TRAILER, Arena, Key, valid
+from sgl_ext.tiers.volume import Volume
+
+_SLOTS = 1024
+"""Read at once; bounds the memory that a scan takes."""
+
+logger = logging.getLogger(__name__)
+
+
+def restore(
+    volumes: Sequence[Volume], arena: Arena, engine: TransferEngine, deadline: float
+) -> int:
+    """Fills the indexes, from the oldest to the latest; of each key the latest slot counts.
+
+    Returns:
+        the next sequence number.
+
+    Raises:
+        ExtError: a device has moved nothing for ``deadline`` seconds.
+    """
+    keys: list[Key] = []
+    owners, slots, sequences = [], [], []
+    for number, volume in enumerate(volumes):
+        for where, trailers in _scan(volume, arena, engine, deadline):
+            owners.append(np.full(len(where), number, np.int16))
+            slots.append(where)
+            keys += trailers["key"].tolist()
+            sequences.append(trailers["sequence"])
+    if not keys:
+        return 1
+    owner, slot, sequence = (np.concatenate(parts) for parts in (owners, slots, sequences))
+    seen: set[Key] = set()
+    found: list[list[tuple[Key, int]]] = [[] for _ in volumes]
+    latest_first = np.argsort(sequence, kind="stable")[::-1]
+    for row in latest_first.tolist():
+        if keys[row] not in seen:
+            seen.add(keys[row])
+            found[owner[row]].append((keys[row], int(slot[row])))
+    for volume, pages in zip(volumes, found, strict=True):
+        volume.slots.restore(reversed(pages), volume.present)
+    return int(sequence[latest_first[0]]) + 1
+
+
+def _scan(
+    volume: Volume, arena: Arena, engine: TransferEngine, deadline: float
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.void]]]:
+    """The slots that have a good trailer, with it, in batches."""
+    mapping = mmap.mmap(-1, _SLOTS * ALIGNMENT)
+    trailers = np.ndarray((_SLOTS,), TRAILER, mapping, ALIGNMENT - TRAILER.itemsize, (ALIGNMENT,))
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    region = engine.register(address, len(mapping), owner=mapping)
+    count = volume.present
+    try:
+        for first in range(0, count, _SLOTS):
+            rows = min(_SLOTS, count - first)
+            sectors = volume.file.base + (first + 1) * arena.stride - ALIGNMENT
+            copies = [(sectors, address, ALIGNMENT, rows, arena.stride, ALIGNMENT)]
+            ticket = engine.submit(copies, volume.lane, Priority.NORMAL)
+            try:
+                _wait(ticket, volume, deadline)
+            except TransferError as error:
+                logger.warning("%s: %d pages are lost: %s", volume.directory, rows, error)
+                continue
+            found = trailers[:rows]
+            good = np.flatnonzero(valid(found, arena.layout, arena.digest))
+            yield first + good, found[good]
+    finally:
+        with suppress(ExtError):  # what does not answer may still write there; the engine owns it
+            region.unregister()
+
+
+def _wait(ticket: Ticket, volume: Volume, deadline: float) -> None:
+    before = -1
+    while ticket.bytes_done > before:
+        before = ticket.bytes_done
+        with suppress(TimeoutError):
+            ticket.wait(deadline)
+            return
+    ticket.cancel()
+    raise ExtError(
+        f"{volume.directory} has not answered for {deadline:g} s; check the device, or take the "
+        "directory out"
+    )

@@ -1,0 +1,296 @@
+"""Pages on local SSDs: written as they lie in the arena, believed only as far as they verify.
+
+A page is published by its own write and nothing else is kept on the disk, so there is nothing
+that a crash can leave inconsistent: a slot verifies, or it is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
+from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.tiers.batches import CLOSED, Batch, Batches, Reason, label
+from sgl_ext.tiers.scan import restore
+from sgl_ext.tiers.slots import spread
+from sgl_ext.tiers.tier import TierStatistics
+from sgl_ext.tiers.volume import FULL, Volume, VolumeStatistics
+
+CHECKSUM, EVICTED, NO_ROOM = "checksum", "evicted", "no_room"
+"""Reasons of failures beside those of a batch: what was read is not what was written; its slot was
+given away while it was read; more pages were stored at once than there are slots."""
+
+_ENDED = frozenset({errno.ENODATA})  # the file was cut off: pages are gone, the device is good
+_PHASE = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1, however many there are
+
+
+class SsdTier:
+    """A :class:`~sgl_ext.tiers.tier.Tier` over one or more directories, each on an SSD of its own.
+
+    The pages of one call are spread over all devices. Each device evicts its least recently used
+    pages; of one call, the last pages go first, since a prefix is of use without what follows it.
+
+    The index is in memory, some 200 B a page. Opening rebuilds it from the files: 4 KiB are read
+    of each slot.
+
+    Args:
+        arena: memory of the pages, registered with ``engine`` by the caller.
+        directories: one for each device; files in them are private to the user.
+        capacity: bytes for each directory.
+        fsync: whether a page is stored only once it would survive a loss of power. Without it,
+            a page that did not reach the device by then is a miss afterwards.
+        backend: as of :meth:`TransferEngine.file_lane`.
+        wrap: what to put around the lane of each directory, to emulate another device.
+        deadline: seconds without a byte moved after which a device counts as stalled.
+
+    Raises:
+        ExtError: a directory that is missing, not writable, in use by another server, named twice
+            or smaller than ``capacity``; a capacity of less than one page; a device that does not
+            answer.
+    """
+
+    name = "ssd"
+    immediate = True
+
+    def __init__(
+        self,
+        arena: Arena,
+        engine: TransferEngine,
+        directories: Sequence[Path],
+        capacity: int,
+        *,
+        fsync: bool = False,
+        backend: str = "auto",
+        wrap: Callable[[FileLane], Lane] | None = None,
+        deadline: float = 10.0,
+    ) -> None:
+        if not directories:
+            raise ExtError("an SSD tier needs a directory; name one")
+        present = [path.stat() for path in directories if path.exists()]
+        if len({(each.st_dev, each.st_ino) for each in present}) < len(present):
+            raise ExtError(f"{', '.join(map(str, directories))}: each directory once, please")
+        self._arena = arena
+        self._deadline = deadline
+        self._lock = threading.Lock()  # of the index and all counts; never held during I/O
+        self._io = Batches(engine, self._lock, fsync=fsync, deadline=deadline)
+        self._idle = threading.Condition(self._lock)
+        self._users = 0
+        self._closed = False
+        self._calls = 0
+        self._failures: Counter[str] = Counter()
+        self._volumes: list[Volume] = []
+        with ExitStack() as undo:
+            for directory in directories:
+                volume = Volume(
+                    arena,
+                    engine,
+                    directory,
+                    capacity,
+                    backend=backend,
+                    wrap=wrap,
+                    deadline=deadline,
+                )
+                undo.callback(volume.close)
+                self._volumes.append(volume)
+            self._sequence = restore(self._volumes, arena, engine, deadline)
+            undo.pop_all()
+
+    @property
+    def available(self) -> bool:
+        """Whether any device is neither dead nor stalled."""
+        with self._lock:
+            return not self._closed and bool(self._usable())
+
+    @property
+    def volumes(self) -> tuple[VolumeStatistics, ...]:
+        """State of each directory; never waits."""
+        with self._lock:
+            return tuple(volume.statistics() for volume in self._volumes)
+
+    def lookup(self, keys: Sequence[Key]) -> int:
+        """As :meth:`Tier.lookup`; does not count as a use."""
+        with self._lock:
+            indexes = [volume.slots.index for volume in self._usable()]
+        # Without the lock: what changes meanwhile, load finds out.
+        for count, key in enumerate(keys):
+            for index in indexes:
+                if key in index:
+                    break
+            else:
+                return count
+        return len(keys)
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        """As :meth:`Tier.load`. Pages that do not verify are forgotten."""
+        good = np.zeros(len(keys), bool)
+        with self._lock:
+            batches = self._find(keys)
+            self._users += 1
+        try:
+            reasons = self._io.run(batches, pages, write=False)
+            if batches:
+                rows = np.concatenate([batch.rows for batch in batches])
+                asked = [keys[row] for row in rows.tolist()]
+                good[rows] = self._arena.verify(asked, pages[rows])
+            with self._lock:
+                for batch, reason in zip(batches, reasons, strict=True):
+                    self._loaded(batch, reason, keys, good)
+        finally:
+            self._leave()
+        return good
+
+    def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        """As :meth:`Tier.store`; it seals the pages itself. What it has already, it only touches.
+
+        Of pages stored twice the one with the higher sequence number counts.
+        """
+        stored = np.zeros(len(keys), bool)
+        with self._lock:
+            for batch in self._find(keys):
+                stored[batch.rows] = True
+            missing = np.flatnonzero(~stored)
+            batches = self._place(missing)
+            sequence = self._sequence
+            self._sequence += len(missing)
+            self._users += 1
+        try:
+            if batches:
+                # The first gets the highest number: after a restart too, it is evicted last.
+                rows = missing[::-1]
+                self._arena.seal([keys[row] for row in rows.tolist()], pages[rows], sequence)
+            reasons = self._io.run(batches, pages, write=True)
+            with self._lock:
+                for batch, reason in zip(batches, reasons, strict=True):
+                    if self._stored(batch, reason, keys):
+                        stored[batch.rows] = True
+        finally:
+            self._leave()
+        return stored
+
+    def statistics(self) -> TierStatistics:
+        """As :meth:`Tier.statistics`."""
+        with self._lock:
+            slots = [volume.slots for volume in self._volumes]
+            return TierStatistics(
+                pages=sum(len(one.index) for one in slots),
+                capacity=sum(one.limit for one in slots),
+                evicted=sum(one.evictions for one in slots),
+                failures=dict(+self._failures),
+            )
+
+    def close(self) -> None:
+        """Cancels what has not started, waits for the calls in flight, closes all files."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._io.closed = True
+            for volume in self._volumes:
+                volume.cancel()
+            self._idle.wait_for(lambda: not self._users, timeout=self._deadline)
+        for volume in self._volumes:
+            volume.close()
+
+    # Index work, with the lock held
+
+    def _usable(self) -> list[Volume]:
+        return [volume for volume in self._volumes if volume.usable()]
+
+    def _find(self, keys: Sequence[Key]) -> list[Batch]:
+        """Where keys lie; touches them, the first last."""
+        if self._closed:
+            return []
+        batches = []
+        rest = list(range(len(keys)))
+        for volume in self._usable():
+            index = volume.slots.index
+            rows = [row for row in rest if keys[row] in index]
+            for row in reversed(rows):
+                index.move_to_end(keys[row])
+            if rows:
+                slots = np.array([index[keys[row]] for row in rows], np.int64)
+                batches.append(Batch(volume, np.array(rows, np.int64), slots))
+                # One that was stalled may hold what was stored elsewhere meanwhile.
+                rest = [row for row in rest if keys[row] not in index]
+        return batches
+
+    def _place(self, rows: NDArray[np.int64]) -> list[Batch]:
+        """Takes slots for ``rows``, as evenly from all volumes as their room allows."""
+        if self._closed:
+            self._failures[CLOSED] += len(rows)
+            return []
+        volumes = self._usable()
+        self._calls += 1
+        now = time.monotonic()
+        owners = spread(
+            len(rows),
+            [volume.slots.room(now) for volume in volumes],
+            [len(volume.slots.index) for volume in volumes],
+            phase=self._calls * _PHASE % 1,
+        )
+        self._failures[NO_ROOM] += len(rows) - len(owners)
+        batches = []
+        for number, volume in enumerate(volumes):
+            own = rows[: len(owners)][owners == number]
+            if len(own):
+                slots = volume.slots.take(len(own), now)
+                batches.append(Batch(volume, own, np.array(slots, np.int64)))
+        return batches
+
+    def _loaded(
+        self,
+        batch: Batch,
+        reason: Reason,
+        keys: Sequence[Key],
+        good: NDArray[np.bool_],
+    ) -> None:
+        self._judge(batch.volume, reason, _ENDED)
+        lost = ~good[batch.rows]
+        for row, slot in zip(batch.rows[lost].tolist(), batch.slots[lost].tolist(), strict=True):
+            if isinstance(reason, str):
+                self._failures[reason] += 1
+            elif batch.volume.dead or batch.volume.slots.drop(keys[row], slot):
+                self._failures[label(reason) if reason else CHECKSUM] += 1
+            else:
+                self._failures[EVICTED] += 1
+
+    def _stored(self, batch: Batch, reason: Reason, keys: Sequence[Key]) -> bool:
+        self._judge(batch.volume, reason, FULL)
+        slots = batch.volume.slots
+        if reason is not None or batch.volume.dead:
+            self._failures[label(reason)] += len(batch.rows)
+            if isinstance(reason, OSError) and reason.errno in FULL:
+                slots.release_unbacked(batch.slots.tolist(), time.monotonic())
+            else:
+                slots.release(batch.slots.tolist())
+            return False
+        indexes = [volume.slots.index for volume in self._usable()]
+        for row, slot in zip(batch.rows[::-1].tolist(), batch.slots[::-1].tolist(), strict=True):
+            key = keys[row]
+            # Another thread may have stored it meanwhile, or it was twice in this call.
+            if any(key in index for index in indexes):
+                slots.release([slot])
+            else:
+                slots.publish(key, slot)
+        return True
+
+    def _judge(self, volume: Volume, reason: Reason, harmless: frozenset[int]) -> None:
+        if reason is None:
+            volume.succeeded()
+        elif isinstance(reason, OSError) and reason.errno not in harmless:
+            volume.failed(reason)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._idle.notify_all()

@@ -1,0 +1,68 @@
+"""What the tiers have been worth so far, as plain numbers."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.stack import TierStack
+
+
+class TierReport(TypedDict):
+    """Of one tier, since the server started."""
+
+    pages: int
+    """That it holds; of a shared store, that this server has put there."""
+    capacity_pages: int
+    hit_tokens: int
+    """Tokens of prompts that were not computed because the tier had them."""
+    loaded_bytes: int
+    loading_seconds: float
+    stored_bytes: int
+    storing_seconds: float
+    evicted_pages: int
+    queue_depth: int
+    """Loads and stores that wait or are under way."""
+    available: bool
+    failures: dict[str, int]
+    """Pages that could not be loaded or stored, by reason."""
+
+
+def describe(stack: TierStack) -> dict[str, TierReport]:
+    """A report for each tier, the nearest first."""
+    layout, host = stack.layout, stack.host
+    reports = {
+        "host": TierReport(
+            pages=len(host),
+            capacity_pages=host.capacity,
+            hit_tokens=stack.hits["host"] * layout.page,
+            loaded_bytes=stack.loaded.pages * layout.block_bytes,
+            loading_seconds=stack.loaded.seconds,
+            stored_bytes=stack.stored.pages * layout.block_bytes,
+            storing_seconds=stack.stored.seconds,
+            evicted_pages=host.evicted,
+            queue_depth=stack.stores_under_way,
+            available=stack.enabled,
+            failures={"no_room": host.refused} if host.refused else {},
+        )
+    }
+    for lower in stack.lower:
+        reports[lower.tier.name] = _report(lower, stack)
+    return reports
+
+
+def _report(lower: LowerTier, stack: TierStack) -> TierReport:
+    layout, statistics = stack.layout, lower.tier.statistics()
+    return TierReport(
+        pages=statistics.pages,
+        capacity_pages=statistics.capacity,
+        hit_tokens=stack.hits[lower.tier.name] * layout.page,
+        loaded_bytes=lower.loaded.pages * layout.block_bytes,
+        loading_seconds=lower.loaded.seconds,
+        stored_bytes=lower.stored.pages * layout.block_bytes,
+        storing_seconds=lower.stored.seconds,
+        evicted_pages=statistics.evicted,
+        queue_depth=lower.under_way,
+        available=lower.tier.available and stack.enabled,
+        failures=statistics.failures,
+    )

@@ -1,0 +1,233 @@
+"""One directory of the SSD tier: a file of slots, its lane, and how the device behaves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.runs import run_starts
+from sgl_ext.memory.transfer import (
+    FileLane,
+    Lane,
+    Priority,
+    Ticket,
+    TransferEngine,
+)
+from sgl_ext.tiers.arena import ALIGNMENT, Arena, Pages
+from sgl_ext.tiers.folder import PAGES, Folder, open_own
+from sgl_ext.tiers.slots import Slots
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The file cannot grow; what is there can be written over."""
+FATAL_FAILURES = 3
+"""Failed batches in a row after which a device is given up."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VolumeStatistics:
+    """Of one directory, since it was opened."""
+
+    directory: str
+    state: str
+    """``ok``, ``full`` (the file system is; it evicts), ``stalled`` or ``dead``."""
+    pages: int
+    limit: int
+    """Slots that it may have."""
+    bytes_read: int
+    bytes_written: int
+    evictions: int
+    failed_batches: int
+
+
+class Volume:
+    """Slots of ``arena.stride`` bytes in ``<directory>/sgl_ext-v…/pages``, the i-th at i strides.
+
+    A slot holds what a place of the arena holds, so the file needs no other metadata. Methods that
+    say so are called with the tier's lock held.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        engine: TransferEngine,
+        directory: Path,
+        capacity: int,
+        *,
+        backend: str,
+        wrap: Callable[[FileLane], Lane] | None,
+        deadline: float,
+    ) -> None:
+        self.directory = directory
+        self.bytes_read = self.bytes_written = 0
+        self.failed_batches = 0
+        self.dead = False
+        self._arena = arena
+        self._engine = engine
+        self._deadline = deadline
+        self._failures_in_a_row = 0
+        self._tickets: set[Ticket] = set()
+        self._settled = 0  # bytes of the tickets that have ended
+        self._moved, self._since = 0, time.monotonic()
+        with ExitStack() as undo:
+            self._folder = Folder(directory, arena.layout)
+            undo.callback(self._folder.close)
+            limit = capacity // arena.stride
+            if limit < 1:
+                raise ExtError(
+                    f"{capacity:,} B in {directory} hold no page of {arena.stride:,} B; "
+                    "raise the capacity"
+                )
+            if capacity > (total := shutil.disk_usage(directory).total):
+                raise ExtError(
+                    f"{capacity:,} B of KV in {directory} were asked for, the disk has {total:,} B "
+                    "in all; lower the capacity"
+                )
+            self.slots = Slots(limit)
+            try:
+                lane = engine.file_lane(self._folder.path, backend=backend)
+                if any(ALIGNMENT % needed for needed in lane.alignment):
+                    lane = engine.file_lane(self._folder.path, backend=backend, direct=False)
+                self._fd = open_own(self._folder.pages)
+                undo.callback(os.close, self._fd)
+                # Somebody may have removed the folder's lock; this one lasts as long as the file.
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(self._fd).st_size > limit * arena.stride:
+                    os.ftruncate(self._fd, limit * arena.stride)
+                self.file = lane.open(PAGES, limit * arena.stride, writable=True)
+            except BlockingIOError:
+                raise ExtError(
+                    f"{self._folder.pages} is in use by another server; stop it, or give this one "
+                    "a directory of its own"
+                ) from None
+            except OSError as error:
+                raise ExtError(f"cannot keep KV in {self._folder.path}: {error.strerror}") from None
+            self.lane = wrap(lane) if wrap else lane
+            self.direct = lane.direct
+            undo.pop_all()
+
+    @property
+    def present(self) -> int:
+        """Whole slots that the file has."""
+        return os.fstat(self._fd).st_size // self._arena.stride
+
+    def submit(self, slots: NDArray[np.int64], places: Pages, *, write: bool) -> Ticket:
+        """Starts to write places of the arena to slots, or to read them from there.
+
+        Raises:
+            ExtError: the engine is closed.
+        """
+        stride = self._arena.stride
+        order = np.argsort(slots, kind="stable")
+        slots, places = slots[order], places[order]
+        starts = run_starts(slots, places)
+        copies = np.zeros((len(starts), 6), np.int64)
+        sides = (0, 1) if write else (1, 0)
+        copies[:, sides[0]] = self._arena.address + places[starts] * stride
+        copies[:, sides[1]] = self.file.base + slots[starts] * stride
+        copies[:, 2] = np.diff(starts, append=len(slots)) * stride
+        copies[:, 3] = 1
+        priority = Priority.BULK if write else Priority.URGENT
+        return self._engine.submit(copies, self.lane, priority)
+
+    def started(self, ticket: Ticket) -> None:
+        """Counts ``ticket`` as in flight. With the lock held."""
+        if not self._tickets:
+            self._since = time.monotonic()
+        self._tickets.add(ticket)
+
+    def ended(self, ticket: Ticket, *, write: bool) -> None:
+        """Counts what ``ticket`` has moved. With the lock held."""
+        self._tickets.discard(ticket)
+        self._settled += ticket.bytes_done
+        if write:
+            self.bytes_written += ticket.bytes_done
+        else:
+            self.bytes_read += ticket.bytes_done
+
+    def sync(self) -> None:
+        """Waits until what was written will survive a loss of power, however long it takes.
+
+        Raises:
+            OSError: it may not.
+        """
+        os.fdatasync(self._fd)
+
+    def stalled(self) -> bool:
+        """Whether it has work and has moved nothing for the deadline. With the lock held."""
+        now = time.monotonic()
+        moved = self._settled + sum(ticket.bytes_done for ticket in self._tickets)
+        if moved != self._moved or not self._tickets:
+            self._moved, self._since = moved, now
+        return now - self._since > self._deadline
+
+    def usable(self) -> bool:
+        """Whether it is worth asking. With the lock held."""
+        return not self.dead and not self.stalled()
+
+    def succeeded(self) -> None:
+        """A batch has. With the lock held."""
+        self._failures_in_a_row = 0
+
+    def failed(self, error: OSError) -> None:
+        """A batch has; the last straw makes it dead. With the lock held."""
+        self.failed_batches += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row < FATAL_FAILURES or self.dead:
+            return
+        self.dead = True
+        self.slots.abandon()
+        logger.error(
+            "%s is not used any more: %d batches failed in a row, the last with %s (%s); check "
+            "the device and its file system, then restart the server",
+            self.directory,
+            self._failures_in_a_row,
+            errno.errorcode.get(error.errno or 0, str(error.errno)),
+            error,
+        )
+
+    def statistics(self) -> VolumeStatistics:
+        """With the lock held."""
+        if self.dead:
+            state = "dead"
+        elif self.stalled():
+            state = "stalled"
+        else:
+            state = "full" if self.slots.full(time.monotonic()) else "ok"
+        return VolumeStatistics(
+            str(self.directory),
+            state,
+            len(self.slots.index),
+            self.slots.limit,
+            self.bytes_read,
+            self.bytes_written,
+            self.slots.evictions,
+            self.failed_batches,
+        )
+
+    def cancel(self) -> None:
+        """Cancels what has not started. With the lock held."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def close(self) -> None:
+        """Closes the file and gives the lock back; what is in flight still keeps the file open."""
+        try:
+            self.file.close()
+        except ExtError as error:
+            logger.warning("%s stays open: %s", self._folder.pages, error)
+        os.close(self._fd)
+        self._folder.close()

@@ -1,0 +1,249 @@
+"""Devices that fail, fill up, stall or vanish: pages are lost, nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tier_kit import (
+    LARGE,
+    arena,
+    directories,
+    folder,
+    get,
+    in_volume,
+    keys,
+    put,
+    two_volumes,
+)
+
+from sgl_ext.memory.transfer import FileLane, TransferEngine
+from sgl_ext.tiers import slots
+from sgl_ext.tiers.arena import Arena
+from sgl_ext.tiers.ssd import SsdTier
+from sgl_ext.tiers.volume import Volume
+
+
+@pytest.fixture
+def host(engine: TransferEngine) -> Arena:
+    return arena(engine, 40, LARGE)
+
+
+@pytest.fixture
+def tier(engine: TransferEngine, host: Arena, tmp_path: Path, backend: str) -> Iterator[SsdTier]:
+    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    with two_volumes(host, engine, tmp_path, backend) as tier:
+        yield tier
+
+
+def break_device(volume: Volume) -> None:
+    """The memory of this process as a file: at these offsets nothing is mapped."""
+    lane = volume.lane
+    assert isinstance(lane, FileLane)
+    volume.file.close()
+    fd = os.open("/proc/self/mem", os.O_RDWR)
+    try:
+        volume.file = lane.adopt(fd, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+# Errors
+
+
+def test_eio_costs_the_pages_of_its_device(
+    tier: SsdTier, host: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, healthy = tier._volumes
+    good = in_volume(healthy)
+    break_device(broken)
+    assert get(tier, host, *range(40)) == good
+    assert tier.statistics().failures == {"EIO": 20}
+    assert tier.statistics().pages == 20
+    assert tier.volumes[0].state == "ok"
+    # Its slots are free again, and fail to be written.
+    stored = put(tier, host, *range(100, 110))
+    assert sum(stored) == 10 - tier.statistics().failures["EIO"] + 20
+    assert not caplog.records
+    put(tier, host, *range(200, 210))
+    (record,) = caplog.records
+    for part in ("disk0 is not used any more", "EIO", "check the device"):
+        assert part in record.getMessage()
+    # From now on only the healthy one is asked.
+    assert [volume.state for volume in tier.volumes] == ["dead", "ok"]
+    assert tier.available
+    before = tier.statistics().failures
+    assert all(put(tier, host, *range(300, 310)))
+    assert all(get(tier, host, *range(300, 310)))
+    assert tier.statistics().failures == before
+    assert tier.statistics().capacity == 30
+
+
+def test_without_a_device_there_is_no_tier(tier: SsdTier, host: Arena) -> None:
+    for volume in tier._volumes:
+        break_device(volume)
+    for turn in range(3):
+        assert tier.available
+        assert not any(put(tier, host, *range(100 * turn + 100, 100 * turn + 110)))
+    assert not tier.available
+    assert tier.lookup(keys(0)) == 0
+    assert not any(get(tier, host, *range(40)))
+    assert not any(put(tier, host, 1))
+    assert tier.statistics().pages == tier.statistics().capacity == 0
+
+
+def test_one_success_forgives_failures(tier: SsdTier, host: Arena) -> None:
+    first = tier._volumes[0]
+    error = OSError(errno.EIO, "once")
+    with tier._lock:
+        for _ in range(2):
+            first.failed(error)
+    assert any(get(tier, host, *range(40)))
+    with tier._lock:
+        for _ in range(2):
+            first.failed(error)
+            assert not first.dead
+        first.failed(error)
+    assert first.dead
+
+
+def test_a_file_cut_while_open_is_no_broken_device(
+    tier: SsdTier, host: Arena, tmp_path: Path
+) -> None:
+    good = in_volume(tier._volumes[1])
+    os.truncate(folder(tmp_path / "disk0") / "pages", host.stride // 2)
+    assert get(tier, host, *range(40)) == good
+    assert tier.statistics().failures == {"ENODATA": 20}
+    for _ in range(4):
+        assert get(tier, host, *range(40)) == good
+    assert [volume.state for volume in tier.volumes] == ["ok", "ok"]
+    assert all(put(tier, host, *range(40)))
+    assert all(get(tier, host, *range(40)))
+
+
+def test_a_file_spoilt_while_open(tier: SsdTier, host: Arena, tmp_path: Path) -> None:
+    file = folder(tmp_path / "disk0") / "pages"
+    good = in_volume(tier._volumes[1])
+    file.write_bytes(b"\x55" * file.stat().st_size)
+    assert get(tier, host, *range(40)) == good
+    assert tier.statistics().failures == {"checksum": 20}
+    assert tier.lookup(keys(*range(40))) == (0 if not good[0] else 1)
+    assert all(put(tier, host, *range(40)))
+    assert all(get(tier, host, *range(40)))
+
+
+def test_a_directory_removed_while_serving(tier: SsdTier, host: Arena, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "disk0")
+    assert all(get(tier, host, *range(40)))
+    assert all(put(tier, host, *range(100, 110)))
+    assert all(get(tier, host, *range(100, 110)))
+    tier.close()
+
+
+def test_a_closed_engine(engine: TransferEngine, tier: SsdTier, host: Arena) -> None:
+    engine.close()
+    assert not any(get(tier, host, *range(40)))
+    assert not any(put(tier, host, 100))
+    assert tier.statistics().failures == {"closed": 41}
+    assert tier.statistics().pages == 40
+
+
+def test_a_sync_that_fails_stores_nothing(
+    engine: TransferEngine, host: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SsdTier(host, engine, directories(tmp_path, 2), 30 * host.stride, fsync=True)
+    synced: list[int] = []
+    real = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        synced.append(fd)
+        if len(synced) == 3:
+            raise OSError(errno.EIO, "lost")
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    assert all(put(tier, host, *range(10)))
+    assert len(set(synced)) == len(synced) == 2
+    stored = put(tier, host, *range(10, 20))
+    assert sum(stored) == 5
+    assert get(tier, host, *range(10, 20)) == stored
+    assert tier.statistics().failures == {"EIO": 5}
+    tier.close()
+
+
+# Full
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_file_system_is_used_as_far_as_it_goes(
+    engine: TransferEngine,
+    host: Arena,
+    small: Path,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (small / "others").write_bytes(bytes(512 << 10))
+    tier = SsdTier(host, engine, [small], 1 << 20, backend=backend)
+    stored = [all(put(tier, host, *range(n, n + 4))) for n in range(0, 40, 4)]
+    assert stored[0]
+    assert not all(stored)
+    assert set(tier.statistics().failures) == {"ENOSPC"}
+    assert tier.volumes[0].state == "full"
+    _evicts_within(tier, host)
+    # Somebody makes room.
+    (small / "others").unlink()
+    monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.0)
+    tier._volumes[0].slots._full_until = 0.0
+    held = tier.statistics().pages
+    for number in range(200, 220):
+        assert all(put(tier, host, number))
+    assert held < tier.statistics().pages == tier.statistics().capacity == (1 << 20) // host.stride
+    assert tier.available
+    tier.close()
+
+
+def test_a_limit_of_the_file_size(
+    engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
+) -> None:
+    tier = SsdTier(host, engine, [tmp_path], 40 * host.stride, backend=backend)
+    assert all(put(tier, host, *range(8)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * host.stride, hard))
+    try:
+        assert put(tier, host, 8, 9) == [False, False]
+        assert tier.statistics().failures == {"EFBIG": 2}
+        _evicts_within(tier, host)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    tier.close()
+
+
+def _evicts_within(tier: SsdTier, host: Arena) -> None:
+    held, failures = tier.statistics().pages, tier.statistics().failures
+    assert held > 0
+    for number in range(100, 120):
+        assert put(tier, host, number) == [True]
+        assert get(tier, host, number) == [True]
+    assert tier.statistics().pages == held
+    assert tier.statistics().failures == failures
+    assert tier.available

@@ -1,0 +1,183 @@
+"""Devices that are slow or do not answer, and directories that another server uses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tier_kit import (
+    LARGE,
+    arena,
+    directories,
+    fill,
+    get,
+    holds,
+    in_volume,
+    key,
+    keys,
+    put,
+    two_volumes,
+    wipe,
+)
+from transfer_kit import wait_until
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import Lane, TransferEngine
+from sgl_ext.tiers.arena import Arena
+from sgl_ext.tiers.ssd import SsdTier
+from sgl_ext.tiers.volume import Volume
+
+
+@pytest.fixture
+def host(engine: TransferEngine) -> Arena:
+    return arena(engine, 40, LARGE)
+
+
+@pytest.fixture
+def tier(engine: TransferEngine, host: Arena, tmp_path: Path, backend: str) -> Iterator[SsdTier]:
+    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    with two_volumes(host, engine, tmp_path, backend) as tier:
+        yield tier
+
+
+def slowed(volume: Volume, engine: TransferEngine, bytes_per_second: float) -> Lane:
+    """From now on; the file belongs to the lane below."""
+    volume.lane = engine.throttled_lane(
+        volume.lane, bytes_per_second=bytes_per_second, piece_bytes=4096
+    )
+    return volume.lane
+
+
+def test_a_slow_device_is_no_stalled_one(
+    engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
+) -> None:
+    """The transfer takes several deadlines, and moves all the time."""
+    assert 40 * host.stride > 1.4e6
+    tier = SsdTier(
+        host,
+        engine,
+        [tmp_path],
+        40 * host.stride,
+        backend=backend,
+        deadline=0.25,
+        wrap=lambda lane: engine.throttled_lane(lane, bytes_per_second=2e6, piece_bytes=4096),
+    )
+    assert all(put(tier, host, *range(40)))
+    assert all(get(tier, host, *range(40)))
+    assert tier.statistics().failures == {}
+    tier.close()
+
+
+def test_a_stalled_device_is_left_alone_until_it_moves(
+    engine: TransferEngine, tier: SsdTier, host: Arena
+) -> None:
+    stuck, healthy = tier._volumes
+    good = in_volume(healthy)
+    quick = stuck.lane
+    slowed(stuck, engine, 2048)  # a piece every two seconds
+    wipe(host)
+    loaded: list[list[bool]] = []
+
+    def load() -> None:
+        loaded.append(tier.load(keys(*range(20)), np.arange(20)).tolist())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert wait_until(lambda: tier.volumes[0].state == "stalled")
+    # Meanwhile: it is not asked, and the other one serves.
+    assert tier.available
+    assert tier.lookup(keys(*range(40))) == (1 if good[0] else 0)
+    fill(host, keys(*range(100, 108)), np.arange(32, 40))
+    assert tier.store(keys(*range(100, 108)), np.arange(32, 40)).all()
+    assert tier.load(keys(*range(100, 108)), np.arange(24, 32)).all()
+    assert holds(host, keys(*range(100, 108)), np.arange(24, 32)).all()
+    assert all(key(number) in healthy.slots.index for number in range(100, 108))
+    assert not loaded  # its places may still be written to
+    thread.join(60)
+    assert loaded[0] == good[:20]
+    landed = host.memory.copy()
+    assert tier.statistics().failures == {"stalled": good[:20].count(False)}
+    # It has moved: it is in use again, with all its pages, and nothing came late.
+    assert [volume.state for volume in tier.volumes] == ["ok", "ok"]
+    assert np.array_equal(landed, host.memory)
+    stuck.lane = quick
+    assert all(get(tier, host, *range(40)))
+
+
+def test_a_stalled_store_gives_its_slots_back(
+    engine: TransferEngine, tier: SsdTier, host: Arena
+) -> None:
+    stuck = tier._volumes[0]
+    quick = stuck.lane
+    slowed(stuck, engine, 4096)
+    room = stuck.slots.room(0.0)
+    stored = put(tier, host, *range(100, 110))
+    count = stored.count(False)
+    assert 4 <= count <= 6
+    assert tier.statistics().failures == {"stalled": count}
+    assert stuck.slots.room(0.0) == room
+    stuck.lane = quick
+    assert get(tier, host, *range(100, 110)) == stored
+
+
+def test_a_device_that_does_not_answer_at_the_start(
+    engine: TransferEngine, tier: SsdTier, host: Arena, tmp_path: Path
+) -> None:
+    tier.close()
+    with pytest.raises(ExtError, match=r"disk0 has not answered for 0\.1 s; check the device"):
+        SsdTier(
+            host,
+            engine,
+            directories(tmp_path, 2),
+            30 * host.stride,
+            deadline=0.1,
+            wrap=lambda lane: engine.throttled_lane(lane, bytes_per_second=1000),
+        )
+    SsdTier(host, engine, directories(tmp_path, 2), 30 * host.stride).close()  # nothing is locked
+
+
+# Two owners
+
+OWNER = """
+import sys
+from pathlib import Path
+from tier_kit import LARGE, arena, put
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.ssd import SsdTier
+
+engine = TransferEngine()
+host = arena(engine, 4, LARGE)
+tier = SsdTier(host, engine, [Path(sys.argv[1])], 1 << 20)
+assert all(put(tier, host, 1, 2))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_server_is_refused_while_the_first_lives(
+    engine: TransferEngine, host: Arena, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        with pytest.raises(ExtError, match=f"in use by process {owner.pid}; stop that server"):
+            SsdTier(host, engine, [tmp_path], 1 << 20)
+        owner.kill()
+    tier = SsdTier(host, engine, [tmp_path], 1 << 20)
+    assert get(tier, host, 1, 2) == [True, True]
+    with pytest.raises(ExtError, match=f"in use by process {os.getpid()}"):
+        SsdTier(host, engine, [tmp_path], 1 << 20)
+    assert get(tier, host, 1, 2) == [True, True]
+    tier.close()

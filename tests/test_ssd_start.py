@@ -1,0 +1,193 @@
+"""What an SSD tier refuses at its start, what it reports and what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tier_kit import (
+    LAYOUT,
+    arena,
+    directories,
+    folder,
+    get,
+    keys,
+    occupy,
+    put,
+)
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.ssd import SsdTier
+
+
+@pytest.mark.parametrize(
+    ("prepare", "capacity", "message"),
+    [
+        (lambda _: None, 1 << 20, "found nothing; make it"),
+        (lambda path: path.write_text(""), 1 << 20, "found a file"),
+        (lambda path: path.symlink_to("/proc"), 1 << 20, "cannot keep KV in .*: .*permission"),
+        (lambda path: path.mkdir(), 1 << 60, "the disk has .* lower the capacity"),
+        (lambda path: path.mkdir(), 4095, "hold no page of 4,096 B; raise the capacity"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    engine: TransferEngine,
+    tmp_path: Path,
+    prepare: Callable[[Path], object],
+    capacity: int,
+    message: str,
+) -> None:
+    prepare(tmp_path / "disk")
+    host = arena(engine, 2)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(ExtError, match=message):
+        SsdTier(host, engine, [tmp_path / "disk"], capacity)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+def test_no_or_doubled_directories_are_refused(engine: TransferEngine, tmp_path: Path) -> None:
+    host = arena(engine, 2)
+    with pytest.raises(ExtError, match="needs a directory"):
+        SsdTier(host, engine, [], 1 << 20)
+    with pytest.raises(ExtError, match="each directory once"):
+        SsdTier(host, engine, [tmp_path, tmp_path / ".." / tmp_path.name], 1 << 20)
+
+
+def planted_link(path: Path) -> None:
+    path.with_name("foreign").write_bytes(bytes(800_000))
+    path.symlink_to("foreign")
+
+
+@pytest.mark.parametrize("name", ["pages", "LOCK", "layout.json", "layout.draft"])
+@pytest.mark.parametrize(
+    "plant", [planted_link, os.mkfifo, Path.mkdir], ids=["link", "fifo", "folder"]
+)
+def test_what_others_put_there_is_not_written_to(
+    engine: TransferEngine, tmp_path: Path, name: str, plant: Callable[[Path], object]
+) -> None:
+    host = arena(engine, 4)
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    mine = folder(tmp_path)
+    if name == "layout.draft":
+        (mine / "layout.json").unlink()
+    (mine / name).unlink(missing_ok=True)
+    plant(mine / name)
+    try:
+        tier = SsdTier(host, engine, [tmp_path], 8 * host.stride)
+    except ExtError as error:
+        assert str(tmp_path) in str(error)
+    else:
+        assert all(put(tier, host, 1))
+        tier.close()
+        assert name.startswith("layout")
+    if (foreign := mine / "foreign").exists():
+        assert foreign.read_bytes() == bytes(800_000)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_a_folder_of_another_user_is_refused(engine: TransferEngine, tmp_path: Path) -> None:
+    host = arena(engine, 4)
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    for path in (folder(tmp_path) / "pages", folder(tmp_path)):
+        os.chown(path, 1000, 1000)
+        with pytest.raises(ExtError, match="of this user"):
+            SsdTier(host, engine, [tmp_path], 1 << 20)
+
+
+def test_what_is_open_to_all_is_closed(engine: TransferEngine, tmp_path: Path) -> None:
+    host = arena(engine, 4)
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    mine = folder(tmp_path)
+    mine.chmod(0o777)
+    (mine / "pages").chmod(0o666)
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    assert mine.stat().st_mode & 0o777 == 0o700
+    assert (mine / "pages").stat().st_mode & 0o777 == 0o600
+
+
+def test_one_owner_even_without_the_lock_file(engine: TransferEngine, tmp_path: Path) -> None:
+    host = arena(engine, 4)
+    tier = SsdTier(host, engine, [tmp_path], 1 << 20)
+    (folder(tmp_path) / "LOCK").unlink()
+    with pytest.raises(ExtError, match="in use by another server"):
+        SsdTier(host, engine, [tmp_path], 1 << 20)
+    assert all(put(tier, host, 1))
+    tier.close()
+
+
+def test_a_full_disk_at_the_first_start(engine: TransferEngine, small_disk: Path) -> None:
+    occupy(small_disk / "ballast")
+    with pytest.raises(ExtError, match=f"cannot keep KV in {small_disk}.*No space left"):
+        SsdTier(arena(engine, 4), engine, [small_disk], 1 << 20)
+
+
+@pytest.mark.parametrize("damage", ["{", "", "[]", "[" * 60_000, "missing", "version", "stride"])
+def test_another_layout_file_starts_over(
+    engine: TransferEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    host = arena(engine, 4)
+    tier = SsdTier(host, engine, [tmp_path], 1 << 20)
+    put(tier, host, 1)
+    tier.close()
+    file = folder(tmp_path) / "layout.json"
+    good = json.loads(file.read_text())
+    assert good["fingerprint"] == "test"
+    assert good["stride"] == host.stride
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_text(json.dumps(good | {damage: 9}) if damage in good else damage)
+    tier = SsdTier(host, engine, [tmp_path], 1 << 20)
+    assert "starting over" in caplog.text
+    assert tier.lookup(keys(1)) == 0
+    assert all(put(tier, host, 1))
+    tier.close()
+    caplog.clear()
+    tier = SsdTier(host, engine, [tmp_path], 1 << 20)
+    assert tier.lookup(keys(1)) == 1
+    assert caplog.text == ""
+    assert json.loads(file.read_text()) == good
+    tier.close()
+
+
+def test_other_models_are_named_and_left_alone(
+    engine: TransferEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, other = arena(engine, 4), arena(engine, 4, replace_layout(fingerprint="else", page=8))
+    tier = SsdTier(other, engine, [tmp_path], 1 << 20)
+    assert all(put(tier, other, 1, 2))
+    with caplog.at_level(logging.WARNING):
+        mine = SsdTier(host, engine, [tmp_path], 1 << 20)  # beside it, while it is open
+    (record,) = caplog.records
+    for part in ("page: 4 here, 8 there", "fingerprint: test here, else there", "16,384 B"):
+        assert part in record.getMessage()
+    assert mine.lookup(keys(1)) == 0
+    assert all(get(tier, other, 1, 2))
+    mine.close()
+    tier.close()
+
+
+def replace_layout(**changes: object) -> Layout:
+    return Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | changes)  # type: ignore[arg-type]
+
+
+def test_foreign_pages_are_no_pages(engine: TransferEngine, tmp_path: Path) -> None:
+    """A file of another model under our name: its trailers say whose it is."""
+    host, other = arena(engine, 4), arena(engine, 4, replace_layout(fingerprint="else"))
+    (here, there) = directories(tmp_path, 2)
+    for path, one in ((here, host), (there, other)):
+        tier = SsdTier(one, engine, [path], 1 << 20)
+        put(tier, one, 1)
+        tier.close()
+    (folder(there) / "pages").replace(folder(here) / "pages")
+    tier = SsdTier(host, engine, [here], 1 << 20)
+    assert tier.lookup(keys(1)) == 0
+    tier.close()

@@ -1,0 +1,464 @@
+"""The stack over real copies between a slab and an arena; below it a tier that obeys the test."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tier_kit import arena, content, keys, places
+
+from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.tiers.copies import DeviceCopies, LayerLoads, layer_groups
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.stack import TierStack
+from sgl_ext.tiers.tier import TierStatistics
+
+DEADLINE_S = 60.0
+BLOCKS = 64
+LAYOUTS = {
+    page: Layout(page, layers=5, kv_heads=1, head_dim=8, dtype="float32", fingerprint="t")
+    for page in (1, 4)
+}
+
+
+class Shelf:
+    """Keeps pages in a dict. Loads wait for ``open``; keys in ``lost`` do not land."""
+
+    name = "shelf"
+    immediate = True
+    available = True
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.pages: dict[Key, bytes] = {}
+        self.open = threading.Event()
+        self.open.set()
+        self.lost: set[Key] = set()
+        self.loads = 0
+
+    def lookup(self, keys: Sequence[Key]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys))
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        self.loads += 1
+        assert self.open.wait(DEADLINE_S)
+        good = np.array([key in self.pages and key not in self.lost for key in keys], bool)
+        for key, page, landed in zip(keys, pages, good, strict=True):
+            stored = self.pages[key] if landed else b"\xee" * self.arena.stride
+            self.arena.memory[page] = np.frombuffer(stored, np.uint8)
+        return good
+
+    def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        assert self.open.wait(DEADLINE_S)
+        self.pages |= {
+            key: self.arena.memory[page].tobytes() for key, page in zip(keys, pages, strict=True)
+        }
+        return np.ones(len(keys), bool)
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(len(self.pages), 0, 0, {})
+
+    def close(self) -> None:
+        self.open.set()
+
+
+class Machine:
+    """A device pool, an arena and a stack; blocks hold the content of the keys put there."""
+
+    def __init__(self, page: int, pages: int, *, keep_after: int = 2, wait: float = 60.0) -> None:
+        self.layout = LAYOUTS[page]
+        self.engine = TransferEngine()
+        self.slab = Slab.create(self.layout, BLOCKS)
+        self.engine.register(self.slab.address, self.slab.size, owner=self.slab)
+        self.arena = arena(self.engine, pages, self.layout)
+        self.blocks = np.asarray(self.slab.mapping)[-self.slab.size :].reshape(BLOCKS, -1)
+        copies = DeviceCopies(self.engine, self.engine.host_lane(), self.slab, self.arena)
+        self.shelf = Shelf(self.arena)
+        wake = threading.Event()
+        self.stack = TierStack(
+            HostPages(pages),
+            copies,
+            LayerLoads(copies.groups, DEADLINE_S),
+            [LowerTier(self.shelf, keep_after=keep_after, wake=wake.set)],
+            wait=wait,
+            wake=wake,
+            closing=[self.engine.close],
+        )
+
+    def compute(self, keys: Sequence[Key], blocks: Pages) -> None:
+        for key, block in zip(keys, blocks, strict=True):
+            self.blocks[block] = content(key, self.layout)
+
+    def right(self, keys: Sequence[Key], blocks: Pages) -> bool:
+        pairs = zip(keys, blocks, strict=True)
+        return all(np.array_equal(self.blocks[b], content(k, self.layout)) for k, b in pairs)
+
+    def store(self, keys: Sequence[Key], blocks: Pages) -> bool:
+        self.compute(keys, blocks)
+        self.stack.store(keys, blocks)
+        self.until(lambda: self.stack.completed() == 1)
+        return self.stack.pop()
+
+    def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
+        self.blocks[blocks] = 0xDD
+        if not self.stack.load(rid, keys, blocks):
+            return False
+        index = self.stack.start()
+        counter = self.stack.loads  # which knows by now what the next forward depends on
+        row = self.layout.token_bytes // self.layout.layers
+        whole = np.array([content(key, self.layout) for key in keys])
+        for layer in range(self.layout.layers):
+            counter.wait_until(layer)
+            shape = (len(keys), self.layout.page, self.layout.layers, row)
+            here = self.blocks[blocks].reshape(shape)[:, :, layer]
+            assert np.array_equal(here, whole.reshape(shape)[:, :, layer])
+        assert self.stack.finish(index)
+        assert self.stack.start() == -1
+        assert counter.consumer_index == -1
+        return self.right(keys, blocks)
+
+    def shelve(self, keys: Sequence[Key]) -> None:
+        """Puts pages on the shelf as if another process had."""
+        for key in keys:
+            page = np.zeros(self.arena.stride, np.uint8)
+            page[: self.layout.block_bytes] = content(key, self.layout)
+            self.shelf.pages[key] = page.tobytes()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.stack.wait(0.01)
+            self.stack.poll()
+
+    def settle(self, rid: str) -> None:
+        self.until(lambda: self.stack.ready(rid))
+
+
+@pytest.fixture(params=[1, 4])
+def page(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def machine(page: int) -> Iterator[Machine]:
+    machine = Machine(page, 16)
+    yield machine
+    machine.stack.host.check_integrity()
+    machine.stack.close()
+
+
+def given(machine: Machine, rid: str) -> dict[str, int]:
+    """Pages that each tier gave to the request's load, those that gave none left out."""
+    restored, layout = machine.stack.take_restored(rid), machine.layout
+    pages = {name: each["tokens"] // layout.page for name, each in restored.items()}
+    for name, each in restored.items():
+        assert each["bytes"] == pages[name] * layout.block_bytes
+        assert each["seconds"] > 0
+    return {name: count for name, count in pages.items() if count}
+
+
+def test_layers_come_in_groups_that_grow() -> None:
+    assert list(layer_groups(30)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 30)]
+    assert list(layer_groups(4)) == [(0, 1), (1, 4)]
+    assert list(layer_groups(1)) == [(0, 1)]
+    for layers in range(1, 100):
+        groups = list(layer_groups(layers))
+        assert [begin for begin, _ in groups[1:]] == [end for _, end in groups[:-1]]
+        assert groups[-1][1] == layers
+
+
+def test_what_was_stored_is_loaded_elsewhere_layer_by_layer(machine: Machine) -> None:
+    names = keys(*range(9))
+    assert machine.store(names, places(3, 4, 5, 20, 21, 8, 40, 39, 10))
+    assert machine.stack.lookup("r", [*names, *keys(99)]) == 9
+    assert machine.load("r", names, places(50, 51, 52, 53, 7, 6, 30, 31, 1))
+    assert given(machine, "r") == {"host": 9}
+    assert machine.stack.take_restored("r") == {}
+
+
+def test_loads_of_one_batch_are_one(machine: Machine) -> None:
+    machine.store(keys(1, 2, 3), places(1, 2, 3))
+    assert machine.stack.load("a", keys(1, 2), places(11, 12))
+    assert machine.stack.load("b", keys(1, 3), places(13, 14))
+    assert machine.stack.load("c", keys(1), places(15))
+    assert machine.stack.cancel("c")
+    assert not machine.stack.cancel("c")
+    assert machine.stack.finish(machine.stack.start())
+    assert machine.right(keys(1, 2, 1, 3), places(11, 12, 13, 14))
+    assert machine.stack.start() == -1
+
+
+def test_a_request_waits_for_what_lies_below(machine: Machine) -> None:
+    names = keys(*range(8))
+    machine.store(names[:3], places(1, 2, 3))
+    machine.shelve(names[2:6])
+    machine.shelf.open.clear()
+    assert machine.stack.lookup("r", names) == 3
+    assert machine.stack.lookup("r", names) == 3  # asked again, nothing begins twice
+    assert not machine.stack.ready("r")
+    assert machine.stack.pending()
+    machine.shelf.open.set()
+    machine.settle("r")
+    assert machine.stack.lookup("r", names) == 6
+    assert machine.load("r", names[:6], places(*range(40, 46)))
+    assert given(machine, "r") == {"host": 3, "shelf": 3}
+    assert machine.shelf.loads == 1
+
+
+def test_pages_that_the_device_has_are_used_too(machine: Machine) -> None:
+    machine.store(keys(1, 2, 3), places(1, 2, 3))
+    machine.stack.used(keys(1, 2, 9), 2)
+    machine.until(lambda: set(machine.shelf.pages) == set(keys(1, 2)))
+    machine.store(keys(*range(20, 33)), places(*range(20, 33)))
+    machine.until(lambda: machine.stack.host.room == 16)
+    assert machine.store(keys(40), places(4))  # one has to go: the least recently used
+    assert machine.stack.host.present(keys(1, 2, 3)) == keys(1, 2)
+
+
+def test_nothing_below_means_no_waiting(machine: Machine) -> None:
+    assert machine.stack.lookup("r", keys(1, 2)) == 0
+    assert machine.stack.ready("r")
+
+
+def test_what_did_not_land_is_computed(machine: Machine) -> None:
+    names = keys(*range(6))
+    machine.shelve(names)
+    machine.shelf.lost = {names[3]}
+    machine.stack.lookup("r", names)
+    machine.settle("r")
+    assert machine.stack.lookup("r", names) == 3  # what lies behind a gap is of no use
+    assert machine.stack.ready("r")  # and nobody waits for it twice
+    assert machine.load("r", names[:3], places(1, 2, 3))
+    assert machine.shelf.loads == 1
+    machine.stack.host.check_integrity()
+    assert machine.stack.host.free == 13
+
+
+def test_a_tier_that_raises_is_a_miss(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.shelve(keys(1))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of the tier's own")
+
+    monkeypatch.setattr(machine.shelf, "load", fail)
+    machine.stack.lookup("r", keys(1))
+    machine.settle("r")
+    assert machine.stack.lookup("r", keys(1)) == 0
+    assert machine.stack.host.free == 16
+
+
+def test_two_requests_for_the_same_pages_load_them_once(machine: Machine) -> None:
+    names = keys(*range(6))
+    machine.shelve(names)
+    machine.shelf.open.clear()
+    machine.stack.lookup("a", names[:4])
+    machine.stack.lookup("b", names)
+    assert not machine.stack.ready("b")
+    machine.shelf.open.set()
+    machine.settle("a")
+    machine.settle("b")
+    assert machine.stack.lookup("b", names) == 4  # now the rest begins to come
+    machine.settle("b")
+    assert machine.stack.lookup("b", names) == 6
+    assert machine.load("a", names[:4], places(1, 2, 3, 4))
+    assert machine.load("b", names, places(5, 6, 7, 8, 9, 10))
+    assert machine.shelf.loads == 2
+
+
+def test_a_request_is_held_back_for_so_long_only(page: int) -> None:
+    machine = Machine(page, 16, wait=0.05)
+    machine.shelve(keys(1, 2))
+    machine.shelf.open.clear()
+    machine.stack.lookup("r", keys(1, 2))
+    machine.settle("r")
+    assert machine.stack.lookup("r", keys(1, 2)) == 0
+    assert not machine.stack.load("r", keys(1, 2), places(1, 2))
+    machine.shelf.open.set()
+    machine.until(lambda: machine.stack.host.lookup(keys(1, 2)) == 2)  # it came for the next one
+    machine.stack.close()
+
+
+def test_what_waits_for_its_turn_stays(machine: Machine) -> None:
+    """Pages that came for one request do not go for the sake of another's."""
+    mine, others = keys(*range(8)), keys(*range(100, 112))
+    machine.shelve([*mine, *others])
+    machine.stack.lookup("mine", mine)
+    machine.settle("mine")
+    machine.stack.lookup("other", others)
+    machine.until(lambda: machine.stack.host.room == 0)
+    assert machine.stack.lookup("mine", mine) == 8
+    machine.stack.forget("mine")
+    machine.stack.forget("other")
+    machine.until(lambda: machine.stack.host.room == 16)
+
+
+def test_a_request_that_is_gone_leaves_nothing(machine: Machine) -> None:
+    machine.shelve(keys(1, 2, 3))
+    machine.shelf.open.clear()
+    machine.stack.lookup("r", keys(1, 2, 3))
+    assert machine.stack.host.free == 13
+    machine.stack.forget("r")
+    assert machine.stack.ready("r")
+    machine.shelf.open.set()
+    machine.until(lambda: machine.stack.host.lookup(keys(1, 2, 3)) == 3)
+    assert machine.stack.host.room == 16
+
+
+@pytest.mark.parametrize("keep_after", [1, 2])
+def test_what_is_seen_that_often_goes_down(page: int, keep_after: int) -> None:
+    machine = Machine(page, 32, keep_after=keep_after)
+    machine.store(keys(1, 2, 3), places(1, 2, 3))
+    machine.until(lambda: len(machine.shelf.pages) == (3 if keep_after == 1 else 0))
+    assert machine.load("r", keys(1, 2), places(4, 5))
+    machine.until(lambda: len(machine.shelf.pages) == (3 if keep_after == 1 else 2))
+    for key, stored in machine.shelf.pages.items():
+        size = machine.layout.block_bytes
+        assert stored[:size] == content(key, machine.layout).tobytes()
+    machine.stack.close()
+
+
+def test_no_room_is_no_success(machine: Machine) -> None:
+    machine.store(keys(*range(16)), places(*range(16)))
+    machine.stack.host.pin(np.arange(16))
+    assert not machine.store(keys(99), places(20))
+    assert machine.store(keys(1, 2), places(1, 2))  # nothing needs to be copied
+    machine.stack.host.unpin(np.arange(16))
+    assert not machine.store(keys(*range(50, 90)), places(*range(20, 60)))  # but its head
+    assert machine.stack.lookup("r", keys(*range(50, 90))) == 16
+
+
+def test_clearing_waits_for_copies_and_forgets(machine: Machine) -> None:
+    machine.compute(keys(1, 2), places(1, 2))
+    machine.stack.store(keys(1, 2), places(1, 2))
+    machine.stack.load("r", keys(1), places(5))
+    machine.stack.clear()
+    machine.blocks[:] = 0
+    assert machine.stack.completed() == 0
+    assert machine.stack.lookup("r", keys(1)) == 0
+    assert machine.stack.host.free == 16
+
+
+def test_disabled_it_finds_and_keeps_nothing(machine: Machine) -> None:
+    machine.store(keys(1), places(1))
+    machine.shelve(keys(2))
+    machine.compute(keys(5), places(5))
+    machine.stack.store(keys(5), places(5))
+    machine.stack.disable("of a test")
+    machine.until(lambda: machine.stack.completed() == 1)  # SGLang holds a lock for each
+    machine.stack.pop()
+    assert machine.stack.lookup("r", keys(1)) == 0
+    assert machine.stack.lookup("q", keys(2)) == 0
+    assert not machine.store(keys(3), places(3))
+    assert machine.stack.lookup("r", keys(3)) == 0
+
+
+def test_a_slow_tier_is_not_waited_for(machine: Machine) -> None:
+    machine.shelve(keys(1, 2))
+    machine.stack.lookup("r", keys(1))
+    machine.settle("r")
+    machine.stack.computed_pages_per_second = 1e12
+    machine.stack.lookup("q", keys(2))
+    assert machine.stack.ready("q")
+    assert machine.shelf.loads == 1
+    machine.stack.computed_pages_per_second = 1e-12
+    machine.stack.lookup("p", keys(2))
+    machine.settle("p")
+    assert machine.stack.lookup("p", keys(2)) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_load_what_was_stored(page: int, seed: int) -> None:
+    """Prompts that share heads, an arena that is too small, a device that is slow at times."""
+    choose = random.Random(seed)  # noqa: S311
+    machine = Machine(page, 24)
+    prompts = [
+        [*keys(*range(head)), *keys(*range(1000 * tail, 1000 * tail + 6))]
+        for tail in range(1, 12)
+        for head in (0, 3, 6)
+    ]
+    loaded = {"host": 0, "shelf": 0}
+    for turn in range(300):
+        rid, prompt = f"{turn}", choose.choice(prompts)
+        prompt = prompt[: choose.randrange(1, len(prompt) + 1)]
+        (machine.shelf.open.clear if choose.random() < 0.2 else machine.shelf.open.set)()
+        machine.shelf.lost = {key for key in prompt if choose.random() < 0.05}
+        machine.stack.lookup(rid, prompt)
+        if choose.random() < 0.1:
+            machine.stack.forget(rid)
+            continue
+        machine.shelf.open.set()
+        machine.settle(rid)
+        found = machine.stack.lookup(rid, prompt)
+        blocks = np.array(choose.sample(range(BLOCKS), len(prompt)))
+        if found:
+            assert machine.load(rid, prompt[:found], blocks[:found])
+            for name, count in given(machine, rid).items():
+                loaded[name] += count
+        machine.store(prompt, blocks)
+        machine.stack.host.check_integrity()
+    assert min(loaded.values()) > 50
+    for rid in range(300):
+        machine.stack.forget(f"{rid}")
+    machine.until(lambda: machine.stack.host.room == 24)
+    machine.stack.close()
+
+
+def test_more_than_goes_down_at_once_goes_down_in_turn(page: int) -> None:
+    machine = Machine(page, 16, keep_after=1)
+    machine.store(keys(*range(16)), places(*range(16)))
+    machine.until(lambda: len(machine.shelf.pages) == 16)
+    assert machine.stack.host.room == 16
+    machine.stack.close()
+
+
+def test_a_load_that_hangs_is_not_queued_behind(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_ext.tiers.lower._HANGS_S", 0.0)
+    machine.shelve(keys(*range(12)))
+    machine.shelf.open.clear()
+    machine.stack.lookup("a", keys(1, 2))
+    assert machine.stack.host.free == 14
+    machine.until(lambda: not machine.stack.lower[0].worthwhile(None))  # it has begun
+    machine.stack.lookup("b", keys(3, 4))
+    assert machine.stack.ready("b")
+    machine.shelf.open.set()
+    machine.settle("a")
+
+
+def test_what_a_busy_tier_has_not_begun_is_given_up_with_its_request(machine: Machine) -> None:
+    machine.shelve(keys(*range(12)))
+    machine.shelf.open.clear()
+    machine.stack.lookup("a", keys(1, 2))
+    machine.stack.lookup("b", keys(3, 4))
+    assert machine.stack.host.free == 12
+    machine.until(lambda: machine.shelf.loads == 1)
+    machine.stack.forget("b")
+    machine.until(lambda: machine.stack.host.free == 14)
+    machine.shelf.open.set()
+    machine.settle("a")
+    assert machine.shelf.loads == 1
+    machine.stack.forget("a")
+    assert machine.stack.host.room == 16
+
+
+def test_the_wait_begins_with_the_first_turn(page: int) -> None:
+    machine = Machine(page, 16, wait=0.05)
+    machine.shelve(keys(1))
+    machine.shelf.open.clear()
+    machine.stack.lookup("r", keys(1))
+    time.sleep(0.1)  # in the queue, behind others
+    assert not machine.stack.ready("r")
+    machine.settle("r")
+    machine.shelf.open.set()
+    machine.stack.close()

@@ -1,0 +1,98 @@
+"""A server with tiers answers as stock SGLang does, whatever was evicted, and after a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.bench.conversations import conversations
+
+PROGRAM = """
+import json, sys
+from sglang.srt.entrypoints.engine import Engine
+
+def answers(engine, prompts):
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    for pair in zip(prompts[::2], prompts[1::2]):
+        for answer in engine.generate(input_ids=list(pair), sampling_params=sampling,
+                                      return_logprob=True):
+            meta = answer["meta_info"]
+            yield [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
+                   meta.get("cached_tokens_details") or {}]
+
+def main():
+    model, page, rounds, configs = json.load(open(sys.argv[1]))
+    for config in configs:
+        ext = {"enable_ext": True, "ext_config": config} if config else {}
+        engine = Engine(model_path=model, page_size=page, max_total_tokens=1024, dtype="float32",
+                        log_level="warning", enable_tokenizer_batch_encode=True,
+                        chunked_prefill_size=256, **ext)
+        result = {"rounds": [list(answers(engine, prompts)) for prompts in rounds]}
+        live = engine.get_server_info()["internal_states"][0]
+        result["tiers"] = live.get("sgl_ext", {}).get("tiers", {})
+        print(json.dumps(result), flush=True)
+        engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path) -> None:
+    held = conversations(model, 6, turns=2, tokens=(300, 520))
+    rounds = [[each.prompts[turn] for each in held] for turn in range(2)]
+    rounds.append(rounds[1])
+    (tmp_path / "ssd").mkdir()
+    ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
+    configs = [
+        None,
+        {"tiers": {"host": {"capacity": "1GiB"}}},
+        {"tiers": {"ssd": ssd, "staging": "64MiB"}},
+        {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}},  # after a restart
+    ]
+    if page == 1:  # the same code; a third of the time
+        configs = [None, configs[2]]
+    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
+    arguments.write_text(json.dumps([str(model), page, rounds, configs]))
+    program.write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "11",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    runs = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+    stock, *tiered = (run["rounds"] for run in runs)
+    for system in tiered:
+        for expected, found in zip(stock, system, strict=True):
+            for (ids, logprobs, _), (our_ids, our_logprobs, _) in zip(expected, found, strict=True):
+                assert our_ids == ids
+                assert our_logprobs == pytest.approx(logprobs, abs=1e-3)
+
+    def hits(round_: list[list[object]], tier: str) -> int:
+        return sum(details.get(tier, 0) for *_, details in round_)  # type: ignore[attr-defined]
+
+    asked = sum(map(len, rounds[1]))
+    below = tiered[0 if page == 1 else 1]
+    assert hits(below[2], "ssd") > 0.5 * asked
+    if page == 16:
+        host, _, restarted = tiered
+        assert hits(host[1], "host") > 0.5 * asked
+        assert hits(host[2], "host") > 0.9 * asked
+        assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))
+        assert hits(restarted[2], "host") > 0.9 * asked
+    for run in runs[1:]:
+        assert all(not tier["failures"] for tier in run["tiers"].values())
+        assert sum(tier["hit_tokens"] for tier in run["tiers"].values()) > asked

@@ -1,0 +1,139 @@
+"""What the tests of the tiers share: pages whose content follows from their key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.tiers.ssd import SsdTier
+from sgl_ext.tiers.tier import Tier
+from sgl_ext.tiers.volume import Volume
+
+LAYOUT = Layout(page=4, layers=2, kv_heads=2, head_dim=32, dtype="float16", fingerprint="test")
+"""Pages of 2 KiB: a place is one sector."""
+LARGE = Layout(page=16, layers=4, kv_heads=2, head_dim=64, dtype="float16", fingerprint="test")
+"""Pages of 32 KiB: a place is nine sectors, and can be torn."""
+
+
+def key(number: int) -> Key:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def keys(*numbers: int) -> list[Key]:
+    return [key(number) for number in numbers]
+
+
+def content(key: Key, layout: Layout) -> NDArray[np.uint8]:
+    """Every page of another key differs in every sector."""
+    return np.frombuffer((key * (layout.block_bytes // 32 + 1))[: layout.block_bytes], np.uint8)
+
+
+def places(*numbers: int) -> Pages:
+    return np.array(numbers, np.int64)
+
+
+def arena(engine: TransferEngine, pages: int, layout: Layout = LAYOUT) -> Arena:
+    """Registered with ``engine``."""
+    made = Arena(layout, pages)
+    engine.register(made.address, made.size, owner=made)
+    return made
+
+
+def fill(arena: Arena, keys: Sequence[Key], pages: Pages) -> None:
+    """Puts their content into places."""
+    for one, page in zip(keys, pages.tolist(), strict=True):
+        arena.memory[page, : arena.layout.block_bytes] = content(one, arena.layout)
+
+
+def holds(arena: Arena, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+    """Where the content of these keys lies."""
+    size = arena.layout.block_bytes
+    return np.array(
+        [
+            np.array_equal(arena.memory[page, :size], content(one, arena.layout))
+            for one, page in zip(keys, pages.tolist(), strict=True)
+        ],
+        bool,
+    )
+
+
+def wipe(arena: Arena) -> None:
+    arena.memory[:] = 0xEE
+
+
+def directories(root: Path, count: int) -> list[Path]:
+    paths = [root / f"disk{i}" for i in range(count)]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    return paths
+
+
+def folder(directory: Path) -> Path:
+    (found,) = directory.glob("sgl_ext-v*")
+    return found
+
+
+def put(tier: Tier, arena: Arena, *numbers: int) -> list[bool]:
+    where = np.arange(len(numbers))
+    fill(arena, keys(*numbers), where)
+    stored: list[bool] = tier.store(keys(*numbers), where).tolist()
+    return stored
+
+
+def get(tier: Tier, arena: Arena, *numbers: int) -> list[bool]:
+    """What the tier says it loaded, which must be what has landed."""
+    wipe(arena)
+    where = np.arange(len(numbers))
+    good: list[bool] = tier.load(keys(*numbers), where).tolist()
+    landed = holds(arena, keys(*numbers), where)
+    assert landed[good].all()
+    return good
+
+
+def occupy(path: Path) -> None:
+    """Leaves no byte on its file system."""
+    with path.open("wb", buffering=0) as ballast, pytest.raises(OSError, match="space"):
+        while True:
+            ballast.write(bytes(1 << 16))
+
+
+def usable_backends() -> list[str]:
+    """Of a file lane on this machine."""
+    with TransferEngine() as engine:
+        try:
+            engine.file_lane("/tmp", backend="io_uring", direct=False)
+        except ExtError:
+            return ["threads"]
+    return ["io_uring", "threads"]
+
+
+def in_volume(volume: Volume) -> list[bool]:
+    return [key(number) in volume.slots.index for number in range(40)]
+
+
+@contextmanager
+def two_volumes(
+    host: Arena, engine: TransferEngine, parent: Path, backend: str
+) -> Iterator[SsdTier]:
+    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    tier = SsdTier(
+        host,
+        engine,
+        directories(parent, 2),
+        30 * host.stride,
+        backend=backend,
+        deadline=0.2,
+    )
+    assert all(put(tier, host, *range(40)))
+    yield tier
+    tier.close()
