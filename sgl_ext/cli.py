@@ -13,6 +13,7 @@ from rich.table import Table
 from sgl_ext import SUPPORTED_SGLANG, __version__
 from sgl_ext import doctor as _doctor
 from sgl_ext.config import ConfigError, ExtConfig, load
+from sgl_ext.errors import ExtError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -51,6 +52,23 @@ def bench(context: typer.Context) -> None:
     from sgl_ext.bench.__main__ import main as run
 
     run(context.args)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="Of the server.")] = "http://127.0.0.1:30000",
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+) -> None:
+    """Shows what the tiers of a running server do."""
+    from sgl_ext.top import watch
+
+    try:
+        watch(url.rstrip("/"), once=once)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except ExtError as error:
+        typer.echo(f"sgl_ext: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command()

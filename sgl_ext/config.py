@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -25,13 +25,17 @@ from pydantic import (
     PlainSerializer,
     ValidationError,
     field_validator,
+    model_validator,
 )
+
+from sgl_ext.chunks.methods import link_method
+from sgl_ext.errors import ExtError
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE: frozenset[str] = frozenset()
+AVAILABLE = frozenset({"tiers"})
 """Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
@@ -77,6 +81,8 @@ Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer
 
 
 def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    if Path() in directories:
+        raise ValueError("a directory has no name")
     try:
         resolved = [directory.expanduser().resolve() for directory in directories]
     except RuntimeError as error:
@@ -109,19 +115,34 @@ class HostTier(_Section):
     capacity: Bytes
 
 
+KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
+"""A page is given to the tier when it was seen that often."""
+
+
 class SsdTier(_Section):
     """Striped SSDs: one directory per device."""
 
     directories: Directories
     capacity: Bytes
-    """Of each directory."""
+    """Of each directory, on disk."""
+    keep_after: KeepAfter = 2
+    fsync: bool = False
+    """Whether a page counts as stored only when the device says that it will survive a power
+    failure. Without it a page survives the end of this process, and one that a power failure has
+    torn is found out and computed again."""
 
 
 class RemoteTier(_Section):
     """A Mooncake store."""
 
-    master: str
+    master: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
     """``host:port`` of its master."""
+    segment: Bytes = ByteSize(1 << 30)
+    """Memory of this machine that the store may use, taken as it fills."""
+    host: str | None = None
+    """Address at which other machines reach this one; without it, the one that leads to the
+    master."""
+    keep_after: KeepAfter = 1
 
 
 class Tiers(_Section):
@@ -130,10 +151,34 @@ class Tiers(_Section):
     host: HostTier | None = None
     ssd: SsdTier | None = None
     remote: RemoteTier | None = None
+    staging: Bytes = ByteSize(256 << 20)
+    """Host memory for pages on their way, where there is no host tier."""
+    wait: Seconds = 10.0
+    """How long a request is held back, at most, while its pages come from lower tiers; then what
+    is missing is computed."""
+
+    @model_validator(mode="after")
+    def _not_none(self) -> Self:
+        if not (self.host or self.ssd or self.remote):
+            raise ValueError("no tier is given; name one of host, ssd, remote")
+        return self
 
 
 class Chunks(_Section):
     """Position-independent chunk caching (approximate; EPIC)."""
+
+    method: str = "lego-16"
+    """How contexts are linked that do not say it themselves."""
+    limit: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 100_000
+    """Contexts that are kept; the least recently used go first."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        try:
+            link_method(self.method)
+        except ExtError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class Restore(_Section):
@@ -182,6 +227,17 @@ class ExtConfig(_Section):
         if section is None:  # a key without a value, in YAML: on or off?
             raise ValueError("the section is empty: write {} to switch it on, or remove it")
         return section
+
+    @model_validator(mode="after")
+    def _directories_apart(self) -> Self:
+        if self.tiers and self.tiers.ssd and self.clusters:
+            both = set(self.tiers.ssd.directories) & set(self.clusters.directories)
+            if both:
+                raise ValueError(
+                    f"tiers.ssd and clusters both name {', '.join(map(str, sorted(both)))}; "
+                    "give each its own directory"
+                )
+        return self
 
     def sections(self) -> dict[str, _Section]:
         """The sections that are switched on, by name."""
@@ -291,11 +347,13 @@ def _describe(problem: Any) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
         return f"unknown key {where!r} ({hint})"
     found = problem["input"]
-    message = problem["msg"].removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "byte_size_unit" or problem["type"] == "byte_size":
         message = "expected a size with a unit such as '4GiB', or bytes as a whole number"
     if problem["type"] == "missing":
         return f"{where!r} is required"
+    if not where and problem["type"] == "value_error":
+        return message
     if not where:
         return f"expected sections ({', '.join(SECTIONS)}), found {_echo(found)}"
     return f"{where!r}: {message}, found {_echo(found)}"

@@ -28,6 +28,7 @@ from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.engine.hooks import installed_sglang
 from sgl_ext.errors import ExtError
 from sgl_ext.memory import mapping
+from sgl_ext.memory.limits import available_memory
 
 Verdict = Literal["ok", "note", "fail"]
 
@@ -161,8 +162,8 @@ def _hooks() -> Check:
 
 
 def _memory() -> Check:
-    memory = psutil.virtual_memory()
-    return Check("memory", "ok", f"{_gib(memory.available)} available of {_gib(memory.total)}")
+    available, total = _gib(available_memory()), _gib(psutil.virtual_memory().total)
+    return Check("memory", "ok", f"{available} available of {total}")
 
 
 def _huge_pages() -> Check:
@@ -236,20 +237,25 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         section = present[name]
         if name not in AVAILABLE:
             yield Check(name, "fail", "not in this version yet", "remove the section")
+        else:
+            yield Check(name, "ok", "on")
         if isinstance(section, Tiers) and section.ssd is not None:
             for directory in section.ssd.directories:
                 yield _ssd_directory(name, directory, section.ssd.capacity)
         if isinstance(section, Clusters):
             for directory in section.directories:
                 yield _ssd_directory(name, directory, 0)
-        host = section.host.capacity if isinstance(section, Tiers) and section.host else 0
+        host = _host_memory(section) if isinstance(section, Tiers) else 0
         host += section.capacity if isinstance(section, Swap) else 0
-        if host > psutil.virtual_memory().available:
-            available = _gib(psutil.virtual_memory().available)
+        if host > (available := available_memory()):
             yield Check(
-                f"{name} host memory", "fail", f"{_gib(host)} asked, {available} available",
+                f"{name} host memory", "fail", f"{_gib(host)} asked, {_gib(available)} available",
                 "lower its capacity",
             )  # fmt: skip
+
+
+def _host_memory(tiers: Tiers) -> int:
+    return tiers.host.capacity if tiers.host else tiers.staging
 
 
 def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.memory.slab import Slab
+from sgl_ext.plan import PrefillPlan
+from sgl_ext.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.chunk_links import ChunkLinks
+    from sgl_ext.engine.rows import Split
 
 
 @dataclass
@@ -18,6 +24,14 @@ class ExtRuntime:
     """The KV pool; None if SGLang's own layer-major pool is in place."""
     layer_major_because: str | None = None
     """Why there is no slab."""
+    tiers: TierStack | None = None
+    """What lies beyond the device; None if nothing does."""
+    plans: dict[str, PrefillPlan] = field(default_factory=dict)
+    """Of requests that are not simply computed, by their id."""
+    split: Split | None = None
+    """Of the forward that runs, if it is one of rows."""
+    links: ChunkLinks | None = None
+    """Chunks in prompts; None without the section."""
 
     def describe_memory(self) -> dict[str, Any]:
         """Where KV lies, for ``/server_info``."""

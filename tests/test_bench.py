@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from sgl_ext.bench import data, server
+from sgl_ext.bench import memory as memory_bench
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved
 from sgl_ext.engine.load_generator import Request, RequestError, run
@@ -59,7 +60,7 @@ def test_a_server_that_dies_is_reported_with_its_log(model: Path, tmp_path: Path
 def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path, tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     expected = pytest.raises(ExtError, match="'slow' was not ready in time")
-    with expected, server.serve([server.System("slow")], model, tmp_path, deadline=9.0):
+    with expected, server.serve([server.System("slow")], model, tmp_path, deadline=12.0):
         pass
     assert "server_args=" in (tmp_path / "slow.log").read_text()  # it had come some way
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -94,3 +95,20 @@ def test_sharegpt_conversations_alternate() -> None:
     turns = next(data.sharegpt_conversations())
     assert len(turns) >= 2
     assert all(isinstance(turn, str) for turn in turns)
+
+
+def test_a_missing_fio_is_named_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(*_args: object, **_options: object) -> None:
+        raise AssertionError("measured")
+
+    for part in (
+        memory_bench.memory_attention,
+        memory_bench.memory_transfer,
+        memory_bench.memory_granularity,
+    ):
+        monkeypatch.setattr(part, "measure", measure)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ExtError, match=r"fio, .* is missing; apt-get install fio"):
+        memory_bench.run(quick=True, out=tmp_path)

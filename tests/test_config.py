@@ -147,6 +147,11 @@ def test_deep_and_marked_inline_json() -> None:
     assert load("\ufeff{}") == ExtConfig()
 
 
+@pytest.mark.parametrize("master", ["", "host", ":50051", "host:port", "a b:1"])
+def test_a_master_without_a_port_is_refused(master: str) -> None:
+    assert "tiers.remote.master" in error_of({"tiers": {"remote": {"master": master}}})
+
+
 def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]
@@ -155,3 +160,7 @@ def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
     assert "the same directory is named twice" in error_of(
         {"clusters": {"directories": directories}}
     )
+    assert "a directory has no name" in error_of({"clusters": {"directories": [""]}})
+    ssd = {"directories": [str(tmp_path)], "capacity": "1GiB"}
+    message = error_of({"tiers": {"ssd": ssd}, "clusters": {"directories": [str(tmp_path)]}})
+    assert f"tiers.ssd and clusters both name {tmp_path}; give each its own" in message

@@ -39,15 +39,22 @@ def test_this_machine_runs_the_default_configuration() -> None:
 
 
 def test_a_section_this_version_lacks_would_not_run(tmp_path: Path) -> None:
-    config = {"tiers": {"ssd": {"directories": [str(tmp_path), "/nope"], "capacity": "1MiB"}}}
+    config = {"clusters": {"directories": [str(tmp_path), "/nope"]}}
     result = CliRunner().invoke(app, ["doctor", "--config", json.dumps(config)])
     assert result.exit_code == 1
     assert "would not run" in result.stdout
     verdicts = {check.name: check for check in doctor.examine(load(config))}
-    assert verdicts["tiers"].verdict == "fail"
-    assert verdicts[f"tiers directory {tmp_path}"].verdict in ("ok", "note")
-    assert verdicts["tiers directory /nope"].found == "does not exist"
+    assert verdicts["clusters"].verdict == "fail"
+    assert verdicts[f"clusters directory {tmp_path}"].verdict in ("ok", "note")
+    assert verdicts["clusters directory /nope"].found == "does not exist"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tiers_would_run(tmp_path: Path) -> None:
+    ssd = {"directories": [str(tmp_path)], "capacity": "1MiB"}
+    checks = doctor.examine(load({"tiers": {"ssd": ssd, "host": {"capacity": "1MiB"}}}))
+    assert doctor.would_run(checks)
+    assert {check.name: check for check in checks}["tiers"].found == "on"
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import requests
 from conftest import POOL, Launch, refusal, running_in_group
 
 from sgl_ext.bench import server
-from sgl_ext.engine import launcher, scheduler, server_args
+from sgl_ext.engine import kv_memory, launcher, scheduler, server_args
 
-ALL_HOOKS = [hook.target for hook in (*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS)]
+ONE_OF_EACH = [module.HOOKS[0].target for module in (server_args, launcher, scheduler, kv_memory)]
 
 
 def test_another_sglang_version_is_refused(launch: Launch) -> None:
@@ -27,7 +27,7 @@ def test_another_sglang_version_is_refused(launch: Launch) -> None:
     assert "install sglang==0.5.23" in message
 
 
-@pytest.mark.parametrize("target", ALL_HOOKS)
+@pytest.mark.parametrize("target", ONE_OF_EACH)
 def test_a_hook_that_did_not_apply_is_refused(launch: Launch, target: str) -> None:
     result = launch("--enable-ext", sabotage=["hook", target])
     if target.endswith(".add_cli_args"):  # then SGLang's parser does not know the flag
@@ -51,7 +51,8 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     ("config", "expected"),
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
-        ('{"tiers": {}}', "switches on tiers, which sgl_ext 0.1.0 does not have yet"),
+        ('{"chunks": {}}', "switches on chunks, which sgl_ext 0.1.0 does not have yet"),
+        ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),
     ],
 )
 def test_a_bad_configuration_is_refused(launch: Launch, config: str, expected: str) -> None:

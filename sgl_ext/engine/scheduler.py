@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks, kv_memory
+from sgl_ext.engine import chunk_hooks, hooks, kv_memory, meta_info, plan_hooks, tier_hooks
 from sgl_ext.engine.activation import report
 
 REPORT_KEY = "sgl_ext"
@@ -28,6 +28,10 @@ HOOKS = (
         "scheduler before serving, and SGLang shows it in /server_info",
     ),
     *kv_memory.HOOKS,
+    *meta_info.HOOKS,
+    *tier_hooks.HOOKS,
+    *plan_hooks.HOOKS,
+    *chunk_hooks.HOOKS,
 )
 
 

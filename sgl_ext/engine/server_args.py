@@ -82,15 +82,16 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
     """Activates the launcher: its arguments are complete, and no process is launched yet."""
     if in_worker():
         return original(server_args)
-    if carried_by(server_args) is None:
+    if (config := carried_by(server_args)) is None:
         config = _requested or _beside_a_record()
         if config is None:
             return original(server_args)
         setattr(server_args, CARRIED, Carried(config))
-    from sgl_ext.engine import launcher
+    from sgl_ext.engine import launcher, tier_hooks
 
     try:
         launcher.require_existing_model(server_args)
+        tier_hooks.declare(server_args, config)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about(server_args):

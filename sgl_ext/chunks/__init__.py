@@ -1,0 +1,1 @@
+"""Position-independent reuse of the KV of text chunks (EPIC)."""

@@ -1,0 +1,98 @@
+"""Prompts of text and contexts: from what a user writes to what the scheduler is told."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sgl_ext.chunks.composition import Composition, LinkedChunk
+from sgl_ext.chunks.contexts import Context
+
+_OPEN, _CLOSE = "\ue0c0", "\ue0c1"
+_MARK = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
+
+NAMESPACE = "ext:chunk"
+"""SGLang's ``extra_key`` of the chunks themselves."""
+
+
+def mark(id_: str) -> str:
+    """What stands for a context within text, where text is all that gets through.
+
+    Private-use characters: a template leaves them alone. Whoever writes them by hand gets what
+    the id would get them anyway.
+    """
+    return f"{_OPEN}{id_}{_CLOSE}"
+
+
+def marked(text: str) -> bool:
+    """Whether any context is named in ``text``."""
+    return _MARK.search(text) is not None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as SGLang takes it."""
+
+    tokens: list[int]
+    composition: Composition | None
+    """None if nothing of it is linked."""
+    namespace: str | None
+    """SGLang's ``extra_key`` that the prompt's own KV belongs under: it is like no other prompt's
+    of the same tokens."""
+
+
+def compose(
+    text: str,
+    *,
+    context_of: Callable[[str], Context],
+    tokenize: Callable[[str, bool], Sequence[int]],
+) -> Prompt:
+    """The prompt that ``text`` with its marks stands for.
+
+    Text between contexts is tokenised by itself, as the contexts were.
+
+    Args:
+        context_of: the context of an id; raises where there is none.
+        tokenize: token ids of a text, and whether it begins the prompt.
+    """
+    tokens: list[int] = []
+    chunks: list[LinkedChunk] = []
+    preparations: dict[tuple[int, ...], int] = {}
+    methods: dict[str, None] = {}
+    for part in _parts(text, context_of):
+        if isinstance(part, str):
+            tokens += tokenize(part, not tokens)
+            continue
+        # At the beginning of a prompt a chunk that was computed behind nothing is exact.
+        exact = not tokens and not part.before
+        chunks.append(
+            LinkedChunk(
+                at=len(tokens),
+                length=len(part.tokens),
+                preparation=preparations.setdefault(part.before, len(preparations)),
+                recompute=() if exact else part.recompute,
+            )
+        )
+        methods[part.method] = None
+        tokens += part.tokens
+    if not chunks:
+        return Prompt(tokens, None, None)
+    composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))
+    # The digest names all that the linked KV depends on but the tokens, which the tree compares.
+    digest = hashlib.sha256(msgspec.json.encode(composition)).hexdigest()[:32]
+    return Prompt(tokens, composition, f"ext:link:{digest}")
+
+
+def _parts(text: str, context_of: Callable[[str], Context]) -> Iterator[str | Context]:
+    end = 0
+    for match in _MARK.finditer(text):
+        if match.start() > end:
+            yield text[end : match.start()]
+        yield context_of(match[1])
+        end = match.end()
+    if end < len(text):
+        yield text[end:]

@@ -1,0 +1,114 @@
+"""Which chunks a prompt is made of, as a request tells the scheduler, and the plan that follows."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+
+_FILLER = 0
+"""A token that every vocabulary has; what follows a token does not change its KV."""
+
+
+class LinkedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens ``at .. at + length - 1`` of the prompt are a chunk's, whose KV is to be linked."""
+
+    at: int
+    length: int
+    preparation: int
+    """Number of the text that the chunk's KV was computed behind."""
+    recompute: tuple[int, ...] = ()
+    """Tokens of the chunk, ascending, that are computed nevertheless (EPIC §3.2)."""
+
+
+class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt's chunks in order; the rest of it is computed."""
+
+    method: str
+    """Name of the link method, for the answer's ``meta_info``."""
+    namespace: str
+    """SGLang's ``extra_key`` that the chunks' KV was computed under."""
+    preparations: tuple[tuple[int, ...], ...]
+    """Token ids of each text that chunks of this prompt were computed behind."""
+    chunks: tuple[LinkedChunk, ...]
+
+    def check(self, length: int) -> None:
+        """Raises ValueError unless this can be a prompt of ``length`` tokens."""
+        free = 0
+        for number, chunk in enumerate(self.chunks):
+            offsets = chunk.recompute
+            if chunk.at < free or chunk.length < 1 or chunk.at + chunk.length >= length:
+                raise ValueError(
+                    f"chunk {number} lies at {chunk.at} .. {chunk.at + chunk.length - 1} of a "
+                    f"prompt of {length} tokens, behind one that ends at {free}; chunks follow "
+                    "each other, and the prompt's last token is none of theirs"
+                )
+            if list(offsets) != sorted({*offsets}) or not all(
+                0 <= offset < chunk.length for offset in offsets
+            ):
+                raise ValueError(f"chunk {number} of {chunk.length} tokens recomputes {offsets}")
+            if not 0 <= chunk.preparation < len(self.preparations):
+                raise ValueError(
+                    f"chunk {number} names preparation {chunk.preparation} "
+                    f"of {len(self.preparations)}"
+                )
+            free = chunk.at + chunk.length
+
+    def plan(self, length: int, available: Sequence[int]) -> PrefillPlan:
+        """The plan of a prompt of ``length`` tokens.
+
+        Args:
+            available: how many tokens of each chunk, from its first on, there is KV of; the
+                others are computed.
+        """
+        return PrefillPlan(self._spans(length, available))
+
+    def _spans(self, length: int, available: Sequence[int]) -> Iterator[Span]:
+        at = 0  # what lies before has a span
+        for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
+            for start, end in _gaps(chunk.recompute, found):
+                if (begin := chunk.at + start) > at:
+                    yield Span(at, begin, Compute())
+                at = chunk.at + end
+                yield Span(begin, at, Link(number, chunk.at))
+        yield Span(at, length, Compute())
+
+
+class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks, when a chunk's KV has been computed, which of its tokens' values differ most between
+    this and another preparation of it."""
+
+    namespace: str
+    length: int
+    """Tokens of the chunk."""
+    preparation: tuple[int, ...]
+    """Token ids that the chunk was computed behind."""
+    other: tuple[int, ...]
+    """Those that it was computed behind before."""
+    count: int
+    """Tokens that are wanted."""
+
+
+def path_of(before: Sequence[int], chunk: Sequence[int], page: int) -> array[int]:
+    """The token ids that a chunk's KV lies under in the tree: those it was computed behind, its
+    own, and so many of no meaning as fill its last page."""
+    path = array("q", before)
+    path.extend(chunk)
+    path.extend([_FILLER] * (-len(path) % page))
+    return path
+
+
+def _gaps(recompute: Sequence[int], found: int) -> Iterator[tuple[int, int]]:
+    """Runs ``(start, end)`` of the chunk's first ``found`` tokens that are not recomputed."""
+    start = 0
+    for offset in recompute:
+        if offset >= found:
+            break
+        if offset > start:
+            yield start, offset
+        start = offset + 1
+    if start < found:
+        yield start, found

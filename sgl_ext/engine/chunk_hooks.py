@@ -1,0 +1,108 @@
+"""Where chunks meet SGLang: requests as they come in, and requests as they reach the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from sgl_ext import runtime
+from sgl_ext.engine import hooks
+from sgl_ext.engine.activation import carried_by, refuse
+
+_SERVICE = "_ext_contexts"
+"""Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
+
+
+def _serve(
+    server_args: Any,
+    tokenizer_manager: Any,
+    _templates: Any,
+    _ports: Any,
+    scheduler_infos: list[dict[str, Any]],
+    *_args: Any,
+    **_kw: Any,
+) -> None:
+    """Adds the routes before the HTTP server starts."""
+    config = carried_by(server_args)
+    if config is None or config.chunks is None:
+        return
+    from sglang.srt.entrypoints.http_server import app
+
+    from sgl_ext.engine import context_api
+    from sgl_ext.engine.context_service import ContextService
+    from sgl_ext.engine.scheduler import REPORT_KEY
+
+    memory = scheduler_infos[0][REPORT_KEY]["memory"]
+    service = ContextService(
+        tokenizer_manager,
+        limit=config.chunks.limit,
+        token_bytes=memory["block_bytes"] // memory["page"],
+    )
+    setattr(tokenizer_manager, _SERVICE, service)
+    context_api.install(app, service, config.chunks.method)
+
+
+async def _generate(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any
+) -> AsyncIterator[Any]:
+    service = getattr(manager, _SERVICE, None)
+    if service is not None:
+        service.link(request)
+    async for answer in original(manager, request, *args):
+        yield answer
+
+
+def _open(result: Any, scheduler: Any) -> Any:
+    ext = runtime.current
+    if ext is not None and ext.config.chunks is not None and ext.links is None:
+        from sgl_ext.engine.chunk_links import open_links
+
+        try:
+            ext.links = open_links(scheduler, ext)
+        except hooks.ActivationError as error:
+            refuse(error)
+    return result
+
+
+def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    """A composition that cannot be ends its own request, not the scheduler."""
+    if runtime.current is None or runtime.current.links is None:
+        return
+    from sgl_ext.engine.chunk_links import composition_of, selection_of
+
+    try:
+        composition_of(req)
+        selection_of(req)
+    except ValueError as error:
+        req.set_finish_with_abort(str(error))
+
+
+LAUNCHER_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "before",
+        _serve,
+        "SGLang's server takes no further routes",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _generate,
+        "text is tokenised as a whole; contexts have tokens of their own",
+    ),
+)
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "after",
+        _open,
+        "model, pool and tree are there when a scheduler says that it is ready, not before",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        "before",
+        _check,
+        "SGLang checks what it knows of requests",
+    ),
+)

@@ -1,0 +1,214 @@
+"""Creates contexts and puts them into prompts, in the process of SGLang's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from sgl_ext.chunks.compose import NAMESPACE, Prompt, compose, marked
+from sgl_ext.chunks.composition import Selection, path_of
+from sgl_ext.chunks.contexts import Context, Contexts
+from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recompute, link_method
+from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
+from sgl_ext.errors import ExtError
+
+_PASSAGES = 4
+"""Before a primed chunk."""
+
+
+class ContextService:
+    """Contexts of one server.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        limit: contexts that are kept.
+    """
+
+    def __init__(self, manager: Any, *, limit: int, token_bytes: int) -> None:
+        self.token_bytes = token_bytes
+        """Of a token's KV."""
+        self._manager = manager
+        self.contexts = Contexts(limit, time.monotonic)
+        """By id."""
+        self._page = manager.server_args.page_size
+
+    def expires_in(self, context: Context) -> float | None:
+        """Seconds; None if never."""
+        return None if context.expires is None else context.expires - time.monotonic()
+
+    async def create(
+        self,
+        chunks: Sequence[str | Sequence[int]],
+        *,
+        method: str,
+        prefix: str | None = None,
+        ttl: float | None = None,
+        salt: str | None = None,
+    ) -> list[Context]:
+        """Computes the KV of chunks, each text or token ids, and names them.
+
+        Args:
+            prefix: what prompts that link them begin with, such as the system prompt; primed
+                chunks are computed behind it.
+
+        Raises:
+            ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
+                method.
+        """
+        how = link_method(method)
+        tokens = [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
+        lead = self._encode(prefix, True) if prefix else self._bos()
+        passages = [*tokens, *(list(each.tokens) for each in self.contexts.all(salt)[::-1])]
+        before = [self._before(how, lead, ids, passages) for ids in tokens]
+        for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
+            if len(ids) + len(text) + self._page >= (most := self._manager.context_len):
+                raise ExtError(
+                    f"chunk {number} has {len(ids)} tokens, and is computed behind {len(text)}; "
+                    f"the model takes {most} in all: split it"
+                )
+        recompute = await asyncio.gather(
+            *(self._prepare(how, lead, *each, salt) for each in zip(before, tokens, strict=True))
+        )
+        return [
+            self.contexts.create(
+                ids, method=method, before=text, recompute=again, salt=salt, ttl=ttl
+            )
+            for ids, text, again in zip(tokens, before, recompute, strict=True)
+        ]
+
+    def link(self, request: Any) -> None:
+        """Turns the marks in the text of SGLang's ``GenerateReqInput`` into what they stand for.
+
+        Raises:
+            UnknownContextError: a mark names no context of the request's tenant.
+            ExtError: the request asks for what a linked prompt does not have.
+        """
+        if isinstance(request.text, list):
+            if any(map(marked, request.text)):
+                raise ExtError("contexts in a list of prompts: send each prompt by itself")
+            return
+        if request.text is None or not marked(request.text):
+            return
+        if request.lora_path:
+            raise ExtError("contexts are of the base model: leave lora_path out, or the contexts")
+        start = request.logprob_start_len
+        if request.return_logprob and start is not None and start >= 0:
+            raise ExtError(
+                "logprobs of the prompt (logprob_start_len) are not there for linked tokens; "
+                "leave it out, or create the contexts with method full"
+            )
+        prompt: Prompt = compose(
+            request.text,
+            context_of=lambda id_: self.contexts.get(id_, request.cache_salt),
+            tokenize=self._encode,
+        )
+        request.text, request.input_ids = None, prompt.tokens
+        if prompt.composition is not None:
+            suffix = f":{request.extra_key}" if request.extra_key else ""
+            request.extra_key = f"{prompt.namespace}{suffix}"
+            params = dict(request.sampling_params or {})
+            custom = dict(params.get("custom_params") or {})
+            custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
+            request.sampling_params = {**params, "custom_params": custom}
+
+    def _encode(self, text: str, first: bool) -> list[int]:
+        ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
+        return ids
+
+    def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
+        if isinstance(chunk, str):
+            tokens = self._encode(chunk, False)
+        else:
+            tokens = list(chunk)
+            size = self._manager.model_config.vocab_size
+            wrong = [token for token in tokens if not 0 <= token < size]
+            if wrong:
+                raise ExtError(
+                    f"chunk {number} has the token ids {wrong[:3]}; the vocabulary ends at {size}"
+                )
+        if not tokens:
+            raise ExtError(f"chunk {number} is empty")
+        return tokens
+
+    def _bos(self) -> list[int]:
+        bos = self._manager.tokenizer.bos_token_id
+        return [] if bos is None else [bos]
+
+    def _before(
+        self,
+        method: LinkMethod,
+        lead: Sequence[int],
+        tokens: Sequence[int],
+        passages: Sequence[Sequence[int]],
+    ) -> list[int]:
+        if method.preparation is Preparation.BARE:
+            return []
+        if method.preparation is Preparation.BOS:
+            if not (bos := self._bos()):
+                raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
+            return bos * BOS_TOKENS
+        # The first of them for all: chunks then share what they are computed behind.
+        others = [each for each in passages if list(each) != list(tokens)][:_PASSAGES]
+        if not others:
+            raise ExtError(
+                "a primed chunk is computed behind others of its kind: create several at once, or "
+                "the first ones with another method"
+            )
+        return [*lead, *chain.from_iterable(others)]
+
+    async def _prepare(
+        self,
+        method: LinkMethod,
+        lead: Sequence[int],
+        before: Sequence[int],
+        tokens: Sequence[int],
+        salt: str | None,
+    ) -> Sequence[int]:
+        """Computes the chunk's KV; which of its tokens are to be computed again."""
+        if method.recompute is Recompute.OFFLINE:
+            await self._compute(lead, tokens, salt)
+            selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), method.amount)
+            answer = await self._compute(before, tokens, salt, selection)
+            for entry in answer["meta_info"].get("ext", ()):
+                if entry.get("selected") is not None:
+                    selected: list[int] = entry["selected"]
+                    return selected
+            raise ExtError("a chunk's KV had to go before it was looked at; try again, or smaller")
+        await self._compute(before, tokens, salt)
+        if method.recompute is Recompute.ALL:
+            return range(len(tokens))
+        if method.recompute is Recompute.HEAD:
+            return range(min(method.amount, len(tokens)))
+        if method.recompute is Recompute.BLEND:
+            raise ExtError(f"{method} is not served yet")
+        return ()
+
+    async def _compute(
+        self,
+        before: Sequence[int],
+        tokens: Sequence[int],
+        salt: str | None,
+        selection: Selection | None = None,
+    ) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        params: dict[str, Any] = {"max_new_tokens": 0}
+        if selection is not None:
+            params["custom_params"] = {SELECTION: msgspec.to_builtins(selection)}
+        request = GenerateReqInput(
+            input_ids=list(path_of(before, tokens, self._page)),
+            sampling_params=params,
+            extra_key=NAMESPACE,
+            cache_salt=salt,
+        )
+        answer: dict[str, Any] = {}
+        async for answer in self._manager.generate_request(request):
+            reason = answer["meta_info"]["finish_reason"] or {}
+            if reason.get("type") == "abort":
+                raise ExtError(f"a chunk was not computed: {reason.get('message')}")
+        return answer

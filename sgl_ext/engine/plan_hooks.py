@@ -1,0 +1,168 @@
+"""Carries out prefill plans: what is linked is copied in place, what is computed becomes rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext import runtime
+from sgl_ext.engine import hooks, rows
+from sgl_ext.engine.meta_info import tell
+from sgl_ext.plan import PrefillPlan
+
+
+def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    ext = runtime.current
+    if ext is None or not ext.plans or not batch.forward_mode.is_extend_without_speculative():
+        return original(runner, batch, *args, **kw)
+    plans = [ext.plans.get(rid) for rid in batch.rids]
+    if not any(plan is not None for plan in plans):
+        return original(runner, batch, *args, **kw)
+    prefixes, ends = batch.extend_prefix_lens_cpu, batch.seq_lens_cpu.tolist()
+    if ext.links is not None:
+        table = runner.req_to_token_pool.req_to_token
+        for at, plan in enumerate(plans):
+            if plan is not None:
+                slots = table[batch.req_pool_indices[at], prefixes[at] : ends[at]].long().numpy()
+                ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
+    parts = rows.rows_of(plans, prefixes, ends)
+    try:
+        ext.split = rows.split_of(batch, parts)
+        output = original(runner, rows.split(batch, parts), *args, **kw)
+    finally:
+        ext.split = None
+    for rid, plan, end in zip(batch.rids, plans, ends, strict=True):
+        if plan is not None and end >= len(plan):
+            _release(rid)
+    return output
+
+
+def _logits(metadata: Any, _class: Any, batch: Any) -> Any:
+    # Not by an attribute of the batch: SGLang's runners copy it, field by field.
+    ext = runtime.current
+    if ext is not None and ext.split is not None:
+        ext.split.put_in(metadata, batch.return_logprob)
+    return metadata
+
+
+def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    ext = runtime.current
+    if ext is None or ext.links is None:
+        return original(adder, req, *args, **kw)
+    linked = ext.links.acquire(req)
+    result = original(adder, req, *args, **kw)
+    if not (adder.can_run_list and adder.can_run_list[-1] is req):
+        _release(req.rid)
+    elif linked is not None:
+        tell(req, linked)
+    return result
+
+
+def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> int:
+    """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
+    charge = original(adder, req, prefix)
+    plan = _plan_of(req)
+    end = len(req.full_untruncated_fill_ids)
+    return charge if plan is None else charge - (end - prefix - plan.computed(prefix, end))
+
+
+def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> Any:
+    """A part of a prompt ends where the budget of computed tokens does."""
+    admission = original(adder, req, **kw)
+    plan = _plan_of(req)
+    if plan is None or not getattr(admission, "is_chunked", False):
+        return admission
+    prefix = admission.prefix_len
+    length = _part(adder, plan, prefix, admission.extend_len)
+    replay = plan.computed(prefix, prefix + length) - length
+    return dataclasses.replace(admission, extend_len=length, replay_len=replay)
+
+
+def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    plan = _plan_of(req)
+    if plan is None or adder.rem_chunk_tokens is None:
+        return original(adder, req)
+    left = len(req.full_untruncated_fill_ids) - req.prefix_len
+    length = _part(adder, plan, req.prefix_len, left)
+    linked = length - plan.computed(req.prefix_len, req.prefix_len + length)
+    adder.rem_chunk_tokens += linked
+    adder.rem_input_tokens += linked
+    return original(adder, req)
+
+
+def _part(adder: Any, plan: PrefillPlan, prefix: int, most: int) -> int:
+    """Tokens of the next part of a prompt: a whole number of pages, unless it is the last."""
+    end = plan.reach(prefix, max(adder.rem_chunk_tokens, 1))
+    if end >= prefix + most:
+        return most
+    return max(end // adder.page_size * adder.page_size - prefix, adder.page_size)
+
+
+def _plan_of(req: Any) -> PrefillPlan | None:
+    ext = runtime.current
+    return None if ext is None else ext.plans.get(req.rid)
+
+
+def _release(rid: str) -> None:
+    ext = runtime.current
+    if ext is not None and ext.links is not None:
+        ext.links.release(rid)
+
+
+def _on_release(_tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    ext = runtime.current
+    if ext is None or ext.links is None:
+        return
+    from sgl_ext.engine.chunk_links import selection_of
+
+    ext.links.release(req.rid)
+    if (selection := selection_of(req)) is not None and req.finished():
+        tell(req, {"power": "chunks", "selected": ext.links.select(req, selection)})
+
+
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        "around",
+        _forward,
+        "SGLang computes one span a request and forward; it has no notion of several",
+    ),
+    hooks.Hook(
+        "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
+        "after",
+        _logits,
+        "SGLang takes the logits of each row of a batch",
+    ),
+    hooks.Hook(
+        f"{_ADDER}.add_one_req",
+        "around",
+        _admit,
+        "what a plan links has to stay from the admission on",
+    ),
+    hooks.Hook(
+        f"{_ADDER}._replay_len",
+        "around",
+        _charge,
+        "SGLang charges its budget of computed tokens for every token behind the prefix",
+    ),
+    hooks.Hook(
+        f"{_ADDER}._select_prefill_admission",
+        "around",
+        _select,
+        "the same budget decides where a prompt is cut",
+    ),
+    hooks.Hook(
+        f"{_ADDER}.add_chunked_req",
+        "around",
+        _continue,
+        "the same budget decides where the rest of a prompt is cut",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
+        "before",
+        _on_release,
+        "a request that ends or is retracted in the middle of its prefill tells its tree only",
+    ),
+)

@@ -1,0 +1,118 @@
+"""A server that links contexts into prompts: what it computes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.server import Server, System, serve
+
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ("--max-total-tokens", "8192", "--page-size", "16", "--dtype", "float32")
+    config = json.dumps({"chunks": {"method": "lego-16"}})
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parent / "sabotage"),
+        "SABOTAGE": "available chunks",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
+    with serve([system], model, tmp_path_factory.mktemp("logs")) as (server,):
+        yield server
+
+
+def post(server: Server, path: str, **body: object) -> requests.Response:
+    return requests.post(f"{server.url}{path}", json=body, timeout=DEADLINE_S)
+
+
+def create(server: Server, *chunks: object, **more: object) -> list[str]:
+    answer = post(server, "/ext/context_cache", chunks=chunks, **more)
+    assert answer.status_code == 200, answer.text
+    return [context["id"] for context in answer.json()["contexts"]]
+
+
+def part(value: str) -> dict[str, str]:
+    if value.startswith("ctx-"):
+        return {"type": "ext_context", "id": value}
+    return {"type": "text", "text": value}
+
+
+def generate(server: Server, *parts: str, **more: object) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    text = list(map(part, parts))
+    answer = post(server, "/generate", text=text, sampling_params=sampling, **more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    (entry,) = answer["meta_info"]["ext"]
+    assert (entry["power"], entry["exact"], entry["missing"]) == ("chunks", False, 0)
+    found: dict[str, Any] = entry
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return [text[:1200] for text in sharegpt_prompts(4, characters=(1300, 4000))]
+
+
+def test_contexts_in_any_order(server: Server, texts: list[str]) -> None:
+    ids = create(server, *texts)
+    for order in ((0, 1, 2), (2, 0), (3, 1, 0, 2)):
+        answer = generate(server, "Read this. ", *(ids[at] for at in order), "What is it about?")
+        entry = told(answer)
+        assert entry["method"] == "lego-16"
+        assert entry["recomputed"] == 16 * len(order)
+        assert entry["linked"] > 100 * len(order)
+        tokens = answer["meta_info"]["prompt_tokens"]
+        assert entry["linked"] + entry["recomputed"] < tokens
+        again = generate(server, "Read this. ", *(ids[at] for at in order), "What is it about?")
+        assert again["output_ids"] == answer["output_ids"]
+        assert again["meta_info"]["cached_tokens"] >= (tokens - 1) // 16 * 16
+
+
+def test_full_is_what_stock_gives(server: Server, texts: list[str], model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(model).encode
+    ids = create(server, *texts[:2], method="full", cache_salt="full")
+    more = {"cache_salt": "full", "return_logprob": True}
+    linked = generate(server, "So: ", ids[1], ids[0], "Well?", **more)
+    assert told(linked)["linked"] == 0
+    parts = ["So: ", texts[1], texts[0], "Well?"]
+    whole = [token for text in parts for token in encode(text, add_special_tokens=False)]
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    more = {"sampling_params": sampling, "return_logprob": True}
+    stock = post(server, "/generate", input_ids=whole, **more).json()
+    for name in ("completion_tokens", "output_token_logprobs"):
+        assert linked["meta_info"][name] == stock["meta_info"][name]
+
+
+def test_primed_chunks_choose_what_is_recomputed(server: Server, texts: list[str]) -> None:
+    ids = create(server, *texts[:3], method="primed+offline-16", cache_salt="primed")
+    answer = generate(server, "Read this. ", ids[2], ids[0], "Well?", cache_salt="primed")
+    entry = told(answer)
+    assert entry["method"] == "primed+offline-16"
+    assert entry["recomputed"] == 32
+    assert entry["linked"] > 200
+
+
+def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
+    (context,) = create(server, texts[0])
+    (other,) = create(server, texts[0], cache_salt="other")
+    requests.delete(f"{server.url}/ext/context_cache/{context}", timeout=DEADLINE_S)
+    for id_ in (context, other, "ctx-nothing"):
+        answer = post(server, "/generate", text=[part(id_), part("?")])
+        assert answer.status_code == 404, answer.text
+        assert "does not exist" in answer.text

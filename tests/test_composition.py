@@ -1,0 +1,60 @@
+"""A prompt of chunks becomes a plan that links what there is and computes the rest."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.chunks.composition import Composition, LinkedChunk
+from sgl_ext.plan import Compute, Link
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
+    chunks, at = [], 0
+    for _ in range(draw(st.integers(0, 5))):
+        at += draw(st.integers(0, 6))
+        length = draw(st.integers(1, 12))
+        offsets = tuple(sorted(draw(st.sets(st.integers(0, length - 1)))))
+        chunks.append(LinkedChunk(at, length, draw(st.integers(0, 1)), offsets))
+        at += length
+    composition = Composition("lego-2", "chunks", ((1, 2), ()), tuple(chunks))
+    found = [draw(st.integers(0, chunk.length)) for chunk in chunks]
+    return composition, at + draw(st.integers(1, 6)), found
+
+
+@given(prompts())
+def test_what_is_there_is_linked_and_the_rest_computed(
+    prompt: tuple[Composition, int, list[int]],
+) -> None:
+    composition, length, found = prompt
+    composition.check(length)
+    plan = composition.plan(length, found)
+    expected: list[object] = [Compute()] * length
+    for number, (chunk, count) in enumerate(zip(composition.chunks, found, strict=True)):
+        for offset in set(range(count)) - set(chunk.recompute):
+            expected[chunk.at + offset] = Link(number, chunk.at)
+    assert len(plan) == length
+    spans = plan.between(0, length)
+    assert [span.source for span in spans for _ in range(span.start, span.end)] == expected
+    wire = msgspec.to_builtins(composition)
+    assert msgspec.convert(wire, Composition) == composition
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([LinkedChunk(0, 0, 0)], "chunk 0 lies at 0 .. -1"),
+        ([LinkedChunk(-1, 2, 0)], "chunk 0 lies at -1 .. 0"),
+        ([LinkedChunk(0, 5, 0), LinkedChunk(4, 2, 0)], "chunk 1 lies at 4 .. 5"),
+        ([LinkedChunk(5, 5, 0)], "the prompt's last token is none of theirs"),
+        ([LinkedChunk(0, 5, 1)], "preparation 1 of 1"),
+        ([LinkedChunk(0, 5, 0, (5,))], r"recomputes \(5,\)"),
+        ([LinkedChunk(0, 5, 0, (2, 1))], r"recomputes \(2, 1\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(chunks: list[LinkedChunk], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Composition("naive", "chunks", ((),), tuple(chunks)).check(10)

@@ -1,0 +1,175 @@
+"""The context cache over HTTP, and contexts in the bodies of SGLang's routes; no model runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_ext.chunks.compose import mark
+from sgl_ext.engine.context_api import install
+from sgl_ext.engine.context_service import ContextService
+from sgl_ext.errors import ExtError
+
+
+class Manager:
+    """Stands for SGLang's ``TokenizerManager``: a letter is a token."""
+
+    server_args = SimpleNamespace(page_size=16)
+    model_config = SimpleNamespace(vocab_size=200)
+    context_len = 100
+    tokenizer = SimpleNamespace(
+        bos_token_id=1,
+        encode=lambda text, add_special_tokens: [1] * add_special_tokens + list(map(ord, text)),
+    )
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateReqInput] = []
+
+    async def generate_request(self, request: GenerateReqInput) -> AsyncIterator[dict[str, Any]]:
+        self.requests.append(request)
+        yield {"meta_info": {"finish_reason": {"type": "length"}}}
+
+
+@pytest.fixture
+def manager() -> Manager:
+    return Manager()
+
+
+@pytest.fixture
+def service(manager: Manager) -> ContextService:
+    return ContextService(manager, limit=10, token_bytes=100)
+
+
+@pytest.fixture
+def client(service: ContextService) -> TestClient:
+    app = FastAPI()
+    install(app, service, "lego-2")
+
+    @app.post("/generate")
+    @app.post("/v1/chat/completions")
+    async def echo(request: Request) -> Any:
+        return await request.json()
+
+    return TestClient(app)
+
+
+def create(client: TestClient, *chunks: object, **more: object) -> list[dict[str, Any]]:
+    answer = client.post("/ext/context_cache", json={"chunks": chunks, **more})
+    assert answer.status_code == 200, answer.text
+    contexts: list[dict[str, Any]] = answer.json()["contexts"]
+    return contexts
+
+
+def test_contexts_are_computed_named_listed_and_deleted(
+    client: TestClient, manager: Manager
+) -> None:
+    text, ids = create(client, "chunk", [5, 6, 7], ttl=60)
+    assert (text["tokens"], text["bytes"], text["method"]) == (5, 500, "lego-2")
+    assert 0 < text["expires_in"] <= 60
+    computed = [list(request.input_ids) for request in manager.requests]
+    assert computed == [[*b"chunk", *[0] * 11], [5, 6, 7, *[0] * 13]]
+    assert {request.extra_key for request in manager.requests} == {"ext:chunk"}
+    assert client.get(f"/ext/context_cache/{ids['id']}").json()["tokens"] == 3
+    found = client.get("/ext/context_cache/list").json()["contexts"]
+    assert [context["id"] for context in found] == [text["id"], ids["id"]]
+    assert client.delete(f"/ext/context_cache/{text['id']}").status_code == 200
+    for method in (client.get, client.delete):
+        answer = method(f"/ext/context_cache/{text['id']}")
+        assert answer.status_code == 404
+        assert "create it again" in answer.json()["error"]["message"]
+
+
+def test_other_tenants_see_nothing(client: TestClient) -> None:
+    (mine,) = create(client, "chunk", cache_salt="mine")
+    for query in ("", "?cache_salt=other"):
+        unknown = client.get(f"/ext/context_cache/ctx-none{query}").json()["error"]["message"]
+        found = client.get(f"/ext/context_cache/{mine['id']}{query}")
+        assert found.status_code == 404
+        assert found.json()["error"]["message"] == unknown.replace("ctx-none", mine["id"])
+        assert client.get(f"/ext/context_cache/list{query}").json() == {"contexts": []}
+    assert client.get(f"/ext/context_cache/{mine['id']}?cache_salt=mine").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"chunks": [""]}, "chunk 0 is empty"),
+        ({"chunks": ["a", []]}, "chunk 1 is empty"),
+        ({"chunks": ["x" * 90]}, "chunk 0 has 90 tokens.*takes 100 in all: split it"),
+        ({"chunks": [[3, 200, -1]]}, r"token ids \[200, -1\]; the vocabulary ends at 200"),
+        ({"chunks": ["a"], "method": "magic"}, "no link method 'magic'"),
+    ],
+)
+def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: str) -> None:
+    answer = client.post("/ext/context_cache", json=body)
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"])
+    assert manager.requests == []
+    assert client.get("/ext/context_cache/list").json() == {"contexts": []}
+
+
+@pytest.mark.parametrize("body", [{}, {"chunks": []}, {"chunks": ["a"], "tll": 1}])
+def test_what_is_no_request(client: TestClient, body: Any) -> None:
+    assert client.post("/ext/context_cache", json=body).status_code == 422
+
+
+def test_parts_become_marks(client: TestClient) -> None:
+    part = {"type": "ext_context", "id": "ctx-1"}
+    text = {"type": "text", "text": "and"}
+    chat = {"messages": [{"role": "user", "content": [part, text, part]}, {"content": "plain"}]}
+    marks = {"type": "text", "text": mark("ctx-1")}
+    echoed = client.post("/v1/chat/completions", json=chat).json()
+    assert echoed["messages"] == [
+        {"role": "user", "content": [marks, text, marks]},
+        {"content": "plain"},
+    ]
+    prompt = {"text": [text, part, " and more"], "sampling_params": {"n": 1}}
+    echoed = client.post("/generate", json=prompt).json()
+    assert echoed["text"] == f"and{mark('ctx-1')} and more"
+    assert echoed["sampling_params"] == {"n": 1}
+    untouched = {"text": ["two", "prompts"]}
+    assert client.post("/generate", json=untouched).json() == untouched
+
+
+def test_marks_become_a_composition(client: TestClient, service: ContextService) -> None:
+    (context,) = create(client, "chunk")
+    request = GenerateReqInput(
+        text=f"a{mark(context['id'])}b",
+        sampling_params={"custom_params": {"mine": 1}},
+        extra_key="key",
+    )
+    service.link(request)
+    assert request.text is None
+    assert request.input_ids == [1, *b"achunkb"]
+    assert request.extra_key.startswith("ext:link:")
+    assert request.extra_key.endswith(":key")
+    params = request.sampling_params["custom_params"]
+    assert params["mine"] == 1
+    (chunk,) = params["ext_composition"]["chunks"]
+    assert (chunk["at"], chunk["length"], list(chunk["recompute"])) == (2, 5, [0, 1])
+    plain = GenerateReqInput(text="plain")
+    service.link(plain)
+    assert (plain.text, plain.input_ids) == ("plain", None)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "logprobs of the prompt"),
+        ({"lora_path": "adapter"}, "contexts are of the base model"),
+        ({"cache_salt": "other"}, "no context"),
+    ],
+)
+def test_what_a_linked_prompt_does_not_have(
+    client: TestClient, service: ContextService, more: dict[str, Any], message: str
+) -> None:
+    (context,) = create(client, "chunk")
+    with pytest.raises(ExtError, match=message):
+        service.link(GenerateReqInput(text=mark(context["id"]) + "b", **more))

@@ -1,0 +1,115 @@
+"""Contexts are found by id and content, by their own tenant only, until they expire."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
+
+SALTS = st.sampled_from([None, "a", "b"])
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tenants(RuleBasedStateMachine):
+    """Against a list that is searched from end to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.contexts = Contexts(limit=6, clock=self.clock)
+        self.model: list[Context] = []
+        self.gone: list[Context] = []
+        self.created: list[Context] = []
+
+    def drop(self, which: list[Context]) -> None:
+        self.gone += which
+        self.model = [one for one in self.model if one not in which]
+
+    @rule(tokens=st.integers(0, 8), salt=SALTS, ttl=st.none() | st.integers(1, 9))
+    def create(self, tokens: int, salt: str | None, ttl: int | None) -> None:
+        made = self.contexts.create((tokens, 1), method="naive", salt=salt, ttl=ttl)
+        assert made.expires == (None if ttl is None else self.clock.now + ttl)
+        self.model.append(made)
+        self.created.append(made)
+        self.drop(self.model[:-6])
+
+    @rule(number=st.integers(0, 20), salt=SALTS)
+    def get(self, number: int, salt: str | None) -> None:
+        known = self.model + self.gone
+        if not known:
+            return
+        wanted = known[number % len(known)]
+        if wanted in self.model and wanted.salt == salt:
+            assert self.contexts.get(wanted.id, salt) == wanted
+            self.touch(wanted)
+        else:
+            with pytest.raises(UnknownContextError, match="create it again"):
+                self.contexts.get(wanted.id, salt)
+            with pytest.raises(UnknownContextError):
+                self.contexts.delete(wanted.id, salt)
+
+    def touch(self, context: Context) -> None:
+        self.model.remove(context)
+        self.model.append(context)
+
+    @rule(tokens=st.integers(0, 8), salt=SALTS)
+    def find(self, tokens: int, salt: str | None) -> None:
+        same = [
+            one
+            for one in self.created
+            if one in self.model and (one.salt, one.tokens) == (salt, (tokens, 1))
+        ]
+        assert self.contexts.find((tokens, 1), salt) == (same[-1] if same else None)
+        if same:
+            self.touch(same[-1])
+
+    @rule(number=st.integers(0, 20))
+    def delete(self, number: int) -> None:
+        if self.model:
+            wanted = self.model[number % len(self.model)]
+            self.contexts.delete(wanted.id, wanted.salt)
+            self.drop([wanted])
+
+    @rule(seconds=st.integers(0, 5))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+        now = self.clock.now
+        self.drop([one for one in self.model if one.expires is not None and one.expires <= now])
+
+    @invariant()
+    def the_same(self) -> None:
+        assert len(self.contexts) == len(self.model)
+        for salt in (None, "a", "b"):
+            assert self.contexts.all(salt) == [one for one in self.model if one.salt == salt]
+
+
+TestTenants = Tenants.TestCase
+TestTenants.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_ids_cannot_be_guessed() -> None:
+    contexts = Contexts(limit=1000, clock=Clock())
+    ids = {contexts.create((n,), method="naive").id for n in range(1000)}
+    assert len(ids) == 1000
+    assert min(map(len, ids)) >= 25
+
+
+def test_nothing_is_left_of_the_expired() -> None:
+    clock = Clock()
+    contexts = Contexts(limit=10, clock=clock)
+    for n in range(100):
+        contexts.create((n,), method="naive", ttl=1)
+        clock.now += 0.5
+    clock.now += 1
+    assert len(contexts) == 0
+    assert not contexts._by_content
+    assert not contexts._expiry

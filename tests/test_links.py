@@ -1,0 +1,157 @@
+"""Chunks that are linked where they were computed give SGLang's own answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.chunks.composition import Composition, LinkedChunk, path_of
+
+PROGRAM = """
+import asyncio, json, sys
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+
+computed = []  # tokens of each forward that was carried out in rows
+
+def probe(self, path, start=False):
+    from sgl_ext import runtime
+    from sgl_ext.engine import rows
+    from sgl_ext.engine.chunk_links import open_links
+    ext = runtime.current
+    if start:
+        ext.links = open_links(self, ext)
+        split = rows.split
+
+        def counting(batch, parts):
+            computed.append(sum(row.end - row.start for row in parts))
+            return split(batch, parts)
+
+        rows.split = counting
+    self.token_to_kv_pool_allocator.groups.check_integrity()
+    json.dump({"computed": computed, "plans": len(ext.plans), "held": len(ext.links._requests),
+               "protected": self.tree_cache.protected_size()}, open(path, "w"))
+    computed.clear()
+
+# Schedulers import this file before their arguments arrive.
+Scheduler.probe = probe
+
+def main():
+    model, page, chunk, state, script = json.load(open(sys.argv[1]))
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
+                    log_level="warning", chunked_prefill_size=chunk, enable_ext=True)
+    engine.collective_rpc("probe", path=state, start=True)
+
+    async def ask(step):
+        request = GenerateReqInput(
+            input_ids=step["ids"], extra_key=step.get("extra_key"), return_logprob=True,
+            sampling_params={"temperature": 0, "max_new_tokens": step.get("new", 6),
+                             "ignore_eos": True,
+                             "custom_params": step.get("custom_params")})
+        async for answer in engine.tokenizer_manager.generate_request(request):
+            meta = answer["meta_info"]
+        return [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
+                meta["cached_tokens"]]
+
+    async def together(steps):
+        return await asyncio.gather(*map(ask, steps))
+
+    for steps in script:
+        answers = engine.loop.run_until_complete(together(steps))
+        engine.collective_rpc("probe", path=state)
+        print(json.dumps({"answers": answers, **json.load(open(state))}), flush=True)
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+Step = dict[str, Any]
+
+
+def play(
+    script: list[list[Step]], model: Path, page: int, chunk: int, tmp_path: Path
+) -> list[Step]:
+    """What the engine says to each group of requests, and its state after it."""
+    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
+    arguments.write_text(json.dumps([str(model), page, chunk, str(tmp_path / "state"), script]))
+    program.write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env={**os.environ, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+
+
+@pytest.fixture
+def texts(model: Path) -> list[list[int]]:
+    """Token ids of real text, each a few hundred tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer(text)["input_ids"][:300] for text in sharegpt_prompts(6, characters=(1500, 4000))
+    ]
+
+
+def linked(
+    ids: list[int], chunks: list[LinkedChunk], preparations: list[list[int]], name: str
+) -> Step:
+    composition = Composition("test", "chunks", tuple(map(tuple, preparations)), tuple(chunks))
+    composition.check(len(ids))
+    params = {"ext_composition": msgspec.to_builtins(composition)}
+    return {"ids": ids, "extra_key": name, "custom_params": params}
+
+
+def same(one: Step, other: Step) -> None:
+    """Tokens, and logprobs but for what another number of tokens in a matrix product changes."""
+    (ids, logprobs, _), (other_ids, other_logprobs, _) = one["answers"][0], other["answers"][0]
+    assert ids == other_ids
+    assert logprobs == pytest.approx(other_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(1, 256), (16, 4096)])
+def test_where_it_was_computed_a_chunk_is_exact(
+    page: int, chunk: int, model: Path, texts: list[list[int]], tmp_path: Path
+) -> None:
+    prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
+    prompt = prefix + first + question
+    head = len(prefix)
+    whole = [LinkedChunk(head, len(first), 0)]
+    both = prefix + second + first + question
+    everything = tuple(range(len(first)))
+    script: list[list[Step]] = [
+        [{"ids": prompt, "extra_key": "stock"}],
+        [{"ids": both, "extra_key": "stock"}],
+        [{"ids": list(path_of(prefix, first, page)), "extra_key": "chunks", "new": 0}],
+        [linked(prompt, whole, [prefix], "a")],
+        # Its own KV is an ordinary prefix of the next turn.
+        [linked(prompt + question + [5, 6, 7], whole, [prefix], "a")],
+        [linked(prompt + question + [5, 6, 7], whole, [prefix], "b")],
+        # Moved, but all of it recomputed; and a chunk that nobody has.
+        [linked(both, [LinkedChunk(head + len(second), len(first), 0, everything)], [prefix], "c")],
+        [linked(both, [LinkedChunk(head, len(second), 0)], [[9, 9]], "d")],
+    ]
+    stock, stock_both, _, here, next_turn, next_alone, recomputed, absent = play(
+        script, model, page, chunk, tmp_path
+    )
+    same(here, stock)
+    assert sum(here["computed"]) == len(prefix) + len(question)
+    assert next_turn["answers"][0][2] >= len(prompt) // page * page
+    same(next_turn, next_alone)
+    for each in (recomputed, absent):
+        same(each, stock_both)
+        assert sum(each["computed"]) == len(both)
+    for each in (here, next_turn, recomputed, absent):
+        assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)

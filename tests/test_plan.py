@@ -1,0 +1,59 @@
+"""A plan covers every token once, and its parts add up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+
+CHUNKS = (0, 1)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> PrefillPlan:
+    spans, at = [], 0
+    for length in draw(st.lists(st.integers(1, 9), max_size=8)):
+        chunk = draw(st.sampled_from([None, *CHUNKS]))
+        source = Compute() if chunk is None else Link(chunk, draw(st.integers(0, at)))
+        spans.append(Span(at, at + length, source))
+        at += length
+    return PrefillPlan([*spans, Span(at, at + draw(st.integers(1, 9)), Compute())])
+
+
+def sources(plan: PrefillPlan, start: int, end: int) -> list[object]:
+    return [span.source for span in plan.between(start, end) for _ in range(span.start, span.end)]
+
+
+@given(plans(), st.integers(0, 60), st.integers(0, 60))
+def test_parts_are_the_plan(plan: PrefillPlan, start: int, length: int) -> None:
+    end = start + length
+    whole = sources(plan, 0, 130)
+    assert len(whole) == 130
+    assert sources(plan, start, end) == whole[start:end]
+    assert plan.computed(start, end) == whole[start:end].count(Compute())
+    assert whole[len(plan) - 1 :] == [Compute()] * (131 - len(plan))
+
+
+@given(plans(), st.integers(0, 60), st.integers(1, 60))
+def test_a_budget_reaches_as_far_as_it_can(plan: PrefillPlan, start: int, budget: int) -> None:
+    end = plan.reach(start, budget)
+    assert plan.computed(start, end) == budget
+    assert isinstance(sources(plan, start, end)[-1], Compute)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [Span(1, 2, Compute())],
+        [Span(0, 2, Link(0, 0)), Span(3, 4, Compute())],
+        [Span(0, 2, Link(0, 0)), Span(1, 4, Compute())],
+        [Span(0, 0, Compute())],
+        [Span(0, 2, Compute()), Span(2, 4, Link(0, 2))],
+    ],
+)
+def test_what_is_no_plan_is_refused(spans: list[Span]) -> None:
+    with pytest.raises(ValueError, match="plan"):
+        PrefillPlan(spans)

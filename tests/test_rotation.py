@@ -1,0 +1,131 @@
+"""KV that was moved is KV that was computed there, as far as the dtype goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+
+from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
+from sgl_ext.memory.slab import Layout
+
+TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def rope(rotary_dim: int, *, interleaved: bool = False, base: float = 10_000.0) -> Rope:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return Rope(rotary_dim, tuple((1.0 / base**exponents).tolist()), interleaved)
+
+
+def moved(layout: Layout, how: Rope, kv: torch.Tensor, delta: int) -> torch.Tensor:
+    """``kv [tokens, layers, 2, heads, head_dim]``, copied token by token into a wider array."""
+    out = torch.zeros(len(kv), 2, *kv.shape[1:], dtype=kv.dtype)
+    table = [
+        (kv[i].data_ptr(), out[i].data_ptr(), 1, layout.token_bytes, 2 * layout.token_bytes)
+        for i in range(len(kv))
+    ]
+    if len(kv) > 2:  # the first tokens in one run
+        table[:2] = [(*table[0][:2], 2, *table[0][3:])]
+    RotatingCopy(layout, how)(np.array(table, np.int64), delta)
+    assert not out[:, 1].any()
+    return out[:, 0]
+
+
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    part=st.sampled_from([1.0, 0.5, 0.25]),
+    interleaved=st.booleans(),
+    tokens=st.integers(1, 40),
+    at=st.integers(0, 1000),
+    delta=st.integers(-1000, 7000),
+    seed=st.integers(0, 1000),
+)
+def test_keys_are_as_if_computed_there(
+    dtype: str, layers: int, heads: int, head_dim: int, part: float, interleaved: bool,
+    tokens: int, at: int, delta: int, seed: int,
+) -> None:  # fmt: skip
+    delta = max(delta, -at)
+    rotary_dim = int(head_dim * part)
+    layout = Layout(1, layers, heads, head_dim, dtype, "f")
+    shape = (tokens, layers, 2, heads, head_dim)
+    bare = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    how = rope(rotary_dim, interleaved=interleaved)
+    theirs = RotaryEmbedding(head_dim, rotary_dim, 10_000, 10_000, not interleaved, torch.float32)
+
+    def placed(position: int) -> torch.Tensor:
+        """The KV as SGLang computes it from ``position`` on, in fp32."""
+        kv = bare.clone()
+        positions = torch.arange(position, position + tokens)
+        for layer in range(layers):
+            keys = kv[:, layer, 0].reshape(tokens, -1).clone()
+            _, keys = theirs.forward_native(positions, keys.clone(), keys)
+            kv[:, layer, 0] = keys.view(tokens, heads, head_dim)
+        return kv
+
+    before, after = placed(at).to(TORCH[dtype]), placed(at + delta)
+    found = moved(layout, how, before, delta)
+    assert torch.equal(found[:, :, 1], before[:, :, 1])
+    assert torch.equal(found[..., rotary_dim:], before[..., rotary_dim:])
+    tolerance = 2e-3 if dtype == "float32" else 3e-2  # SGLang's table of cosines is in fp32
+    torch.testing.assert_close(found.float(), after, rtol=tolerance, atol=tolerance)
+    if delta == 0:
+        assert torch.equal(found, before)
+
+
+def test_threads_share_long_runs() -> None:
+    layout = Layout(1, 30, 3, 64, "bfloat16", "f")
+    kv = torch.randn(500, 30, 2, 3, 64).to(torch.bfloat16)
+    out = torch.empty_like(kv)
+    table = [[kv.data_ptr(), out.data_ptr(), 500, layout.token_bytes, layout.token_bytes]]
+    RotatingCopy(layout, rope(64))(np.array(table), 17)
+    assert torch.equal(out[123:130], moved(layout, rope(64), kv[123:130], 17))
+
+
+def test_what_the_kernel_does_not_take_is_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        RotatingCopy(Layout(1, 1, 1, 64, "float16", "f"), rope(64))
+    with pytest.raises(ValueError, match="rotary_dim 128"):
+        RotatingCopy(Layout(1, 1, 1, 64, "float32", "f"), rope(128))
+    copy = RotatingCopy(Layout(1, 1, 1, 64, "float32", "f"), rope(64))
+    with pytest.raises(ValueError, match="run 0: 2 tokens of 512 bytes, pitches 512 and 64"):
+        copy(np.array([[0, 0, 2, 512, 64]]), 1)
+
+
+def tables() -> dict[str, RotaryEmbedding]:
+    """Of the static embeddings that SGLang serves for Llama and Qwen."""
+    from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
+
+    fp32 = torch.float32
+    return {
+        "plain": RotaryEmbedding(64, 64, 8192, 100_000, True, fp32),
+        "half": RotaryEmbedding(128, 64, 4096, 10_000, False, fp32),
+        "linear": base.LinearScalingRotaryEmbedding(64, 64, 4096, 10_000, True, 4.0, fp32),
+        "llama3": rope_variant.Llama3RotaryEmbedding(
+            128, 128, 8192, 500_000, True, fp32, 8.0, 1.0, 4.0, 8192
+        ),
+        "yarn": yarn.YaRNScalingRotaryEmbedding(64, 64, 4096, 1_000_000, True, 4.0, fp32),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "half", "linear", "llama3", "yarn"])
+def test_frequencies_are_found_in_the_table(name: str) -> None:
+    embedding = tables()[name]
+    table = embedding._compute_cos_sin_cache().numpy()
+    found = frequencies_of(table)
+    assert len(found) == embedding.rotary_dim // 2
+    if name in ("plain", "half"):
+        expected = embedding._compute_inv_freq(embedding.base).numpy()
+        np.testing.assert_allclose(found, expected, rtol=3e-7)
+
+
+def test_what_is_not_static_is_refused() -> None:
+    table = RotaryEmbedding(64, 64, 4096, 10_000, True, torch.float32)._compute_cos_sin_cache()
+    longer = torch.cat((table[:2048], table[:2048].flip(1)))
+    with pytest.raises(ValueError, match="only static embeddings"):
+        frequencies_of(longer.numpy())

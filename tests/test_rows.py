@@ -1,0 +1,105 @@
+"""A prompt computed in any rows gives what SGLang gives for it, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.bench.data import sharegpt_prompts
+
+PROMPTS = 8
+
+PROGRAM = """
+import json, random, sys, time
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+
+split = 0  # requests that were computed in rows
+
+def plan_of(ids, choose):
+    from sgl_ext.plan import Compute, PrefillPlan, Span
+    cuts = sorted(choose.sample(range(1, len(ids)), min(choose.randrange(9), len(ids) - 1)))
+    bounds = [0, *cuts, len(ids)]
+    return PrefillPlan([Span(a, b, Compute()) for a, b in zip(bounds, bounds[1:])])
+
+def probe(self, path, seed):
+    import torch
+    from sgl_ext import runtime
+    from sgl_ext.engine import rows
+    global split
+    choose, initialize, row_split = random.Random(seed), Req.__init__, rows.split
+
+    def planned(req, rid, text, ids, *args, **kw):
+        initialize(req, rid, text, ids, *args, **kw)
+        if choose.random() < 0.7:
+            runtime.current.plans[rid] = plan_of(ids, choose)
+
+    def counting(batch, parts):
+        global split
+        split += len(parts) > len(batch.rids)
+        return row_split(batch, parts)
+
+    if seed:
+        Req.__init__, rows.split = planned, counting
+    json.dump(split, open(path, "w"))
+
+# Schedulers import this file before their arguments arrive.
+Scheduler.probe = probe
+
+def answers(engine, prompts):
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    for at in range(0, len(prompts), 2):
+        start, top = [(0, 2), (-1, 0), (5, 1)][at % 3]
+        # Two at once arrive as one message, so that every run forms the same batches.
+        for answer in engine.generate(prompts[at : at + 2], sampling, return_logprob=True,
+                                      logprob_start_len=start, top_logprobs_num=top):
+            meta = answer["meta_info"]
+            yield [answer["output_ids"], meta["output_token_logprobs"],
+                   meta["input_token_logprobs"], meta.get("input_top_logprobs"),
+                   meta.get("output_top_logprobs")]
+
+def main():
+    model, prompts, page, chunk, state = json.load(open(sys.argv[1]))
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=4096, dtype="float32",
+                    log_level="warning", enable_tokenizer_batch_encode=True,
+                    chunked_prefill_size=chunk, enable_ext=True,
+                    disable_overlap_schedule=page == 16)
+    results = []
+    for seed in (0, 1):
+        while not engine.flush_cache().success:
+            time.sleep(0.1)  # what has answered may not have ended
+        engine.collective_rpc("probe", path=state, seed=seed)
+        results.append(list(answers(engine, prompts)))
+    engine.collective_rpc("probe", path=state, seed=0)
+    print(json.dumps({"results": results, "split": json.load(open(state))}), flush=True)
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(1, 64), (16, 256)])
+def test_any_rows_give_the_same(page: int, chunk: int, model: Path, tmp_path: Path) -> None:
+    prompts = sharegpt_prompts(PROMPTS, characters=(200, 1200))
+    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
+    arguments.write_text(json.dumps([str(model), prompts, page, chunk, str(tmp_path / "state")]))
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    (line,) = (line for line in result.stdout.splitlines() if line[:1] == "{")
+    found = json.loads(line)
+    whole, rows = found["results"]
+    assert len(whole) == PROMPTS
+    assert rows == whole
+    assert found["split"] >= PROMPTS // 3
