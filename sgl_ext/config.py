@@ -171,6 +171,8 @@ class Chunks(_Section):
     """How contexts are linked that do not say it themselves."""
     limit: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 100_000
     """Contexts that are kept; the least recently used go first."""
+    automatic: bool = False
+    """Whether a part of a prompt whose text is a context's is linked without naming it."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:

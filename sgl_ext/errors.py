@@ -5,3 +5,6 @@ from __future__ import annotations
 
 class ExtError(Exception):
     """What was asked, what was found and what to do, in one sentence."""
+
+    status = 400
+    """Of HTTP, where a request ends with it."""

@@ -18,7 +18,7 @@ class Link:
     """It is copied from a chunk's KV, keys rotated to where they stand now (EPIC §2.2)."""
 
     chunk: int
-    """Number of the chunk among those of the prompt."""
+    """Number of the chunk among those of the prompt, or what else its planner names."""
     at: int
     """Position in the prompt of the chunk's first token."""
 

@@ -108,6 +108,32 @@ def test_primed_chunks_choose_what_is_recomputed(server: Server, texts: list[str
     assert entry["linked"] > 200
 
 
+def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
+    ids = create(server, *texts[:2], cache_salt="chat")
+    parts = [part("Read this. "), part(ids[1]), part(ids[0]), part("What is it about?")]
+    message = {"role": "user", "content": parts}
+    body = {"model": "", "messages": [message], "temperature": 0, "max_tokens": 8}
+    body |= {"cache_salt": "chat", "return_meta_info": True}
+    first, again = (post(server, "/v1/chat/completions", **body) for _ in range(2))
+    assert first.status_code == 200, first.text
+    one, other = (answer.json()["choices"][0] for answer in (first, again))
+    (entry,) = one["meta_info"]["ext"]
+    assert entry["method"] == "lego-16"
+    assert (entry["recomputed"], entry["missing"]) == (32, 0)
+    assert entry["linked"] > 200
+    # The next turn finds what this one has linked.
+    assert other["message"] == one["message"]
+    assert other["meta_info"]["cached_tokens"] > 250
+    other_tenant = post(server, "/v1/chat/completions", **{**body, "cache_salt": None})
+    assert other_tenant.status_code == 404
+    assert "does not exist" in other_tenant.text
+    body |= {"return_meta_info": False, "stream": True}
+    lines = post(server, "/v1/chat/completions", **body).text.splitlines()
+    said = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+    text = "".join(choices[0]["delta"].get("content") or "" for choices in said if choices)
+    assert text == one["message"]["content"]
+
+
 def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0])
     (other,) = create(server, texts[0], cache_salt="other")

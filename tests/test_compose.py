@@ -9,8 +9,8 @@ from sgl_ext.chunks.composition import LinkedChunk
 from sgl_ext.chunks.contexts import Context, UnknownContextError
 
 CONTEXTS = {
-    "bare": Context("bare", (10, 11, 12, 13), "lego-2", (), (0, 1), None, None),
-    "primed": Context("primed", (20, 21), "primed+head-1", (7, 8, 9), (0,), None, None),
+    "bare": Context("bare", None, (10, 11, 12, 13), "lego-2", (), (0, 1), None, None),
+    "primed": Context("primed", None, (20, 21), "primed+head-1", (7, 8, 9), (0,), None, None),
 }
 
 
@@ -31,7 +31,7 @@ def test_a_prompt_of_both() -> None:
     expected = [1, 97, 98, 10, 11, 12, 13, 20, 21, 99, 10, 11, 12, 13, 100]
     assert prompt.tokens == expected
     assert prompt.composition is not None
-    prompt.composition.check(len(prompt.tokens))
+    prompt.composition.check(len(prompt.tokens), prompt.composition.extra_key)
     assert prompt.composition.preparations == ((), (7, 8, 9))
     assert prompt.composition.chunks == (
         LinkedChunk(3, 4, 0, (0, 1)),
@@ -56,15 +56,16 @@ def test_namespaces_follow_from_what_is_linked_where() -> None:
         f"ab{mark('primed')}c",
         f"ab{mark('bare')}c{mark('primed')}d",
     ]
-    names = [compose(text, context_of=context_of, tokenize=tokenize).namespace for text in texts]
+    prompts = [compose(text, context_of=context_of, tokenize=tokenize) for text in texts]
+    names = [prompt.composition.extra_key for prompt in prompts if prompt.composition]
     assert names[0] == names[1]
     assert len(set(names)) == 4
-    assert all(name is not None and name.startswith("ext:link:") for name in names)
+    assert all(name.startswith("ext:link:") for name in names)
 
 
 def test_text_alone_is_itself() -> None:
     prompt = compose("plain", context_of=context_of, tokenize=tokenize)
-    assert (prompt.composition, prompt.namespace) == (None, None)
+    assert prompt.composition is None
     assert not marked("plain \ue0c0 \ue0c0 \ue0c1"[:-1])
 
 

@@ -30,7 +30,8 @@ def test_what_is_there_is_linked_and_the_rest_computed(
     prompt: tuple[Composition, int, list[int]],
 ) -> None:
     composition, length, found = prompt
-    composition.check(length)
+    composition.check(length, composition.extra_key)
+    composition.check(length, f"{composition.extra_key}:user")
     plan = composition.plan(length, found)
     expected: list[object] = [Compute()] * length
     for number, (chunk, count) in enumerate(zip(composition.chunks, found, strict=True)):
@@ -56,5 +57,13 @@ def test_what_is_there_is_linked_and_the_rest_computed(
     ],
 )
 def test_what_cannot_be_is_refused(chunks: list[LinkedChunk], message: str) -> None:
+    composition = Composition("naive", "chunks", ((),), tuple(chunks))
     with pytest.raises(ValueError, match=message):
-        Composition("naive", "chunks", ((),), tuple(chunks)).check(10)
+        composition.check(10, composition.extra_key)
+
+
+@pytest.mark.parametrize("key", [None, "", "ext:link:0", "user"])
+def test_linked_kv_never_goes_where_exact_kv_lies(key: str | None) -> None:
+    composition = Composition("naive", "chunks", ((),), (LinkedChunk(0, 5, 0),))
+    with pytest.raises(ValueError, match="others would take it for exact"):
+        composition.check(10, key)

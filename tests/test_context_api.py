@@ -13,8 +13,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_ext.chunks.compose import mark
+from sgl_ext.config import Chunks
 from sgl_ext.engine.context_api import install
-from sgl_ext.engine.context_service import ContextService
+from sgl_ext.engine.context_service import MARKED, ContextService
 from sgl_ext.errors import ExtError
 
 
@@ -27,6 +28,7 @@ class Manager:
     tokenizer = SimpleNamespace(
         bos_token_id=1,
         encode=lambda text, add_special_tokens: [1] * add_special_tokens + list(map(ord, text)),
+        decode=lambda ids, clean_up_tokenization_spaces: "".join(map(chr, ids)),  # noqa: ARG005
     )
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ def service(manager: Manager) -> ContextService:
 @pytest.fixture
 def client(service: ContextService) -> TestClient:
     app = FastAPI()
-    install(app, service, "lego-2")
+    install(app, service, Chunks(method="lego-2", automatic=True))
 
     @app.post("/generate")
     @app.post("/v1/chat/completions")
@@ -121,19 +123,24 @@ def test_what_is_no_request(client: TestClient, body: Any) -> None:
 
 
 def test_parts_become_marks(client: TestClient) -> None:
-    part = {"type": "ext_context", "id": "ctx-1"}
+    (context,) = create(client, "chunk")
+    part = {"type": "ext_context", "id": context["id"]}
+    same = {"type": "text", "text": "chunk"}
     text = {"type": "text", "text": "and"}
-    chat = {"messages": [{"role": "user", "content": [part, text, part]}, {"content": "plain"}]}
-    marks = {"type": "text", "text": mark("ctx-1")}
+    chat = {"messages": [{"role": "user", "content": [part, text, same]}, {"content": "plain"}]}
+    marks = {"type": "text", "text": mark(context["id"])}
     echoed = client.post("/v1/chat/completions", json=chat).json()
     assert echoed["messages"] == [
         {"role": "user", "content": [marks, text, marks]},
         {"content": "plain"},
     ]
+    assert echoed["custom_params"] == {MARKED: True}
     prompt = {"text": [text, part, " and more"], "sampling_params": {"n": 1}}
     echoed = client.post("/generate", json=prompt).json()
-    assert echoed["text"] == f"and{mark('ctx-1')} and more"
+    assert echoed["text"] == f"and{mark(context['id'])} and more"
     assert echoed["sampling_params"] == {"n": 1}
+    plain = {"messages": [{"role": "user", "content": [text]}]}
+    assert client.post("/v1/chat/completions", json=plain).json() == plain
     untouched = {"text": ["two", "prompts"]}
     assert client.post("/generate", json=untouched).json() == untouched
 
@@ -154,6 +161,11 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
     assert params["mine"] == 1
     (chunk,) = params["ext_composition"]["chunks"]
     assert (chunk["at"], chunk["length"], list(chunk["recompute"])) == (2, 5, [0, 1])
+    chat = GenerateReqInput(input_ids=list(map(ord, f"<a{mark(context['id'])}b")))
+    chat.sampling_params = {"custom_params": {MARKED: True}}
+    service.link(chat)
+    assert chat.input_ids == [*b"<achunkb"]
+    assert [*chat.sampling_params["custom_params"]] == ["ext_composition"]
     plain = GenerateReqInput(text="plain")
     service.link(plain)
     assert (plain.text, plain.input_ids) == ("plain", None)
@@ -173,3 +185,14 @@ def test_what_a_linked_prompt_does_not_have(
     (context,) = create(client, "chunk")
     with pytest.raises(ExtError, match=message):
         service.link(GenerateReqInput(text=mark(context["id"]) + "b", **more))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_a_context_that_is_not_there(client: TestClient, path: str) -> None:
+    (context,) = create(client, "chunk", cache_salt="mine")
+    parts = [{"type": "ext_context", "id": context["id"]}]
+    body = {"text": parts, "messages": [{"role": "user", "content": parts}]}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 404
+    assert "create it again" in answer.json()["error"]["message"]
+    assert client.post(path, json={**body, "cache_salt": "mine"}).status_code == 200

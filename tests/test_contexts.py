@@ -1,4 +1,4 @@
-"""Contexts are found by id and content, by their own tenant only, until they expire."""
+"""Contexts are found by id and text, by their own tenant only, until they expire."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
 
 SALTS = st.sampled_from([None, "a", "b"])
+TEXTS = st.sampled_from("stuvwxyz")
 
 
 class Clock:
@@ -34,9 +35,9 @@ class Tenants(RuleBasedStateMachine):
         self.gone += which
         self.model = [one for one in self.model if one not in which]
 
-    @rule(tokens=st.integers(0, 8), salt=SALTS, ttl=st.none() | st.integers(1, 9))
-    def create(self, tokens: int, salt: str | None, ttl: int | None) -> None:
-        made = self.contexts.create((tokens, 1), method="naive", salt=salt, ttl=ttl)
+    @rule(text=TEXTS | st.none(), salt=SALTS, ttl=st.none() | st.integers(1, 9))
+    def create(self, text: str | None, salt: str | None, ttl: int | None) -> None:
+        made = self.contexts.create((1, 2), method="naive", text=text, salt=salt, ttl=ttl)
         assert made.expires == (None if ttl is None else self.clock.now + ttl)
         self.model.append(made)
         self.created.append(made)
@@ -61,14 +62,14 @@ class Tenants(RuleBasedStateMachine):
         self.model.remove(context)
         self.model.append(context)
 
-    @rule(tokens=st.integers(0, 8), salt=SALTS)
-    def find(self, tokens: int, salt: str | None) -> None:
+    @rule(text=TEXTS, salt=SALTS)
+    def find(self, text: str, salt: str | None) -> None:
         same = [
             one
             for one in self.created
-            if one in self.model and (one.salt, one.tokens) == (salt, (tokens, 1))
+            if one in self.model and (one.salt, one.text) == (salt, text)
         ]
-        assert self.contexts.find((tokens, 1), salt) == (same[-1] if same else None)
+        assert self.contexts.find(text, salt) == (same[-1] if same else None)
         if same:
             self.touch(same[-1])
 
@@ -107,9 +108,9 @@ def test_nothing_is_left_of_the_expired() -> None:
     clock = Clock()
     contexts = Contexts(limit=10, clock=clock)
     for n in range(100):
-        contexts.create((n,), method="naive", ttl=1)
+        contexts.create((n,), method="naive", text=str(n), ttl=1)
         clock.now += 0.5
     clock.now += 1
     assert len(contexts) == 0
-    assert not contexts._by_content
+    assert not contexts._by_text
     assert not contexts._expiry

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,19 @@ def probe(self, path, start=False):
         rows.split = counting
     self.token_to_kv_pool_allocator.groups.check_integrity()
     json.dump({"computed": computed, "plans": len(ext.plans), "held": len(ext.links._requests),
-               "protected": self.tree_cache.protected_size()}, open(path, "w"))
+               "protected": self.tree_cache.protected_size(),
+               "pinned": ext.tiers and ext.tiers.host._pinned,
+               "hits": ext.tiers and ext.tiers.hits["host"]}, open(path, "w"))
     computed.clear()
 
 # Schedulers import this file before their arguments arrive.
 Scheduler.probe = probe
 
 def main():
-    model, page, chunk, state, script = json.load(open(sys.argv[1]))
-    engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
-                    log_level="warning", chunked_prefill_size=chunk, enable_ext=True)
+    model, page, chunk, pool, state, config, script = json.load(open(sys.argv[1]))
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=pool, dtype="float32",
+                    log_level="warning", chunked_prefill_size=chunk, enable_ext=True,
+                    ext_config=config)
     engine.collective_rpc("probe", path=state, start=True)
 
     async def ask(step):
@@ -60,7 +64,7 @@ def main():
         async for answer in engine.tokenizer_manager.generate_request(request):
             meta = answer["meta_info"]
         return [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
-                meta["cached_tokens"]]
+                meta["cached_tokens"], meta.get("ext")]
 
     async def together(steps):
         return await asyncio.gather(*map(ask, steps))
@@ -79,11 +83,19 @@ Step = dict[str, Any]
 
 
 def play(
-    script: list[list[Step]], model: Path, page: int, chunk: int, tmp_path: Path
+    script: list[list[Step]],
+    model: Path,
+    page: int,
+    chunk: int,
+    tmp_path: Path,
+    *,
+    pool: int = 6000,
+    config: Mapping[str, object] | None = None,
 ) -> list[Step]:
     """What the engine says to each group of requests, and its state after it."""
     arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    arguments.write_text(json.dumps([str(model), page, chunk, str(tmp_path / "state"), script]))
+    state = str(tmp_path / "state")
+    arguments.write_text(json.dumps([str(model), page, chunk, pool, state, config or {}, script]))
     program.write_text(PROGRAM)
     result = subprocess.run(
         [sys.executable, str(program), str(arguments)],
@@ -109,14 +121,14 @@ def linked(
     ids: list[int], chunks: list[LinkedChunk], preparations: list[list[int]], name: str
 ) -> Step:
     composition = Composition("test", "chunks", tuple(map(tuple, preparations)), tuple(chunks))
-    composition.check(len(ids))
     params = {"ext_composition": msgspec.to_builtins(composition)}
-    return {"ids": ids, "extra_key": name, "custom_params": params}
+    return {"ids": ids, "extra_key": f"{composition.extra_key}:{name}", "custom_params": params}
 
 
 def same(one: Step, other: Step) -> None:
     """Tokens, and logprobs but for what another number of tokens in a matrix product changes."""
-    (ids, logprobs, _), (other_ids, other_logprobs, _) = one["answers"][0], other["answers"][0]
+    ids, logprobs, *_ = one["answers"][0]
+    other_ids, other_logprobs, *_ = other["answers"][0]
     assert ids == other_ids
     assert logprobs == pytest.approx(other_logprobs, abs=1e-4)
 
@@ -155,3 +167,36 @@ def test_where_it_was_computed_a_chunk_is_exact(
         assert sum(each["computed"]) == len(both)
     for each in (here, next_turn, recomputed, absent):
         assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)
+
+
+def test_what_the_device_forgot_is_linked_from_host_memory(
+    model: Path, texts: list[list[int]], tmp_path: Path
+) -> None:
+    page = 16
+    prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
+    prompt = prefix + second + first + question
+    chunks = [
+        LinkedChunk(len(prefix), len(second), 0, tuple(range(len(second)))),
+        LinkedChunk(len(prefix) + len(second), len(first), 1),
+    ]
+    preparations = [[], prefix + second]
+    flood = [[{"ids": [number, *texts[4] * 3], "new": 1}] for number in range(3)]
+    script: list[list[Step]] = [
+        [{"ids": prompt, "extra_key": "stock"}],
+        [{"ids": [*prefix, 1], "extra_key": "user", "new": 1}],
+        [{"ids": list(path_of(preparations[1], first, page)), "extra_key": "chunks", "new": 0}],
+        *flood,
+        [linked(prompt, chunks, preparations, "user")],
+    ]
+    config = {"tiers": {"host": {"capacity": "1GiB"}}}
+    answers = play(script, model, page, 4096, tmp_path, pool=2000, config=config)
+    stock, found = answers[0], answers[-1]
+    same(found, stock)
+    (told,) = found["answers"][0][3]
+    lead = len(prefix) // page * page
+    assert (told["linked"], told["missing"], told["prefix"]) == (len(first), 0, lead)
+    assert sum(found["computed"]) == len(prompt) - len(first) - lead
+    assert (found["plans"], found["held"], found["protected"]) == (0, 0, 0)
+    start = len(preparations[1])
+    of_chunk = -(-(start + len(first)) // page) - start // page
+    assert (found["pinned"], found["hits"]) == (0, of_chunk + lead // page)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from sgl_ext.chunks.composition import Composition, LinkedChunk
 from sgl_ext.chunks.contexts import Context
@@ -40,9 +37,6 @@ class Prompt:
     tokens: list[int]
     composition: Composition | None
     """None if nothing of it is linked."""
-    namespace: str | None
-    """SGLang's ``extra_key`` that the prompt's own KV belongs under: it is like no other prompt's
-    of the same tokens."""
 
 
 def compose(
@@ -80,11 +74,9 @@ def compose(
         methods[part.method] = None
         tokens += part.tokens
     if not chunks:
-        return Prompt(tokens, None, None)
+        return Prompt(tokens, None)
     composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))
-    # The digest names all that the linked KV depends on but the tokens, which the tree compares.
-    digest = hashlib.sha256(msgspec.json.encode(composition)).hexdigest()[:32]
-    return Prompt(tokens, composition, f"ext:link:{digest}")
+    return Prompt(tokens, composition)
 
 
 def _parts(text: str, context_of: Callable[[str], Context]) -> Iterator[str | Context]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,8 @@ import msgspec
 
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
+LEAD = -1
+"""In place of a chunk's number: what comes before the first one, as in a prompt without chunks."""
 _FILLER = 0
 """A token that every vocabulary has; what follows a token does not change its KV."""
 
@@ -35,8 +38,21 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token ids of each text that chunks of this prompt were computed behind."""
     chunks: tuple[LinkedChunk, ...]
 
-    def check(self, length: int) -> None:
-        """Raises ValueError unless this can be a prompt of ``length`` tokens."""
+    @property
+    def extra_key(self) -> str:
+        """SGLang's ``extra_key`` that a prompt's own KV belongs under: that of no other prompt of
+        the same tokens is like it."""
+        # It names all that linked KV depends on but the tokens, which the tree compares.
+        digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+        return f"ext:link:{digest[:32]}"
+
+    def check(self, length: int, extra_key: str | None) -> None:
+        """Raises ValueError unless this can be a prompt of ``length`` tokens whose own KV goes
+        under ``extra_key``."""
+        if extra_key != self.extra_key and not (extra_key or "").startswith(f"{self.extra_key}:"):
+            raise ValueError(
+                f"its KV would be cached under {extra_key!r}, where others would take it for exact"
+            )
         free = 0
         for number, chunk in enumerate(self.chunks):
             offsets = chunk.recompute
@@ -57,17 +73,20 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             free = chunk.at + chunk.length
 
-    def plan(self, length: int, available: Sequence[int]) -> PrefillPlan:
+    def plan(self, length: int, available: Sequence[int], lead: int = 0) -> PrefillPlan:
         """The plan of a prompt of ``length`` tokens.
 
         Args:
             available: how many tokens of each chunk, from its first on, there is KV of; the
                 others are computed.
+            lead: as many of what comes before the first chunk.
         """
-        return PrefillPlan(self._spans(length, available))
+        return PrefillPlan(self._spans(length, available, lead))
 
-    def _spans(self, length: int, available: Sequence[int]) -> Iterator[Span]:
-        at = 0  # what lies before has a span
+    def _spans(self, length: int, available: Sequence[int], lead: int) -> Iterator[Span]:
+        if lead:
+            yield Span(0, lead, Link(LEAD, 0))
+        at = lead  # what lies before has a span
         for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
             for start, end in _gaps(chunk.recompute, found):
                 if (begin := chunk.at + start) > at:

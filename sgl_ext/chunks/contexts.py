@@ -16,12 +16,16 @@ _ID_BYTES = 16
 class UnknownContextError(ExtError):
     """No such id: it never was, has expired, or is another tenant's. Which, is not told."""
 
+    status = 404
+
 
 @dataclass(frozen=True)
 class Context:
     """A chunk that can be named in prompts."""
 
     id: str
+    text: str | None
+    """What it was created from, unless that was token ids."""
     tokens: tuple[int, ...]
     """Its token ids, tokenised by itself."""
     method: str
@@ -38,7 +42,7 @@ class Context:
 
 @dataclass
 class Contexts:
-    """Chunks by id and by content.
+    """Chunks by id and by text.
 
     Args:
         limit: chunks that are kept; the least recently used go first.
@@ -48,7 +52,7 @@ class Contexts:
     limit: int
     clock: Callable[[], float]
     _contexts: OrderedDict[str, Context] = field(default_factory=OrderedDict)
-    _by_content: dict[tuple[str | None, tuple[int, ...]], list[str]] = field(default_factory=dict)
+    _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -60,6 +64,7 @@ class Contexts:
         tokens: Sequence[int],
         *,
         method: str,
+        text: str | None = None,
         before: Sequence[int] = (),
         recompute: Sequence[int] = (),
         salt: str | None = None,
@@ -74,10 +79,11 @@ class Contexts:
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
         context = Context(
-            id_, tuple(tokens), method, tuple(before), tuple(recompute), salt, expires
+            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), salt, expires
         )
         self._contexts[id_] = context
-        self._by_content.setdefault((salt, context.tokens), []).append(id_)
+        if text is not None:
+            self._by_text.setdefault((salt, text), []).append(id_)
         if expires is not None:
             heapq.heappush(self._expiry, (expires, id_))
         while len(self._contexts) > self.limit:
@@ -99,10 +105,10 @@ class Contexts:
         self._contexts.move_to_end(id_)
         return context
 
-    def find(self, tokens: Sequence[int], salt: str | None = None) -> Context | None:
-        """The tenant's latest context of exactly these tokens."""
+    def find(self, text: str, salt: str | None = None) -> Context | None:
+        """The tenant's latest context of exactly this text."""
         self._expire()
-        ids = self._by_content.get((salt, tuple(tokens)))
+        ids = self._by_text.get((salt, text))
         return None if ids is None else self.get(ids[-1], salt)
 
     def all(self, salt: str | None = None) -> list[Context]:
@@ -127,7 +133,8 @@ class Contexts:
 
     def _remove(self, id_: str) -> None:
         context = self._contexts.pop(id_)
-        same = self._by_content[context.salt, context.tokens]
-        same.remove(id_)
-        if not same:
-            del self._by_content[context.salt, context.tokens]
+        if context.text is not None:
+            same = self._by_text[context.salt, context.text]
+            same.remove(id_)
+            if not same:
+                del self._by_text[context.salt, context.text]

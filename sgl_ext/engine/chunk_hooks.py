@@ -8,9 +8,18 @@ from typing import Any
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by, refuse
+from sgl_ext.errors import ExtError
 
 _SERVICE = "_ext_contexts"
 """Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
+
+
+class _RefusedError(ValueError):
+    """What SGLang's routes answer with ``status_code``; its other errors end in a 500."""
+
+    def __init__(self, error: ExtError) -> None:
+        super().__init__(str(error))
+        self.status_code = error.status
 
 
 def _serve(
@@ -39,7 +48,7 @@ def _serve(
         token_bytes=memory["block_bytes"] // memory["page"],
     )
     setattr(tokenizer_manager, _SERVICE, service)
-    context_api.install(app, service, config.chunks.method)
+    context_api.install(app, service, config.chunks)
 
 
 async def _generate(
@@ -47,7 +56,10 @@ async def _generate(
 ) -> AsyncIterator[Any]:
     service = getattr(manager, _SERVICE, None)
     if service is not None:
-        service.link(request)
+        try:
+            service.link(request)
+        except ExtError as error:
+            raise _RefusedError(error) from None
     async for answer in original(manager, request, *args):
         yield answer
 
@@ -68,13 +80,13 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     """A composition that cannot be ends its own request, not the scheduler."""
     if runtime.current is None or runtime.current.links is None:
         return
-    from sgl_ext.engine.chunk_links import composition_of, selection_of
+    from sgl_ext.engine.chunk_links import read_parameters
 
     try:
-        composition_of(req)
-        selection_of(req)
+        read_parameters(req)
     except ValueError as error:
         req.set_finish_with_abort(str(error))
+    runtime.current.links.ask(req)
 
 
 LAUNCHER_HOOKS = (

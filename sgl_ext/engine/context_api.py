@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.chunks.compose import mark
-from sgl_ext.chunks.contexts import Context, UnknownContextError
-from sgl_ext.engine.context_service import ContextService
+from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
+from sgl_ext.config import Chunks
+from sgl_ext.engine.context_service import MARKED, ContextService
 from sgl_ext.errors import ExtError
 
 _PART = "ext_context"
@@ -71,11 +72,11 @@ def router(service: ContextService, default_method: str) -> APIRouter:
     return routes
 
 
-def install(app: FastAPI, service: ContextService, default_method: str) -> None:
+def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
     """Adds all of it to SGLang's HTTP server, before that is started."""
-    app.include_router(router(service, default_method))
+    app.include_router(router(service, config.method))
     app.add_exception_handler(ExtError, _refused)
-    app.add_middleware(Parts)
+    app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)
 
 
 def _described(service: ContextService, context: Context) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _described(service: ContextService, context: Context) -> dict[str, Any]:
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:
-    code = 404 if isinstance(error, UnknownContextError) else 400
+    code = error.status if isinstance(error, ExtError) else 400
     return JSONResponse({"error": {"message": str(error), "code": code}}, code)
 
 
@@ -98,18 +99,27 @@ class Parts:
 
     SGLang's own schema knows a fixed set of parts. In ``/generate`` the ``text`` may be a list of
     parts as in a chat message.
+
+    Args:
+        automatic: whether a part whose text is a context's stands for it, too.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, contexts: Contexts, automatic: bool) -> None:
         self._app = app
+        self._contexts = contexts
+        self._automatic = automatic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in _PATHS:
             await self._app(scope, receive, send)
             return
         messages, body = await _read(receive)
-        if f'"{_PART}"'.encode() in body:
-            body = _marked(body)
+        if f'"{_PART}"'.encode() in body or (self._automatic and b'"type"' in body):
+            try:
+                body = self._marked(body)
+            except UnknownContextError as error:
+                await (await _refused(Request(scope), error))(scope, receive, send)
+                return
             length = (b"content-length", str(len(body)).encode())
             headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
             scope = {**scope, "headers": [*headers, length]}
@@ -121,6 +131,50 @@ class Parts:
 
         await self._app(scope, replay, send)
 
+    def _marked(self, body: bytes) -> bytes:
+        try:
+            request = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return body  # SGLang says what is wrong with it
+        if not isinstance(request, dict):
+            return body
+        salt = request.get("cache_salt")
+        messages = request.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+                marks = [self._mark(part, salt) for part in parts]
+                message["content"] = [
+                    part if mark is None else {"type": "text", "text": mark}
+                    for part, mark in zip(parts, marks, strict=True)
+                ]
+                if any(marks):  # SGLang tokenises chats before anybody can look at them
+                    request["custom_params"] = {
+                        **(request.get("custom_params") or {}),
+                        MARKED: True,
+                    }
+        if isinstance(parts := request.get("text"), list) and any(map(_is_part, parts)):
+            request["text"] = "".join(self._mark(part, salt) or _text(part) for part in parts)
+        return orjson.dumps(request)
+
+    def _mark(self, part: Any, salt: Any) -> str | None:
+        """What stands for a part that is a context; raises UnknownContextError if there is none."""
+        if not _is_part(part):
+            return None
+        if part["type"] == _PART:
+            return mark(self._contexts.get(str(part.get("id")), salt).id)
+        if not self._automatic or not isinstance(text := part.get("text"), str):
+            return None
+        found = self._contexts.find(text, salt)
+        return None if found is None else mark(found.id)
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and "type" in part
+
+
+def _text(part: Any) -> str:
+    return part["text"] if _is_part(part) and "text" in part else str(part)
+
 
 async def _read(receive: Receive) -> tuple[list[Message], bytes]:
     """The messages of a body, up to its end or to the size from which on it is left alone."""
@@ -131,37 +185,3 @@ async def _read(receive: Receive) -> tuple[list[Message], bytes]:
         body += message.get("body", b"")
         if not message.get("more_body") or len(body) > _LARGEST_BODY:
             return messages, bytes(body)
-
-
-def _marked(body: bytes) -> bytes:
-    try:
-        request = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body  # SGLang says what is wrong with it
-    if isinstance(request, dict):
-        for message in _dicts(request.get("messages")):
-            _replace(message, "content", lambda text: {"type": "text", "text": text})
-        _replace(request, "text", str)
-        if isinstance(parts := request.get("text"), list):
-            request["text"] = "".join(
-                part["text"] if isinstance(part, Mapping) and "text" in part else str(part)
-                for part in parts
-            )
-    return orjson.dumps(request)
-
-
-def _replace(holder: dict[str, Any], field: str, written: Callable[[str], Any]) -> None:
-    parts = holder.get(field)
-    if isinstance(parts, list):
-        holder[field] = [
-            written(mark(str(part.get("id"))))
-            if isinstance(part, dict) and part.get("type") == _PART
-            else part
-            for part in parts
-        ]
-
-
-def _dicts(values: Any) -> list[dict[str, Any]]:
-    return (
-        [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
-    )

@@ -17,6 +17,8 @@ from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recomput
 from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
 from sgl_ext.errors import ExtError
 
+MARKED = "ext_marked"
+"""Key of a request's ``custom_params``: its tokens hold marks."""
 _PASSAGES = 4
 """Before a primed chunk."""
 
@@ -76,9 +78,15 @@ class ContextService:
         )
         return [
             self.contexts.create(
-                ids, method=method, before=text, recompute=again, salt=salt, ttl=ttl
+                ids,
+                method=method,
+                text=chunk if isinstance(chunk, str) else None,
+                before=text,
+                recompute=again,
+                salt=salt,
+                ttl=ttl,
             )
-            for ids, text, again in zip(tokens, before, recompute, strict=True)
+            for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
 
     def link(self, request: Any) -> None:
@@ -92,7 +100,11 @@ class ContextService:
             if any(map(marked, request.text)):
                 raise ExtError("contexts in a list of prompts: send each prompt by itself")
             return
-        if request.text is None or not marked(request.text):
+        params = dict(request.sampling_params or {})
+        custom = dict(params.get("custom_params") or {})
+        chat = custom.pop(MARKED, False) and request.input_ids is not None
+        text = self._decode(request.input_ids) if chat else request.text
+        if text is None or not marked(text):
             return
         if request.lora_path:
             raise ExtError("contexts are of the base model: leave lora_path out, or the contexts")
@@ -103,22 +115,31 @@ class ContextService:
                 "leave it out, or create the contexts with method full"
             )
         prompt: Prompt = compose(
-            request.text,
+            text,
             context_of=lambda id_: self.contexts.get(id_, request.cache_salt),
-            tokenize=self._encode,
+            # What begins a chat is in its text already.
+            tokenize=lambda part, first: self._encode(part, first and not chat),
         )
         request.text, request.input_ids = None, prompt.tokens
         if prompt.composition is not None:
             suffix = f":{request.extra_key}" if request.extra_key else ""
-            request.extra_key = f"{prompt.namespace}{suffix}"
-            params = dict(request.sampling_params or {})
-            custom = dict(params.get("custom_params") or {})
+            request.extra_key = f"{prompt.composition.extra_key}{suffix}"
             custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
             request.sampling_params = {**params, "custom_params": custom}
 
     def _encode(self, text: str, first: bool) -> list[int]:
         ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
         return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        """The text of a chat, which SGLang has tokenised with the marks in it."""
+        text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if self._encode(text, False) != ids:
+            raise ExtError(
+                "contexts in chats need a tokenizer whose tokens can be read back as text, which "
+                "this model's is not; send the prompt to /generate"
+            )
+        return text
 
     def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
         if isinstance(chunk, str):

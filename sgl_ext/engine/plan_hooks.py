@@ -46,19 +46,6 @@ def _logits(metadata: Any, _class: Any, batch: Any) -> Any:
     return metadata
 
 
-def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    ext = runtime.current
-    if ext is None or ext.links is None:
-        return original(adder, req, *args, **kw)
-    linked = ext.links.acquire(req)
-    result = original(adder, req, *args, **kw)
-    if not (adder.can_run_list and adder.can_run_list[-1] is req):
-        _release(req.rid)
-    elif linked is not None:
-        tell(req, linked)
-    return result
-
-
 def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> int:
     """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
     charge = original(adder, req, prefix)
@@ -134,12 +121,6 @@ HOOKS = (
         "after",
         _logits,
         "SGLang takes the logits of each row of a batch",
-    ),
-    hooks.Hook(
-        f"{_ADDER}.add_one_req",
-        "around",
-        _admit,
-        "what a plan links has to stay from the admission on",
     ),
     hooks.Hook(
         f"{_ADDER}._replay_len",

@@ -6,7 +6,15 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import chunk_hooks, hooks, kv_memory, meta_info, plan_hooks, tier_hooks
+from sgl_ext.engine import (
+    admission,
+    chunk_hooks,
+    hooks,
+    kv_memory,
+    meta_info,
+    plan_hooks,
+    tier_hooks,
+)
 from sgl_ext.engine.activation import report
 
 REPORT_KEY = "sgl_ext"
@@ -29,6 +37,7 @@ HOOKS = (
     ),
     *kv_memory.HOOKS,
     *meta_info.HOOKS,
+    *admission.HOOKS,
     *tier_hooks.HOOKS,
     *plan_hooks.HOOKS,
     *chunk_hooks.HOOKS,

@@ -81,34 +81,22 @@ def _look_early(original: Callable[..., Any], scheduler: Any, req: Any, *args: A
     return original(scheduler, req, *args)
 
 
-def _hold_back(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """A request whose pages are still on their way is passed over; its turn comes again."""
-    if (stack := _stack()) is None:
-        return original(adder, req, *args, **kw)
-    if _held_back(stack, adder, req):
-        from sglang.srt.managers.schedule_policy import AddReqResult
-
-        return AddReqResult.CONTINUE
-    result = original(adder, req, *args, **kw)
-    if restored := stack.take_restored(req.rid):
-        tell(req, {"power": "tiers", "exact": True, "sources": restored})
-    if adder.can_run_list and adder.can_run_list[-1] is req:
-        stack.forget(req.rid)  # it is computed from here on, whether or not it loads anything
-        _linker(adder).used_in_device(adder.tree_cache.tree_core, req.last_node)
-    return result
-
-
-def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
-    """Nobody gives way to a request that could not run yet."""
-    if (stack := _stack()) is not None and _held_back(stack, adder, req):
-        return False
-    return original(adder, req)
-
-
-def _held_back(stack: TierStack, adder: Any, req: Any) -> bool:
-    if not stack.lower:
+def held_back(adder: Any, req: Any) -> bool:
+    """Whether pages of the request's prefix are still on their way."""
+    if (stack := _stack()) is None or not stack.lower:
         return False
     return not _linker(adder).agreed(int(stack.ready(req.rid)))
+
+
+def considered(adder: Any, req: Any, admitted: bool) -> None:
+    """SGLang has tried to admit the request."""
+    if (stack := _stack()) is None:
+        return
+    if restored := stack.take_restored(req.rid):
+        tell(req, {"power": "tiers", "exact": True, "sources": restored})
+    if admitted:
+        stack.forget(req.rid)  # it is computed from here on, whether or not it loads anything
+        _linker(adder).used_in_device(adder.tree_cache.tree_core, req.last_node)
 
 
 def _linker(adder: Any) -> Any:
@@ -176,19 +164,6 @@ HOOKS = (
         "after",
         _report_live,
         "the live part of /server_info has a fixed set of contributors",
-    ),
-    hooks.Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        "around",
-        _hold_back,
-        "SGLang holds requests back for its own storage backends only; an external cache that "
-        "answers late would be too late",
-    ),
-    hooks.Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
-        "around",
-        _preempt,
-        "SGLang would preempt others for it again and again while it is passed over",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",

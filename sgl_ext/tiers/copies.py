@@ -31,6 +31,10 @@ class DeviceCopies:
         self.groups = tuple(layer_groups(slab.layout.layers))
         """``(first, end)`` layers of each group of a load, in order."""
 
+    def addresses(self, pages: Pages) -> Pages:
+        """Of the first byte of each of ``pages``."""
+        return self._arena.address + pages * self._arena.stride
+
     def store(self, blocks: Pages, pages: Pages) -> Ticket:
         """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
         first = run_starts(blocks, pages)

@@ -182,6 +182,26 @@ class TierStack:
         self._waiting.leave(rid)
         self._restored.pop(rid, None)
 
+    def hold(self, rid: str, keys: Sequence[Key]) -> Pages:
+        """Places of ``keys``, from the first on as far as they can be read now.
+
+        They stay there until :meth:`let_go`. The request does not wait any more.
+        """
+        self._waiting.leave(rid)
+        here = keys[: self.host.lookup(keys)] if self._off is None else ()
+        pages = self.host.use(here)
+        self.host.pin(pages)
+        self.hits["host"] += len(pages)
+        self._offer(here, pages)
+        return pages
+
+    def let_go(self, pages: Pages) -> None:
+        self.host.unpin(pages)
+
+    def addresses(self, pages: Pages) -> Pages:
+        """Of the first byte of each."""
+        return self._copies.addresses(pages)
+
     def used(self, keys: Sequence[Key], times: int) -> None:
         """Pages that lie in the device, too, were asked for so often by now."""
         keys = self.host.present(keys)

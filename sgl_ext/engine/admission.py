@@ -1,0 +1,62 @@
+"""The turn of a request: what has to be there first, and what follows from its admission."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext import runtime
+from sgl_ext.engine import hooks, tier_hooks
+from sgl_ext.engine.meta_info import tell
+
+
+def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    ext = runtime.current
+    if ext is None:
+        return original(adder, req, *args, **kw)
+    if _held_back(adder, req):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.CONTINUE
+    # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
+    linked = None if ext.links is None else ext.links.acquire(req)
+    result = original(adder, req, *args, **kw)
+    admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    tier_hooks.considered(adder, req, admitted)
+    if linked is not None and admitted:
+        tell(req, linked)
+    elif linked is not None and ext.links is not None:
+        ext.links.release(req.rid)
+    return result
+
+
+def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Nobody gives way to a request that could not run yet."""
+    return False if _held_back(adder, req) else original(adder, req)
+
+
+def _held_back(adder: Any, req: Any) -> bool:
+    """A request whose KV is still on its way is passed over; its turn comes again."""
+    ext = runtime.current
+    if ext is None:
+        return False
+    coming = tier_hooks.held_back(adder, req)
+    return coming or (ext.links is not None and not ext.links.ready(req))
+
+
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+HOOKS = (
+    hooks.Hook(
+        f"{_ADDER}.add_one_req",
+        "around",
+        _admit,
+        "SGLang holds requests back for its own storage backends only; an external cache that "
+        "answers late would be too late",
+    ),
+    hooks.Hook(
+        f"{_ADDER}.preempt_to_schedule",
+        "around",
+        _preempt,
+        "SGLang would preempt others for it again and again while it is passed over",
+    ),
+)

@@ -1,0 +1,106 @@
+"""The turn of a request: what it waits for, and what follows from its admission."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import admission
+from sgl_ext.engine.meta_info import told
+
+
+class Tiers:
+    """Stands for the stack: pages of ``coming`` requests are on their way."""
+
+    lower = ("ssd",)
+
+    def __init__(self) -> None:
+        self.coming = {"r"}
+
+    def ready(self, rid: str) -> bool:
+        return rid not in self.coming
+
+    def take_restored(self, _rid: str) -> dict[str, Any]:
+        return {}
+
+    def forget(self, rid: str) -> None:
+        pass
+
+
+class Links:
+    """Stands for the links of requests."""
+
+    def __init__(self) -> None:
+        self.coming = {"r"}
+        self.held: set[str] = set()
+
+    def ready(self, req: Any) -> bool:
+        return req.rid not in self.coming
+
+    def acquire(self, req: Any) -> dict[str, Any]:
+        self.held.add(req.rid)
+        return {"power": "chunks", "linked": 3}
+
+    def release(self, rid: str) -> None:
+        self.held.discard(rid)
+
+
+@pytest.fixture
+def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
+    ext: Any = runtime.ExtRuntime(ExtConfig())
+    ext.tiers, ext.links = Tiers(), Links()
+    monkeypatch.setattr(runtime, "current", ext)
+    return ext
+
+
+@pytest.fixture
+def adder() -> Any:
+    linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
+    cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker), tree_core=None)
+    return SimpleNamespace(tree_cache=cache, can_run_list=[])
+
+
+def request() -> Any:
+    return SimpleNamespace(rid="r", customized_info=None, last_node=0)
+
+
+def test_a_request_waits_for_all_that_is_on_its_way(ext: Any, adder: Any) -> None:
+    req, asked = request(), []
+
+    def original(_adder: Any, req: Any, *_args: Any) -> bool:
+        asked.append(req)
+        return True
+
+    for power in (ext.tiers, ext.links):
+        assert admission._preempt(original, adder, req) is False
+        assert admission._admit(original, adder, req, False, None) == AddReqResult.CONTINUE
+        assert not asked
+        assert not ext.links.held
+        power.coming.clear()
+    assert admission._preempt(original, adder, req) is True
+    assert asked == [req]
+    targets = [hook.target for hook in admission.HOOKS]
+    for method in (PrefillAdder.preempt_to_schedule, PrefillAdder.add_one_req):
+        assert f"{method.__module__}.{method.__qualname__}" in targets
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_chunks_stay_for_those_who_are_admitted(ext: Any, adder: Any, admitted: bool) -> None:
+    ext.tiers.coming.clear()
+    ext.links.coming.clear()
+    req = request()
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        assert ext.links.held == {"r"}  # the cost of the request follows from its plan
+        if admitted:
+            adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
+    assert bool(ext.links.held) is admitted
+    assert bool(told(req, "chunks")) is admitted
