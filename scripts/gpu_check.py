@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def main() -> int:
     try:
         import checks
         import sgl_ext_kernels as kernels
+        import sgl_ext_kernels.rotate
         import torch
         import triton
     except ImportError as error:
@@ -105,7 +107,7 @@ def main() -> int:
 
     figures: dict[str, float] = {}
     if device.type == "cuda" and not options.no_bandwidth and not failed:
-        figures = measure(options, torch, kernels, device)
+        figures = measure(options, torch, checks, kernels, device)
     if options.json:
         machine = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
         record = {
@@ -131,12 +133,15 @@ def listed_checks(
             chance = random.Random(options.seed + number)  # noqa: S311
             case = checks.Case.random(chance)
             checks.check(kernels, case, chance, on)
+            checks.check_rotation(kernels, checks.Case.random_rotation(chance), chance, on)
 
     def real(shape: tuple[int, ...]) -> None:
         case = checks.Case((9, *shape), torch.bfloat16, 0, kernels.copy_rows.TILE_BYTES, 0)
         for number in range(3):
             chance = random.Random(options.seed + number)  # noqa: S311
             checks.check(kernels, case, chance, device)
+            for _ in range(4):  # both pairings and other angles, by chance
+                checks.check_rotation(kernels, case, chance, device)
 
     def far(word: int) -> None:
         size = checks.far_bytes(word)
@@ -167,6 +172,18 @@ def listed_checks(
         listed.append(("offsets beyond 2**31 8-byte words", lambda: far(8)))
     else:
         print(f"not checked: offsets beyond 2**31 8-byte words; {free >> 30} GiB of memory free")
+    listed.append(
+        (
+            "rotation beyond 2**31 elements",
+            lambda: checks.check_far_rotation(
+                kernels, torch.empty(checks.far_bytes(2), dtype=torch.uint8, device=device)
+            ),
+        )
+    )
+    listed += [
+        (f"NaN and infinity, {dtype}", partial(checks.check_no_numbers, kernels, dtype, device))
+        for dtype in checks.ROTATED
+    ]
     listed += [(name, lambda shape=shape: real(shape)) for name, shape in GEOMETRIES.items()]
     listed.append(("CUDA graph", lambda: check_graph(torch, kernels, device)))
     if torch.cuda.device_count() > 1:
@@ -181,20 +198,31 @@ def check_graph(torch: Any, kernels: Any, device: Any) -> None:
     slab = torch.randint(256, (8, 4, 3, 2, 2, 16), dtype=torch.uint8, device=device)
     blocks = kernels.check_blocks(slab, torch.tensor([5, 1, 7]), distinct=True)
     out = torch.zeros(3, 4, 2, 2, 16, dtype=torch.uint8, device=device)
+    kv = torch.randn(8, 4, 3, 2, 2, 16, device=device)
+    moves = kernels.rotate.check_moves(kv, torch.tensor([20, 3]), torch.tensor([0, 31]))
+    upright = torch.ones(1, 4, device=device), torch.zeros(1, 4, device=device)
     kernels.gather_layer(slab, blocks, 1, out)  # compiles
+    kernels.rotate.rotate_tokens(kv, moves, *upright)
     out.zero_()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.gather_layer(slab, blocks, 1, out)
+        kernels.rotate.rotate_tokens(kv, moves, *upright)
     slab += 1
+    kv += 1
     graph.replay()
     torch.cuda.synchronize()
     if not torch.equal(out, slab[[5, 1, 7], :, 1]):
         raise AssertionError("the captured gather left other bytes than the slab's")
+    tokens = kv.flatten(0, 1)
+    if not torch.equal(tokens[[0, 31]], tokens[[20, 3]]):
+        raise AssertionError("the captured rotation by no angle left other tokens than its sources")
 
 
-def measure(options: argparse.Namespace, torch: Any, kernels: Any, device: Any) -> dict[str, float]:
+def measure(
+    options: argparse.Namespace, torch: Any, checks: Any, kernels: Any, device: Any
+) -> dict[str, float]:
     """Prints the bandwidth tables; returns their figures in GB/s."""
     figures: dict[str, float] = {}
     free = torch.cuda.mem_get_info(device)[0]
@@ -217,8 +245,9 @@ def measure(options: argparse.Namespace, torch: Any, kernels: Any, device: Any) 
             figures |= measure_groups(options, torch, kernels, f"{name}/{group}", slab, runs)
             if group == GROUPS[-1]:
                 figures |= measure_parts(options, torch, kernels, name, slab, runs)
+                figures |= measure_rotation(options, torch, checks, kernels, name, slab, runs)
             if options.sweep and group == 20:
-                figures |= sweep(options, torch, kernels, name, slab, runs)
+                figures |= sweep_gather(options, torch, kernels, name, slab, runs)
             del slab
             torch.cuda.empty_cache()
     return figures
@@ -311,17 +340,85 @@ def measure_parts(
     )
 
 
-def sweep(
+def measure_rotation(
+    options: argparse.Namespace,
+    torch: Any,
+    checks: Any,
+    kernels: Any,
+    name: str,
+    slab: Any,
+    runs: Any,
+) -> dict[str, float]:
+    """Tokens of the blocks of ``runs`` to all others: in order, and every token by itself."""
+    slab.normal_()
+    rotate, page = kernels.rotate, slab.shape[1]
+    used = kernels.check_runs(slab, runs).numbers.cpu()
+    others = torch.ones(len(slab), dtype=torch.bool)
+    others[used] = False
+    sources, targets = (
+        (blocks[:, None] * page + torch.arange(page)).flatten()
+        for blocks in (used, others.nonzero()[:, 0])
+    )
+    deltas = list(range(-4000, 4000, 1000))
+    segments = (torch.arange(len(sources)) * len(deltas) // len(sources)).int()
+    angles = [table.to(slab.device) for table in checks.angles_of(deltas, slab.shape[5] // 2)]
+    halves, tokens = slab.chunk(2), slab.flatten(0, 1)
+    size = len(sources) * tokens[0].numel() * slab.element_size()
+    figures: dict[str, float] = {}
+    orders = {"blocks": torch.arange(len(sources)), "tokens": torch.randperm(len(sources))}
+    for what, order in orders.items():
+        moves = rotate.check_moves(slab, sources[order], targets, segments)
+        ours = partial(rotate.rotate_tokens, slab, moves, *angles)
+        theirs = partial(rotate.reference, slab, moves, *angles)
+        first, second = moves.sources.numbers, moves.targets.numbers
+        ours()
+        found = tokens[second]
+        theirs()
+        checks.assert_same(f"{name} rotated {what}", found, tokens[second])
+        del found
+
+        def copy(first: Any = first, second: Any = second) -> None:
+            tokens[second] = tokens[first]
+
+        calls: dict[str, Callable[[], Any]] = {
+            "NeoX": ours,
+            "GPT-J": partial(ours, interleaved=True),
+            "torch": theirs,
+            "torch, not rotated": copy,
+            "one memcpy": partial(halves[1].copy_, halves[0]),
+        }
+        title = f"{name} rotated {what}"
+        figures |= compare(options, torch, title, size, calls)
+        if options.sweep:
+            figures |= sweep(options, torch, title, size, rotate, ours)
+    return figures
+
+
+def sweep_gather(
     options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
 ) -> dict[str, float]:
-    """Tile sizes and warps of the kernel, gathering groups of 20."""
-    module, checked = kernels.copy_rows, kernels.check_runs(slab, runs)
+    """Gathers groups of 20."""
+    checked = kernels.check_runs(slab, runs)
     out = slab.new_empty(len(checked.numbers), *slab.shape[1:])
+    size = out.numel() * out.element_size()
+    gather = partial(kernels.gather_groups, slab, checked, out)
+    return sweep(options, torch, name, size, kernels.copy_rows, gather)
+
+
+def sweep(
+    options: argparse.Namespace,
+    torch: Any,
+    title: str,
+    size: int,
+    module: Any,
+    operation: Callable[[], None],
+) -> dict[str, float]:
+    """Tile sizes and warps of the kernel of ``module``."""
 
     def sample(tile: int, warps: int) -> Callable[[], None]:
         def call() -> None:
             module.TILE_BYTES, module.WARPS = tile, warps
-            kernels.gather_groups(slab, checked, out)
+            operation()
 
         return call
 
@@ -330,8 +427,8 @@ def sweep(
         return compare(
             options,
             torch,
-            f"{name} sweep",
-            out.numel() * out.element_size(),
+            f"{title} sweep",
+            size,
             {f"{tile} B, {warps} warps": sample(tile, warps) for tile in TILES for warps in WARPS},
         )
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 GUARD = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
+ROTATED = DTYPES[:3]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,14 @@ class Case:
             random.choice([64, 1024, 16384]),
             random.randrange(2**32),
         )
+
+    @staticmethod
+    def random_rotation(random: Random) -> Case:
+        """As :meth:`random`, of keys that can be rotated."""
+        case = Case.random(random)
+        head_dim = random.choice([2, 5, 16, 48, 64, 80, 128])
+        dtype = random.choice(ROTATED)
+        return replace(case, shape=(*case.shape[:5], head_dim), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,79 @@ def perform(
         getattr(module, f"scatter_{operation.name}")(staging, *where)
     else:
         getattr(module, f"gather_{operation.name}")(*where, staging)
+
+
+def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torch.device) -> None:
+    """Moves random tokens of a slab as in ``case`` and rotates their keys.
+
+    Raises:
+        AssertionError: memory differs from what the reference leaves.
+    """
+    rotate = kernels.rotate
+    limit = case.shape[0] * case.shape[1]
+    slots = random.sample(range(limit), random.randint(0, min(limit, 24)))
+    targets = slots[: random.randint(0, max(len(slots) - 1, 0))]
+    sources = [random.choice(slots[len(targets) :]) for _ in targets]
+    pairs = random.choice([case.shape[5] // 2, random.randint(1, case.shape[5] // 2)])
+    deltas = [random.choice([0, 1, random.randint(-100_000, 100_000)]) for _ in range(3)]
+    segments = torch.tensor([random.randrange(3) for _ in targets], dtype=torch.int32)
+    interleaved = random.random() < 0.5
+    angles = [table.to(device) for table in angles_of(deltas, pairs)]
+    both = []
+    shipped, rotate.TILE_BYTES = rotate.TILE_BYTES, case.tile_bytes
+    try:
+        for operation in (rotate.rotate_tokens, rotate.reference):
+            generator = torch.Generator().manual_seed(case.seed)
+            memory, slab = _guarded(case.shape, case.dtype, case.skew, generator, device)
+            slab.copy_(_finite(case, generator))
+            moves = rotate.check_moves(slab, _int64(sources), _int64(targets), segments)
+            operation(slab, moves, *angles, interleaved=interleaved)
+            both.append(memory)
+    finally:
+        rotate.TILE_BYTES = shipped
+    assert_same(f"{pairs} pairs rotated, interleaved={interleaved} {case}", *both)
+
+
+def check_far_rotation(kernels: ModuleType, memory: torch.Tensor) -> None:
+    """Moves tokens to and from the last block of a slab of more than ``2**31`` elements.
+
+    Args:
+        memory: uint8, ``far_bytes(2)`` long. Only its first and last block are written and read.
+    """
+    *block, head_bytes = _far_block(2)
+    slab = memory.view(torch.bfloat16).view(-1, *block, head_bytes // 2)
+    ends = slab[:: len(slab) - 1]
+    ends.copy_(torch.randn(ends.shape, generator=torch.Generator().manual_seed(0)))
+    near, last = ends.clone(), slab.shape[0] * slab.shape[1] - 1
+    angles = [table.to(slab.device) for table in angles_of([9], head_bytes // 4)]
+    for operation, where, end in (
+        (kernels.rotate.rotate_tokens, slab, last),
+        (kernels.rotate.reference, near, 2 * slab.shape[1] - 1),
+    ):
+        moves = kernels.rotate.check_moves(where, _int64([0, end]), _int64([end - 1, 1]))
+        operation(where, moves, *angles)
+    assert_same("tokens rotated beyond 2**31", ends, near)
+
+
+def check_no_numbers(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+    """Rotates a NaN and an infinity: a GPU's NaN is one that rounding by bits would overflow."""
+    slab = torch.ones(2, 1, 1, 2, 1, 64, dtype=dtype, device=device)
+    keys = slab[:, 0, 0, 0, 0]
+    keys[0, 5], keys[0, 6] = torch.nan, torch.inf
+    moves = kernels.rotate.check_moves(slab, _int64([0]), _int64([1]))
+    kernels.rotate.rotate_tokens(slab, moves, *(one.to(device) for one in angles_of([5], 32)))
+    expected = torch.zeros(2, 64, dtype=torch.bool)
+    expected[0, [5, 37]] = expected[1, [6, 38]] = True
+    found = torch.stack((keys[1].isnan(), keys[1].isinf())).cpu()
+    if not torch.equal(found, expected):
+        raise AssertionError(f"NaN, then infinity at {found.nonzero().tolist()}, {dtype}")
+
+
+def angles_of(deltas: list[int], pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[deltas, pairs]`` of the plain embedding of base 10,000."""
+    frequencies = 10_000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    angles = torch.tensor(deltas, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
 
 
 def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
@@ -252,6 +334,15 @@ def _guarded(
     whole = torch.randint(256, (before + size + GUARD,), dtype=torch.uint8, generator=generator)
     whole = whole.to(device)
     return whole, whole[before : before + size].view(dtype).view(shape)
+
+
+def _finite(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """Numbers of all sizes that a rotation does not overflow, subnormal ones and zeros too."""
+    smallest = -24 if case.dtype == torch.float16 else -140
+    numbers = torch.randn(case.shape, generator=generator)
+    numbers *= torch.rand(case.shape, generator=generator) > 0.02
+    exponents = torch.rand(case.shape, generator=generator) * (10 - smallest) + smallest
+    return (numbers * exponents.exp2()).to(case.dtype)
 
 
 def _checker(kernels: ModuleType, operation: Operation) -> Callable[..., Any]:
