@@ -35,7 +35,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE = frozenset({"tiers"})
+AVAILABLE = frozenset({"tiers", "chunks"})
 """Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
@@ -167,10 +167,12 @@ class Tiers(_Section):
 class Chunks(_Section):
     """Position-independent chunk caching (approximate; EPIC)."""
 
-    method: str = "lego-16"
+    method: str = "primed+offline-16"
     """How contexts are linked that do not say it themselves."""
     limit: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 100_000
     """Contexts that are kept; the least recently used go first."""
+    largest_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
+    """Nats: a server whose chunks are further off, on the probe that it starts with, ends."""
     automatic: bool = False
     """Whether a part of a prompt whose text is a context's is linked without naming it."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import requests
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.errors import ExtError
 
 DEADLINE_S = 240.0
 
@@ -20,11 +25,7 @@ DEADLINE_S = 240.0
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--max-total-tokens", "8192", "--page-size", "16", "--dtype", "float32")
     config = json.dumps({"chunks": {"method": "lego-16"}})
-    environment = {
-        "PYTHONPATH": str(Path(__file__).parent / "sabotage"),
-        "SABOTAGE": "available chunks",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    }
+    environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (server,):
         yield server
@@ -67,6 +68,13 @@ def texts() -> list[str]:
     return [text[:1200] for text in sharegpt_prompts(4, characters=(1300, 4000))]
 
 
+def test_the_server_has_looked_at_itself(server: Server) -> None:
+    found = requests.get(f"{server.url}/ext/context_cache/fidelity", timeout=DEADLINE_S).json()
+    assert found["method"] == "lego-16"
+    assert 0 <= found["nats"]["exact"] < 1e-4
+    assert 1e-3 < found["nats"]["divergence"] < 0.5
+
+
 def test_contexts_in_any_order(server: Server, texts: list[str]) -> None:
     ids = create(server, *texts)
     for order in ((0, 1, 2), (2, 0), (3, 1, 0, 2)):
@@ -80,6 +88,21 @@ def test_contexts_in_any_order(server: Server, texts: list[str]) -> None:
         again = generate(server, "Read this. ", *(ids[at] for at in order), "What is it about?")
         assert again["output_ids"] == answer["output_ids"]
         assert again["meta_info"]["cached_tokens"] >= (tokens - 1) // 16 * 16
+
+
+def test_what_comes_before_all_chunks_is_found_too(server: Server, texts: list[str]) -> None:
+    prefix = texts[3][:400]
+    ids = create(server, *texts[:2], prefix=prefix)
+    for order in ((0, 1), (1, 0)):
+        entry = told(generate(server, prefix, *(ids[at] for at in order), "Well?"))
+        assert entry["prefix"] >= 64
+        assert entry["prefix"] % 16 == 0
+
+
+def test_a_prompt_may_end_in_a_context(server: Server, texts: list[str]) -> None:
+    (context,) = create(server, texts[0])
+    entry = told(generate(server, "Go on: ", context))
+    assert entry["recomputed"] == 17
 
 
 def test_full_is_what_stock_gives(server: Server, texts: list[str], model: Path) -> None:
@@ -134,6 +157,14 @@ def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
     assert text == one["message"]["content"]
 
 
+def test_a_model_that_is_too_far_off_is_refused(model: Path, tmp_path: Path) -> None:
+    config = json.dumps({"chunks": {"largest_divergence": 1e-6}})
+    system = System("far", ("--max-total-tokens", "4096", "--enable-ext", "--ext-config", config))
+    expected = r"more than chunks.largest_divergence = 1e-06"
+    with pytest.raises(ExtError, match=expected), serve([system], model, tmp_path):
+        pass
+
+
 def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0])
     (other,) = create(server, texts[0], cache_salt="other")
@@ -142,3 +173,69 @@ def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
         answer = post(server, "/generate", text=[part(id_), part("?")])
         assert answer.status_code == 404, answer.text
         assert "does not exist" in answer.text
+
+
+class User:
+    """Does one random thing after the other; several at once share a server."""
+
+    def __init__(self, server: Server, texts: list[str], seed: int) -> None:
+        self.server = server
+        self.texts = texts
+        self.chance = random.Random(seed)  # noqa: S311
+        self.ids: list[str] = []
+        self.salt = f"user-{seed % 2}"
+
+    def run(self, steps: int) -> None:
+        steps_of = (self.create, self.link, self.link, self.link, self.give_up, self.delete)
+        for _ in range(steps):
+            self.chance.choice(steps_of)()
+
+    def create(self) -> None:
+        method = self.chance.choice(["naive", "lego-4", "primed+offline-8", "blend-15", "full"])
+        texts = [self.passage() for _ in range(self.chance.randint(2, 3))]
+        ttl = self.chance.choice([0.5, 600])
+        self.ids += create(self.server, *texts, method=method, ttl=ttl, cache_salt=self.salt)
+
+    def passage(self) -> str:
+        text = self.chance.choice(self.texts)
+        begin = self.chance.randrange(len(text) // 2)
+        return text[begin : begin + self.chance.randint(30, 600)]
+
+    def body(self) -> dict[str, Any]:
+        ids = self.chance.sample(self.ids, min(len(self.ids), self.chance.randint(1, 4)))
+        parts = [part(each) for id_ in ids for each in (self.passage()[:80], id_)]
+        sampling = {"temperature": 0, "max_new_tokens": self.chance.randint(1, 6)}
+        text = [*parts, part("And then?")]
+        return {"text": text, "sampling_params": sampling, "cache_salt": self.salt}
+
+    def link(self) -> None:
+        answer = post(self.server, "/generate", **self.body())
+        assert answer.status_code in (200, 404), answer.text
+        if answer.status_code == 200 and self.ids:
+            assert answer.json()["meta_info"]["ext"][0]["power"] == "chunks"
+
+    def give_up(self) -> None:
+        """SGLang aborts what nobody waits for."""
+        with contextlib.suppress(requests.Timeout):
+            url, wait = f"{self.server.url}/generate", self.chance.uniform(0.01, 0.4)
+            requests.post(url, json=self.body(), timeout=wait)
+
+    def delete(self) -> None:
+        if self.ids:
+            id_ = self.ids.pop(self.chance.randrange(len(self.ids)))
+            url = f"{self.server.url}/ext/context_cache/{id_}?cache_salt={self.salt}"
+            assert requests.delete(url, timeout=DEADLINE_S).status_code in (200, 404)
+
+
+def test_nothing_is_lost_under_load(server: Server, texts: list[str]) -> None:
+    """SGLang counts its memory in every step (SGL_EXT_OPERATIONS for more)."""
+    operations = int(os.environ.get("SGL_EXT_OPERATIONS", "60"))
+    users = [User(server, texts, seed) for seed in range(3)]
+    with ThreadPoolExecutor(len(users)) as threads:
+        for running in [threads.submit(user.run, operations // len(users)) for user in users]:
+            running.result()
+    # All of the pool can still be had at once: nothing keeps any of it.
+    prompt = {"input_ids": [5] * 7900, "sampling_params": {"max_new_tokens": 1}}
+    answer = post(server, "/generate", **prompt)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["meta_info"]["prompt_tokens"] == 7900

@@ -9,8 +9,8 @@ from sgl_ext.chunks.composition import LinkedChunk
 from sgl_ext.chunks.contexts import Context, UnknownContextError
 
 CONTEXTS = {
-    "bare": Context("bare", None, (10, 11, 12, 13), "lego-2", (), (0, 1), None, None),
-    "primed": Context("primed", None, (20, 21), "primed+head-1", (7, 8, 9), (0,), None, None),
+    "bare": Context("bare", None, (10, 11, 12, 13), "lego-2", (), (0, 1), 0, None, None),
+    "primed": Context("primed", None, (20, 21), "primed+head-1", (7, 8, 9), (0,), 0, None, None),
 }
 
 
@@ -72,3 +72,13 @@ def test_text_alone_is_itself() -> None:
 def test_an_unknown_id_is_nobodys() -> None:
     with pytest.raises(UnknownContextError):
         compose(mark("other"), context_of=context_of, tokenize=tokenize)
+
+
+def test_the_last_token_of_a_prompt_is_computed() -> None:
+    prompt = compose(f"a{mark('bare')}", context_of=context_of, tokenize=tokenize)
+    assert prompt.composition is not None
+    assert prompt.composition.chunks == (LinkedChunk(2, 4, 0, (0, 1, 3)),)
+    prompt.composition.check(len(prompt.tokens), prompt.composition.extra_key)
+    alone = compose(mark("bare"), context_of=context_of, tokenize=tokenize).composition
+    assert alone is not None
+    assert alone.chunks == (LinkedChunk(0, 4, 0, (3,)),)

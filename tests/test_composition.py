@@ -22,7 +22,9 @@ def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
         at += length
     composition = Composition("lego-2", "chunks", ((1, 2), ()), tuple(chunks))
     found = [draw(st.integers(0, chunk.length)) for chunk in chunks]
-    return composition, at + draw(st.integers(1, 6)), found
+    last_is_computed = bool(chunks) and chunks[-1].length - 1 in chunks[-1].recompute
+    behind = draw(st.integers(0 if last_is_computed and at else 1, 6))
+    return composition, at + behind, found
 
 
 @given(prompts())
@@ -50,8 +52,9 @@ def test_what_is_there_is_linked_and_the_rest_computed(
         ([LinkedChunk(0, 0, 0)], "chunk 0 lies at 0 .. -1"),
         ([LinkedChunk(-1, 2, 0)], "chunk 0 lies at -1 .. 0"),
         ([LinkedChunk(0, 5, 0), LinkedChunk(4, 2, 0)], "chunk 1 lies at 4 .. 5"),
-        ([LinkedChunk(5, 5, 0)], "the prompt's last token is none of theirs"),
+        ([LinkedChunk(5, 5, 0)], "the prompt's last token is computed"),
         ([LinkedChunk(0, 5, 1)], "preparation 1 of 1"),
+        ([LinkedChunk(0, 5, 0, (), 100)], "blends 100 per cent"),
         ([LinkedChunk(0, 5, 0, (5,))], r"recomputes \(5,\)"),
         ([LinkedChunk(0, 5, 0, (2, 1))], r"recomputes \(2, 1\)"),
     ],

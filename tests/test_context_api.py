@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from context_kit import Manager
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -15,28 +15,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_ext.chunks.compose import mark
 from sgl_ext.config import Chunks
 from sgl_ext.engine.context_api import install
-from sgl_ext.engine.context_service import MARKED, ContextService
+from sgl_ext.engine.context_service import ALONE, MARKED, ContextService
 from sgl_ext.errors import ExtError
-
-
-class Manager:
-    """Stands for SGLang's ``TokenizerManager``: a letter is a token."""
-
-    server_args = SimpleNamespace(page_size=16)
-    model_config = SimpleNamespace(vocab_size=200)
-    context_len = 100
-    tokenizer = SimpleNamespace(
-        bos_token_id=1,
-        encode=lambda text, add_special_tokens: [1] * add_special_tokens + list(map(ord, text)),
-        decode=lambda ids, clean_up_tokenization_spaces: "".join(map(chr, ids)),  # noqa: ARG005
-    )
-
-    def __init__(self) -> None:
-        self.requests: list[GenerateReqInput] = []
-
-    async def generate_request(self, request: GenerateReqInput) -> AsyncIterator[dict[str, Any]]:
-        self.requests.append(request)
-        yield {"meta_info": {"finish_reason": {"type": "length"}}}
 
 
 @pytest.fixture
@@ -46,7 +26,7 @@ def manager() -> Manager:
 
 @pytest.fixture
 def service(manager: Manager) -> ContextService:
-    return ContextService(manager, limit=10, token_bytes=100)
+    return ContextService(manager, method="lego-2", limit=10, page=16, token_bytes=100)
 
 
 @pytest.fixture
@@ -86,6 +66,28 @@ def test_contexts_are_computed_named_listed_and_deleted(
         answer = method(f"/ext/context_cache/{text['id']}")
         assert answer.status_code == 404
         assert "create it again" in answer.json()["error"]["message"]
+
+
+def test_long_texts_are_split(client: TestClient, manager: Manager) -> None:
+    made = create(client, "abcdefgh", [7, 8, 9], split={"by": "tokens", "tokens": 3})
+    assert [context["tokens"] for context in made] == [3, 3, 2, 3]
+    computed = [bytes(request.input_ids).rstrip(b"\0") for request in manager.requests]
+    assert computed == [b"abc", b"def", b"gh", b"\7\x08\t"]
+    answer = client.post("/ext/context_cache", json={"chunks": ["a"], "split": {"by": "tokens"}})
+    assert answer.status_code == 400
+    assert "needs the tokens of a part" in answer.json()["error"]["message"]
+
+
+def test_a_primed_default_needs_company(manager: Manager) -> None:
+    service = ContextService(manager, method="primed", limit=10, page=16, token_bytes=100)
+    (alone,) = asyncio.run(service.create(["one"]))
+    assert (alone.method, alone.before) == (ALONE, ())
+    (second,) = asyncio.run(service.create(["two"]))
+    assert (second.method, second.before) == ("primed", (1, *b"one"))
+    (asked,) = asyncio.run(service.create(["two"], method="naive"))
+    assert asked.method == "naive"
+    with pytest.raises(ExtError, match="computed behind others of its kind"):
+        asyncio.run(service.create(["one"], method="primed", salt="nobody"))
 
 
 def test_other_tenants_see_nothing(client: TestClient) -> None:
@@ -141,6 +143,7 @@ def test_parts_become_marks(client: TestClient) -> None:
     assert echoed["sampling_params"] == {"n": 1}
     plain = {"messages": [{"role": "user", "content": [text]}]}
     assert client.post("/v1/chat/completions", json=plain).json() == plain
+    assert client.post("/generate", json={"text": [text, text]}).json()["text"] == "andand"
     untouched = {"text": ["two", "prompts"]}
     assert client.post("/generate", json=untouched).json() == untouched
 
@@ -174,7 +177,10 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"return_logprob": True, "logprob_start_len": 0}, "logprobs of the prompt"),
+        (
+            {"return_logprob": True, "logprob_start_len": 0},
+            "end at 5: linked tokens",
+        ),
         ({"lora_path": "adapter"}, "contexts are of the base model"),
         ({"cache_salt": "other"}, "no context"),
     ],

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def play(
     return [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def texts(model: Path) -> list[list[int]]:
     """Token ids of real text, each a few hundred tokens."""
     from transformers import AutoTokenizer
@@ -133,39 +134,113 @@ def same(one: Step, other: Step) -> None:
     assert logprobs == pytest.approx(other_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize(("page", "chunk"), [(1, 256), (16, 4096)])
-def test_where_it_was_computed_a_chunk_is_exact(
-    page: int, chunk: int, model: Path, texts: list[list[int]], tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What an engine of one page size said, by the name of each step."""
+
+    page: int
+    prefix: list[int]
+    first: list[int]
+    second: list[int]
+    question: list[int]
+    answers: dict[str, Step]
+
+
+@pytest.fixture(scope="module", params=[(1, 256), (16, 4096)])
+def run(
+    request: pytest.FixtureRequest,
+    model: Path,
+    texts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    page, chunk = request.param
     prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
-    prompt = prefix + first + question
-    head = len(prefix)
+    prompt, both = prefix + first + question, prefix + second + first + question
+    head, moved = len(prefix), len(prefix) + len(second)
     whole = [LinkedChunk(head, len(first), 0)]
-    both = prefix + second + first + question
     everything = tuple(range(len(first)))
-    script: list[list[Step]] = [
-        [{"ids": prompt, "extra_key": "stock"}],
-        [{"ids": both, "extra_key": "stock"}],
-        [{"ids": list(path_of(prefix, first, page)), "extra_key": "chunks", "new": 0}],
-        [linked(prompt, whole, [prefix], "a")],
-        # Its own KV is an ordinary prefix of the next turn.
-        [linked(prompt + question + [5, 6, 7], whole, [prefix], "a")],
-        [linked(prompt + question + [5, 6, 7], whole, [prefix], "b")],
-        # Moved, but all of it recomputed; and a chunk that nobody has.
-        [linked(both, [LinkedChunk(head + len(second), len(first), 0, everything)], [prefix], "c")],
-        [linked(both, [LinkedChunk(head, len(second), 0)], [[9, 9]], "d")],
-    ]
-    stock, stock_both, _, here, next_turn, next_alone, recomputed, absent = play(
-        script, model, page, chunk, tmp_path
+    next_turn = prompt + question + [5, 6, 7]
+
+    def blended(percent: int, name: str) -> Step:
+        two = [
+            LinkedChunk(head, len(second), 0, (), percent),
+            LinkedChunk(moved, len(first), 0, (), percent),
+        ]
+        return linked(both, two, [prefix], name)
+
+    script = {
+        "stock": [{"ids": prompt, "extra_key": "stock"}],
+        "stock of both": [{"ids": both, "extra_key": "stock"}],
+        "chunks": [
+            {"ids": list(path_of(prefix, text, page)), "extra_key": "chunks", "new": 0}
+            for text in (first, second)
+        ],
+        "here": [linked(prompt, whole, [prefix], "a")],
+        "next turn": [linked(next_turn, whole, [prefix], "a")],
+        "next turn alone": [linked(next_turn, whole, [prefix], "b")],
+        "recomputed": [
+            linked(both, [LinkedChunk(moved, len(first), 0, everything)], [prefix], "c")
+        ],
+        "absent": [linked(both, [LinkedChunk(head, len(second), 0)], [[9, 9]], "d")],
+        "naive": [blended(0, "e")],
+        "blended": [blended(15, "f")],
+        "nearly all": [blended(99, "g")],
+        "together": [blended(15, "h"), {"ids": both, "extra_key": "plain"}, blended(0, "i")],
+    }
+    answers = play(
+        [*script.values()], model, page, chunk, tmp_path_factory.mktemp("run"), pool=8000
     )
-    same(here, stock)
-    assert sum(here["computed"]) == len(prefix) + len(question)
-    assert next_turn["answers"][0][2] >= len(prompt) // page * page
-    same(next_turn, next_alone)
-    for each in (recomputed, absent):
-        same(each, stock_both)
-        assert sum(each["computed"]) == len(both)
-    for each in (here, next_turn, recomputed, absent):
+    named = dict(zip(script, answers, strict=True))
+    return Run(page, prefix, first, second, question, named)
+
+
+def test_where_it_was_computed_a_chunk_is_exact(run: Run) -> None:
+    here = run.answers["here"]
+    same(here, run.answers["stock"])
+    assert sum(here["computed"]) == len(run.prefix) + len(run.question)
+
+
+def test_the_next_turn_finds_what_was_linked(run: Run) -> None:
+    next_turn = run.answers["next turn"]
+    prompt = len(run.prefix) + len(run.first) + len(run.question)
+    assert next_turn["answers"][0][2] >= prompt // run.page * run.page
+    same(next_turn, run.answers["next turn alone"])
+
+
+@pytest.mark.parametrize("name", ["recomputed", "absent"])
+def test_what_is_not_linked_is_computed(run: Run, name: str) -> None:
+    found = run.answers[name]
+    same(found, run.answers["stock of both"])
+    prompt = len(run.prefix) + len(run.second) + len(run.first) + len(run.question)
+    assert sum(found["computed"]) == prompt
+
+
+def test_blending_computes_what_changes_most(run: Run) -> None:
+    stock = run.answers["stock of both"]
+    far, near, nearest = (
+        distance(run.answers[name], stock) for name in ("naive", "blended", "nearly all")
+    )
+    assert nearest < near < far
+    chunks, rest = len(run.first) + len(run.second), len(run.prefix) + len(run.question)
+    share = 15 * chunks // 100
+    (told,) = run.answers["blended"]["answers"][0][3]
+    assert (told["recomputed"], told["missing"]) == (share, 0)
+    if run.page == 16:  # in one piece
+        # The first layers of all tokens; of the others so many.
+        assert sum(run.answers["blended"]["computed"]) == chunks + rest + rest + share
+
+
+def test_a_batch_may_hold_all_kinds(run: Run) -> None:
+    for found, name in zip(
+        run.answers["together"]["answers"], ("blended", "stock of both", "naive"), strict=True
+    ):
+        ids, logprobs, *_ = run.answers[name]["answers"][0]
+        assert found[0] == ids
+        assert found[1] == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_nothing_is_kept_for_those_who_have_ended(run: Run) -> None:
+    for each in run.answers.values():
         assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)
 
 
@@ -200,3 +275,8 @@ def test_what_the_device_forgot_is_linked_from_host_memory(
     start = len(preparations[1])
     of_chunk = -(-(start + len(first)) // page) - start // page
     assert (found["pinned"], found["hits"]) == (0, of_chunk + lead // page)
+
+
+def distance(one: Step, other: Step) -> float:
+    """Of the logprobs of the first token."""
+    return abs(one["answers"][0][1][0] - other["answers"][0][1][0])

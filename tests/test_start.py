@@ -51,7 +51,7 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     ("config", "expected"),
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
-        ('{"chunks": {}}', "switches on chunks, which sgl_ext 0.1.0 does not have yet"),
+        ('{"restore": {}}', "switches on restore, which sgl_ext 0.1.0 does not have yet"),
         ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),
     ],
 )

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from sgl_ext.chunks.composition import Composition, LinkedChunk
 from sgl_ext.chunks.contexts import Context
 
@@ -69,12 +71,17 @@ def compose(
                 length=len(part.tokens),
                 preparation=preparations.setdefault(part.before, len(preparations)),
                 recompute=() if exact else part.recompute,
+                blend=0 if exact else part.blend,
             )
         )
         methods[part.method] = None
         tokens += part.tokens
     if not chunks:
         return Prompt(tokens, None)
+    if (last := chunks[-1]).at + last.length == len(tokens):
+        # The answer follows from the last token's logits, which no KV has.
+        again = tuple(sorted({*last.recompute, last.length - 1}))
+        chunks[-1] = msgspec.structs.replace(last, recompute=again)
     composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))
     return Prompt(tokens, composition)
 

@@ -25,6 +25,9 @@ class LinkedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the text that the chunk's KV was computed behind."""
     recompute: tuple[int, ...] = ()
     """Tokens of the chunk, ascending, that are computed nevertheless (EPIC §3.2)."""
+    blend: int = 0
+    """Per cent of the others that are computed nevertheless, of all layers but the first ones:
+    those whose values change most (CacheBlend)."""
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,16 +59,20 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         free = 0
         for number, chunk in enumerate(self.chunks):
             offsets = chunk.recompute
-            if chunk.at < free or chunk.length < 1 or chunk.at + chunk.length >= length:
+            end = chunk.at + chunk.length
+            linked_end = end - (chunk.length - 1 in offsets)
+            if chunk.at < free or chunk.length < 1 or end > length or linked_end == length:
                 raise ValueError(
-                    f"chunk {number} lies at {chunk.at} .. {chunk.at + chunk.length - 1} of a "
-                    f"prompt of {length} tokens, behind one that ends at {free}; chunks follow "
-                    "each other, and the prompt's last token is none of theirs"
+                    f"chunk {number} lies at {chunk.at} .. {end - 1} of a prompt of {length} "
+                    f"tokens, behind one that ends at {free}; chunks follow each other, and the "
+                    "prompt's last token is computed"
                 )
             if list(offsets) != sorted({*offsets}) or not all(
                 0 <= offset < chunk.length for offset in offsets
             ):
                 raise ValueError(f"chunk {number} of {chunk.length} tokens recomputes {offsets}")
+            if not 0 <= chunk.blend < 100:
+                raise ValueError(f"chunk {number} blends {chunk.blend} per cent; expected 0 to 99")
             if not 0 <= chunk.preparation < len(self.preparations):
                 raise ValueError(
                     f"chunk {number} names preparation {chunk.preparation} "

@@ -34,6 +34,8 @@ class Context:
     """Token ids that its KV is computed behind."""
     recompute: tuple[int, ...]
     """Tokens of it, ascending, that are computed anew wherever it is linked."""
+    blend: int
+    """Per cent of its tokens that are chosen where it is linked, to be computed anew."""
     salt: str | None
     """Of the tenant; nobody else sees it."""
     expires: float | None
@@ -67,6 +69,7 @@ class Contexts:
         text: str | None = None,
         before: Sequence[int] = (),
         recompute: Sequence[int] = (),
+        blend: int = 0,
         salt: str | None = None,
         ttl: float | None = None,
     ) -> Context:
@@ -79,7 +82,7 @@ class Contexts:
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
         context = Context(
-            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), salt, expires
+            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires
         )
         self._contexts[id_] = context
         if text is not None:

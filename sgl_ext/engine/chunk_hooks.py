@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by, refuse
 from sgl_ext.errors import ExtError
+
+logger = logging.getLogger(__name__)
 
 _SERVICE = "_ext_contexts"
 """Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
@@ -44,11 +48,51 @@ def _serve(
     memory = scheduler_infos[0][REPORT_KEY]["memory"]
     service = ContextService(
         tokenizer_manager,
+        method=config.chunks.method,
         limit=config.chunks.limit,
+        page=memory["page"],
         token_bytes=memory["block_bytes"] // memory["page"],
     )
     setattr(tokenizer_manager, _SERVICE, service)
     context_api.install(app, service, config.chunks)
+
+
+def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: Any) -> None:
+    """Before the server is ready, and in the thread that makes it so."""
+    from sglang.srt.entrypoints import http_server
+
+    state = http_server.get_global_state()
+    service = None if state is None else getattr(state.tokenizer_manager, _SERVICE, None)
+    config = carried_by(server_args)
+    if service is None or config is None or config.chunks is None:
+        original(server_args, *args, **kw)
+        return
+    chunks = config.chunks
+    warm_up = kw.pop("execute_warmup_func", http_server._execute_server_warmup)
+
+    def warm_up_and_probe(server_args: Any) -> bool:
+        if not warm_up(server_args):
+            return False
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+        from sglang.srt.utils import kill_process_tree
+
+        from sgl_ext.engine.fidelity import Probe, require
+
+        state.tokenizer_manager.server_status = ServerStatus.Starting
+        verify = http_server.ssl_verify_of(server_args)
+        probe = Probe(service, server_args.url(), server_args.api_key, verify=verify)
+        try:
+            service.fidelity = probe.measure()
+            require(service.fidelity, chunks.method, chunks.largest_divergence)
+        except ExtError as error:
+            # As SGLang does when its warm-up fails; this thread cannot end the process otherwise.
+            logger.error("sgl_ext: %s", error)
+            kill_process_tree(os.getpid())
+            return False
+        state.tokenizer_manager.server_status = ServerStatus.Up
+        return True
+
+    original(server_args, *args, execute_warmup_func=warm_up_and_probe, **kw)
 
 
 async def _generate(
@@ -95,6 +139,12 @@ LAUNCHER_HOOKS = (
         "before",
         _serve,
         "SGLang's server takes no further routes",
+    ),
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server._wait_and_warmup",
+        "around",
+        _probe,
+        "SGLang's own warm-up request is the last thing that can keep a server from being ready",
     ),
     hooks.Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

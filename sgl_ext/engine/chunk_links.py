@@ -30,6 +30,7 @@ T = TypeVar("T")
 class LinkedRequest:
     """A request whose prompt holds chunks, from its admission until its prefill has ended."""
 
+    composition: Composition
     plan: PrefillPlan
     found: dict[int, Found]
     """By the number of the chunk; those behind the prefix that the request has already."""
@@ -83,7 +84,7 @@ class ChunkLinks:
     def ready(self, req: Any) -> bool:
         """Whether what comes of the request's chunks is here."""
         # Ranks, which answer together, are asked the same: of all chunks, whatever the first says.
-        waiting = [n for n, _ in self._wanted(req, 0) if not self._search.ready(_name(req, n))]
+        waiting = [name for name in _names(req) if not self._search.ready(name)]
         return not waiting
 
     def acquire(self, req: Any) -> Linked | None:
@@ -98,15 +99,15 @@ class ChunkLinks:
             number: self._search.find(_name(req, number), wanted)
             for number, wanted in self._wanted(req, req.prefix_len)
         }
-        for number, _ in self._wanted(req, 0):
-            self._search.forget(_name(req, number))
+        for name in _names(req):
+            self._search.forget(name)
         available = [
             len(found[number].addresses) if number in found else 0
             for number in range(len(composition.chunks))
         ]
         lead = len(found[LEAD].addresses) if LEAD in found else 0
         plan = composition.plan(len(req.origin_input_ids), available, lead)
-        self._requests[req.rid] = LinkedRequest(plan, found)
+        self._requests[req.rid] = LinkedRequest(composition, plan, found)
         self._plans[req.rid] = plan
         return _report(composition, plan, req.prefix_len, lead)
 
@@ -125,6 +126,20 @@ class ChunkLinks:
             )
             targets = np.concatenate([slots[one.start - start : one.end - start] for one in parts])
             self._copy(self._runs(sources, targets), link.at - chunk.origin)
+
+    def blended(self, rid: str, start: int, end: int) -> tuple[NDArray[np.int64], int]:
+        """Positions that are linked in ``start .. end - 1`` but may be computed, and how many of
+        them are (CacheBlend)."""
+        if (request := self._requests.get(rid)) is None:
+            return np.empty(0, np.int64), 0
+        positions, share = [], 0
+        for span in request.plan.between(start, end):
+            if not isinstance(span.source, Link) or span.source.chunk == LEAD:
+                continue
+            if blend := request.composition.chunks[span.source.chunk].blend:
+                positions.append(np.arange(span.start, span.end))
+                share += blend * (span.end - span.start)
+        return np.concatenate([*positions, np.empty(0, np.int64)]), share // 100
 
     def select(self, req: Any, selection: Selection) -> list[int] | None:
         """The chunk's tokens, ascending, whose values differ most; None if the KV is gone."""
@@ -185,7 +200,14 @@ class ChunkLinks:
 
 
 def _name(req: Any, number: int) -> str:
+    """What a chunk of the request is called while it is on its way."""
     return f"{req.rid}#{number}"
+
+
+def _names(req: Any) -> list[str]:
+    if (composition := composition_of(req)) is None:
+        return []
+    return [_name(req, number) for number in range(LEAD, len(composition.chunks))]
 
 
 def _report(composition: Composition, plan: PrefillPlan, prefix: int, lead: int) -> Linked:
@@ -196,9 +218,10 @@ def _report(composition: Composition, plan: PrefillPlan, prefix: int, lead: int)
     wanted = sum(
         chunk.at + offset >= prefix for chunk in composition.chunks for offset in chunk.recompute
     )
+    blended = sum(chunk.blend * chunk.length for chunk in composition.chunks) // 100
     return Linked(
-        power="chunks", exact=False, method=composition.method, linked=linked,
-        recomputed=wanted, missing=tokens - wanted - linked, prefix=before,
+        power="chunks", exact=False, method=composition.method, linked=linked - blended,
+        recomputed=wanted + blended, missing=tokens - wanted - linked, prefix=before,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
+from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
 from sgl_ext.engine.context_service import MARKED, ContextService
 from sgl_ext.errors import ExtError
@@ -32,6 +34,8 @@ class CreateContexts(BaseModel):
     """Each a text, or its token ids."""
     method: str | None = None
     """Name of the link method; the server's default without it."""
+    split: Split = Split()
+    """How each chunk is split first; there is a context of each part then."""
     prefix: str | None = None
     """What prompts that link them begin with, such as the system prompt."""
     ttl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -40,15 +44,15 @@ class CreateContexts(BaseModel):
     """Keeps them apart from those of other tenants."""
 
 
-def router(service: ContextService, default_method: str) -> APIRouter:
+def router(service: ContextService) -> APIRouter:
     """The routes of the context cache."""
     routes = APIRouter(prefix="/ext/context_cache")
 
     @routes.post("")
     async def create(body: CreateContexts) -> dict[str, Any]:
         contexts = await service.create(
-            body.chunks,
-            method=body.method or default_method,
+            await service.parts(body.chunks, body.split),
+            method=body.method,
             prefix=body.prefix,
             ttl=body.ttl,
             salt=body.cache_salt,
@@ -59,6 +63,11 @@ def router(service: ContextService, default_method: str) -> APIRouter:
     async def every(cache_salt: str | None = None) -> dict[str, Any]:
         contexts = service.contexts.all(cache_salt)
         return {"contexts": [_described(service, context) for context in contexts]}
+
+    @routes.get("/fidelity")
+    async def fidelity() -> dict[str, Any]:
+        found = service.fidelity
+        return {"method": service.method, "nats": None if found is None else asdict(found)}
 
     @routes.get("/{id_}")
     async def one(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def router(service: ContextService, default_method: str) -> APIRouter:
 
 def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
     """Adds all of it to SGLang's HTTP server, before that is started."""
-    app.include_router(router(service, config.method))
+    app.include_router(router(service))
     app.add_exception_handler(ExtError, _refused)
     app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)
 
@@ -114,7 +123,8 @@ class Parts:
             await self._app(scope, receive, send)
             return
         messages, body = await _read(receive)
-        if f'"{_PART}"'.encode() in body or (self._automatic and b'"type"' in body):
+        parts = b'"type"' in body and (self._automatic or scope["path"] == "/generate")
+        if parts or f'"{_PART}"'.encode() in body:
             try:
                 body = self._marked(body)
             except UnknownContextError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,11 +14,17 @@ from sgl_ext.chunks.compose import NAMESPACE, Prompt, compose, marked
 from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recompute, link_method
+from sgl_ext.chunks.split import Split, split
 from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
 from sgl_ext.errors import ExtError
 
+ALONE = "lego-16"
+"""The link method of a chunk that there is nothing to prime with."""
 MARKED = "ext_marked"
 """Key of a request's ``custom_params``: its tokens hold marks."""
+if TYPE_CHECKING:
+    from sgl_ext.engine.fidelity import Fidelity
+
 _PASSAGES = 4
 """Before a primed chunk."""
 
@@ -28,16 +34,25 @@ class ContextService:
 
     Args:
         manager: SGLang's ``TokenizerManager``.
+        method: how contexts are linked that do not say it.
         limit: contexts that are kept.
+        page: tokens of a page of KV.
+        token_bytes: of a token's KV.
     """
 
-    def __init__(self, manager: Any, *, limit: int, token_bytes: int) -> None:
+    def __init__(
+        self, manager: Any, *, method: str, limit: int, page: int, token_bytes: int
+    ) -> None:
         self.token_bytes = token_bytes
         """Of a token's KV."""
+        self.fidelity: Fidelity | None = None
+        """What the server has found of itself before it was ready."""
         self._manager = manager
+        self.method = method
+        """How contexts are linked that do not say it."""
         self.contexts = Contexts(limit, time.monotonic)
         """By id."""
-        self._page = manager.server_args.page_size
+        self._page = page
 
     def expires_in(self, context: Context) -> float | None:
         """Seconds; None if never."""
@@ -47,7 +62,7 @@ class ContextService:
         self,
         chunks: Sequence[str | Sequence[int]],
         *,
-        method: str,
+        method: str | None = None,
         prefix: str | None = None,
         ttl: float | None = None,
         salt: str | None = None,
@@ -55,6 +70,8 @@ class ContextService:
         """Computes the KV of chunks, each text or token ids, and names them.
 
         Args:
+            method: name of the link method; without it the server's, or, if that primes chunks and
+                there is none to prime the first one with, :data:`ALONE`.
             prefix: what prompts that link them begin with, such as the system prompt; primed
                 chunks are computed behind it.
 
@@ -62,10 +79,13 @@ class ContextService:
             ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
                 method.
         """
-        how = link_method(method)
         tokens = [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
-        lead = self._encode(prefix, True) if prefix else self._bos()
-        passages = [*tokens, *(list(each.tokens) for each in self.contexts.all(salt)[::-1])]
+        lead = self.encode(prefix, True) if prefix else self._bos()
+        known = (context.tokens for context in reversed(self.contexts.all(salt)))
+        passages = _different(chain(tokens, known), _PASSAGES + 1)
+        how = link_method(method or self.method)
+        if method is None and how.preparation is Preparation.PRIMED and len(passages) == 1:
+            how = link_method(ALONE)
         before = [self._before(how, lead, ids, passages) for ids in tokens]
         for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
             if len(ids) + len(text) + self._page >= (most := self._manager.context_len):
@@ -73,21 +93,38 @@ class ContextService:
                     f"chunk {number} has {len(ids)} tokens, and is computed behind {len(text)}; "
                     f"the model takes {most} in all: split it"
                 )
+        if prefix:  # behind it prompts find their beginning, whatever their first chunk is
+            await self._prefill(lead, None, salt)
         recompute = await asyncio.gather(
             *(self._prepare(how, lead, *each, salt) for each in zip(before, tokens, strict=True))
         )
         return [
             self.contexts.create(
                 ids,
-                method=method,
+                method=str(how),
                 text=chunk if isinstance(chunk, str) else None,
                 before=text,
                 recompute=again,
+                blend=how.amount if how.recompute is Recompute.BLEND else 0,
                 salt=salt,
                 ttl=ttl,
             )
             for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
+
+    async def parts(
+        self, chunks: Sequence[str | Sequence[int]], how: Split
+    ) -> list[str | Sequence[int]]:
+        """Chunks of a size from larger ones.
+
+        Raises:
+            ExtError: they cannot be split so.
+        """
+        if how == Split():
+            return list(chunks)
+        tokenizer = self._manager.tokenizer
+        found = [await asyncio.to_thread(split, chunk, how, tokenizer) for chunk in chunks]
+        return list(chain.from_iterable(found))
 
     def link(self, request: Any) -> None:
         """Turns the marks in the text of SGLang's ``GenerateReqInput`` into what they stand for.
@@ -108,18 +145,20 @@ class ContextService:
             return
         if request.lora_path:
             raise ExtError("contexts are of the base model: leave lora_path out, or the contexts")
-        start = request.logprob_start_len
-        if request.return_logprob and start is not None and start >= 0:
-            raise ExtError(
-                "logprobs of the prompt (logprob_start_len) are not there for linked tokens; "
-                "leave it out, or create the contexts with method full"
-            )
         prompt: Prompt = compose(
             text,
             context_of=lambda id_: self.contexts.get(id_, request.cache_salt),
             # What begins a chat is in its text already.
-            tokenize=lambda part, first: self._encode(part, first and not chat),
+            tokenize=lambda part, first: self.encode(part, first and not chat),
         )
+        if prompt.composition is not None:
+            end = prompt.composition.chunks[-1].at + prompt.composition.chunks[-1].length
+            start = request.logprob_start_len
+            if request.return_logprob and start is not None and 0 <= start < end - 1:
+                raise ExtError(
+                    f"logprobs from token {start} on (logprob_start_len), and the contexts end at "
+                    f"{end}: linked tokens have none; begin at {end - 1} or later, or leave it out"
+                )
         request.text, request.input_ids = None, prompt.tokens
         if prompt.composition is not None:
             suffix = f":{request.extra_key}" if request.extra_key else ""
@@ -127,14 +166,15 @@ class ContextService:
             custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
             request.sampling_params = {**params, "custom_params": custom}
 
-    def _encode(self, text: str, first: bool) -> list[int]:
+    def encode(self, text: str, first: bool) -> list[int]:
+        """Token ids of a text; special ones are added if it is the ``first`` of a prompt."""
         ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
         return ids
 
     def _decode(self, ids: list[int]) -> str:
         """The text of a chat, which SGLang has tokenised with the marks in it."""
         text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if self._encode(text, False) != ids:
+        if self.encode(text, False) != ids:
             raise ExtError(
                 "contexts in chats need a tokenizer whose tokens can be read back as text, which "
                 "this model's is not; send the prompt to /generate"
@@ -143,7 +183,7 @@ class ContextService:
 
     def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
         if isinstance(chunk, str):
-            tokens = self._encode(chunk, False)
+            tokens = self.encode(chunk, False)
         else:
             tokens = list(chunk)
             size = self._manager.model_config.vocab_size
@@ -165,7 +205,7 @@ class ContextService:
         method: LinkMethod,
         lead: Sequence[int],
         tokens: Sequence[int],
-        passages: Sequence[Sequence[int]],
+        passages: Sequence[tuple[int, ...]],
     ) -> list[int]:
         if method.preparation is Preparation.BARE:
             return []
@@ -174,7 +214,7 @@ class ContextService:
                 raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
             return bos * BOS_TOKENS
         # The first of them for all: chunks then share what they are computed behind.
-        others = [each for each in passages if list(each) != list(tokens)][:_PASSAGES]
+        others = [each for each in passages if each != tuple(tokens)][:_PASSAGES]
         if not others:
             raise ExtError(
                 "a primed chunk is computed behind others of its kind: create several at once, or "
@@ -205,8 +245,6 @@ class ContextService:
             return range(len(tokens))
         if method.recompute is Recompute.HEAD:
             return range(min(method.amount, len(tokens)))
-        if method.recompute is Recompute.BLEND:
-            raise ExtError(f"{method} is not served yet")
         return ()
 
     async def _compute(
@@ -216,15 +254,23 @@ class ContextService:
         salt: str | None,
         selection: Selection | None = None,
     ) -> dict[str, Any]:
+        """Puts the chunk's KV into the tree."""
+        custom = None if selection is None else {SELECTION: msgspec.to_builtins(selection)}
+        return await self._prefill(path_of(before, tokens, self._page), NAMESPACE, salt, custom)
+
+    async def _prefill(
+        self,
+        tokens: Sequence[int],
+        namespace: str | None,
+        salt: str | None,
+        custom: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        params: dict[str, Any] = {"max_new_tokens": 0}
-        if selection is not None:
-            params["custom_params"] = {SELECTION: msgspec.to_builtins(selection)}
         request = GenerateReqInput(
-            input_ids=list(path_of(before, tokens, self._page)),
-            sampling_params=params,
-            extra_key=NAMESPACE,
+            input_ids=list(tokens),
+            sampling_params={"max_new_tokens": 0, "custom_params": custom},
+            extra_key=namespace,
             cache_salt=salt,
         )
         answer: dict[str, Any] = {}
@@ -233,3 +279,13 @@ class ContextService:
             if reason.get("type") == "abort":
                 raise ExtError(f"a chunk was not computed: {reason.get('message')}")
         return answer
+
+
+def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+    """The first ``count`` that differ."""
+    found: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        found[tuple(text)] = None
+        if len(found) == count:
+            break
+    return list(found)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, rows
+from sgl_ext.engine import blend, hooks, rows
 from sgl_ext.engine.meta_info import tell
 from sgl_ext.plan import PrefillPlan
 
@@ -27,15 +28,35 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
                 slots = table[batch.req_pool_indices[at], prefixes[at] : ends[at]].long().numpy()
                 ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
     parts = rows.rows_of(plans, prefixes, ends)
-    try:
-        ext.split = rows.split_of(batch, parts)
-        output = original(runner, rows.split(batch, parts), *args, **kw)
-    finally:
-        ext.split = None
+    with ExitStack() as blending:
+        if candidates := _candidates(ext, batch.rids, plans, prefixes, ends):
+            parts = blending.enter_context(blend.blending(ext, runner, batch, parts, candidates))
+        try:
+            ext.split = rows.split_of(batch, parts)
+            output = original(runner, rows.split(batch, parts), *args, **kw)
+        finally:
+            ext.split = None
     for rid, plan, end in zip(batch.rids, plans, ends, strict=True):
         if plan is not None and end >= len(plan):
             _release(rid)
     return output
+
+
+def _candidates(
+    ext: runtime.ExtRuntime,
+    rids: Sequence[str],
+    plans: Sequence[PrefillPlan | None],
+    prefixes: Sequence[int],
+    ends: Sequence[int],
+) -> dict[int, blend.Candidates]:
+    """What may be computed anew of each request, by its place in the batch."""
+    found = {}
+    for at, plan in enumerate(plans):
+        if plan is not None and ext.links is not None:
+            positions, count = ext.links.blended(rids[at], prefixes[at], ends[at])
+            if count:
+                found[at] = blend.Candidates(positions, count)
+    return found
 
 
 def _logits(metadata: Any, _class: Any, batch: Any) -> Any:

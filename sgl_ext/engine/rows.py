@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,21 @@ def rows_of(
     return rows
 
 
+def tokens_of(batch: Any, rows: Sequence[Row]) -> torch.Tensor:
+    """Where the tokens of ``rows`` are among those of ``batch``."""
+    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    ends = accumulate(lengths)
+    first = [
+        end - length - prefix for end, length, prefix in zip(ends, lengths, prefixes, strict=True)
+    ]
+    return torch.cat(
+        [torch.arange(first[row.request] + row.start, first[row.request] + row.end) for row in rows]
+    )
+
+
 def split(batch: Any, rows: Sequence[Row]) -> Any:
     """SGLang's ``ForwardBatch`` of ``rows``; shares with ``batch`` what is the same."""
-    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-    first = [sum(lengths[:request]) - prefixes[request] for request in range(len(lengths))]
-    tokens = torch.cat(
-        [torch.arange(first[row.request] + row.start, first[row.request] + row.end) for row in rows]
-    ).to(batch.input_ids.device)
+    tokens = tokens_of(batch, rows).to(batch.input_ids.device)
     requests = torch.tensor([row.request for row in rows], device=batch.input_ids.device)
     kept = torch.repeat_interleave(
         torch.tensor([row.kept for row in rows]),

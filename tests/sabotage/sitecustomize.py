@@ -101,13 +101,4 @@ def slow_ssd():
     after_import("sgl_ext.tiers.ssd", change)
 
 
-def available():
-    """``available SECTION``: a section that is not finished can be switched on."""
-
-    def change(module):
-        module.AVAILABLE |= {ARGUMENTS[0]}
-
-    after_import("sgl_ext.config", change)
-
-
 globals()[WHAT]()

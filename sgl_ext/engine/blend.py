@@ -1,0 +1,104 @@
+"""CacheBlend in a forward: the first layers, of all tokens, say whose KV the others compute anew.
+
+Source: CacheBlend (EuroSys 2025), §4.3, with one selection, after layer 1, as EPIC §4 compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+from sgl_ext.engine import rows
+from sgl_ext.engine.rows import Row
+from sgl_ext.runtime import ExtRuntime
+
+_LAYERS = 2
+"""Computed of all tokens; the values of the last of them are compared."""
+
+
+class Candidates(NamedTuple):
+    """Linked tokens of a request, some of which are computed anew."""
+
+    positions: NDArray[np.int64]
+    """In the prompt, ascending."""
+    wanted: int
+    """How many of them."""
+
+
+@contextmanager
+def blending(
+    ext: ExtRuntime,
+    runner: Any,
+    batch: Any,
+    parts: Sequence[Row],
+    candidates: Mapping[int, Candidates],
+) -> Iterator[list[Row]]:
+    """Has the model's next forward go on with some tokens only.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        batch: SGLang's ``ForwardBatch``, whose linked KV is in place.
+        parts: the rows that are computed without blending.
+        candidates: by the request's place in the batch.
+
+    Yields:
+        The rows that the forward has to begin with.
+    """
+    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in candidates]
+    begin = sorted(whole + [part for part in parts if part.request not in candidates])
+    pool = runner.token_to_kv_pool.get_value_buffer(_LAYERS - 1)
+    starts = np.cumsum([0, *lengths])
+    slots = {
+        at: batch.out_cache_loc[starts[at] + torch.from_numpy(each.positions) - prefixes[at]]
+        for at, each in candidates.items()
+    }
+    linked = {at: pool[each].clone() for at, each in slots.items()}
+    model = runner.model
+    layers = model.config.num_hidden_layers
+
+    def forward(input_ids: Any, positions: Any, first: Any, *_args: Any, **_kw: Any) -> Any:
+        model.forward_split_prefill(input_ids, positions, first, (0, _LAYERS))
+        rest = [part for part in parts if part.request not in candidates]
+        for at, each in candidates.items():
+            changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
+            chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
+            rest += _runs(at, prefixes[at], lengths[at], np.setdiff1d(each.positions, chosen))
+        rest.sort()
+        place = torch.empty(int(starts[-1]), dtype=torch.int64)
+        place[rows.tokens_of(batch, begin)] = torch.arange(len(input_ids))
+        kept = place[rows.tokens_of(batch, rest)].to(input_ids.device)
+        second = rows.split(batch, rest)
+        handoff = residual_batch.export_replay_handoff(first.hidden_states, first)
+        residual = None if handoff.residual is None else handoff.residual[kept]
+        handoff = handoff._replace(value=handoff.value[kept], residual=residual)
+        second.hidden_states = residual_batch.import_replay_handoff(handoff, second)
+        ext.split = rows.split_of(batch, rest)
+        runner.attn_backend.init_forward_metadata(second)
+        with forward_context(get_forward_context(), forward_batch=second):
+            return model.forward_split_prefill(
+                second.input_ids, second.positions, second, (_LAYERS, layers)
+            )
+
+    model.forward = forward  # of this object, in front of its class's
+    try:
+        yield begin
+    finally:
+        del model.forward
+
+
+def _runs(request: int, prefix: int, length: int, left_out: NDArray[np.int64]) -> Iterator[Row]:
+    """Rows of the tokens behind ``prefix`` but those ``left_out``, and of the last one."""
+    computed = np.ones(length, np.bool_)
+    computed[left_out - prefix] = False
+    computed[-1] = True
+    edges = np.flatnonzero(np.diff(computed, prepend=False, append=False)) + prefix
+    for start, end in edges.reshape(-1, 2).tolist():
+        yield Row(request, start, end)

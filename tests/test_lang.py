@@ -1,0 +1,234 @@
+"""Chunks in frontend programs: SGLang's interpreter, a backend that records, real contexts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sglang as sgl
+from context_kit import ContextServer, context_server
+from sglang.lang.backend.base_backend import BaseBackend
+
+from sgl_ext.chunks.compose import mark
+from sgl_ext.chunks.contexts import UnknownContextError
+from sgl_ext.errors import ExtError
+from sgl_ext.lang import chunk
+
+ID = "ctx-0123456789-_abcdefghij"
+
+
+class Recorder(BaseBackend):  # type: ignore[misc]
+    """Keeps the prompts that it is given, and answers each alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str] = []
+        self.prefixes: list[str] = []
+
+    def generate(self, s: Any, sampling_params: Any) -> tuple[str, dict[str, Any]]:
+        self.prompts.append(s.text_)
+        return "answer", {}
+
+    def generate_stream(self, s: Any, sampling_params: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.prompts.append(s.text_)
+        yield from (("ans", {}), ("wer", {}))
+
+    def cache_prefix(self, prefix_str: str) -> None:
+        self.prefixes.append(prefix_str)
+
+
+class Endpoint(Recorder):
+    """One that knows, as SGLang's ``RuntimeEndpoint`` does, where its server is."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        super().__init__()
+        self.base_url, self.api_key, self.verify = url, api_key, None
+
+
+@pytest.fixture
+def server() -> Iterator[ContextServer]:
+    with context_server() as served:
+        yield served
+
+
+def texts(server: ContextServer) -> list[str | None]:
+    return [context.text for context in server.service.contexts.all()]
+
+
+def only_id(server: ContextServer) -> str:
+    (context,) = server.service.contexts.all()
+    return context.id
+
+
+@sgl.function  # type: ignore[untyped-decorator]
+def ask(s: Any, document: str, question: str) -> None:
+    s += "Read this. " + chunk(document) + question
+    s += sgl.gen("answer")
+
+
+def test_ids_are_linked_as_they_are() -> None:
+    backend = Recorder()
+    state = ask.run(ID, " Well?", backend=backend)
+    assert state["answer"] == "answer"
+    assert backend.prompts == [f"Read this. {mark(ID)} Well?"]
+
+
+@pytest.mark.parametrize(("use_thread", "stream"), [(True, False), (False, False), (True, True)])
+def test_texts_are_put_into_the_cache_once(
+    server: ContextServer, use_thread: bool, stream: bool
+) -> None:
+    backend = Endpoint(server.url)
+    for question in (" One?", " Two?"):
+        state = ask.run("doc", question, backend=backend, use_thread=use_thread, stream=stream)
+        state.sync()
+        assert "".join(state.text_iter()).endswith("answer")
+    assert texts(server) == ["doc"]
+    marked = mark(only_id(server))
+    assert backend.prompts == [f"Read this. {marked} One?", f"Read this. {marked} Two?"]
+
+
+def test_each_backend_has_contexts_of_its_own(server: ContextServer) -> None:
+    with context_server(api_key="secret") as other:
+        here, there = Endpoint(server.url), Endpoint(other.url, "secret")
+        for backend in (here, there, here, there):
+            ask.run("doc", "?", backend=backend).sync()
+        assert [texts(server), texts(other)] == [["doc"], ["doc"]]
+        assert here.prompts == [f"Read this. {mark(only_id(server))}?"] * 2
+        assert there.prompts == [f"Read this. {mark(only_id(other))}?"] * 2
+
+
+def test_the_backend_that_sglang_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with context_server(api_key="secret") as server:
+        backend = sgl.RuntimeEndpoint(server.url, api_key="secret")
+        monkeypatch.setattr(sgl.global_config, "default_backend", backend)
+        state = ask.run(document="doc", question="?")
+        assert state["answer"] == f"Read this. {mark(only_id(server))}?"
+
+
+def test_methods(server: ContextServer) -> None:
+    @sgl.function  # type: ignore[untyped-decorator]
+    def program(s: Any) -> None:
+        s += chunk("doc") + chunk("doc", "naive") + chunk("doc", method="naive") + "?"
+        s += sgl.gen()
+
+    backend = Endpoint(server.url)
+    program.run(backend=backend).sync()
+    own, naive = server.service.contexts.all()
+    assert (own.method, naive.method) == ("lego-2", "naive")
+    assert backend.prompts == [mark(own.id) + mark(naive.id) * 2 + "?"]
+
+
+def test_roles_and_forks(server: ContextServer) -> None:
+    @sgl.function  # type: ignore[untyped-decorator]
+    def program(s: Any) -> None:
+        s += sgl.system(chunk("rules"))
+        s += sgl.user("Of this: " + chunk("doc") + " what?")
+        branches = s.fork(2)
+        for number, branch in enumerate(branches):
+            branch += chunk(f"part {number}") + sgl.assistant(sgl.gen("answer"))
+        branches.join()
+
+    backend = Endpoint(server.url)
+    state = program.run(backend=backend)
+    assert state["answer"] == ["answer", "answer"]
+    named = {context.text: mark(context.id) for context in server.service.contexts.all()}
+    assert set(named) == {"rules", "doc", "part 0", "part 1"}
+    start = f"SYSTEM:{named['rules']}\nUSER:Of this: {named['doc']} what?\n"
+    parts = [named["part 0"], named["part 1"]]
+    assert sorted(backend.prompts) == sorted(f"{start}{part}ASSISTANT:" for part in parts)
+
+
+def test_a_batch_creates_a_context_once(server: ContextServer) -> None:
+    @sgl.function  # type: ignore[untyped-decorator]
+    def program(s: Any, document: str, question: str) -> None:
+        s += "These are the rules, which all of the programs of this batch begin with. "
+        s += chunk("rules")
+        s += chunk(document) + question
+        s += sgl.gen("answer")
+
+    backend = Endpoint(server.url)
+    arguments = [(f"doc {number % 3}", f" {number}?") for number in range(24)]
+    states = program.run_batch(arguments, backend=backend, num_threads=8)
+    assert [state["answer"] for state in states] == ["answer"] * 24
+    assert sorted(map(str, texts(server))) == ["doc 0", "doc 1", "doc 2", "rules"]
+    # What is asked for ahead of a batch ends before its first chunk.
+    assert [prefix.endswith("begin with. ") for prefix in backend.prefixes] == [True]
+    assert len(set(backend.prompts)) == 24
+
+
+def test_what_the_server_has_dropped_is_created_again(server: ContextServer) -> None:
+    backend = Endpoint(server.url)
+    ask.run("doc", "?", backend=backend).sync()
+    first = only_id(server)
+    server.service.contexts.delete(first)
+    ask.run("doc", "?", backend=backend).sync()
+    second = only_id(server)
+    assert first != second
+    assert [
+        mark(id_) in prompt for id_, prompt in zip((first, second), backend.prompts, strict=True)
+    ]
+
+
+def test_programs_that_come_to_a_text_together(
+    server: ContextServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = server.service.create
+
+    async def slowly(*arguments: Any, **more: Any) -> Any:
+        await asyncio.sleep(0.5)
+        return await create(*arguments, **more)
+
+    monkeypatch.setattr(server.service, "create", slowly)
+
+    @sgl.function  # type: ignore[untyped-decorator]
+    def program(s: Any) -> None:
+        s += chunk("doc") + "?" + sgl.gen()
+
+    backend = Endpoint(server.url)
+    for state in program.run_batch([{}] * 8, backend=backend, num_threads=8):
+        assert state.error() is None
+    assert backend.prompts == [f"{mark(only_id(server))}?"] * 8
+
+
+def failed(run: Callable[[], Any]) -> Any:
+    """The error of a program, which SGLang also warns of."""
+    with pytest.warns(UserWarning, match="Error in stream_executor"):
+        state = run()
+        state.sync()
+    return state.error()
+
+
+def test_programs_end_with_what_went_wrong(server: ContextServer) -> None:
+    error = failed(lambda: ask.run("doc", "?", backend=Recorder()))
+    assert isinstance(error, ExtError)
+    assert "runs on Recorder; create a context and name its id" in str(error)
+    backend = Endpoint(server.url)
+    error = failed(lambda: ask.run("x" * 1000, "?", backend=backend))
+    assert isinstance(error, ExtError)
+    assert "chunk 0 has 1000 tokens" in str(error)
+    assert not isinstance(error, UnknownContextError)
+    # The next one is asked for anew.
+    assert ask.run("doc", "?", backend=backend)["answer"] == "answer"
+
+
+def test_what_is_no_chunk() -> None:
+    with pytest.raises(ExtError, match="cannot be empty"):
+        chunk("")
+    with pytest.raises(ExtError, match=f"{ID} is prepared .* leave 'naive' out"):
+        chunk(ID, method="naive")
+    with pytest.raises(TypeError, match="a text or an id, not 3"):
+        chunk(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="f-string"):
+        f"{chunk('text')}"
+
+
+def test_the_module_alone_imports_no_sglang() -> None:
+    program = "import sys, sgl_ext.lang; print({'torch', 'sglang'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "set()"

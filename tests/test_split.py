@@ -1,0 +1,148 @@
+"""Documents become chunks: nothing lost, nothing longer than asked."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sgl_ext.chunks.split import Split, split
+from sgl_ext.errors import ExtError
+
+DOCUMENT = """\
+# Bears
+
+A bear met a fox at the river.  They talked until night.
+
+The fox went home.\r\nThe bear stayed.
+
+## Where they live
+
+| bear  | forest |
+|-------|--------|
+| brown | any    |
+
+```python
+def den(bear):
+    return bear.home
+```
+
+* In caves,
+* and under trees 🌲, höhlen, 洞穴.
+
+# Foxes
+
+They live everywhere.   \n\n\n"""
+
+
+class Letters:
+    """A tokenizer whose tokens are the bytes of the text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [256] * add_special_tokens + list(text.encode())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def joined(parts: list[Any]) -> Any:
+    return "".join(parts) if isinstance(parts[0], str) else list(chain.from_iterable(parts))
+
+
+def test_none_leaves_what_the_user_split() -> None:
+    assert split("a text", Split(), Letters()) == ["a text"]
+    assert split((3, 1, 2), Split(by="none"), Letters()) == [[3, 1, 2]]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+def test_tokens_are_those_of_the_whole(tokenizer: Any, size: int) -> None:
+    ids = tokenizer.encode(DOCUMENT, add_special_tokens=False)
+    assert len(ids) > 100
+    how = Split(by="tokens", tokens=size)
+    parts = split(DOCUMENT, how, tokenizer)
+    assert joined(parts) == ids
+    assert {len(part) for part in parts[:-1]} <= {size}
+    assert 0 < len(parts[-1]) <= size
+    assert split(ids, how, tokenizer) == parts
+
+
+@pytest.mark.parametrize("by", ["paragraph", "markdown"])
+@pytest.mark.parametrize("size", [8, 20, 64, 10_000])
+def test_parts_make_up_the_whole(tokenizer: Any, by: Any, size: int) -> None:
+    parts = split(DOCUMENT, Split(by=by, tokens=size), tokenizer)
+    assert "".join(map(str, parts)) == DOCUMENT
+    lengths = [len(tokenizer.encode(part, add_special_tokens=False)) for part in parts]
+    assert min(lengths) > 0
+    assert max(lengths) <= size
+    assert (len(parts) == 1) == (size == 10_000)
+
+
+def test_where_text_is_split() -> None:
+    text = "One. Two.\n\nThree. Four.\n\n\nFive."
+    # What lies between two paragraphs belongs to neither of the sizes below.
+    assert split(text, Split(by="paragraph", tokens=25), Letters()) == [
+        "One. Two.\n\nThree. Four.",
+        "\n\n\nFive.",
+    ]
+    assert split(text, Split(by="paragraph", tokens=13), Letters()) == [
+        "One. Two.\n\n",
+        "Three. Four.",
+        "\n\n\nFive.",
+    ]
+
+
+def test_headings_hold_together_what_is_below_them() -> None:
+    text = "# A\n\nab\n\ncd\n\n# B\n\nef\n"
+    sections = ["# A\n\nab\n\ncd\n\n", "# B\n\nef\n"]
+    assert split(text, Split(by="markdown", tokens=18), Letters()) == sections
+    assert split(text, Split(by="paragraph", tokens=18), Letters()) != sections
+
+
+@given(
+    text=st.text(st.sampled_from("ab .!\n\r\t#*|`-1>_[]()é洞🌲\u200d\ufeff\x00\u2028"), min_size=1),
+    by=st.sampled_from(["tokens", "paragraph", "markdown"]),
+    size=st.integers(4, 40),
+)
+def test_any_text(text: str, by: Any, size: int) -> None:
+    parts = split(text, Split(by=by, tokens=size), Letters())
+    assert joined(parts) == (list(text.encode()) if by == "tokens" else text)
+    for part in parts:
+        assert 0 < len(part.encode() if isinstance(part, str) else part) <= size
+
+
+@pytest.mark.parametrize(
+    ("whole", "how", "message"),
+    [
+        ("", {}, "the text is empty"),
+        ("", {"by": "markdown", "tokens": 8}, "the text is empty"),
+        ([], {"by": "tokens", "tokens": 8}, "the text is empty"),
+        ("a", {"by": "none", "tokens": 8}, "leaves parts as they are, but tokens is 8"),
+        ("a", {"by": "tokens"}, "split by tokens needs the tokens of a part.*found None"),
+        ("a", {"by": "paragraph", "tokens": 0}, "split by paragraph needs.*found 0"),
+        ("a", {"by": "markdown", "tokens": -3}, "found -3"),
+        ("a", {"by": "tokens", "tokens": 1 << 70}, "1 to 16777216; found 11805"),
+        ([1, 2], {"by": "paragraph", "tokens": 8}, "needs text, and this is token ids"),
+        ("so 🌲", {"by": "paragraph", "tokens": 3}, "'🌲' alone takes 4 tokens.*may have 3"),
+    ],
+)
+def test_what_cannot_be_split(whole: Any, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExtError, match=message):
+        split(whole, Split(**how), Letters())
+
+
+@pytest.mark.parametrize(
+    "how", [{"by": "page"}, {"by": "tokens", "tokens": "many"}, {"by": "tokens", "tokens": True},
+            {"by": "tokens", "token": 8}],
+)  # fmt: skip
+def test_what_is_no_way_to_split(how: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Split.model_validate(how)
