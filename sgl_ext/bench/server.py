@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 30.0
+_PORTS = range(20_000, 32_000)
+_PORTS_TRIED = 100
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,16 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on right now.
+
+    Not one of those that the kernel gives to connections: the server binds it seconds later.
+    """
+    for _ in range(_PORTS_TRIED):
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ExtError(f"{_PORTS_TRIED} ports of {_PORTS} were all in use")
 
 
 def _wait_until_ready(server: Server, give_up: float) -> None:
