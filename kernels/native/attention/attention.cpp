@@ -54,6 +54,12 @@ class Workspace {
   std::size_t size_ = 0;
 };
 
+// Whether `next` goes on with the sequence that `row` is a part of.
+bool follows(const Row &row, const Row &next) {
+  return next.slots == row.slots && next.extent == row.extent && next.end == row.end &&
+         next.context - next.queries >= row.context;
+}
+
 std::size_t rounded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
@@ -61,26 +67,29 @@ std::size_t rounded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kL
 Plan::Plan(const std::vector<Row> &rows, const Shape &shape) : shape_(shape) {
   const int group = shape.heads / shape.kv_heads;
   const int block = std::clamp(kExtendRows / group, 8, 128);
-  for (const Row &row : rows) {
-    if (row.queries == 0) continue;
+  for (std::size_t i = 0; i < rows.size();) {
+    const Row &row = rows[i];
     const bool decode = row.extent == 1;
-    const int blocks = (row.queries + block - 1) / block;
+    int queries = row.queries;
+    // Parts of one sequence that follow each other read the same keys: together, once.
+    while (++i < rows.size() && !decode && follows(rows[i - 1], rows[i])) queries += rows[i].queries;
+    if (queries == 0) continue;
+    const int blocks = (queries + block - 1) / block;
     int range = row.end;
     if (decode) {
       range = range_size(row.end, kDecodeKeys, kMostDecodeRanges);
     } else if ((row.extent + block - 1) / block <= kFewBlocks) {
       range = range_size(row.end, kExtendKeys, kMostExtendRanges);
     }
-    const int start = row.context - row.queries;
     // The last block sees the most keys: the longest tasks begin first.
     for (int b = blocks - 1; b >= 0; --b) {
       Task task{};
       task.slots = row.slots;
       task.token = row.token + b * block;
-      task.position = start + b * block;
-      task.queries = std::min(block, row.queries - b * block);
-      const int first = std::max(0, task.position - shape.window);
-      const int last = task.position + task.queries;
+      task.positions = row.positions + b * block;
+      task.queries = std::min(block, queries - b * block);
+      const int first = std::max(0, task.positions[0] - shape.window);
+      const int last = task.positions[task.queries - 1] + 1;
       task.heads = decode ? shape.heads : group;
       const int task_rows = task.queries * task.heads;
       const int ranges = (last - 1) / range - first / range + 1;
@@ -206,8 +215,10 @@ Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
                     std::to_string(end));
     const std::int32_t *slots = table + requests[i] * pitch;
     rows_.push_back({slots, tokens_, static_cast<int>(contexts[i]), static_cast<int>(queries[i]),
-                     static_cast<int>(extent), static_cast<int>(end)});
+                     nullptr, static_cast<int>(extent), static_cast<int>(end)});
     tokens_ += queries[i];
+    for (std::int64_t position = contexts[i] - queries[i]; position < contexts[i]; ++position)
+      positions_.push_back(static_cast<std::int32_t>(position));
     std::int32_t least = 0, most = -1;
     for (std::int64_t k = 0; k < contexts[i]; ++k) {
       least = std::min(least, slots[k]);
@@ -216,6 +227,7 @@ Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
     if (least < 0) refuse(i, "has slot " + std::to_string(least) + " in its context");
     last_slot_ = std::max<std::int64_t>(last_slot_, most);
   }
+  for (Row &row : rows_) row.positions = positions_.data() + row.token;
 }
 
 const Plan &Batch::plan(const Shape &shape) {

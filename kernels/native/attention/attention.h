@@ -18,6 +18,7 @@ struct Row {
   std::int64_t token;         // index in the batch of its first query
   int context;
   int queries;
+  const std::int32_t *positions;  // [queries]: of the queries in the sequence
   // Of the sequence of queries that this row is a part of: how many they are and where they end.
   // The partition of the keys follows from these, so that the parts give what the whole gives.
   int extent;
@@ -96,6 +97,7 @@ class Batch {
 
  private:
   std::vector<Row> rows_;
+  std::vector<std::int32_t> positions_;  // [tokens]
   std::mutex plans_mutex_;
   std::deque<Plan> plans_;  // a plan in use stays where it is when another is made
   std::int64_t tokens_ = 0;

@@ -164,9 +164,11 @@ class Extender {
     }
   }
 
+  int position(int row) const { return task_.positions[row / task_.heads]; }
+
   void attend(int row, int rows) {
-    const int low = task_.position + row / task_.heads - layer_.window;
-    const int high = task_.position + (row + rows - 1) / task_.heads + 1;
+    const int low = position(row) - layer_.window;
+    const int high = position(row + rows - 1) + 1;
     if (high <= first_ || low >= first_ + count_) return;  // all hidden
     const int head_dim = layer_.head_dim;
     const int columns = round_up(smaller(high - first_, count_), kGroup);
@@ -195,9 +197,8 @@ class Extender {
 
   // Logits of row `row` in line `line` of the scores become weights.
   void softmax(int row, int line, int columns) {
-    const int position = task_.position + row / task_.heads;
-    const int low = larger(position - layer_.window - first_, 0);
-    const int high = smaller(position + 1 - first_, count_);
+    const int low = larger(position(row) - layer_.window - first_, 0);
+    const int high = smaller(position(row) + 1 - first_, count_);
     if (low == 0 && high >= columns) {
       softmax<false>(row, line, columns, low, high);
     } else {

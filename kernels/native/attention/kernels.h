@@ -31,9 +31,9 @@ struct Layer {
 };
 
 struct Task {
-  const std::int32_t *slots;  // of the row's tokens, in sequence order
-  std::int64_t token;         // index in the batch of the first query
-  int position;               // of the first query in the sequence
+  const std::int32_t *slots;      // of the row's tokens, in sequence order
+  std::int64_t token;             // index in the batch of the first query
+  const std::int32_t *positions;  // of the queries in the sequence, ascending
   int queries;
   int head;   // first query head
   int heads;  // of one KV head (extend) or of several whole groups (decode)
