@@ -169,6 +169,10 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
     service.link(chat)
     assert chat.input_ids == [*b"<achunkb"]
     assert [*chat.sampling_params["custom_params"]] == ["ext_composition"]
+    sampling = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+    batch = GenerateReqInput(input_ids=[[1], [2]], sampling_params=sampling)
+    service.link(batch)
+    assert (batch.input_ids, batch.sampling_params) == ([[1], [2]], sampling)
     plain = GenerateReqInput(text="plain")
     service.link(plain)
     assert (plain.text, plain.input_ids) == ("plain", None)

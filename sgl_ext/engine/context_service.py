@@ -137,9 +137,9 @@ class ContextService:
             if any(map(marked, request.text)):
                 raise ExtError("contexts in a list of prompts: send each prompt by itself")
             return
-        params = dict(request.sampling_params or {})
-        custom = dict(params.get("custom_params") or {})
-        chat = custom.pop(MARKED, False) and request.input_ids is not None
+        params = request.sampling_params  # a batch of token ids may have a list of them
+        custom = params.get("custom_params") if isinstance(params, dict) else None
+        chat = isinstance(custom, dict) and MARKED in custom and request.input_ids is not None
         text = self._decode(request.input_ids) if chat else request.text
         if text is None or not marked(text):
             return
@@ -163,8 +163,9 @@ class ContextService:
         if prompt.composition is not None:
             suffix = f":{request.extra_key}" if request.extra_key else ""
             request.extra_key = f"{prompt.composition.extra_key}{suffix}"
+            custom = {name: value for name, value in (custom or {}).items() if name != MARKED}
             custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
-            request.sampling_params = {**params, "custom_params": custom}
+            request.sampling_params = {**(params or {}), "custom_params": custom}
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Token ids of a text; special ones are added if it is the ``first`` of a prompt."""
