@@ -70,15 +70,11 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
     chunks = config.chunks
     warm_up = kw.pop("execute_warmup_func", http_server._execute_server_warmup)
 
-    def warm_up_and_probe(server_args: Any) -> bool:
-        if not warm_up(server_args):
-            return False
-        from sglang.srt.managers.tokenizer_manager import ServerStatus
+    def probe_and_warm_up(server_args: Any) -> bool:
         from sglang.srt.utils import kill_process_tree
 
         from sgl_ext.engine.fidelity import Probe, require
 
-        state.tokenizer_manager.server_status = ServerStatus.Starting
         verify = http_server.ssl_verify_of(server_args)
         probe = Probe(service, server_args.url(), server_args.api_key, verify=verify)
         try:
@@ -89,10 +85,9 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
             logger.error("sgl_ext: %s", error)
             kill_process_tree(os.getpid())
             return False
-        state.tokenizer_manager.server_status = ServerStatus.Up
-        return True
+        return bool(warm_up(server_args))  # which says that the server is ready
 
-    original(server_args, *args, execute_warmup_func=warm_up_and_probe, **kw)
+    original(server_args, *args, execute_warmup_func=probe_and_warm_up, **kw)
 
 
 async def _generate(

@@ -6,7 +6,9 @@ The server asks itself, over its own API, before it is ready.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from statistics import mean
@@ -69,11 +71,12 @@ class Probe:
         self._cache = ContextCache(url, api_key, _SALT, _DEADLINE_S, verify=verify)
 
     def measure(self) -> Fidelity:
-        """Takes some seconds.
+        """Waits until the server listens, and takes some seconds.
 
         Raises:
             ExtError: the server does not answer as it should.
         """
+        self._wait()
         created = [
             *self._cache.create(_NOTES[:2], method="primed", prefix=_LEAD),
             *self._cache.create(_NOTES, prefix=_LEAD),
@@ -93,6 +96,16 @@ class Probe:
         for id_ in ids:
             self._cache.delete(id_)
         return Fidelity(exact, mean(moved))
+
+    def _wait(self) -> None:
+        give_up = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < give_up:
+            with suppress(requests.RequestException):
+                url = f"{self._url}/model_info"
+                if requests.get(url, headers=self._headers, verify=self._verify, timeout=5).ok:
+                    return
+            time.sleep(0.1)
+        raise ExtError(f"the server at {self._url} did not listen within {_DEADLINE_S} s")
 
     def _differ(self, notes: Sequence[str], linked: str) -> float:
         encode = self._service.encode
