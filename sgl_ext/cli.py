@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -34,10 +35,23 @@ def describe(config: _Config = None, as_json: _Json = False) -> None:
 
 
 @app.command()
-def doctor(config: _Config = None, as_json: _Json = False) -> None:
+def doctor(
+    config: _Config = None,
+    as_json: _Json = False,
+    model_path: Annotated[
+        Optional[Path],  # noqa: UP045  (typer reads it)
+        typer.Option(
+            help="A model folder: a server is started on it, to see how far linked chunks are off."
+        ),
+    ] = None,
+) -> None:
     """Says whether a configuration would run here; exit code 0 only if it would."""
     resolved = _load(config)
     checks = _doctor.examine(resolved)
+    if model_path is not None:
+        from sgl_ext.doctor_model import linking
+
+        checks.append(linking(model_path, resolved))
     if as_json:
         print(json.dumps(_doctor.as_json(checks, resolved), indent=1))
     else:

@@ -1,7 +1,4 @@
-"""Would a given configuration run here? Facts of the machine, and a verdict per section.
-
-Nothing is started and nothing is left behind.
-"""
+"""Would a given configuration run here? Facts of the machine, and a verdict per section."""
 
 from __future__ import annotations
 
@@ -238,7 +235,8 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         if name not in AVAILABLE:
             yield Check(name, "fail", "not in this version yet", "remove the section")
         else:
-            yield Check(name, "ok", "on")
+            probed = "; --model-path looks at the model, too" if name == "chunks" else ""
+            yield Check(name, "ok", f"on{probed}")
         if isinstance(section, Tiers) and section.ssd is not None:
             for directory in section.ssd.directories:
                 yield _ssd_directory(name, directory, section.ssd.capacity)

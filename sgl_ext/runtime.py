@@ -12,6 +12,7 @@ from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunk_links import ChunkLinks
+    from sgl_ext.engine.chunk_metrics import LinkMetrics
     from sgl_ext.engine.rows import Split
 
 
@@ -32,6 +33,8 @@ class ExtRuntime:
     """Of the forward that runs, if it is one of rows."""
     links: ChunkLinks | None = None
     """Chunks in prompts; None without the section."""
+    link_metrics: LinkMetrics | None = None
+    """What is linked, counted; None if SGLang's metrics are off."""
 
     def describe_memory(self) -> dict[str, Any]:
         """Where KV lies, for ``/server_info``."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 import requests
 
+from sgl_ext import doctor_model
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.server import Server, System, serve
-from sgl_ext.errors import ExtError
+from sgl_ext.config import load
+from sgl_ext.doctor_model import linking
 
 DEADLINE_S = 240.0
 
@@ -24,6 +27,7 @@ DEADLINE_S = 240.0
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--max-total-tokens", "8192", "--page-size", "16", "--dtype", "float32")
+    arguments += ("--enable-metrics",)
     config = json.dumps({"chunks": {"method": "lego-16"}})
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
@@ -157,12 +161,43 @@ def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
     assert text == one["message"]["content"]
 
 
-def test_a_model_that_is_too_far_off_is_refused(model: Path, tmp_path: Path) -> None:
-    config = json.dumps({"chunks": {"largest_divergence": 1e-6}})
-    system = System("far", ("--max-total-tokens", "4096", "--enable-ext", "--ext-config", config))
-    expected = r"more than chunks.largest_divergence = 1e-06"
-    with pytest.raises(ExtError, match=expected), serve([system], model, tmp_path):
-        pass
+def test_a_model_that_is_too_far_off_is_refused(model: Path) -> None:
+    check = linking(model, load({"chunks": {"largest_divergence": 1e-6}}))
+    assert check.verdict == "fail"
+    assert "more than chunks.largest_divergence = 1e-06" in check.found
+
+
+def test_the_doctor_asks_a_server(
+    server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def serve(systems: list[System], *_args: object, **_kw: object) -> Iterator[list[Server]]:
+        assert systems[0].arguments[-1].startswith('{"memory"')
+        yield [server]
+
+    monkeypatch.setattr(doctor_model.server, "serve", serve)
+    check = linking(model, load({"chunks": {"method": "lego-16"}}))
+    assert check.verdict == "ok"
+    assert re.match(r"lego-16 diverges by 0\.\d+ nats, of at most 0.5", check.found)
+    assert linking(model, load(None)).verdict == "note"
+
+
+def test_metrics(server: Server, texts: list[str]) -> None:
+    def metrics() -> dict[str, float]:
+        text = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+        lines = (line.rpartition(" ") for line in text.splitlines() if "sglang_ext:link" in line)
+        return {name: float(value) for name, _, value in lines if not name.startswith("#")}
+
+    (context,) = create(server, texts[0], method="lego-3", cache_salt="metrics")
+    entry = told(generate(server, "See: ", context, "Well?", cache_salt="metrics"))
+    labels = '{method="lego-3",tp_rank="0"}'
+    found = metrics()
+    assert found[f"sglang_ext:link_requests_total{labels}"] == 1
+    assert found[f"sglang_ext:link_linked_tokens_total{labels}"] == entry["linked"]
+    assert found[f"sglang_ext:link_recomputed_tokens_total{labels}"] == 3
+    assert found[f"sglang_ext:link_missing_tokens_total{labels}"] == 0
+    assert 0 < found['sglang_ext:link_divergence_nats{method="lego-16"}'] < 0.5
+    assert found['sglang_ext:link_exactness_nats{method="lego-16"}'] < 1e-4
 
 
 def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:

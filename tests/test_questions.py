@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.bench.answers import exact_match, f1, mean_interval, normalised
-from sgl_ext.bench.chunk_prompts import Prompt, Template, merged, question_prompts
+from sgl_ext.bench.chunk_prompts import (
+    Prompt,
+    Template,
+    document_prompts,
+    merged,
+    question_prompts,
+)
 from sgl_ext.bench.needles import essays, needle, needle_prompts
 from sgl_ext.bench.questions import SETS, Question, QuestionSet, questions
+from sgl_ext.bench.scores import exact_match, f1, mean_interval, normalised
 from sgl_ext.errors import ExtError
 
 QWEN = """\
@@ -58,7 +64,6 @@ def occurrences(part: Sequence[int], chunk: Sequence[int]) -> int:
 def check(prompt: Prompt, template: Template, length: int, most: int) -> None:
     assert len(prompt.tokens) == length
     assert all(len(chunk) <= most for chunk in prompt.chunks)
-    assert sum(len(chunk) < most for chunk in prompt.chunks) <= 2
     linked = [token for chunk in prompt.chunks for token in chunk]
     assert prompt.tokens == (
         *template.encode(prompt.prefix), *linked, *template.encode(prompt.question)
@@ -143,6 +148,7 @@ def test_gold_documents_are_in_every_prompt(
     prompts = question_prompts(template, wiki, 12, length=length, tokens=most)
     for prompt in prompts:
         check(prompt, template, length, most)
+        assert sum(len(chunk) < most for chunk in prompt.chunks) <= 2
         question = wiki[int(prompt.name.rpartition("/")[2])]
         assert prompt.answers == question.answers
         gold = [template.encode(str(each)) for each in question.documents if each.gold]
@@ -170,6 +176,28 @@ def test_another_seed_orders_the_same_chunks_anew(template: Template, wiki: list
             assert sorted(first.chunks) == sorted(second.chunks)
         moved = sum(a.chunks[0] != b.chunks[0] for a, b in zip(once, other, strict=True))
         assert moved >= 3
+
+
+def test_a_prompt_is_reordered(template: Template, wiki: list[Question]) -> None:
+    (prompt,) = question_prompts(template, wiki, 1, length=2048, tokens=128)
+    others = [template.reordered(prompt, seed=seed) for seed in range(20)]
+    assert len({other.chunks for other in others}) > 15
+    for other in others:
+        assert sorted(other.chunks) == sorted(prompt.chunks)
+        assert other == replace(prompt, chunks=other.chunks, tokens=other.tokens)
+        check(other, template, 2048, 128)
+    assert template.reordered(others[0], seed=1) == others[1]
+
+
+def test_documents_as_they_are(template: Template, wiki: list[Question]) -> None:
+    prompts = document_prompts(template, wiki, 5)
+    for question, prompt in zip(wiki, prompts, strict=False):
+        documents = [tuple(template.encode(str(each))) for each in question.documents]
+        assert sorted(prompt.chunks) == sorted(documents)
+        assert prompt.answers == question.answers
+        check(prompt, template, len(prompt.tokens), max(map(len, documents)))
+    with pytest.raises(ExtError, match="there are 5 questions, not 6"):
+        document_prompts(template, wiki[:5], 6)
 
 
 def test_a_gold_document_may_be_in_any_chunk(template: Template, wiki: list[Question]) -> None:
@@ -229,6 +257,7 @@ def test_sizes_of_chunks(template: Template) -> None:
 def test_one_chunk_has_the_needle(template: Template, length: int, most: int, count: int) -> None:
     for number, prompt in enumerate(needle_prompts(template, count, length=length, tokens=most)):
         check(prompt, template, length, most)
+        assert sum(len(chunk) < most for chunk in prompt.chunks) <= 2
         hidden = needle(number)
         assert prompt.answers == (hidden.code,)
         assert hidden.question in prompt.question

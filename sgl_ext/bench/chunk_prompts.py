@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sgl_ext.bench.questions import Document, Question
@@ -107,14 +108,26 @@ class Template:
         seed: int,
     ) -> Prompt:
         """The prompt of these chunks, in an order of the seed's."""
-        chunks = list(chunks)
-        random.Random(f"{seed}/{name}").shuffle(chunks)  # noqa: S311
-        after = self.question(question)
-        tokens = [*self.encode(self.prefix), *(token for chunk in chunks for token in chunk)]
-        tokens += self.encode(after)
-        return Prompt(
-            name, self.prefix, tuple(map(tuple, chunks)), after, tuple(answers), tuple(tokens)
+        return self._assembled(name, chunks, self.question(question), answers, seed)
+
+    def reordered(self, prompt: Prompt, *, seed: int) -> Prompt:
+        """The prompt with its chunks in an order of the seed's."""
+        return self._assembled(
+            prompt.name, sorted(prompt.chunks), prompt.question, prompt.answers, seed
         )
+
+    def _assembled(
+        self,
+        name: str,
+        chunks: Sequence[Sequence[int]],
+        after: str,
+        answers: Sequence[str],
+        seed: int,
+    ) -> Prompt:
+        ordered = [*map(tuple, chunks)]
+        random.Random(f"{seed}/{name}").shuffle(ordered)  # noqa: S311
+        tokens = [*self.encode(self.prefix), *chain.from_iterable(ordered), *self.encode(after)]
+        return Prompt(name, self.prefix, tuple(ordered), after, tuple(answers), tuple(tokens))
 
 
 def question_prompts(
@@ -154,6 +167,28 @@ def question_prompts(
             f"{tokens} tokens in prompts of {length}, not {count}"
         )
     return prompts
+
+
+def document_prompts(
+    template: Template, questions: Sequence[Question], count: int, *, seed: int = 0
+) -> list[Prompt]:
+    """Prompts of the first ``count`` questions, each of their documents a chunk, as it is.
+
+    Raises:
+        ExtError: there are fewer questions.
+    """
+    if len(questions) < count:
+        raise ExtError(f"there are {len(questions)} questions, not {count}")
+    return [
+        template.prompt(
+            f"{each.set}/{each.number}",
+            [template.encode(str(document)) for document in each.documents],
+            each.question,
+            each.answers,
+            seed=seed,
+        )
+        for each in questions[:count]
+    ]
 
 
 def merged(

@@ -22,7 +22,9 @@ from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 30.0
-_PORTS = range(20_000, 32_000)
+_PORTS = range(10_000, 22_000)
+"""Below those that SGLang gives to its own sockets while it starts, and the kernel to
+connections."""
 _PORTS_TRIED = 100
 
 
@@ -103,7 +105,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on right now.
 
-    Not one of those that the kernel gives to connections: the server binds it seconds later.
+    Of those that nobody else takes meanwhile: the server binds it seconds later.
     """
     for _ in range(_PORTS_TRIED):
         port = secrets.choice(_PORTS)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
+Distribution = Mapping[int, float]
+"""Natural logprobs of the likeliest tokens, by token id."""
 
-def divergence(right: Mapping[int, float], other: Mapping[int, float]) -> float:
+
+def divergence(right: Distribution, other: Distribution) -> float:
     """KL(right || other) in nats, of the likeliest tokens of each.
 
     All tokens that are not in both count as one: never more than the divergence of all of them.
-
-    Args:
-        right: natural logprobs by token id.
     """
     both = right.keys() & other.keys()
     total = sum(math.exp(right[token]) * (right[token] - other[token]) for token in both)
@@ -24,8 +24,6 @@ def divergence(right: Mapping[int, float], other: Mapping[int, float]) -> float:
     return total + rest * math.log(rest / other_rest)
 
 
-def mean_divergence(
-    right: Sequence[Mapping[int, float]], other: Sequence[Mapping[int, float]]
-) -> float:
+def mean_divergence(right: Sequence[Distribution], other: Sequence[Distribution]) -> float:
     """Over the tokens of an answer."""
     return mean(divergence(*pair) for pair in zip(right, other, strict=True))

@@ -25,6 +25,8 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     tier_hooks.considered(adder, req, admitted)
     if linked is not None and admitted:
         tell(req, linked)
+        if ext.link_metrics is not None:
+            ext.link_metrics.count(linked)
     elif linked is not None and ext.links is not None:
         ext.links.release(req.rid)
     return result

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
+from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.engine import rows
 from sgl_ext.engine.rows import Row
 from sgl_ext.runtime import ExtRuntime
-
-_LAYERS = 2
-"""Computed of all tokens; the values of the last of them are compared."""
 
 
 class Candidates(NamedTuple):
@@ -54,7 +52,7 @@ def blending(
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in candidates]
     begin = sorted(whole + [part for part in parts if part.request not in candidates])
-    pool = runner.token_to_kv_pool.get_value_buffer(_LAYERS - 1)
+    pool = runner.token_to_kv_pool.get_value_buffer(BLEND_LAYERS - 1)
     starts = np.cumsum([0, *lengths])
     slots = {
         at: batch.out_cache_loc[starts[at] + torch.from_numpy(each.positions) - prefixes[at]]
@@ -65,7 +63,7 @@ def blending(
     layers = model.config.num_hidden_layers
 
     def forward(input_ids: Any, positions: Any, first: Any, *_args: Any, **_kw: Any) -> Any:
-        model.forward_split_prefill(input_ids, positions, first, (0, _LAYERS))
+        model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS))
         rest = [part for part in parts if part.request not in candidates]
         for at, each in candidates.items():
             changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
@@ -84,7 +82,7 @@ def blending(
         runner.attn_backend.init_forward_metadata(second)
         with forward_context(get_forward_context(), forward_batch=second):
             return model.forward_split_prefill(
-                second.input_ids, second.positions, second, (_LAYERS, layers)
+                second.input_ids, second.positions, second, (BLEND_LAYERS, layers)
             )
 
     model.forward = forward  # of this object, in front of its class's

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
+from sgl_ext.config import Chunks
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by, refuse
 from sgl_ext.errors import ExtError
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.context_service import ContextService
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +46,31 @@ def _serve(
     from sglang.srt.entrypoints.http_server import app
 
     from sgl_ext.engine import context_api
+
+    service = attach_contexts(tokenizer_manager, config.chunks, scheduler_infos)
+    context_api.install(app, service, config.chunks)
+
+
+def attach_contexts(manager: Any, config: Chunks, scheduler_infos: Any) -> ContextService:
+    """From now on what SGLang's ``TokenizerManager`` is asked may name contexts."""
     from sgl_ext.engine.context_service import ContextService
     from sgl_ext.engine.scheduler import REPORT_KEY
 
     memory = scheduler_infos[0][REPORT_KEY]["memory"]
     service = ContextService(
-        tokenizer_manager,
-        method=config.chunks.method,
-        limit=config.chunks.limit,
+        manager,
+        method=config.method,
+        limit=config.limit,
         page=memory["page"],
         token_bytes=memory["block_bytes"] // memory["page"],
     )
-    setattr(tokenizer_manager, _SERVICE, service)
-    context_api.install(app, service, config.chunks)
+    setattr(manager, _SERVICE, service)
+    return service
+
+
+def attached_contexts(manager: Any) -> ContextService | None:
+    """Those of a ``TokenizerManager``, if it has any."""
+    return getattr(manager, _SERVICE, None)
 
 
 def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: Any) -> None:
@@ -62,7 +78,7 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
     from sglang.srt.entrypoints import http_server
 
     state = http_server.get_global_state()
-    service = None if state is None else getattr(state.tokenizer_manager, _SERVICE, None)
+    service = None if state is None else attached_contexts(state.tokenizer_manager)
     config = carried_by(server_args)
     if service is None or config is None or config.chunks is None:
         original(server_args, *args, **kw)
@@ -73,12 +89,17 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
     def probe_and_warm_up(server_args: Any) -> bool:
         from sglang.srt.utils import kill_process_tree
 
-        from sgl_ext.engine.fidelity import Probe, require
+        from sgl_ext.engine.fidelity import probe_over_http, require
 
-        verify = http_server.ssl_verify_of(server_args)
-        probe = Probe(service, server_args.url(), server_args.api_key, verify=verify)
+        url, key, verify = (
+            server_args.url(), server_args.api_key, http_server.ssl_verify_of(server_args)
+        )  # fmt: skip
         try:
-            service.fidelity = probe.measure()
+            service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
+            if server_args.enable_metrics:
+                from sgl_ext.engine.chunk_metrics import export
+
+                export(service.fidelity, chunks.method)
             require(service.fidelity, chunks.method, chunks.largest_divergence)
         except ExtError as error:
             # As SGLang does when its warm-up fails; this thread cannot end the process otherwise.
@@ -93,7 +114,7 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
 async def _generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any
 ) -> AsyncIterator[Any]:
-    service = getattr(manager, _SERVICE, None)
+    service = attached_contexts(manager)
     if service is not None:
         try:
             service.link(request)
@@ -106,12 +127,18 @@ async def _generate(
 def _open(result: Any, scheduler: Any) -> Any:
     ext = runtime.current
     if ext is not None and ext.config.chunks is not None and ext.links is None:
+        from sglang.srt.runtime_context import get_observability, get_parallel
+
         from sgl_ext.engine.chunk_links import open_links
 
         try:
             ext.links = open_links(scheduler, ext)
         except hooks.ActivationError as error:
             refuse(error)
+        if get_observability().enable_metrics:
+            from sgl_ext.engine.chunk_metrics import LinkMetrics
+
+            ext.link_metrics = LinkMetrics(get_parallel().tp_rank)
     return result
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import msgspec
 import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -44,25 +45,35 @@ class CreateContexts(BaseModel):
     """Keeps them apart from those of other tenants."""
 
 
+async def created(service: ContextService, body: CreateContexts) -> list[Context]:
+    """The contexts that are asked for.
+
+    Raises:
+        ExtError: see :meth:`ContextService.create` and :meth:`ContextService.parts`.
+    """
+    return await service.create(
+        await service.parts(body.chunks, body.split),
+        method=body.method,
+        prefix=body.prefix,
+        ttl=body.ttl,
+        salt=body.cache_salt,
+    )
+
+
 def router(service: ContextService) -> APIRouter:
     """The routes of the context cache."""
     routes = APIRouter(prefix="/ext/context_cache")
 
+    def told(context: Context) -> dict[str, Any]:
+        return msgspec.structs.asdict(service.describe(context))
+
     @routes.post("")
     async def create(body: CreateContexts) -> dict[str, Any]:
-        contexts = await service.create(
-            await service.parts(body.chunks, body.split),
-            method=body.method,
-            prefix=body.prefix,
-            ttl=body.ttl,
-            salt=body.cache_salt,
-        )
-        return {"contexts": [_described(service, context) for context in contexts]}
+        return {"contexts": [*map(told, await created(service, body))]}
 
     @routes.get("/list")
     async def every(cache_salt: str | None = None) -> dict[str, Any]:
-        contexts = service.contexts.all(cache_salt)
-        return {"contexts": [_described(service, context) for context in contexts]}
+        return {"contexts": [*map(told, service.contexts.all(cache_salt))]}
 
     @routes.get("/fidelity")
     async def fidelity() -> dict[str, Any]:
@@ -71,7 +82,7 @@ def router(service: ContextService) -> APIRouter:
 
     @routes.get("/{id_}")
     async def one(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
-        return _described(service, service.contexts.get(id_, cache_salt))
+        return told(service.contexts.get(id_, cache_salt))
 
     @routes.delete("/{id_}")
     async def delete(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
@@ -86,16 +97,6 @@ def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
     app.include_router(router(service))
     app.add_exception_handler(ExtError, _refused)
     app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)
-
-
-def _described(service: ContextService, context: Context) -> dict[str, Any]:
-    return {
-        "id": context.id,
-        "tokens": len(context.tokens),
-        "bytes": len(context.tokens) * service.token_bytes,
-        "method": context.method,
-        "expires_in": service.expires_in(context),
-    }
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:

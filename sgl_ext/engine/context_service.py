@@ -15,6 +15,7 @@ from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
+from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
 from sgl_ext.errors import ExtError
 
@@ -43,20 +44,26 @@ class ContextService:
     def __init__(
         self, manager: Any, *, method: str, limit: int, page: int, token_bytes: int
     ) -> None:
-        self.token_bytes = token_bytes
-        """Of a token's KV."""
         self.fidelity: Fidelity | None = None
         """What the server has found of itself before it was ready."""
         self._manager = manager
+        self._token_bytes = token_bytes
         self.method = method
         """How contexts are linked that do not say it."""
         self.contexts = Contexts(limit, time.monotonic)
         """By id."""
         self._page = page
 
-    def expires_in(self, context: Context) -> float | None:
-        """Seconds; None if never."""
-        return None if context.expires is None else context.expires - time.monotonic()
+    def describe(self, context: Context) -> ContextInfo:
+        """What users are told of a context."""
+        expires = context.expires
+        return ContextInfo(
+            id=context.id,
+            tokens=len(context.tokens),
+            bytes=len(context.tokens) * self._token_bytes,
+            method=context.method,
+            expires_in=None if expires is None else expires - time.monotonic(),
+        )
 
     async def create(
         self,

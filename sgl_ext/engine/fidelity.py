@@ -1,31 +1,33 @@
 """Whether linking serves the model at hand: exact where it must be, near enough where it is not.
 
-The server asks itself, over its own API, before it is ready.
+A server asks itself, over its own API, before it is ready; an engine when it first has contexts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 from statistics import mean
-from typing import Any
+from typing import Protocol
 
 import requests
 
 from sgl_ext.chunks.compose import mark
-from sgl_ext.chunks.divergence import divergence
-from sgl_ext.client import ContextCache
-from sgl_ext.engine.context_service import ContextService
+from sgl_ext.chunks.divergence import Distribution, mean_divergence
+from sgl_ext.client import ContextCache, ContextInfo
+from sgl_ext.distributions import distributions
 from sgl_ext.errors import ExtError
 
-_SALT = "ext:fidelity"
+SALT = "ext:fidelity"
+"""Of the probe's requests."""
 _EXACT = 0.02
 """Nats. What other shapes of matrix products change in bfloat16 is far below."""
-_TOP = 256
+TOP = 256
+"""Tokens whose logprobs are compared."""
 _DEADLINE_S = 300.0
 _LEAD = "Read these notes on four villages, then answer.\n\n"
 _NOTES = (
@@ -54,33 +56,47 @@ class Fidelity:
     """Mean divergence of moved chunks by the default method, over the tokens of an answer."""
 
 
+class Contexts(Protocol):
+    """Of the server at hand."""
+
+    def create(
+        self,
+        chunks: Sequence[str],
+        method: str | None = None,
+        prefix: str | None = None,
+    ) -> Sequence[ContextInfo]: ...
+
+    def delete(self, id_: str) -> None: ...
+
+
+Ask = Callable[[str | list[int], int, int], Sequence[Distribution]]
+"""Of a prompt, the distributions of its last tokens: how many, and the position of the first."""
+
+
 class Probe:
-    """Asks a running server.
+    """Asks a model.
 
     Args:
-        headers: what its routes want, such as an API key.
+        encode: token ids of a text, and whether it begins the prompt.
     """
 
     def __init__(
-        self, service: ContextService, url: str, api_key: str | None, *, verify: bool | str
+        self, encode: Callable[[str, bool], list[int]], contexts: Contexts, ask: Ask
     ) -> None:
-        self._service = service
-        self._url = url
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._verify = verify
-        self._cache = ContextCache(url, api_key, _SALT, _DEADLINE_S, verify=verify)
+        self._encode = encode
+        self._contexts = contexts
+        self._ask = ask
 
     def measure(self) -> Fidelity:
-        """Waits until the server listens, and takes some seconds.
+        """Takes some seconds.
 
         Raises:
-            ExtError: the server does not answer as it should.
+            ExtError: there is no answer that it can be told from.
         """
-        self._wait()
         created = [
-            *self._cache.create(_NOTES[:2], method="primed", prefix=_LEAD),
-            *self._cache.create(_NOTES, prefix=_LEAD),
-            *self._cache.create(_NOTES[:1], method="full"),
+            *self._contexts.create(_NOTES[:2], method="primed", prefix=_LEAD),
+            *self._contexts.create(_NOTES, prefix=_LEAD),
+            *self._contexts.create(_NOTES[:1], method="full"),
         ]
         ids = [context.id for context in created]
         # The second note was primed with the first one, behind the same beginning.
@@ -94,54 +110,51 @@ class Probe:
             for order in list(permutations(range(4)))[5::8]
         ]
         for id_ in ids:
-            self._cache.delete(id_)
+            self._contexts.delete(id_)
         return Fidelity(exact, mean(moved))
 
-    def _wait(self) -> None:
-        give_up = time.monotonic() + _DEADLINE_S
-        while time.monotonic() < give_up:
-            with suppress(requests.RequestException):
-                url = f"{self._url}/model_info"
-                if requests.get(url, headers=self._headers, verify=self._verify, timeout=5).ok:
-                    return
-            time.sleep(0.1)
-        raise ExtError(f"the server at {self._url} did not listen within {_DEADLINE_S} s")
-
     def _differ(self, notes: Sequence[str], linked: str) -> float:
-        encode = self._service.encode
-        answer = encode(_ANSWER, False)
-        plain = encode(_LEAD, True)
+        answer = self._encode(_ANSWER, False)
+        plain = self._encode(_LEAD, True)
         for text in (*notes, _QUESTION):
-            plain += encode(text, False)
-        begin = len(plain) - 1
-        right = self._distributions({"input_ids": plain + answer}, begin, len(answer))
-        other = self._distributions({"text": linked + _ANSWER}, begin, len(answer))
-        return mean(divergence(*pair) for pair in zip(right, other, strict=True))
+            plain += self._encode(text, False)
+        begin, count = len(plain), len(answer)
+        right = self._ask(plain + answer, count, begin)
+        return mean_divergence(right, self._ask(linked + _ANSWER, count, begin))
 
-    def _distributions(
-        self, prompt: Mapping[str, Any], begin: int, count: int
-    ) -> list[dict[int, float]]:
-        body = {
-            **prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": begin,
-            "top_logprobs_num": _TOP,
-            "cache_salt": _SALT,
-        }
-        try:
-            answer = requests.post(
-                f"{self._url}/generate",
-                json=body,
-                headers=self._headers,
-                verify=self._verify,
-                timeout=_DEADLINE_S,
-            )
-            answer.raise_for_status()
-        except requests.RequestException as error:
-            raise ExtError(f"the probe of linked chunks was not answered: {error}") from None
-        tops = answer.json()["meta_info"]["input_top_logprobs"][-count:]
-        return [{token: logprob for logprob, token, _ in top} for top in tops]
+
+def probe_over_http(
+    url: str,
+    api_key: str | None,
+    encode: Callable[[str, bool], list[int]],
+    *,
+    verify: bool | str,
+) -> Probe:
+    """A probe of the server at ``url``, which may be about to listen; waits until it does.
+
+    Raises:
+        ExtError: it does not in time.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    _wait_until_listening(url, headers, verify)
+
+    def ask(prompt: str | list[int], last: int, begin: int) -> Sequence[Distribution]:
+        return distributions(
+            url, prompt, last, begin, top=TOP, deadline=_DEADLINE_S, salt=SALT, headers=headers,
+            verify=verify,
+        ).distributions  # fmt: skip
+
+    return Probe(encode, ContextCache(url, api_key, SALT, _DEADLINE_S, verify=verify), ask)
+
+
+def _wait_until_listening(url: str, headers: Mapping[str, str], verify: bool | str) -> None:
+    give_up = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < give_up:
+        with suppress(requests.RequestException):
+            if requests.get(f"{url}/model_info", headers=headers, verify=verify, timeout=5).ok:
+                return
+        time.sleep(0.1)
+    raise ExtError(f"the server at {url} did not listen within {_DEADLINE_S} s")
 
 
 def require(found: Fidelity, method: str, largest: float) -> None:

@@ -1,0 +1,133 @@
+"""How right a model's answers are when the documents of its prompts are linked: F1 on HotpotQA.
+
+Each document is a chunk as it is. ``full`` computes the same prompts, on the same server. A whole
+run takes hours; one that was broken off goes on where it was, if it is given the same ``--out``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sgl_ext.bench import server
+from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.linked import (
+    DEFAULT,
+    EXTENSION,
+    PAGE,
+    Contexts,
+    computed_share,
+    generate,
+    text_of,
+)
+from sgl_ext.bench.questions import questions
+from sgl_ext.bench.report import Report
+from sgl_ext.bench.scores import exact_match, f1, mean_interval
+from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
+
+_METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
+_ANSWER_TOKENS = 24
+_START_DEADLINE_S = 900.0
+
+
+def run(*, quick: bool, out: Path) -> Report:
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = prepare(SMOLLM2 if quick else QWEN_CODER)
+    count = 6 if quick else 100
+    template = Template(AutoTokenizer.from_pretrained(model))
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    prompts = document_prompts(template, questions("hotpotqa")[:-1], count)
+    config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
+    report = Report("link_answers", {"quick": quick, **config})
+    told = _Told(out / "link_answers.partial.jsonl", config)
+    arguments = ("--max-total-tokens", "60000", "--page-size", str(PAGE), *EXTENSION)
+    if missing := [prompt for prompt in prompts if prompt.name not in told.scores]:
+        system = server.System("chunks", arguments)
+        with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
+            contexts = Contexts(ours.url, template)
+            for prompt in missing:
+                told.add(prompt.name, dict(_scores(ours.url, contexts, prompt, layers)))
+    _report(report, [told.scores[prompt.name] for prompt in prompts])
+    told.forget()
+    return report
+
+
+def _scores(
+    url: str, contexts: Contexts, prompt: Prompt, layers: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    text, _ = generate(url, list(prompt.tokens), _ANSWER_TOKENS)
+    yield "full", _score(text, prompt.answers, 1.0)
+    for method in _METHODS:
+        ids = contexts.create(prompt, method)
+        text, meta = generate(url, text_of(prompt, ids), _ANSWER_TOKENS)
+        cost = computed_share(meta, len(prompt.tokens), layers)
+        yield method, _score(text, prompt.answers, cost)
+
+
+def _score(text: str, right: Sequence[str], cost: float) -> dict[str, Any]:
+    answer = text.strip().partition("\n")[0]
+    return {
+        "answer": answer,
+        "f1": f1(answer, right),
+        "exact": exact_match(answer, right),
+        "cost": cost,
+    }
+
+
+def _report(report: Report, scores: Sequence[dict[str, dict[str, Any]]]) -> None:
+    for name in ("full", *_METHODS):
+        mean = mean_interval([each[name]["f1"] for each in scores])
+        lost = mean_interval([each["full"]["f1"] - each[name]["f1"] for each in scores])
+        report.runs.append(
+            {
+                "what": "answers",
+                "system": name,
+                "samples": len(scores),
+                "cost": statistics.mean(each[name]["cost"] for each in scores),
+                "f1": mean.mean,
+                "f1_low": mean.low,
+                "f1_high": mean.high,
+                "lost": lost.mean,
+                "lost_low": lost.low,
+                "lost_high": lost.high,
+                "exact": statistics.mean(each[name]["exact"] for each in scores),
+            }
+        )
+    report.figures["f1_lost_points"] = 100 * statistics.mean(
+        each["full"]["f1"] - each[DEFAULT]["f1"] for each in scores
+    )
+
+
+class _Told:
+    """Scores by question and system, in a file from the first one on.
+
+    Args:
+        config: what else decides them; scores of another one are forgotten.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path = path
+        self.scores: dict[str, dict[str, dict[str, Any]]] = {}
+        header = json.dumps(config)
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [header]
+        for line in lines[1:] if lines[:1] == [header] else ():
+            with suppress(ValueError):  # cut off when the run was
+                name, self.scores[name] = json.loads(line)
+                kept.append(line)
+        path.write_text("\n".join(kept) + "\n")
+
+    def add(self, name: str, scores: dict[str, dict[str, Any]]) -> None:
+        """Keeps the scores of a question."""
+        self.scores[name] = scores
+        with self._path.open("a") as file:
+            file.write(json.dumps([name, scores]) + "\n")
+
+    def forget(self) -> None:
+        """All have been reported."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,124 @@
+"""How many linked prompts a second are answered when they arrive as a Poisson process (EPIC §4.5).
+
+Each system is first given more than it can answer, which says what it answers at most; then all
+are given what SGLang, which computes everything, can just keep up with.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sgl_ext.bench import server
+from sgl_ext.bench.chunk_prompts import Prompt, Template, question_prompts
+from sgl_ext.bench.linked import DEFAULT, Contexts, Ids, text_of
+from sgl_ext.bench.questions import questions
+from sgl_ext.bench.report import Report, summary
+
+_TOKENS = 4096
+_ANSWER_TOKENS = 8
+_SURGE = 4.0
+"""Arrivals at this many times the rate at which single requests are answered pile up."""
+_STEADY = 0.8
+"""Arrivals at this share of what a system answers at most do not pile up."""
+
+
+@dataclass(frozen=True)
+class LoadSizes:
+    """How much is measured."""
+
+    requests: int
+    """Of each system in each round."""
+    rounds: int
+    methods: Sequence[str]
+
+
+class _Answered(NamedTuple):
+    per_s: float
+    ttft: list[float]
+    """Seconds."""
+
+
+class Load:
+    """Puts two servers under load.
+
+    Args:
+        stock: computes everything.
+        ours: links.
+    """
+
+    def __init__(
+        self, stock: server.Server, ours: server.Server, template: Template, sizes: LoadSizes
+    ) -> None:
+        self._stock, self._ours = stock, ours
+        self._template = template
+        self._sizes = sizes
+        self._prompts = question_prompts(template, questions("hotpotqa")[:-1], 2, length=_TOKENS)
+        contexts = Contexts(ours.url, template)
+        self._ids = {
+            name: [contexts.create(prompt, name) for prompt in self._prompts]
+            for name in sizes.methods
+        }
+        self._taken = 0
+
+    def report(self, report: Report) -> None:
+        """Adds runs and figures."""
+        systems = ("stock", *self._sizes.methods)
+        surge = {name: _SURGE * self._alone(name) for name in systems}
+        answered: dict[str, list[float]] = {name: [] for name in systems}
+        for round_ in range(self._sizes.rounds):
+            for place in range(len(systems)):
+                name = systems[(round_ + place) % len(systems)]
+                answered[name].append(self._offer(name, surge[name]).per_s)
+        most = {name: statistics.median(each) for name, each in answered.items()}
+        steady = _STEADY * most["stock"]
+        for name in systems:
+            there = self._offer(name, steady)
+            row = {
+                "what": "load",
+                "system": name,
+                "rounds": self._sizes.rounds,
+                "answers_per_s_at_most": most[name],
+                "arrivals_per_s": steady,
+                "samples": len(there.ttft),
+            }
+            report.runs.append(row | summary(there.ttft, "ttft_ms", 1e3))
+        report.figures["throughput_speedup_vs_full"] = most[DEFAULT] / most["stock"]
+        report.figures["throughput_speedup_vs_blend15"] = most[DEFAULT] / most["blend-15"]
+
+    def _alone(self, name: str) -> float:
+        """Answers per second, one request after the other; the first ones are slow."""
+        return max(self._send(name, [0.0]).per_s for _ in range(3))
+
+    def _offer(self, name: str, rate: float) -> _Answered:
+        """What comes of requests that arrive at ``rate`` per second, the same times for all."""
+        chance = random.Random(len(self._prompts))  # noqa: S311
+        arrivals = [0.0]
+        while len(arrivals) < self._sizes.requests:
+            arrivals.append(arrivals[-1] + chance.expovariate(rate))
+        return self._send(name, arrivals)
+
+    def _send(self, name: str, arrivals: Sequence[float]) -> _Answered:
+        from sgl_ext.engine.load_generator import Request, run
+
+        running = self._stock if name == "stock" else self._ours
+        requests = [Request(self._next(name), _ANSWER_TOKENS, at) for at in arrivals]
+        begin = time.monotonic()
+        timings = run(running.url, requests)
+        return _Answered(
+            len(requests) / (time.monotonic() - begin), [timing.ttft for timing in timings]
+        )
+
+    def _next(self, name: str) -> str | list[int]:
+        """A prompt of the same chunks in an order that no request had."""
+        self._taken += 1
+        which = self._taken % len(self._prompts)
+        prompt: Prompt = self._template.reordered(self._prompts[which], seed=self._taken)
+        if name == "stock":
+            return list(prompt.tokens)
+        ids: Mapping[str, Sequence[Ids]] = self._ids
+        return text_of(prompt, ids[name][which])

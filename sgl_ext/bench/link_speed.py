@@ -1,0 +1,151 @@
+"""How soon the first token of a linked prompt comes, by the length of the prompt."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_ext.bench import server
+from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
+from sgl_ext.bench.linked import DEFAULT, Contexts, computed_share, generate, text_of
+from sgl_ext.bench.questions import questions
+from sgl_ext.bench.report import Report, summary
+from sgl_ext.bench.sampling import ratio_of_medians
+
+
+@dataclass(frozen=True)
+class SpeedSizes:
+    """How much is measured."""
+
+    lengths: Mapping[int, int]
+    """Prompts of each number of tokens."""
+    orders: int
+    """Of each prompt's chunks, at most."""
+    methods: Sequence[str]
+    as_they_are: int
+    """Prompts whose chunks are documents as they are."""
+
+
+class Speed:
+    """Measures two servers.
+
+    Args:
+        stock: computes everything.
+        ours: links.
+    """
+
+    def __init__(
+        self, stock: server.Server, ours: server.Server, template: Template, sizes: SpeedSizes
+    ) -> None:
+        self._stock, self._ours = stock, ours
+        self._template = template
+        self._sizes = sizes
+        self._contexts = Contexts(ours.url, template)
+        self._asked = questions("hotpotqa")[:-1]
+
+    def report(self, report: Report) -> None:
+        """Adds runs and figures."""
+        merged = {length: self._merged(length) for length in self._sizes.lengths}
+        for length, systems in merged.items():
+            _report(report, f"ttft, chunks of 512, {length} tokens", systems)
+        _report(report, "ttft, documents as they are", self._as_they_are())
+        at_4k = merged[4096]
+        figures = report.figures
+        figures["ttft_speedup_vs_full_4k"] = ratio_of_medians(at_4k["stock"], at_4k[DEFAULT])
+        figures["ttft_speedup_vs_blend15_4k"] = ratio_of_medians(at_4k["blend-15"], at_4k[DEFAULT])
+        medians = [statistics.median(systems[DEFAULT]) for systems in merged.values()]
+        exponent, _ = np.polyfit(np.log([*merged]), np.log(medians), 1)
+        figures["ttft_exponent"] = float(exponent)
+        limit = self._limit(4096, statistics.median(at_4k["stock"]))
+        figures["ttft_over_limit_4k"] = statistics.median(at_4k[DEFAULT]) / limit
+
+    def _merged(self, length: int) -> dict[str, list[float]]:
+        """Seconds to the first token of each system."""
+        by_order = [
+            question_prompts(
+                self._template, self._asked, self._sizes.lengths[length] + 1,
+                length=length, seed=order,
+            )
+            for order in range(self._sizes.orders)
+        ]  # fmt: skip
+        return self._first_tokens(by_order)
+
+    def _as_they_are(self) -> dict[str, list[float]]:
+        most = self._sizes.as_they_are + 1
+        return self._first_tokens(
+            [
+                document_prompts(self._template, self._asked, most, seed=order)
+                for order in range(self._sizes.orders)
+            ]
+        )
+
+    def _first_tokens(self, by_order: Sequence[Sequence[Prompt]]) -> dict[str, list[float]]:
+        from sgl_ext.engine.load_generator import Request, run
+
+        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        for number, prompts in enumerate(zip(*by_order, strict=True)):
+            named = {name: self._contexts.create(prompts[0], name) for name in self._sizes.methods}
+            # Two chunks have two orders; an order that comes again is a prefix hit.
+            different = {prompt.chunks: prompt for prompt in prompts}.values()
+            for order, prompt in enumerate(different):
+                requests = {"stock": (self._stock.url, Request(list(prompt.tokens), 1))} | {
+                    name: (self._ours.url, Request(text_of(prompt, ids), 1))
+                    for name, ids in named.items()
+                }
+                names = [*found]
+                first = (number + order) % len(names)
+                for name in names[first:] + names[:first]:
+                    url, request = requests[name]
+                    timing = run(url, [request])[0]
+                    if number:  # the first ones in a process are slow
+                        found[name].append(timing.ttft)
+        return found
+
+    def _limit(self, length: int, stock: float) -> float:
+        """Seconds to the first token if computing took as long as a token of stock's prefill does,
+        and linking as long as copying the bytes does.
+
+        Args:
+            stock: seconds that computing all of such a prompt takes.
+        """
+        (prompt,) = question_prompts(
+            self._template, self._asked, 1, length=length, seed=self._sizes.orders
+        )
+        ids = self._contexts.create(prompt, DEFAULT)
+        _, meta = generate(self._ours.url, text_of(prompt, ids), 1)
+        linked = 1 - computed_share(meta, length, layers=1)
+        copied = linked * length * self._contexts.token_bytes
+        return (1 - linked) * stock + copied / _copy_rate()
+
+
+def _copy_rate() -> float:
+    """Bytes per second of a plain copy, by all cores."""
+    from sgl_ext._native import _transfer
+
+    here, there = (np.ones(256 << 20, np.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        _transfer.plain_memcpy(
+            there.ctypes.data, here.ctypes.data, here.nbytes, os.cpu_count() or 1
+        )
+        seconds.append(time.perf_counter() - begin)
+    return here.nbytes / min(seconds)
+
+
+def _report(report: Report, what: str, systems: Mapping[str, Sequence[float]]) -> None:
+    for name, seconds in systems.items():
+        report.runs.append(
+            {
+                "what": what,
+                "system": name,
+                "samples": len(seconds),
+                "speedup": ratio_of_medians(systems["stock"], seconds),
+            }
+            | summary(seconds, "ttft_ms", 1e3)
+        )

@@ -1,0 +1,111 @@
+"""Prompts of chunks as a server with contexts is asked them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import requests
+
+from sgl_ext.bench import server
+from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.questions import questions
+from sgl_ext.chunks.compose import mark
+from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.client import ContextCache
+from sgl_ext.errors import ExtError
+
+PAGE = 16
+POOL = ("--page-size", str(PAGE))
+EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
+DEFAULT = "primed+offline-16"
+_PASSAGES = 4
+"""What a server primes chunks with: the first ones of those that are created together."""
+
+_DEADLINE_S = 600.0
+
+Ids = Mapping[tuple[int, ...], str]
+"""Of contexts, by their tokens."""
+
+
+def systems(pool: int) -> list[server.System]:
+    """SGLang with its radix cache, and with chunks.
+
+    Args:
+        pool: tokens that the KV of each server holds.
+    """
+    arguments = ("--max-total-tokens", str(pool), *POOL)
+    return [
+        server.System("stock", arguments),
+        server.System("chunks", (*arguments, *EXTENSION)),
+    ]
+
+
+class Contexts:
+    """The contexts of a server, created as those of a corpus are: behind the same few passages.
+
+    Args:
+        template: whose prefix the prompts have.
+    """
+
+    def __init__(self, url: str, template: Template) -> None:
+        self._cache = ContextCache(url)
+        # None that any prompt is made of.
+        last = document_prompts(template, questions("hotpotqa")[-1:], 1)[0]
+        self.token_bytes = 0
+        """Of a token's KV; known when contexts have been created."""
+        self._passages = sorted(last.chunks)[:_PASSAGES]
+
+    def create(self, prompt: Prompt, method: str) -> Ids:
+        """Contexts of a prompt's chunks, which serve for their other orders, too."""
+        chunks = sorted(prompt.chunks)
+        together = [*self._passages, *chunks]
+        created = self._cache.create(together, method=method, prefix=prompt.prefix)
+        self.token_bytes = created[0].bytes // created[0].tokens
+        return {
+            chunk: context.id
+            for chunk, context in zip(chunks, created[len(self._passages) :], strict=True)
+        }
+
+
+def text_of(prompt: Prompt, ids: Ids) -> str:
+    """What ``/generate`` is asked."""
+    return "".join([prompt.prefix, *(mark(ids[chunk]) for chunk in prompt.chunks), prompt.question])
+
+
+def computed_share(meta: Mapping[str, Any], tokens: int, layers: int) -> float:
+    """Of the KV of a prompt of ``tokens``, by tokens and layers, what was computed for it.
+
+    Raises:
+        ExtError: the KV of a chunk was gone, so that what was measured is not the method.
+    """
+    (entry,) = (entry for entry in meta["ext"] if entry["power"] == "chunks")
+    if entry["missing"]:
+        raise ExtError(
+            f"{entry['missing']} tokens of chunks had no KV: the server's pool is too small"
+        )
+    computed: int = tokens - entry["linked"] - entry["prefix"]
+    if entry["method"].startswith("blend-"):
+        # The first layers are computed of all that is linked, to see where values differ.
+        linked: int = entry["linked"]
+        return (computed + BLEND_LAYERS / layers * linked) / tokens
+    return computed / tokens
+
+
+def generate(url: str, prompt: str | Sequence[int], tokens: int) -> tuple[str, dict[str, Any]]:
+    """The text that a server goes on with, greedily, and the answer's ``meta_info``.
+
+    Raises:
+        ExtError: the server does not answer or refuses.
+    """
+    body = {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens},
+    }
+    try:
+        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
+        answer.raise_for_status()
+    except requests.RequestException as error:
+        raise ExtError(f"{url} did not answer: {error}") from None
+    found = answer.json()
+    return found["text"], found["meta_info"]

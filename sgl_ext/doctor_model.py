@@ -1,0 +1,53 @@
+"""Would a model be served with chunks? A server is started on it, which looks at itself."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import requests
+
+from sgl_ext.bench import server
+from sgl_ext.config import ExtConfig
+from sgl_ext.doctor import Check
+from sgl_ext.errors import ExtError
+
+_TOKENS = "8192"
+"""Of KV: the probe takes few."""
+_DEADLINE_S = 60.0
+_NAME = "chunks on this model"
+
+
+def linking(model: Path, config: ExtConfig) -> Check:
+    """What the probe of linked chunks finds of the model in folder ``model``.
+
+    It takes as long as starting a server does, and the memory of one.
+    """
+    if config.chunks is None:
+        return Check(
+            _NAME, "note", "not looked at", "give a configuration with a chunks section, too"
+        )
+    chosen = config.resolved()
+    sections = json.dumps({name: chosen[name] for name in ("memory", "chunks")})
+    arguments = ("--max-total-tokens", _TOKENS, "--enable-ext", "--ext-config", sections)
+    system = server.System("doctor", arguments)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="sgl_ext-doctor-") as logs,
+            server.serve([system], model, Path(logs), deadline=config.start_deadline) as (running,),
+        ):
+            url = f"{running.url}/ext/context_cache/fidelity"
+            answer = requests.get(url, timeout=_DEADLINE_S)
+            answer.raise_for_status()
+            found = answer.json()
+    except ExtError as error:
+        return Check(_NAME, "fail", str(error), "see the last lines of what the server said")
+    except requests.RequestException as error:
+        return Check(_NAME, "fail", str(error), "try again")
+    nats = found["nats"]
+    return Check(
+        _NAME, "ok",
+        f"{found['method']} diverges by {nats['divergence']:.3f} nats, of at most "
+        f"{config.chunks.largest_divergence:g}; a chunk in its own place by {nats['exact']:.4f}",
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""What the bench of linked chunks counts, and how a broken-off run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_ext.bench.link_answers import _Told
+from sgl_ext.bench.linked import computed_share
+from sgl_ext.errors import ExtError
+
+
+def meta(**more: object) -> dict[str, Any]:
+    entry = {"power": "chunks", "method": "lego-16", "linked": 60, "missing": 0, "prefix": 20}
+    return {"ext": [{"power": "tiers"}, entry | more]}
+
+
+def test_what_is_computed_of_a_prompt() -> None:
+    assert computed_share(meta(), 100, layers=30) == pytest.approx(0.2)
+    # Two of 30 layers are computed of what is linked, too.
+    share = computed_share(meta(method="blend-15"), 100, layers=30)
+    assert share == pytest.approx(0.2 + 0.6 * 2 / 30)
+    with pytest.raises(ExtError, match="7 tokens of chunks had no KV"):
+        computed_share(meta(missing=7), 100, layers=30)
+
+
+def test_answers_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    first = _Told(path, {"questions": 2})
+    first.add("a", {"full": {"f1": 1.0}})
+    path.write_text(path.read_text() + '["b", {"fu')  # killed while it wrote
+    again = _Told(path, {"questions": 2})
+    assert again.scores == {"a": {"full": {"f1": 1.0}}}
+    again.add("b", {"full": {"f1": 0.5}})
+    assert _Told(path, {"questions": 2}).scores == {**again.scores}
+    assert _Told(path, {"questions": 3}).scores == {}
+    assert json.loads(path.read_text()) == {"questions": 3}
+    again.forget()
+    assert not path.exists()
