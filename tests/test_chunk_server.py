@@ -210,6 +210,22 @@ def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
         assert "does not exist" in answer.text
 
 
+def test_what_had_to_go_comes_back(server: Server, texts: list[str]) -> None:
+    more = {"cache_salt": "renewed"}
+    ids = create(server, *texts[:2], method="lego-5", **more)
+    post(server, "/generate", input_ids=[7] * 7800, sampling_params={"max_new_tokens": 1})
+
+    def missing(number: int) -> int:
+        lead = f"Read this for the {number}th time. "  # not the prefix of an earlier prompt
+        answer = generate(server, lead, ids[1], ids[0], "Well?", **more)
+        (entry,) = answer["meta_info"]["ext"]
+        return int(entry["missing"])
+
+    assert missing(0) > 200
+    # Behind the answer, so maybe not by the next one.
+    assert any(missing(number) == 0 for number in range(1, 6))
+
+
 class User:
     """Does one random thing after the other; several at once share a server."""
 

@@ -17,11 +17,12 @@ from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.linked import (
     DEFAULT,
-    EXTENSION,
     PAGE,
     Contexts,
     computed_share,
     generate,
+    nothing_missing,
+    systems,
     text_of,
 )
 from sgl_ext.bench.questions import questions
@@ -31,6 +32,7 @@ from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
 
 _METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
 _ANSWER_TOKENS = 24
+_POOL = 60_000
 _START_DEADLINE_S = 900.0
 
 
@@ -45,13 +47,14 @@ def run(*, quick: bool, out: Path) -> Report:
     config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
     report = Report("link_answers", {"quick": quick, **config})
     told = _Told(out / "link_answers.partial.jsonl", config)
-    arguments = ("--max-total-tokens", "60000", "--page-size", str(PAGE), *EXTENSION)
     if missing := [prompt for prompt in prompts if prompt.name not in told.scores]:
-        system = server.System("chunks", arguments)
+        _, system = systems(_POOL)
         with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
             contexts = Contexts(ours.url, template)
             for prompt in missing:
-                told.add(prompt.name, dict(_scores(ours.url, contexts, prompt, layers)))
+                with nothing_missing(ours.url):
+                    scores = dict(_scores(ours.url, contexts, prompt, layers))
+                told.add(prompt.name, scores)
     _report(report, [told.scores[prompt.name] for prompt in prompts])
     told.forget()
     return report

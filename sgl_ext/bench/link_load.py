@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, Ids, text_of
+from sgl_ext.bench.linked import DEFAULT, Contexts, Ids, nothing_missing, text_of
 from sgl_ext.bench.questions import questions
 from sgl_ext.bench.report import Report, summary
 
@@ -58,11 +58,8 @@ class Load:
         self._template = template
         self._sizes = sizes
         self._prompts = question_prompts(template, questions("hotpotqa")[:-1], 2, length=_TOKENS)
-        contexts = Contexts(ours.url, template)
-        self._ids = {
-            name: [contexts.create(prompt, name) for prompt in self._prompts]
-            for name in sizes.methods
-        }
+        self._contexts = Contexts(ours.url, template)
+        self._ids: Sequence[Ids] = ()
         self._taken = 0
 
     def report(self, report: Report) -> None:
@@ -92,6 +89,7 @@ class Load:
 
     def _alone(self, name: str) -> float:
         """Answers per second, one request after the other; the first ones are slow."""
+        self._create(name)
         return max(self._send(name, [0.0]).per_s for _ in range(3))
 
     def _offer(self, name: str, rate: float) -> _Answered:
@@ -100,7 +98,14 @@ class Load:
         arrivals = [0.0]
         while len(arrivals) < self._sizes.requests:
             arrivals.append(arrivals[-1] + chance.expovariate(rate))
-        return self._send(name, arrivals)
+        self._create(name)
+        with nothing_missing(self._ours.url):
+            return self._send(name, arrivals)
+
+    def _create(self, name: str) -> None:
+        """Their KV may have gone since."""
+        if name != "stock":
+            self._ids = [self._contexts.create(prompt, name) for prompt in self._prompts]
 
     def _send(self, name: str, arrivals: Sequence[float]) -> _Answered:
         from sgl_ext.engine.load_generator import Request, run
@@ -120,5 +125,4 @@ class Load:
         prompt: Prompt = self._template.reordered(self._prompts[which], seed=self._taken)
         if name == "stock":
             return list(prompt.tokens)
-        ids: Mapping[str, Sequence[Ids]] = self._ids
-        return text_of(prompt, ids[name][which])
+        return text_of(prompt, self._ids[which])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
@@ -16,8 +18,8 @@ from sgl_ext.client import ContextCache
 from sgl_ext.errors import ExtError
 
 PAGE = 16
-POOL = ("--page-size", str(PAGE))
-EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
+_ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
+_EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
 DEFAULT = "primed+offline-16"
 _PASSAGES = 4
 """What a server primes chunks with: the first ones of those that are created together."""
@@ -34,10 +36,10 @@ def systems(pool: int) -> list[server.System]:
     Args:
         pool: tokens that the KV of each server holds.
     """
-    arguments = ("--max-total-tokens", str(pool), *POOL)
+    arguments = ("--max-total-tokens", str(pool), *_ARGUMENTS)
     return [
         server.System("stock", arguments),
-        server.System("chunks", (*arguments, *EXTENSION)),
+        server.System("chunks", (*arguments, *_EXTENSION)),
     ]
 
 
@@ -74,22 +76,42 @@ def text_of(prompt: Prompt, ids: Ids) -> str:
 
 
 def computed_share(meta: Mapping[str, Any], tokens: int, layers: int) -> float:
-    """Of the KV of a prompt of ``tokens``, by tokens and layers, what was computed for it.
-
-    Raises:
-        ExtError: the KV of a chunk was gone, so that what was measured is not the method.
-    """
+    """Of the KV of a prompt of ``tokens``, by tokens and layers, what was computed for it."""
     (entry,) = (entry for entry in meta["ext"] if entry["power"] == "chunks")
-    if entry["missing"]:
-        raise ExtError(
-            f"{entry['missing']} tokens of chunks had no KV: the server's pool is too small"
-        )
     computed: int = tokens - entry["linked"] - entry["prefix"]
     if entry["method"].startswith("blend-"):
         # The first layers are computed of all that is linked, to see where values differ.
         linked: int = entry["linked"]
         return (computed + BLEND_LAYERS / layers * linked) / tokens
     return computed / tokens
+
+
+@contextmanager
+def nothing_missing(url: str) -> Iterator[None]:
+    """Within it every chunk that the server links is there.
+
+    Raises:
+        ExtError: one was not, so that what was measured is not linking; or the server does not
+            say.
+    """
+    before = _missing(url)
+    yield
+    if gone := _missing(url) - before:
+        raise ExtError(f"{gone:.0f} tokens of chunks had no KV: the server's pool is too small")
+
+
+def _missing(url: str) -> float:
+    """Tokens of chunks that a server has computed so far because it had no KV of them."""
+    try:
+        text = requests.get(f"{url}/metrics", timeout=_DEADLINE_S).text
+    except requests.RequestException as error:
+        raise ExtError(f"{url} does not tell its metrics: {error}") from None
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "sglang_ext:link_missing_tokens_total"
+    )
 
 
 def generate(url: str, prompt: str | Sequence[int], tokens: int) -> tuple[str, dict[str, Any]]:

@@ -61,6 +61,11 @@ class Contexts:
         self._expire()
         return len(self._contexts)
 
+    def __contains__(self, id_: str) -> bool:
+        """Whether any tenant has it."""
+        self._expire()
+        return id_ in self._contexts
+
     def create(
         self,
         tokens: Sequence[int],

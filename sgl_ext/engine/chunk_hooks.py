@@ -14,6 +14,7 @@ from sgl_ext.engine.activation import carried_by, refuse
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
+    from sgl_ext.chunks.contexts import Context
     from sgl_ext.engine.context_service import ContextService
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,19 @@ async def _generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any
 ) -> AsyncIterator[Any]:
     service = attached_contexts(manager)
+    named: list[Context] = []
     if service is not None:
         try:
-            service.link(request)
+            named = service.link(request)
         except ExtError as error:
             raise _RefusedError(error) from None
+    told: list[Any] = []
     async for answer in original(manager, request, *args):
+        if service is not None and named and isinstance(answer, dict):
+            told += answer["meta_info"].get("ext", ())
+            # Before it is handed on: who waits for one answer does not ask for a second.
+            if told and answer["meta_info"]["finish_reason"] is not None:
+                service.renewal.answered(named, missing=any(each.get("missing") for each in told))
         yield answer
 
 

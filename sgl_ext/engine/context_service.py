@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_ext.chunks.compose import NAMESPACE, Prompt, compose, marked
-from sgl_ext.chunks.composition import Selection, path_of
+from sgl_ext.chunks.compose import Prompt, compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
-from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recompute, link_method
+from sgl_ext.chunks.methods import Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
-from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
+from sgl_ext.engine.chunk_links import COMPOSITION
+from sgl_ext.engine.chunk_preparation import PASSAGES, ChunkPreparation
+from sgl_ext.engine.context_renewal import Renewal
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
@@ -25,9 +26,6 @@ MARKED = "ext_marked"
 """Key of a request's ``custom_params``: its tokens hold marks."""
 if TYPE_CHECKING:
     from sgl_ext.engine.fidelity import Fidelity
-
-_PASSAGES = 4
-"""Before a primed chunk."""
 
 
 class ContextService:
@@ -52,6 +50,12 @@ class ContextService:
         """How contexts are linked that do not say it."""
         self.contexts = Contexts(limit, time.monotonic)
         """By id."""
+        self._preparation = ChunkPreparation(manager, page)
+        self.renewal = Renewal(
+            lambda context: self._preparation.compute(context.before, context.tokens, context.salt),
+            lambda context: context.id in self.contexts,
+        )
+        """Of contexts whose KV has gone."""
         self._page = page
 
     def describe(self, context: Context) -> ContextInfo:
@@ -87,13 +91,13 @@ class ContextService:
                 method.
         """
         tokens = [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
-        lead = self.encode(prefix, True) if prefix else self._bos()
+        lead = self.encode(prefix, True) if prefix else self._preparation.bos()
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        passages = _different(chain(tokens, known), _PASSAGES + 1)
+        passages = _different(chain(tokens, known), PASSAGES + 1)
         how = link_method(method or self.method)
         if method is None and how.preparation is Preparation.PRIMED and len(passages) == 1:
             how = link_method(ALONE)
-        before = [self._before(how, lead, ids, passages) for ids in tokens]
+        before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
         for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
             if len(ids) + len(text) + self._page >= (most := self._manager.context_len):
                 raise ExtError(
@@ -101,9 +105,12 @@ class ContextService:
                     f"the model takes {most} in all: split it"
                 )
         if prefix:  # behind it prompts find their beginning, whatever their first chunk is
-            await self._prefill(lead, None, salt)
+            await self._preparation.prefill(lead, None, salt)
         recompute = await asyncio.gather(
-            *(self._prepare(how, lead, *each, salt) for each in zip(before, tokens, strict=True))
+            *(
+                self._preparation.prepare(how, lead, *each, salt)
+                for each in zip(before, tokens, strict=True)
+            )
         )
         return [
             self.contexts.create(
@@ -133,8 +140,11 @@ class ContextService:
         found = [await asyncio.to_thread(split, chunk, how, tokenizer) for chunk in chunks]
         return list(chain.from_iterable(found))
 
-    def link(self, request: Any) -> None:
+    def link(self, request: Any) -> list[Context]:
         """Turns the marks in the text of SGLang's ``GenerateReqInput`` into what they stand for.
+
+        Returns:
+            What they stand for.
 
         Raises:
             UnknownContextError: a mark names no context of the request's tenant.
@@ -143,18 +153,24 @@ class ContextService:
         if isinstance(request.text, list):
             if any(map(marked, request.text)):
                 raise ExtError("contexts in a list of prompts: send each prompt by itself")
-            return
+            return []
         params = request.sampling_params  # a batch of token ids may have a list of them
         custom = params.get("custom_params") if isinstance(params, dict) else None
         chat = isinstance(custom, dict) and MARKED in custom and request.input_ids is not None
         text = self._decode(request.input_ids) if chat else request.text
         if text is None or not marked(text):
-            return
+            return []
         if request.lora_path:
             raise ExtError("contexts are of the base model: leave lora_path out, or the contexts")
+        named: list[Context] = []
+
+        def context_of(id_: str) -> Context:
+            named.append(self.contexts.get(id_, request.cache_salt))
+            return named[-1]
+
         prompt: Prompt = compose(
             text,
-            context_of=lambda id_: self.contexts.get(id_, request.cache_salt),
+            context_of=context_of,
             # What begins a chat is in its text already.
             tokenize=lambda part, first: self.encode(part, first and not chat),
         )
@@ -173,6 +189,7 @@ class ContextService:
             custom = {name: value for name, value in (custom or {}).items() if name != MARKED}
             custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
             request.sampling_params = {**(params or {}), "custom_params": custom}
+        return named
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Token ids of a text; special ones are added if it is the ``first`` of a prompt."""
@@ -203,90 +220,6 @@ class ContextService:
         if not tokens:
             raise ExtError(f"chunk {number} is empty")
         return tokens
-
-    def _bos(self) -> list[int]:
-        bos = self._manager.tokenizer.bos_token_id
-        return [] if bos is None else [bos]
-
-    def _before(
-        self,
-        method: LinkMethod,
-        lead: Sequence[int],
-        tokens: Sequence[int],
-        passages: Sequence[tuple[int, ...]],
-    ) -> list[int]:
-        if method.preparation is Preparation.BARE:
-            return []
-        if method.preparation is Preparation.BOS:
-            if not (bos := self._bos()):
-                raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
-            return bos * BOS_TOKENS
-        # The first of them for all: chunks then share what they are computed behind.
-        others = [each for each in passages if each != tuple(tokens)][:_PASSAGES]
-        if not others:
-            raise ExtError(
-                "a primed chunk is computed behind others of its kind: create several at once, or "
-                "the first ones with another method"
-            )
-        return [*lead, *chain.from_iterable(others)]
-
-    async def _prepare(
-        self,
-        method: LinkMethod,
-        lead: Sequence[int],
-        before: Sequence[int],
-        tokens: Sequence[int],
-        salt: str | None,
-    ) -> Sequence[int]:
-        """Computes the chunk's KV; which of its tokens are to be computed again."""
-        if method.recompute is Recompute.OFFLINE:
-            await self._compute(lead, tokens, salt)
-            selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), method.amount)
-            answer = await self._compute(before, tokens, salt, selection)
-            for entry in answer["meta_info"].get("ext", ()):
-                if entry.get("selected") is not None:
-                    selected: list[int] = entry["selected"]
-                    return selected
-            raise ExtError("a chunk's KV had to go before it was looked at; try again, or smaller")
-        await self._compute(before, tokens, salt)
-        if method.recompute is Recompute.ALL:
-            return range(len(tokens))
-        if method.recompute is Recompute.HEAD:
-            return range(min(method.amount, len(tokens)))
-        return ()
-
-    async def _compute(
-        self,
-        before: Sequence[int],
-        tokens: Sequence[int],
-        salt: str | None,
-        selection: Selection | None = None,
-    ) -> dict[str, Any]:
-        """Puts the chunk's KV into the tree."""
-        custom = None if selection is None else {SELECTION: msgspec.to_builtins(selection)}
-        return await self._prefill(path_of(before, tokens, self._page), NAMESPACE, salt, custom)
-
-    async def _prefill(
-        self,
-        tokens: Sequence[int],
-        namespace: str | None,
-        salt: str | None,
-        custom: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        request = GenerateReqInput(
-            input_ids=list(tokens),
-            sampling_params={"max_new_tokens": 0, "custom_params": custom},
-            extra_key=namespace,
-            cache_salt=salt,
-        )
-        answer: dict[str, Any] = {}
-        async for answer in self._manager.generate_request(request):
-            reason = answer["meta_info"]["finish_reason"] or {}
-            if reason.get("type") == "abort":
-                raise ExtError(f"a chunk was not computed: {reason.get('message')}")
-        return answer
 
 
 def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:
