@@ -169,8 +169,9 @@ class Chunks(_Section):
 
     method: str = "primed+offline-16"
     """How contexts are linked that do not say it themselves."""
-    limit: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 100_000
-    """Contexts that are kept; the least recently used go first."""
+    limit: Annotated[int, Field(ge=16, le=10_000_000, strict=True)] = 100_000
+    """Contexts that are kept; the least recently used go first. The server's look at itself takes
+    some."""
     largest_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
     """Nats: a server whose chunks are further off, on the probe that it starts with, ends."""
     automatic: bool = False

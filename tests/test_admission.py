@@ -42,8 +42,10 @@ class Links:
     def ready(self, req: Any) -> bool:
         return req.rid not in self.coming
 
-    def acquire(self, req: Any) -> dict[str, Any]:
+    def acquire(self, req: Any, *, computing: bool = False) -> dict[str, Any]:
         self.held.add(req.rid)
+        if computing:
+            return {"power": "chunks", "linked": 0}
         return {"power": "chunks", "linked": 3}
 
     def release(self, rid: str) -> None:
@@ -62,7 +64,8 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
 def adder() -> Any:
     linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
     cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker), tree_core=None)
-    return SimpleNamespace(tree_cache=cache, can_run_list=[])
+    running = SimpleNamespace(is_empty=lambda: True)
+    return SimpleNamespace(tree_cache=cache, can_run_list=[], running_batch=running)
 
 
 def request() -> Any:
@@ -104,3 +107,38 @@ def test_chunks_stay_for_those_who_are_admitted(ext: Any, adder: Any, admitted: 
     assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
     assert bool(ext.links.held) is admitted
     assert bool(told(req, "chunks")) is admitted
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_chunks_that_leave_no_room_are_given_up(ext: Any, adder: Any, alone: bool) -> None:
+    """If nobody else holds memory, nobody's end would make room."""
+    ext.tiers.coming.clear()
+    ext.links.coming.clear()
+    adder.running_batch.is_empty = lambda: alone
+    req, results = request(), [AddReqResult.NO_TOKEN, AddReqResult.CONTINUE]
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        result = results.pop(0)
+        if result == AddReqResult.CONTINUE:
+            adder.can_run_list.append(req)
+        return result
+
+    last = AddReqResult.CONTINUE if alone else AddReqResult.NO_TOKEN
+    assert admission._admit(original, adder, req) == last
+    assert [entry["linked"] for entry in told(req, "chunks")] == ([0] if alone else [])
+    assert bool(ext.links.held) is alone
+
+
+def test_what_was_linked_is_told_once(ext: Any, adder: Any) -> None:
+    """A request that is retracted is admitted again."""
+    ext.tiers.coming.clear()
+    ext.links.coming.clear()
+    req = request()
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    for _ in range(2):
+        admission._admit(original, adder, req)
+    assert len(told(req, "chunks")) == 1

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 import requests
+from msgspec import to_builtins
 
 from sgl_ext import doctor_model
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.chunks.compose import NAMESPACE
+from sgl_ext.chunks.composition import Composition, LinkedChunk
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
+from sgl_ext.engine.chunk_links import COMPOSITION
 
 DEADLINE_S = 240.0
 
@@ -124,6 +128,49 @@ def test_full_is_what_stock_gives(server: Server, texts: list[str], model: Path)
     stock = post(server, "/generate", input_ids=whole, **more).json()
     for name in ("completion_tokens", "output_token_logprobs"):
         assert linked["meta_info"][name] == stock["meta_info"][name]
+
+
+def test_logprobs_begin_behind_what_is_linked(server: Server, texts: list[str]) -> None:
+    (context,) = create(server, texts[0], method="naive", cache_salt="logprobs")
+    parts = [part("So: "), part(context), part("Well, what is it about?")]
+    body = {"text": parts, "cache_salt": "logprobs", "sampling_params": {"max_new_tokens": 1}}
+    body |= {"return_logprob": True}
+    refused = post(server, "/generate", **body, logprob_start_len=0)
+    assert refused.status_code == 400
+    least = int(re.search(r"begin at (\d+) or later", refused.text)[1])  # type: ignore[index]
+    for start in (least, least + 1):
+        answer = post(server, "/generate", **body, logprob_start_len=start)
+        assert answer.status_code == 200, answer.text
+    assert post(server, "/generate", **body, logprob_start_len=least - 1).status_code == 400
+    # Nor past the server's own check.
+    tokens = answer.json()["meta_info"]["prompt_tokens"]
+    composition = Composition("naive", NAMESPACE, ((),), (LinkedChunk(2, least - 2, 0),))
+    raw = {"input_ids": [5] * tokens, "extra_key": composition.extra_key}
+    params = {"max_new_tokens": 1, "custom_params": {COMPOSITION: to_builtins(composition)}}
+    raw |= {"sampling_params": params, "return_logprob": True, "logprob_start_len": least - 1}
+    answer = post(server, "/generate", **raw)
+    assert answer.status_code == 400, answer.text
+    assert "linked tokens have none" in answer.text
+
+
+def test_blending_twice(server: Server, texts: list[str]) -> None:
+    """The second time the prompt is a prefix hit, and nothing of it is linked."""
+    ids = create(server, *texts[:2], method="blend-15", cache_salt="blend")
+    for linked in (True, False):
+        entry = told(generate(server, "See: ", *ids, "Well?", cache_salt="blend"))
+        assert (entry["linked"] > 100) == linked
+        assert min(entry[name] for name in ("linked", "recomputed", "missing")) >= 0
+
+
+def test_chunks_that_leave_no_room_are_computed(server: Server, texts: list[str]) -> None:
+    """Of 8,192 tokens a half is the prompt's, and more than that what its chunks lie behind."""
+    words = " ".join(texts).split()
+    long = [" ".join(words[number:] * 9)[:7600] for number in range(3)]
+    more = {"cache_salt": "room"}
+    ids = create(server, *long, method="primed", **more)
+    answer = generate(server, "Read: ", *ids[1:], "Well?", **more)
+    (entry,) = answer["meta_info"]["ext"]
+    assert entry["linked"] + entry["missing"] > 3000
 
 
 def test_primed_chunks_choose_what_is_recomputed(server: Server, texts: list[str]) -> None:

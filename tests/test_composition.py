@@ -70,3 +70,16 @@ def test_linked_kv_never_goes_where_exact_kv_lies(key: str | None) -> None:
     composition = Composition("naive", "chunks", ((),), (LinkedChunk(0, 5, 0),))
     with pytest.raises(ValueError, match="others would take it for exact"):
         composition.check(10, key)
+
+
+def test_from_where_on_all_is_computed() -> None:
+    def found(*chunks: LinkedChunk) -> int:
+        return Composition("any", "ns", ((),), chunks).computed_from
+
+    assert found(LinkedChunk(3, 10, 0)) == 13
+    assert found(LinkedChunk(3, 10, 0, (0, 1))) == 13
+    assert found(LinkedChunk(3, 10, 0, (8, 9))) == 11
+    # What comes before the first chunk may be linked, too.
+    assert found(LinkedChunk(3, 10, 0, tuple(range(10)))) == 3
+    assert found(LinkedChunk(0, 2, 0, (0, 1))) == 0
+    assert found(LinkedChunk(0, 4, 0), LinkedChunk(9, 2, 0, (0, 1))) == 4

@@ -183,7 +183,7 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
     [
         (
             {"return_logprob": True, "logprob_start_len": 0},
-            "end at 5: linked tokens",
+            "begin at 5 or later",
         ),
         ({"lora_path": "adapter"}, "contexts are of the base model"),
         ({"cache_salt": "other"}, "no context"),

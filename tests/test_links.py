@@ -13,9 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.chunks.composition import Composition, LinkedChunk, path_of
+from sgl_ext.engine.chunk_links import report
 
 PROGRAM = """
 import asyncio, json, sys
@@ -228,6 +231,34 @@ def test_blending_computes_what_changes_most(run: Run) -> None:
     if run.page == 16:  # in one piece
         # The first layers of all tokens; of the others so many.
         assert sum(run.answers["blended"]["computed"]) == chunks + rest + rest + share
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True),
+    st.lists(st.sampled_from([0, 3, 16]), min_size=12, max_size=12),
+    st.integers(0, 600),
+)
+def test_what_is_told_of_a_request_adds_up(
+    lengths: list[int], amounts: list[int], prefix: int
+) -> None:
+    """Whatever prefix it has: after a retraction that may be more than its prompt."""
+    chunks, at = [], 5
+    for length, amount in zip(lengths, amounts, strict=False):
+        recompute = tuple(range(min(amount, length + 1)))
+        blend = 15 if amount == 0 else 0
+        chunks.append(LinkedChunk(at, length + 1, 0, recompute, blend))
+        at += length + 3
+    composition = Composition("any", "ns", ((),), tuple(chunks))
+    plan = composition.plan(at + 7, [chunk.length for chunk in chunks], 4)
+    told = report(composition, plan, prefix)
+    numbers = [told["linked"], told["recomputed"], told["missing"], told["prefix"]]
+    assert min(numbers) >= 0
+    assert told["missing"] == 0
+    behind = sum(max(one.at + one.length - max(one.at, prefix), 0) for one in chunks)
+    assert told["linked"] + told["recomputed"] == behind
+    none = report(composition, composition.plan(at + 7, [0] * len(chunks)), prefix)
+    assert none["linked"] == 0
+    assert none["recomputed"] + none["missing"] == behind
 
 
 def test_a_batch_may_hold_all_kinds(run: Run) -> None:

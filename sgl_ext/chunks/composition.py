@@ -80,6 +80,16 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             free = chunk.at + chunk.length
 
+    @property
+    def computed_from(self) -> int:
+        """From which token on all are computed: what comes before may be linked, and has no
+        logits."""
+        ends = [self.chunks[0].at] if self.chunks else [0]
+        for chunk in self.chunks:
+            linked = {*range(chunk.length)} - {*chunk.recompute}
+            ends.append(chunk.at + max(linked, default=-chunk.at - 1) + 1)
+        return max(ends)
+
     def plan(self, length: int, available: Sequence[int], lead: int = 0) -> PrefillPlan:
         """The plan of a prompt of ``length`` tokens.
 

@@ -7,29 +7,41 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.engine import hooks, tier_hooks
-from sgl_ext.engine.meta_info import tell
+from sgl_ext.engine.meta_info import tell, told
 
 
 def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
     ext = runtime.current
     if ext is None:
         return original(adder, req, *args, **kw)
-    if _held_back(adder, req):
-        from sglang.srt.managers.schedule_policy import AddReqResult
+    from sglang.srt.managers.schedule_policy import AddReqResult
 
+    if _held_back(adder, req):
         return AddReqResult.CONTINUE
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    full = result is AddReqResult.NO_TOKEN and _alone(adder)
+    if linked is not None and full and ext.links is not None:
+        # The chunks that it keeps leave no room for it, and nobody who ends would make any.
+        linked = ext.links.acquire(req, computing=True)
+        result = original(adder, req, *args, **kw)
+        admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
     tier_hooks.considered(adder, req, admitted)
-    if linked is not None and admitted:
+    if linked is not None and admitted and not told(req, "chunks"):  # not after a retraction
         tell(req, linked)
         if ext.link_metrics is not None:
             ext.link_metrics.count(linked)
-    elif linked is not None and ext.links is not None:
+    if linked is not None and not admitted and ext.links is not None:
         ext.links.release(req.rid)
     return result
+
+
+def _alone(adder: Any) -> bool:
+    """Whether no other request holds memory."""
+    running = adder.running_batch is not None and not adder.running_batch.is_empty()
+    return not running and not adder.can_run_list
 
 
 def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:

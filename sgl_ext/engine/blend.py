@@ -68,7 +68,7 @@ def blending(
         for at, each in candidates.items():
             changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
             chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
-            rest += _runs(at, prefixes[at], lengths[at], np.setdiff1d(each.positions, chosen))
+            rest += _joined(at, [part for part in parts if part.request == at], chosen)
         rest.sort()
         place = torch.empty(int(starts[-1]), dtype=torch.int64)
         place[rows.tokens_of(batch, begin)] = torch.arange(len(input_ids))
@@ -92,11 +92,12 @@ def blending(
         del model.forward
 
 
-def _runs(request: int, prefix: int, length: int, left_out: NDArray[np.int64]) -> Iterator[Row]:
-    """Rows of the tokens behind ``prefix`` but those ``left_out``, and of the last one."""
-    computed = np.ones(length, np.bool_)
-    computed[left_out - prefix] = False
-    computed[-1] = True
-    edges = np.flatnonzero(np.diff(computed, prepend=False, append=False)) + prefix
-    for start, end in edges.reshape(-1, 2).tolist():
-        yield Row(request, start, end)
+def _joined(request: int, parts: Sequence[Row], chosen: NDArray[np.int64]) -> Iterator[Row]:
+    """Rows of the tokens of ``parts`` and of those at ``chosen``."""
+    computed = [np.arange(part.start, part.end) for part in parts if part.kept]
+    positions = np.sort(np.concatenate([chosen, *computed]))
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        yield Row(request, int(run[0]), int(run[-1]) + 1)
+    for part in parts:
+        if not part.kept and part.start != positions[-1]:
+            yield part

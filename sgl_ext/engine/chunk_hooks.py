@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
-from sgl_ext.config import Chunks
+from sgl_ext.config import Chunks, ExtConfig
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by, refuse
 from sgl_ext.errors import ExtError
@@ -29,6 +29,31 @@ class _RefusedError(ValueError):
     def __init__(self, error: ExtError) -> None:
         super().__init__(str(error))
         self.status_code = error.status
+
+
+_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("disable_radix_cache", bool, "no radix cache"),
+    ("radix_cache_backend", bool, "another radix cache"),
+    ("enable_hierarchical_cache", bool, "HiCache"),
+    ("speculative_algorithm", bool, "speculative decoding"),
+    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
+    ("attn_cp_size", lambda size: size > 1, "context parallelism"),
+    ("enable_return_hidden_states", bool, "hidden states in answers"),
+    ("enable_streaming_session", bool, "streaming sessions"),
+    ("skip_tokenizer_init", bool, "no tokenizer"),
+)
+
+
+def require_served(server_args: Any, config: ExtConfig) -> None:
+    """Raises ActivationError if the arguments ask for something that chunks do not serve."""
+    if config.chunks is None:
+        return
+    for field, unserved, what in _UNSERVED:
+        if unserved(getattr(server_args, field)):
+            raise hooks.ActivationError(
+                f"chunks do not work with {what} (--{field.replace('_', '-')}); "
+                "leave out one of the two"
+            )
 
 
 def _serve(
@@ -77,39 +102,33 @@ def attached_contexts(manager: Any) -> ContextService | None:
 def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: Any) -> None:
     """Before the server is ready, and in the thread that makes it so."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
 
     state = http_server.get_global_state()
     service = None if state is None else attached_contexts(state.tokenizer_manager)
     config = carried_by(server_args)
-    if service is None or config is None or config.chunks is None:
-        original(server_args, *args, **kw)
-        return
-    chunks = config.chunks
-    warm_up = kw.pop("execute_warmup_func", http_server._execute_server_warmup)
-
-    def probe_and_warm_up(server_args: Any) -> bool:
-        from sglang.srt.utils import kill_process_tree
-
-        from sgl_ext.engine.fidelity import probe_over_http, require
-
-        url, key, verify = (
-            server_args.url(), server_args.api_key, http_server.ssl_verify_of(server_args)
-        )  # fmt: skip
+    if service is not None and config is not None and config.chunks is not None:
         try:
-            service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
-            if server_args.enable_metrics:
-                from sgl_ext.engine.chunk_metrics import export
-
-                export(service.fidelity, chunks.method)
-            require(service.fidelity, chunks.method, chunks.largest_divergence)
-        except ExtError as error:
+            _look_at(server_args, service, config.chunks, http_server.ssl_verify_of(server_args))
+        except Exception as error:
             # As SGLang does when its warm-up fails; this thread cannot end the process otherwise.
-            logger.error("sgl_ext: %s", error)
+            logger.error("sgl_ext: %s", error, exc_info=not isinstance(error, ExtError))
             kill_process_tree(os.getpid())
-            return False
-        return bool(warm_up(server_args))  # which says that the server is ready
+            return
+    original(server_args, *args, **kw)
 
-    original(server_args, *args, execute_warmup_func=probe_and_warm_up, **kw)
+
+def _look_at(server_args: Any, service: ContextService, chunks: Chunks, verify: Any) -> None:
+    """Raises ExtError if the model must not be served with chunks."""
+    from sgl_ext.engine.fidelity import probe_over_http, require
+
+    url, key = server_args.url(), server_args.api_key
+    service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
+    if server_args.enable_metrics:
+        from sgl_ext.engine.chunk_metrics import export
+
+        export(service.fidelity, chunks.method)
+    require(service.fidelity, chunks.method, chunks.largest_divergence)
 
 
 async def _generate(
@@ -154,10 +173,12 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     """A composition that cannot be ends its own request, not the scheduler."""
     if runtime.current is None or runtime.current.links is None:
         return
+    from sglang.srt.runtime_context import get_parallel
+
     from sgl_ext.engine.chunk_links import read_parameters
 
     try:
-        read_parameters(req)
+        read_parameters(req, get_parallel().tp_size)
     except ValueError as error:
         req.set_finish_with_abort(str(error))
     runtime.current.links.ask(req)

@@ -22,6 +22,10 @@ from sgl_ext.runtime import ExtRuntime
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
 """Keys of a request's ``custom_params``: what its prompt is made of; what is asked of a chunk."""
+NO_BLEND = (
+    "blend-R chooses tokens by the values of all KV heads, which tensor parallel ranks share "
+    "out; choose another method"
+)
 
 T = TypeVar("T")
 
@@ -87,10 +91,13 @@ class ChunkLinks:
         waiting = [name for name in _names(req) if not self._search.ready(name)]
         return not waiting
 
-    def acquire(self, req: Any) -> Linked | None:
+    def acquire(self, req: Any, *, computing: bool = False) -> Linked | None:
         """Finds and keeps the chunks behind the prefix that ``req`` has; makes its plan.
 
         A chunk that is not there, or not all of it, is computed.
+
+        Args:
+            computing: all of them are, and none is kept.
         """
         self.release(req.rid)
         if (composition := composition_of(req)) is None:
@@ -98,6 +105,7 @@ class ChunkLinks:
         found = {
             number: self._search.find(_name(req, number), wanted)
             for number, wanted in self._wanted(req, req.prefix_len)
+            if not computing
         }
         for name in _names(req):
             self._search.forget(name)
@@ -109,7 +117,7 @@ class ChunkLinks:
         plan = composition.plan(len(req.origin_input_ids), available, lead)
         self._requests[req.rid] = LinkedRequest(composition, plan, found)
         self._plans[req.rid] = plan
-        return _report(composition, plan, req.prefix_len, lead)
+        return report(composition, plan, req.prefix_len)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         """Copies what the plan links of tokens ``start .. end - 1`` to ``slots`` of theirs."""
@@ -181,7 +189,7 @@ class ChunkLinks:
             plain = req.extra_key.removeprefix(composition.extra_key).removeprefix(":") or None
             yield LEAD, Wanted(plain, salt, (), ids[:lead])
         for number, chunk in enumerate(composition.chunks):
-            if chunk.at + chunk.length > prefix:
+            if chunk.at + chunk.length > prefix and len(chunk.recompute) < chunk.length:
                 before = composition.preparations[chunk.preparation]
                 tokens = ids[chunk.at : chunk.at + chunk.length]
                 yield number, Wanted(composition.namespace, salt, before, tokens)
@@ -210,18 +218,27 @@ def _names(req: Any) -> list[str]:
     return [_name(req, number) for number in range(LEAD, len(composition.chunks))]
 
 
-def _report(composition: Composition, plan: PrefillPlan, prefix: int, lead: int) -> Linked:
-    inside = [(max(one.at, prefix), one.at + one.length) for one in composition.chunks]
-    tokens = sum(max(end - begin, 0) for begin, end in inside)
-    before = max(lead - prefix, 0)
-    linked = len(plan) - prefix - plan.computed(prefix, len(plan)) - before
+def report(composition: Composition, plan: PrefillPlan, prefix: int) -> Linked:
+    """What ``plan`` does behind the ``prefix`` tokens that a request has already.
+
+    After a retraction these may be more than the prompt's.
+    """
+    begin = min(prefix, len(plan))
+    lead = linked = share = 0
+    for start, end, source in plan.between(begin, len(plan)):
+        if isinstance(source, Link) and source.chunk == LEAD:
+            lead += end - start
+        elif isinstance(source, Link):
+            linked += end - start
+            share += composition.chunks[source.chunk].blend * (end - start)
+    tokens = sum(max(one.at + one.length - max(one.at, begin), 0) for one in composition.chunks)
     wanted = sum(
-        chunk.at + offset >= prefix for chunk in composition.chunks for offset in chunk.recompute
+        chunk.at + offset >= begin for chunk in composition.chunks for offset in chunk.recompute
     )
-    blended = sum(chunk.blend * chunk.length for chunk in composition.chunks) // 100
+    blended = share // 100
     return Linked(
         power="chunks", exact=False, method=composition.method, linked=linked - blended,
-        recomputed=wanted + blended, missing=tokens - wanted - linked, prefix=before,
+        recomputed=wanted + blended, missing=tokens - wanted - linked, prefix=lead,
     )  # fmt: skip
 
 
@@ -245,7 +262,7 @@ def open_links(scheduler: Any, ext: ExtRuntime) -> ChunkLinks:
     return ChunkLinks(search, pool, ext.slab, copy, ext.plans)
 
 
-def read_parameters(req: Any) -> None:
+def read_parameters(req: Any, tp_size: int) -> None:
     """Reads what a request that arrives says of its prompt, once.
 
     Raises:
@@ -264,6 +281,14 @@ def read_parameters(req: Any) -> None:
             raise ValueError(f"{name}: {error}") from None
         if isinstance(read, Composition):
             read.check(len(req.origin_input_ids), req.extra_key)
+            start = req.logprob_start_len if req.return_logprob else -1
+            if 0 <= start < read.computed_from:
+                raise ValueError(
+                    f"logprobs from token {start} on, and linked tokens have none; begin at "
+                    f"{read.computed_from}"
+                )
+            if tp_size > 1 and any(chunk.blend for chunk in read.chunks):
+                raise ValueError(NO_BLEND)
         params[name] = read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,6 +17,9 @@ from sgl_ext.errors import ExtError
 
 PASSAGES = 4
 """Before a primed chunk."""
+_AT_ONCE = 4
+"""Chunks that are prepared at the same time."""
+_ATTEMPTS = 3
 
 
 class ChunkPreparation:
@@ -66,6 +70,32 @@ class ChunkPreparation:
             )
         return [*lead, *chain.from_iterable(others)]
 
+    async def prepare_all(
+        self,
+        method: LinkMethod,
+        lead: Sequence[int],
+        before: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[int]],
+        salt: str | None,
+    ) -> list[Sequence[int]]:
+        """As :meth:`prepare`; a few at a time, for what is looked at must still be there.
+
+        Raises:
+            ExtError: the server does not compute one of them; the others are given up.
+        """
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(behind: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+            async with turns:
+                return await self.prepare(method, lead, behind, tokens, salt)
+
+        tasks = [asyncio.create_task(one(*each)) for each in zip(before, chunks, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     async def prepare(
         self,
         method: LinkMethod,
@@ -80,20 +110,37 @@ class ChunkPreparation:
             ExtError: the server does not compute it.
         """
         if method.recompute is Recompute.OFFLINE:
-            await self.compute(lead, tokens, salt)
-            selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), method.amount)
-            answer = await self.compute(before, tokens, salt, selection)
-            for entry in answer["meta_info"].get("ext", ()):
-                if entry.get("selected") is not None:
-                    selected: list[int] = entry["selected"]
-                    return selected
-            raise ExtError("a chunk's KV had to go before it was looked at; try again, or smaller")
+            for _ in range(_ATTEMPTS):
+                if (found := await self._selected(method, lead, before, tokens, salt)) is not None:
+                    return found
+            raise ExtError(
+                f"the KV of a chunk of {len(tokens)} tokens had to go before it was looked at, "
+                f"{_ATTEMPTS} times: the server's KV is too small for it; split it, or try again"
+            )
         await self.compute(before, tokens, salt)
         if method.recompute is Recompute.ALL:
             return range(len(tokens))
         if method.recompute is Recompute.HEAD:
             return range(min(method.amount, len(tokens)))
         return ()
+
+    async def _selected(
+        self,
+        method: LinkMethod,
+        lead: Sequence[int],
+        before: Sequence[int],
+        tokens: Sequence[int],
+        salt: str | None,
+    ) -> list[int] | None:
+        """What of a chunk is computed again; None if its KV had to go."""
+        await self.compute(lead, tokens, salt)
+        selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), method.amount)
+        answer = await self.compute(before, tokens, salt, selection)
+        for entry in answer["meta_info"].get("ext", ()):
+            if entry.get("selected") is not None:
+                selected: list[int] = entry["selected"]
+                return selected
+        return None
 
     async def compute(
         self,

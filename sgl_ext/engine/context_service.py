@@ -15,7 +15,7 @@ from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
-from sgl_ext.engine.chunk_links import COMPOSITION
+from sgl_ext.engine.chunk_links import COMPOSITION, NO_BLEND
 from sgl_ext.engine.chunk_preparation import PASSAGES, ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
 from sgl_ext.errors import ExtError
@@ -95,6 +95,13 @@ class ContextService:
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
         passages = _different(chain(tokens, known), PASSAGES + 1)
         how = link_method(method or self.method)
+        if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
+            raise ExtError(NO_BLEND)
+        if len(chunks) > self.contexts.limit:
+            raise ExtError(
+                f"{len(chunks)} chunks at once, and the server keeps {self.contexts.limit} "
+                "(chunks.limit)"
+            )
         if method is None and how.preparation is Preparation.PRIMED and len(passages) == 1:
             how = link_method(ALONE)
         before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
@@ -106,12 +113,7 @@ class ContextService:
                 )
         if prefix:  # behind it prompts find their beginning, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
-        recompute = await asyncio.gather(
-            *(
-                self._preparation.prepare(how, lead, *each, salt)
-                for each in zip(before, tokens, strict=True)
-            )
-        )
+        recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt)
         return [
             self.contexts.create(
                 ids,
@@ -175,12 +177,12 @@ class ContextService:
             tokenize=lambda part, first: self.encode(part, first and not chat),
         )
         if prompt.composition is not None:
-            end = prompt.composition.chunks[-1].at + prompt.composition.chunks[-1].length
+            least = prompt.composition.computed_from
             start = request.logprob_start_len
-            if request.return_logprob and start is not None and 0 <= start < end - 1:
+            if request.return_logprob and start is not None and 0 <= start < least:
                 raise ExtError(
-                    f"logprobs from token {start} on (logprob_start_len), and the contexts end at "
-                    f"{end}: linked tokens have none; begin at {end - 1} or later, or leave it out"
+                    f"logprobs from token {start} on (logprob_start_len), and linked tokens have "
+                    f"none; begin at {least} or later, or leave it out"
                 )
         request.text, request.input_ids = None, prompt.tokens
         if prompt.composition is not None:
