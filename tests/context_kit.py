@@ -54,7 +54,9 @@ class ContextServer:
 @contextmanager
 def context_server(*, api_key: str | None = None) -> Iterator[ContextServer]:
     app = FastAPI()
-    service = ContextService(Manager(), method="lego-2", limit=10, page=16, token_bytes=100)
+    service = ContextService(
+        Manager(), method="lego-2", limit=10, page=16, token_bytes=100, pool=1000
+    )
     served = ContextServer("", service)
     install(app, served.service, Chunks(method="lego-2"))
 

@@ -20,10 +20,10 @@ from sgl_ext import doctor_model
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.server import Server, System, serve
 from sgl_ext.chunks.compose import NAMESPACE
-from sgl_ext.chunks.composition import Composition, LinkedChunk
+from sgl_ext.chunks.composition import Composition
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
-from sgl_ext.engine.chunk_links import COMPOSITION
+from sgl_ext.engine.chunk_links import COMPOSITION, SELECTION
 
 DEADLINE_S = 240.0
 
@@ -142,15 +142,31 @@ def test_logprobs_begin_behind_what_is_linked(server: Server, texts: list[str]) 
         answer = post(server, "/generate", **body, logprob_start_len=start)
         assert answer.status_code == 200, answer.text
     assert post(server, "/generate", **body, logprob_start_len=least - 1).status_code == 400
-    # Nor past the server's own check.
-    tokens = answer.json()["meta_info"]["prompt_tokens"]
-    composition = Composition("naive", NAMESPACE, ((),), (LinkedChunk(2, least - 2, 0),))
-    raw = {"input_ids": [5] * tokens, "extra_key": composition.extra_key}
-    params = {"max_new_tokens": 1, "custom_params": {COMPOSITION: to_builtins(composition)}}
-    raw |= {"sampling_params": params, "return_logprob": True, "logprob_start_len": least - 1}
-    answer = post(server, "/generate", **raw)
-    assert answer.status_code == 400, answer.text
-    assert "linked tokens have none" in answer.text
+
+
+def test_what_only_the_server_says_is_not_taken_from_users(server: Server) -> None:
+    """It would end the scheduler, or link what was never created."""
+    ids = [5] * 40
+    nothing = Composition("x", NAMESPACE, ((),), ())
+    selection = {"namespace": "x", "length": 16, "preparation": [5] * 16, "other": [], "count": -1}
+    custom = {COMPOSITION: to_builtins(nothing), SELECTION: selection}
+    for params in (custom, {COMPOSITION: "?"}):
+        sampling = {"max_new_tokens": 1, "custom_params": params}
+        body = {"input_ids": ids, "extra_key": nothing.extra_key, "sampling_params": sampling}
+        answer = post(server, "/generate", **body)
+        assert answer.status_code == 200, answer.text
+        assert "ext" not in answer.json()["meta_info"]
+
+
+def test_what_does_not_fit_the_pool_is_refused(server: Server) -> None:
+    answer = post(server, "/ext/context_cache", chunks=[[9] * 8165], method="naive")
+    assert answer.status_code == 400
+    assert "less than 8192 in all: split it" in answer.text
+    # Long ones among them do not keep others from being primed.
+    more = {"cache_salt": "long"}
+    create(server, [9] * 3000, method="naive", **more)
+    (context,) = create(server, "A short one.", method="primed", **more)
+    assert told(generate(server, "See: ", context, "Well?", **more))["method"] == "primed"
 
 
 def test_blending_twice(server: Server, texts: list[str]) -> None:

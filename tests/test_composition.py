@@ -14,7 +14,7 @@ from sgl_ext.plan import Compute, Link
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
     chunks, at = [], 0
-    for _ in range(draw(st.integers(0, 5))):
+    for _ in range(draw(st.integers(1, 5))):
         at += draw(st.integers(0, 6))
         length = draw(st.integers(1, 12))
         offsets = tuple(sorted(draw(st.sets(st.integers(0, length - 1)))))
@@ -22,8 +22,8 @@ def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
         at += length
     composition = Composition("lego-2", "chunks", ((1, 2), ()), tuple(chunks))
     found = [draw(st.integers(0, chunk.length)) for chunk in chunks]
-    last_is_computed = bool(chunks) and chunks[-1].length - 1 in chunks[-1].recompute
-    behind = draw(st.integers(0 if last_is_computed and at else 1, 6))
+    last_is_computed = chunks[-1].length - 1 in chunks[-1].recompute
+    behind = draw(st.integers(0 if last_is_computed else 1, 6))
     return composition, at + behind, found
 
 
@@ -49,6 +49,7 @@ def test_what_is_there_is_linked_and_the_rest_computed(
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
+        ([], "has chunks, and this one has none"),
         ([LinkedChunk(0, 0, 0)], "chunk 0 lies at 0 .. -1"),
         ([LinkedChunk(-1, 2, 0)], "chunk 0 lies at -1 .. 0"),
         ([LinkedChunk(0, 5, 0), LinkedChunk(4, 2, 0)], "chunk 1 lies at 4 .. 5"),

@@ -57,6 +57,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"its KV would be cached under {extra_key!r}, where others would take it for exact"
             )
         free = 0
+        if not self.chunks:
+            raise ValueError("a composition has chunks, and this one has none")
         for number, chunk in enumerate(self.chunks):
             offsets = chunk.recompute
             end = chunk.at + chunk.length

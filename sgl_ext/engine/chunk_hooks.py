@@ -82,13 +82,15 @@ def attach_contexts(manager: Any, config: Chunks, scheduler_infos: Any) -> Conte
     from sgl_ext.engine.context_service import ContextService
     from sgl_ext.engine.scheduler import REPORT_KEY
 
-    memory = scheduler_infos[0][REPORT_KEY]["memory"]
+    info = scheduler_infos[0]
+    memory = info[REPORT_KEY]["memory"]
     service = ContextService(
         manager,
         method=config.method,
         limit=config.limit,
         page=memory["page"],
         token_bytes=memory["block_bytes"] // memory["page"],
+        pool=info["max_total_num_tokens"],
     )
     setattr(manager, _SERVICE, service)
     return service
@@ -138,6 +140,7 @@ async def _generate(
     named: list[Context] = []
     if service is not None:
         try:
+            service.own(request)
             named = service.link(request)
         except ExtError as error:
             raise _RefusedError(error) from None
@@ -177,6 +180,8 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
 
     from sgl_ext.engine.chunk_links import read_parameters
 
+    if req.to_finish is not None:
+        return  # SGLang has found something wrong with it
     try:
         read_parameters(req, get_parallel().tp_size)
     except ValueError as error:

@@ -33,6 +33,11 @@ class ChunkPreparation:
     def __init__(self, manager: Any, page: int) -> None:
         self._manager = manager
         self._page = page
+        self._asking: set[int] = set()
+
+    def asks(self, request: Any) -> bool:
+        """Whether SGLang's ``request`` is one of these."""
+        return id(request) in self._asking
 
     def bos(self) -> list[int]:
         """The begin-of-sequence token, if the model has one."""
@@ -62,7 +67,7 @@ class ChunkPreparation:
                 raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
             return bos * BOS_TOKENS
         # The first of them for all: chunks then share what they are computed behind.
-        others = [each for each in passages if each != tuple(tokens)][:PASSAGES]
+        others = [each for each in passages if each != tuple(tokens[: len(each)])][:PASSAGES]
         if not others:
             raise ExtError(
                 "a primed chunk is computed behind others of its kind: create several at once, or "
@@ -181,8 +186,14 @@ class ChunkPreparation:
             cache_salt=salt,
         )
         answer: dict[str, Any] = {}
-        async for answer in self._manager.generate_request(request):
-            reason = answer["meta_info"]["finish_reason"] or {}
-            if reason.get("type") == "abort":
-                raise ExtError(f"a chunk was not computed: {reason.get('message')}")
+        self._asking.add(id(request))
+        try:
+            async for answer in self._manager.generate_request(request):
+                reason = answer["meta_info"]["finish_reason"] or {}
+                if reason.get("type") == "abort":
+                    raise ExtError(f"a chunk was not computed: {reason.get('message')}")
+        except ValueError as error:  # SGLang's word for what it does not take
+            raise ExtError(f"a chunk was not computed: {error}") from None
+        finally:
+            self._asking.discard(id(request))
         return answer

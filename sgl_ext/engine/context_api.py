@@ -24,6 +24,8 @@ _PART = "ext_context"
 """Type of the part of a message, or of a prompt, that names a context."""
 _PATHS = frozenset({"/generate", "/v1/chat/completions"})
 _LARGEST_BODY = 64 << 20
+_MOST = 1024
+"""Chunks that are created at once."""
 
 
 class CreateContexts(BaseModel):
@@ -31,7 +33,7 @@ class CreateContexts(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    chunks: Annotated[list[str | list[int]], Field(min_length=1, max_length=1024)]
+    chunks: Annotated[list[str | list[int]], Field(min_length=1, max_length=_MOST)]
     """Each a text, or its token ids."""
     method: str | None = None
     """Name of the link method; the server's default without it."""
@@ -51,8 +53,11 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
     Raises:
         ExtError: see :meth:`ContextService.create` and :meth:`ContextService.parts`.
     """
+    parts = await service.parts(body.chunks, body.split)
+    if len(parts) > _MOST:
+        raise ExtError(f"these are {len(parts)} chunks; create at most {_MOST} at once")
     return await service.create(
-        await service.parts(body.chunks, body.split),
+        parts,
         method=body.method,
         prefix=body.prefix,
         ttl=body.ttl,

@@ -15,7 +15,7 @@ from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
-from sgl_ext.engine.chunk_links import COMPOSITION, NO_BLEND
+from sgl_ext.engine.chunk_links import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.engine.chunk_preparation import PASSAGES, ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
 from sgl_ext.errors import ExtError
@@ -37,10 +37,11 @@ class ContextService:
         limit: contexts that are kept.
         page: tokens of a page of KV.
         token_bytes: of a token's KV.
+        pool: tokens that the device's KV holds.
     """
 
     def __init__(
-        self, manager: Any, *, method: str, limit: int, page: int, token_bytes: int
+        self, manager: Any, *, method: str, limit: int, page: int, token_bytes: int, pool: int
     ) -> None:
         self.fidelity: Fidelity | None = None
         """What the server has found of itself before it was ready."""
@@ -57,6 +58,7 @@ class ContextService:
         )
         """Of contexts whose KV has gone."""
         self._page = page
+        self._most = min(manager.context_len, pool)
 
     def describe(self, context: Context) -> ContextInfo:
         """What users are told of a context."""
@@ -93,7 +95,10 @@ class ContextService:
         tokens = [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
         lead = self.encode(prefix, True) if prefix else self._preparation.bos()
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        passages = _different(chain(tokens, known), PASSAGES + 1)
+        # Cut, so that all of them together take a quarter of what there is room for.
+        longest = self._most // (4 * PASSAGES)
+        cut = (text[:longest] for text in chain(tokens, known))
+        passages = _different(cut, PASSAGES + 1)
         how = link_method(method or self.method)
         if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
             raise ExtError(NO_BLEND)
@@ -106,10 +111,11 @@ class ContextService:
             how = link_method(ALONE)
         before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
         for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
-            if len(ids) + len(text) + self._page >= (most := self._manager.context_len):
+            # The last page may be begun, and SGLang keeps one for itself.
+            if len(ids) + len(text) + 2 * self._page >= self._most:
                 raise ExtError(
                     f"chunk {number} has {len(ids)} tokens, and is computed behind {len(text)}; "
-                    f"the model takes {most} in all: split it"
+                    f"model and KV pool take less than {self._most} in all: split it"
                 )
         if prefix:  # behind it prompts find their beginning, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
@@ -141,6 +147,17 @@ class ContextService:
         tokenizer = self._manager.tokenizer
         found = [await asyncio.to_thread(split, chunk, how, tokenizer) for chunk in chunks]
         return list(chain.from_iterable(found))
+
+    def own(self, request: Any) -> None:
+        """Takes out of a user's request what only this service says to schedulers."""
+        if self._preparation.asks(request):
+            return
+        params = request.sampling_params
+        for each in params if isinstance(params, list) else [params]:
+            custom = each.get("custom_params") if isinstance(each, dict) else None
+            if isinstance(custom, dict):
+                for name in (COMPOSITION, SELECTION):
+                    custom.pop(name, None)
 
     def link(self, request: Any) -> list[Context]:
         """Turns the marks in the text of SGLang's ``GenerateReqInput`` into what they stand for.
