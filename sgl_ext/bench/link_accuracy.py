@@ -9,9 +9,9 @@ from typing import NamedTuple, get_args
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, computed_share, generate, text_of
+from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
 from sgl_ext.bench.needles import needle_prompts
-from sgl_ext.bench.questions import QuestionSet, questions
+from sgl_ext.bench.questions import QuestionSet
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.scores import mean_interval
 from sgl_ext.chunks.divergence import divergence
@@ -75,11 +75,11 @@ class Accuracy:
 
     def report(self, report: Report) -> None:
         """Adds runs and figures."""
-        of_sets = {name: questions(name)[:-1] for name in get_args(QuestionSet)}
+        of_sets = {name: asked(name) for name in get_args(QuestionSet)}
         whole = [
             prompt
-            for asked in of_sets.values()
-            for prompt in document_prompts(self._template, asked, self._sizes.as_they_are)
+            for each in of_sets.values()
+            for prompt in document_prompts(self._template, each, self._sizes.as_they_are)
         ]
         klt = self._report(report, "as they are", whole)
         report.figures["klt_ratio_vs_lego16"] = klt[DEFAULT] / klt["lego-16"]
@@ -87,9 +87,9 @@ class Accuracy:
         if self._sizes.merged:
             merged = [
                 prompt
-                for asked in of_sets.values()
+                for each in of_sets.values()
                 for prompt in question_prompts(
-                    self._template, asked, self._sizes.merged, length=self._sizes.merged_length
+                    self._template, each, self._sizes.merged, length=self._sizes.merged_length
                 )
             ]
             klt = self._report(report, "merged to 512", merged)

@@ -19,13 +19,13 @@ from sgl_ext.bench.linked import (
     DEFAULT,
     PAGE,
     Contexts,
+    asked,
     computed_share,
     generate,
     nothing_missing,
     systems,
     text_of,
 )
-from sgl_ext.bench.questions import questions
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.scores import exact_match, f1, mean_interval
 from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
@@ -43,7 +43,7 @@ def run(*, quick: bool, out: Path) -> Report:
     count = 6 if quick else 100
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    prompts = document_prompts(template, questions("hotpotqa")[:-1], count)
+    prompts = document_prompts(template, asked("hotpotqa"), count)
     config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
     report = Report("link_answers", {"quick": quick, **config})
     told = _Told(out / "link_answers.partial.jsonl", config)

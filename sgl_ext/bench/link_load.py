@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, Ids, nothing_missing, text_of
-from sgl_ext.bench.questions import questions
+from sgl_ext.bench.linked import DEFAULT, Contexts, Ids, asked, nothing_missing, text_of
 from sgl_ext.bench.report import Report, summary
 
 _TOKENS = 4096
@@ -57,7 +56,7 @@ class Load:
         self._stock, self._ours = stock, ours
         self._template = template
         self._sizes = sizes
-        self._prompts = question_prompts(template, questions("hotpotqa")[:-1], 2, length=_TOKENS)
+        self._prompts = question_prompts(template, asked("hotpotqa"), 2, length=_TOKENS)
         self._contexts = Contexts(ours.url, template)
         self._ids: Sequence[Ids] = ()
         self._taken = 0

@@ -12,8 +12,7 @@ import numpy as np
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, computed_share, generate, text_of
-from sgl_ext.bench.questions import questions
+from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import ratio_of_medians
 
@@ -46,7 +45,7 @@ class Speed:
         self._template = template
         self._sizes = sizes
         self._contexts = Contexts(ours.url, template)
-        self._asked = questions("hotpotqa")[:-1]
+        self._asked = asked("hotpotqa")
 
     def report(self, report: Report) -> None:
         """Adds runs and figures."""

@@ -11,19 +11,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
-from sgl_ext.bench.questions import questions
+from sgl_ext.bench.questions import Question, QuestionSet, questions
 from sgl_ext.chunks.compose import mark
-from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.chunks.methods import BLEND_LAYERS, PASSAGES
 from sgl_ext.client import ContextCache
+from sgl_ext.config import Chunks
 from sgl_ext.errors import ExtError
 
 PAGE = 16
 _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
 _EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
-DEFAULT = "primed+offline-16"
-_PASSAGES = 4
-"""What a server primes chunks with: the first ones of those that are created together."""
-
+DEFAULT = Chunks().method
 _DEADLINE_S = 600.0
 
 Ids = Mapping[tuple[int, ...], str]
@@ -43,6 +41,11 @@ def systems(pool: int) -> list[server.System]:
     ]
 
 
+def asked(of: QuestionSet) -> list[Question]:
+    """What prompts are made of: all of a set but the last, whose documents prime contexts."""
+    return questions(of)[:-1]
+
+
 class Contexts:
     """The contexts of a server, created as those of a corpus are: behind the same few passages.
 
@@ -52,11 +55,11 @@ class Contexts:
 
     def __init__(self, url: str, template: Template) -> None:
         self._cache = ContextCache(url)
-        # None that any prompt is made of.
+        # A server primes chunks with the first ones of those that are created together.
         last = document_prompts(template, questions("hotpotqa")[-1:], 1)[0]
         self.token_bytes = 0
         """Of a token's KV; known when contexts have been created."""
-        self._passages = sorted(last.chunks)[:_PASSAGES]
+        self._passages = sorted(last.chunks)[:PASSAGES]
 
     def create(self, prompt: Prompt, method: str) -> Ids:
         """Contexts of a prompt's chunks, which serve for their other orders, too."""

@@ -86,11 +86,22 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def computed_from(self) -> int:
         """From which token on all are computed: what comes before may be linked, and has no
         logits."""
-        ends = [self.chunks[0].at] if self.chunks else [0]
-        for chunk in self.chunks:
-            linked = {*range(chunk.length)} - {*chunk.recompute}
-            ends.append(chunk.at + max(linked, default=-chunk.at - 1) + 1)
-        return max(ends)
+        every = [chunk.length for chunk in self.chunks]
+        end = self.chunks[-1].at + self.chunks[-1].length
+        spans = self._spans(end, every, self.chunks[0].at)
+        return max((span.end for span in spans if isinstance(span.source, Link)), default=0)
+
+    def check_logprobs(self, start: int) -> None:
+        """Raises ValueError if logprobs from token ``start`` on are of linked tokens, too.
+
+        Args:
+            start: SGLang's ``logprob_start_len``; negative for none of the prompt.
+        """
+        if 0 <= start < self.computed_from:
+            raise ValueError(
+                f"logprobs from token {start} on (logprob_start_len), and linked tokens have "
+                f"none; begin at {self.computed_from} or later, or leave it out"
+            )
 
     def plan(self, length: int, available: Sequence[int], lead: int = 0) -> PrefillPlan:
         """The plan of a prompt of ``length`` tokens.

@@ -10,6 +10,8 @@ from sgl_ext.errors import ExtError
 
 BOS_TOKENS = 4
 """Before a chunk that is prepared for LegoLink-0 (EPIC §4.4)."""
+PASSAGES = 4
+"""Before a primed chunk, at most."""
 BLEND_LAYERS = 2
 """That CacheBlend computes of all tokens, to compare the values of the last of them."""
 

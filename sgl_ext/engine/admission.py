@@ -21,13 +21,12 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
-    admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
     full = result is AddReqResult.NO_TOKEN and _alone(adder)
     if linked is not None and full and ext.links is not None:
         # The chunks that it keeps leave no room for it, and nobody who ends would make any.
         linked = ext.links.acquire(req, computing=True)
         result = original(adder, req, *args, **kw)
-        admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
     tier_hooks.considered(adder, req, admitted)
     if linked is not None and admitted and not told(req, "chunks"):  # not after a retraction
         tell(req, linked)

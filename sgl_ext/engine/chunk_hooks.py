@@ -11,6 +11,7 @@ from sgl_ext import runtime
 from sgl_ext.config import Chunks, ExtConfig
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by, refuse
+from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -31,29 +32,17 @@ class _RefusedError(ValueError):
         self.status_code = error.status
 
 
-_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("disable_radix_cache", bool, "no radix cache"),
-    ("radix_cache_backend", bool, "another radix cache"),
-    ("enable_hierarchical_cache", bool, "HiCache"),
-    ("speculative_algorithm", bool, "speculative decoding"),
-    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
-    ("attn_cp_size", lambda size: size > 1, "context parallelism"),
+_UNSERVED: Unserved = (
     ("enable_return_hidden_states", bool, "hidden states in answers"),
     ("enable_streaming_session", bool, "streaming sessions"),
     ("skip_tokenizer_init", bool, "no tokenizer"),
 )
 
 
-def require_served(server_args: Any, config: ExtConfig) -> None:
+def declare(server_args: Any, config: ExtConfig) -> None:
     """Raises ActivationError if the arguments ask for something that chunks do not serve."""
-    if config.chunks is None:
-        return
-    for field, unserved, what in _UNSERVED:
-        if unserved(getattr(server_args, field)):
-            raise hooks.ActivationError(
-                f"chunks do not work with {what} (--{field.replace('_', '-')}); "
-                "leave out one of the two"
-            )
+    if config.chunks is not None:
+        require_served(server_args, "chunks", _UNSERVED)
 
 
 def _serve(

@@ -281,12 +281,8 @@ def read_parameters(req: Any, tp_size: int) -> None:
             raise ValueError(f"{name}: {error}") from None
         if isinstance(read, Composition):
             read.check(len(req.origin_input_ids), req.extra_key)
-            start = req.logprob_start_len if req.return_logprob else -1
-            if 0 <= start < read.computed_from:
-                raise ValueError(
-                    f"logprobs from token {start} on, and linked tokens have none; begin at "
-                    f"{read.computed_from}"
-                )
+            if req.return_logprob:
+                read.check_logprobs(req.logprob_start_len)
             if tp_size > 1 and any(chunk.blend for chunk in read.chunks):
                 raise ValueError(NO_BLEND)
         params[name] = read

@@ -11,12 +11,10 @@ import msgspec
 
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Selection, path_of
-from sgl_ext.chunks.methods import BOS_TOKENS, LinkMethod, Preparation, Recompute
+from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
 from sgl_ext.engine.chunk_links import SELECTION
 from sgl_ext.errors import ExtError
 
-PASSAGES = 4
-"""Before a primed chunk."""
 _AT_ONCE = 4
 """Chunks that are prepared at the same time."""
 _ATTEMPTS = 3
@@ -115,9 +113,15 @@ class ChunkPreparation:
             ExtError: the server does not compute it.
         """
         if method.recompute is Recompute.OFFLINE:
+            amount = method.amount
+            selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), amount)
             for _ in range(_ATTEMPTS):
-                if (found := await self._selected(method, lead, before, tokens, salt)) is not None:
-                    return found
+                await self.compute(lead, tokens, salt)
+                answer = await self.compute(before, tokens, salt, selection)
+                for entry in answer["meta_info"].get("ext", ()):
+                    if entry.get("selected") is not None:
+                        selected: list[int] = entry["selected"]
+                        return selected
             raise ExtError(
                 f"the KV of a chunk of {len(tokens)} tokens had to go before it was looked at, "
                 f"{_ATTEMPTS} times: the server's KV is too small for it; split it, or try again"
@@ -128,24 +132,6 @@ class ChunkPreparation:
         if method.recompute is Recompute.HEAD:
             return range(min(method.amount, len(tokens)))
         return ()
-
-    async def _selected(
-        self,
-        method: LinkMethod,
-        lead: Sequence[int],
-        before: Sequence[int],
-        tokens: Sequence[int],
-        salt: str | None,
-    ) -> list[int] | None:
-        """What of a chunk is computed again; None if its KV had to go."""
-        await self.compute(lead, tokens, salt)
-        selection = Selection(NAMESPACE, len(tokens), tuple(before), tuple(lead), method.amount)
-        answer = await self.compute(before, tokens, salt, selection)
-        for entry in answer["meta_info"].get("ext", ()):
-            if entry.get("selected") is not None:
-                selected: list[int] = entry["selected"]
-                return selected
-        return None
 
     async def compute(
         self,

@@ -12,11 +12,11 @@ import msgspec
 
 from sgl_ext.chunks.compose import Prompt, compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
-from sgl_ext.chunks.methods import Preparation, Recompute, link_method
+from sgl_ext.chunks.methods import PASSAGES, Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunk_links import COMPOSITION, NO_BLEND, SELECTION
-from sgl_ext.engine.chunk_preparation import PASSAGES, ChunkPreparation
+from sgl_ext.engine.chunk_preparation import ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
 from sgl_ext.errors import ExtError
 
@@ -193,14 +193,12 @@ class ContextService:
             # What begins a chat is in its text already.
             tokenize=lambda part, first: self.encode(part, first and not chat),
         )
-        if prompt.composition is not None:
-            least = prompt.composition.computed_from
-            start = request.logprob_start_len
-            if request.return_logprob and start is not None and 0 <= start < least:
-                raise ExtError(
-                    f"logprobs from token {start} on (logprob_start_len), and linked tokens have "
-                    f"none; begin at {least} or later, or leave it out"
-                )
+        start = request.logprob_start_len
+        if prompt.composition is not None and request.return_logprob and start is not None:
+            try:
+                prompt.composition.check_logprobs(start)
+            except ValueError as error:
+                raise ExtError(str(error)) from None
         request.text, request.input_ids = None, prompt.tokens
         if prompt.composition is not None:
             suffix = f":{request.extra_key}" if request.extra_key else ""

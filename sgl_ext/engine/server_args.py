@@ -92,7 +92,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
     try:
         launcher.require_existing_model(server_args)
         tier_hooks.declare(server_args, config)
-        chunk_hooks.require_served(server_args, config)
+        chunk_hooks.declare(server_args, config)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about(server_args):

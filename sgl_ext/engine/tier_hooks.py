@@ -10,6 +10,7 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks
 from sgl_ext.engine.meta_info import tell, told
+from sgl_ext.engine.unserved import Unserved, require_served
 
 if TYPE_CHECKING:
     from sgl_ext.tiers.stack import TierStack
@@ -41,12 +42,7 @@ def declare(server_args: Any, config: ExtConfig) -> None:
             "the ssd and remote tiers do not work with LoRA adapters (--enable-lora, "
             "--lora-paths), whose KV would outlive them; use the host tier alone"
         )
-    for field, unserved, what in _UNSERVED:
-        if unserved(getattr(server_args, field)):
-            raise hooks.ActivationError(
-                f"tiers do not work with {what} (--{field.replace('_', '-')}); "
-                "leave out one of the two"
-            )
+    require_served(server_args, "tiers", _UNSERVED)
     declare_resolution(
         server_args,
         "sgl_ext",
@@ -56,17 +52,11 @@ def declare(server_args: Any, config: ExtConfig) -> None:
     )
 
 
-_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_UNSERVED: Unserved = (
     ("enable_unified_cache_external_linker", bool, "another external cache"),
-    ("enable_hierarchical_cache", bool, "HiCache"),
     ("hicache_storage_backend", bool, "HiCache's storage"),
     ("enable_lmcache", bool, "LMCache"),
     ("enable_flexkv", bool, "FlexKV"),
-    ("radix_cache_backend", bool, "another radix cache"),
-    ("disable_radix_cache", bool, "no radix cache"),
-    ("speculative_algorithm", bool, "speculative decoding"),
-    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
-    ("attn_cp_size", lambda size: size > 1, "context parallelism"),
 )
 
 

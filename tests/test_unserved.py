@@ -1,0 +1,28 @@
+"""Options of SGLang that a power does not serve are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_ext.engine.chunk_hooks import _UNSERVED as OF_CHUNKS
+from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.tier_hooks import _UNSERVED as OF_TIERS
+from sgl_ext.engine.unserved import COMMON, Unserved, require_served
+
+NONE = {"pp_size": 1, "attn_cp_size": 1}
+
+
+@pytest.mark.parametrize(("power", "own"), [("tiers", OF_TIERS), ("chunks", OF_CHUNKS)])
+def test_each_is_refused_by_name(power: str, own: Unserved) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    fields = [field for field, *_ in (*COMMON, *own)]
+    assert set(fields) <= set(ServerArgs.__struct_fields__)
+    off = dict.fromkeys(fields, False) | NONE
+    require_served(SimpleNamespace(**off), power, own)
+    for field in fields:
+        flag = field.replace("_", "-")
+        with pytest.raises(ActivationError, match=rf"{power} do not work with .* \(--{flag}\)"):
+            require_served(SimpleNamespace(**off | {field: 2}), power, own)
