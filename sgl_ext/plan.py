@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+_ROUNDING = 1e-6
+"""Tokens."""
 
 
 @dataclass(frozen=True)
 class Compute:
     """The forward computes it: a row of the batch."""
+
+    work: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class Link:
     """Number of the chunk among those of the prompt, or what else its planner names."""
     at: int
     """Position in the prompt of the chunk's first token."""
+    work: float = 0.0
+    """Share of a token's computing that the forward does of it nevertheless (CacheBlend)."""
 
 
 Source = Compute | Link
@@ -68,18 +76,18 @@ class PrefillPlan:
             yield Span(behind, end, Compute())
 
     def computed(self, start: int, end: int) -> int:
-        """Tokens in ``start .. end - 1`` that the forward computes."""
+        """What computing the tokens ``start .. end - 1`` takes, in whole tokens."""
         spans = self.between(start, end)
-        return sum(span.end - span.start for span in spans if isinstance(span.source, Compute))
+        work = sum((span.end - span.start) * span.source.work for span in spans)
+        return math.ceil(work - _ROUNDING)
 
     def reach(self, start: int, budget: int) -> int:
         """How far a forward from ``start`` on gets that computes ``budget`` tokens."""
-        at = start
+        at, left = start, float(budget)
         for span in self.between(start, len(self)):
-            length = span.end - span.start
-            if isinstance(span.source, Compute):
-                if length >= budget:
-                    return at + budget
-                budget -= length
+            cost = (span.end - span.start) * span.source.work
+            if cost >= left:
+                return at + int(left / span.source.work)
+            left -= cost
             at = span.end
-        return at + budget
+        return at + int(left)

@@ -63,6 +63,19 @@ def test_namespaces_follow_from_what_is_linked_where() -> None:
     assert all(name.startswith("ext:link:") for name in names)
 
 
+def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
+    turns = [f"a{mark('primed')}b{mark('bare')}c", f"d{mark('primed')}e{mark('bare')}f"]
+    first, both = (
+        compose(text, context_of=context_of, tokenize=tokenize).composition
+        for text in (turns[0], "".join(turns))
+    )
+    assert first is not None
+    assert both is not None
+    assert both.until(2).extra_key == first.extra_key
+    assert both.until(4) == both
+    assert len({both.until(count).extra_key for count in range(1, 5)}) == 4
+
+
 def test_text_alone_is_itself() -> None:
     prompt = compose("plain", context_of=context_of, tokenize=tokenize)
     assert prompt.composition is None

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.chunks.composition import Composition, LinkedChunk
-from sgl_ext.plan import Compute, Link
+from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk
+from sgl_ext.plan import Compute, Link, Span
 
 
 @st.composite
@@ -25,6 +25,23 @@ def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
     last_is_computed = chunks[-1].length - 1 in chunks[-1].recompute
     behind = draw(st.integers(0 if last_is_computed else 1, 6))
     return composition, at + behind, found
+
+
+@given(prompts(), st.integers(0, 60), st.sampled_from([0, 15]))
+def test_what_another_prompt_has_comes_first(
+    prompt: tuple[Composition, int, list[int]], lead: int, blend: int
+) -> None:
+    composition, length, found = prompt
+    chunks = [msgspec.structs.replace(chunk, blend=blend) for chunk in composition.chunks]
+    composition = msgspec.structs.replace(composition, chunks=tuple(chunks))
+    lead = min(lead, length - 1)
+    plan = composition.plan(length, found, lead, blend_share=0.1)
+    without = composition.plan(length, found)
+    assert list(plan.between(0, lead)) == ([Span(0, lead, Link(LEAD, 0))] if lead else [])
+    expected = [(type(span.source), span[:2]) for span in without.between(lead, length)]
+    assert [(type(span.source), span[:2]) for span in plan.between(lead, length)] == expected
+    works = {span.source.work for span in plan.between(lead, length)}
+    assert works <= {1.0, 0.15 + 0.85 * 0.1 if blend else 0.0}
 
 
 @given(prompts())

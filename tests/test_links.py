@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.chunks.composition import Composition, LinkedChunk, path_of
-from sgl_ext.engine.chunk_links import report
+from sgl_ext.engine.link_report import report
 
 PROGRAM = """
 import asyncio, json, sys
@@ -149,7 +149,7 @@ class Run:
     answers: dict[str, Step]
 
 
-@pytest.fixture(scope="module", params=[(1, 256), (16, 4096)])
+@pytest.fixture(scope="module", params=[(1, 4096), (16, 256)])
 def run(
     request: pytest.FixtureRequest,
     model: Path,
@@ -163,6 +163,8 @@ def run(
     whole = [LinkedChunk(head, len(first), 0)]
     everything = tuple(range(len(first)))
     next_turn = prompt + question + [5, 6, 7]
+    added = prompt + question + second + question
+    more = [*whole, LinkedChunk(len(prompt + question), len(second), 0)]
 
     def blended(percent: int, name: str) -> Step:
         two = [
@@ -181,6 +183,8 @@ def run(
         "here": [linked(prompt, whole, [prefix], "a")],
         "next turn": [linked(next_turn, whole, [prefix], "a")],
         "next turn alone": [linked(next_turn, whole, [prefix], "b")],
+        "added": [linked(added, more, [prefix], "a")],
+        "added alone": [linked(added, more, [prefix], "b2")],
         "recomputed": [
             linked(both, [LinkedChunk(moved, len(first), 0, everything)], [prefix], "c")
         ],
@@ -210,6 +214,19 @@ def test_the_next_turn_finds_what_was_linked(run: Run) -> None:
     same(next_turn, run.answers["next turn alone"])
 
 
+def test_a_turn_that_adds_a_chunk_finds_the_turn_before(run: Run) -> None:
+    added, alone = run.answers["added"], run.answers["added alone"]
+    same(added, alone)
+    (told,) = added["answers"][0][3]
+    (of_alone,) = alone["answers"][0][3]
+    prompt = len(run.prefix) + len(run.first) + len(run.question)
+    # The next turn, which went on with the same words, is under the same composition.
+    assert told["prefix"] == (prompt + len(run.question)) // run.page * run.page
+    assert (told["linked"], told["missing"]) == (len(run.second), 0)
+    assert of_alone["linked"] == len(run.first) + len(run.second)
+    assert sum(added["computed"]) < sum(alone["computed"]) - len(run.question)
+
+
 @pytest.mark.parametrize("name", ["recomputed", "absent"])
 def test_what_is_not_linked_is_computed(run: Run, name: str) -> None:
     found = run.answers[name]
@@ -228,7 +245,7 @@ def test_blending_computes_what_changes_most(run: Run) -> None:
     share = 15 * chunks // 100
     (told,) = run.answers["blended"]["answers"][0][3]
     assert (told["recomputed"], told["missing"]) == (share, 0)
-    if run.page == 16:  # in one piece
+    if run.page == 1:  # in one piece
         # The first layers of all tokens; of the others so many.
         assert sum(run.answers["blended"]["computed"]) == chunks + rest + rest + share
 

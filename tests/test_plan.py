@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.plan import Compute, Link, PrefillPlan, Source, Span
 
 CHUNKS = (0, 1)
 
@@ -16,13 +16,14 @@ def plans(draw: st.DrawFn) -> PrefillPlan:
     spans, at = [], 0
     for length in draw(st.lists(st.integers(1, 9), max_size=8)):
         chunk = draw(st.sampled_from([None, *CHUNKS]))
-        source = Compute() if chunk is None else Link(chunk, draw(st.integers(0, at)))
+        work = draw(st.sampled_from([0.0, 0.0, 0.15, 0.5]))
+        source = Compute() if chunk is None else Link(chunk, draw(st.integers(0, at)), work)
         spans.append(Span(at, at + length, source))
         at += length
     return PrefillPlan([*spans, Span(at, at + draw(st.integers(1, 9)), Compute())])
 
 
-def sources(plan: PrefillPlan, start: int, end: int) -> list[object]:
+def sources(plan: PrefillPlan, start: int, end: int) -> list[Source]:
     return [span.source for span in plan.between(start, end) for _ in range(span.start, span.end)]
 
 
@@ -32,15 +33,17 @@ def test_parts_are_the_plan(plan: PrefillPlan, start: int, length: int) -> None:
     whole = sources(plan, 0, 130)
     assert len(whole) == 130
     assert sources(plan, start, end) == whole[start:end]
-    assert plan.computed(start, end) == whole[start:end].count(Compute())
+    work = sum(source.work for source in whole[start:end])
+    assert work - 1e-5 < plan.computed(start, end) < work + 1
     assert whole[len(plan) - 1 :] == [Compute()] * (131 - len(plan))
 
 
 @given(plans(), st.integers(0, 60), st.integers(1, 60))
 def test_a_budget_reaches_as_far_as_it_can(plan: PrefillPlan, start: int, budget: int) -> None:
     end = plan.reach(start, budget)
+    assert end > start
     assert plan.computed(start, end) == budget
-    assert isinstance(sources(plan, start, end)[-1], Compute)
+    assert sources(plan, start, end)[-1].work > 0
 
 
 @pytest.mark.parametrize(

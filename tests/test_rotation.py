@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
+from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.rope import rotation_of
 from sgl_ext.memory.slab import Layout
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -129,3 +131,20 @@ def test_what_is_not_static_is_refused() -> None:
     longer = torch.cat((table[:2048], table[:2048].flip(1)))
     with pytest.raises(ValueError, match="only static embeddings"):
         frequencies_of(longer.numpy())
+
+
+@pytest.mark.parametrize("name", ["plain", "half", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_asked_whether_moved_keys_are_its_own(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = tables()[name]
+    layout = Layout(16, 2, 3, embedding.head_size, dtype, "f")
+    model = type("LlamaForCausalLM", (torch.nn.Module,), {})()
+    model.embedding = embedding
+    rotation_of(model, layout)
+    right = frequencies_of(embedding._compute_cos_sin_cache().numpy())
+    wrong = Rope(embedding.rotary_dim, right[::-1], not embedding.is_neox_style)
+    monkeypatch.setattr("sgl_ext.engine.rope._rope_of", lambda _: wrong)
+    with pytest.raises(ActivationError, match="keys moved from position 0 to 1 are off by"):
+        rotation_of(model, layout)

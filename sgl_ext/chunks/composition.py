@@ -11,7 +11,7 @@ import msgspec
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
 LEAD = -1
-"""In place of a chunk's number: what comes before the first one, as in a prompt without chunks."""
+"""In place of a chunk's number: what another prompt has that begins as this one."""
 _FILLER = 0
 """A token that every vocabulary has; what follows a token does not change its KV."""
 
@@ -46,8 +46,16 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """SGLang's ``extra_key`` that a prompt's own KV belongs under: that of no other prompt of
         the same tokens is like it."""
         # It names all that linked KV depends on but the tokens, which the tree compares.
-        digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+        named = (self.namespace, self.preparations, self.chunks)
+        digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
         return f"ext:link:{digest[:32]}"
+
+    def until(self, count: int) -> Composition:
+        """The composition of a prompt of the first ``count`` chunks only, at least one: that of an
+        earlier turn of this conversation, if the others came later."""
+        chunks = self.chunks[:count]
+        named = 1 + max(chunk.preparation for chunk in chunks)
+        return Composition(self.method, self.namespace, self.preparations[:named], chunks)
 
     def check(self, length: int, extra_key: str | None) -> None:
         """Raises ValueError unless this can be a prompt of ``length`` tokens whose own KV goes
@@ -103,26 +111,35 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"none; begin at {self.computed_from} or later, or leave it out"
             )
 
-    def plan(self, length: int, available: Sequence[int], lead: int = 0) -> PrefillPlan:
+    def plan(
+        self, length: int, available: Sequence[int], lead: int = 0, *, blend_share: float = 0.0
+    ) -> PrefillPlan:
         """The plan of a prompt of ``length`` tokens.
 
         Args:
             available: how many tokens of each chunk, from its first on, there is KV of; the
                 others are computed.
-            lead: as many of what comes before the first chunk.
+            lead: as many of the prompt, from its first on, that another one has.
+            blend_share: of a model's layers, those that blending computes of all tokens.
         """
-        return PrefillPlan(self._spans(length, available, lead))
+        return PrefillPlan(self._spans(length, available, lead, blend_share))
 
-    def _spans(self, length: int, available: Sequence[int], lead: int) -> Iterator[Span]:
+    def _spans(
+        self, length: int, available: Sequence[int], lead: int, blend_share: float = 0.0
+    ) -> Iterator[Span]:
         if lead:
             yield Span(0, lead, Link(LEAD, 0))
         at = lead  # what lies before has a span
         for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
+            blend = chunk.blend / 100
+            work = blend + (1 - blend) * blend_share if chunk.blend else 0.0
             for start, end in _gaps(chunk.recompute, found):
-                if (begin := chunk.at + start) > at:
+                if chunk.at + end <= at:
+                    continue
+                if (begin := max(chunk.at + start, at)) > at:
                     yield Span(at, begin, Compute())
                 at = chunk.at + end
-                yield Span(begin, at, Link(number, chunk.at))
+                yield Span(begin, at, Link(number, chunk.at, work))
         yield Span(at, length, Compute())
 
 

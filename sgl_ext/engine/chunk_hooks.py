@@ -167,7 +167,7 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
         return
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_ext.engine.chunk_links import read_parameters
+    from sgl_ext.engine.link_parameters import read_parameters
 
     if req.to_finish is not None:
         return  # SGLang has found something wrong with it

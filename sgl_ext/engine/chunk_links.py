@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from itertools import pairwise
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sgl_ext.chunks.composition import LEAD, Composition, Selection
+from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.chunks.rotation import FROM, FROM_PITCH, TO, TO_PITCH, TOKENS, RotatingCopy
 from sgl_ext.engine import hooks
+from sgl_ext.engine.blend import Candidates
 from sgl_ext.engine.chunk_search import ChunkSearch, Found, Wanted
-from sgl_ext.engine.rope import rope_of
+from sgl_ext.engine.link_parameters import composition_of
+from sgl_ext.engine.link_report import Linked, report
+from sgl_ext.engine.rope import rotation_of
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import Link, PrefillPlan, Span
 from sgl_ext.runtime import ExtRuntime
 
-COMPOSITION, SELECTION = "ext_composition", "ext_selection"
-"""Keys of a request's ``custom_params``: what its prompt is made of; what is asked of a chunk."""
-NO_BLEND = (
-    "blend-R chooses tokens by the values of all KV heads, which tensor parallel ranks share "
-    "out; choose another method"
-)
-
-T = TypeVar("T")
+_LEADS = 4
+"""Earlier turns of a conversation that are looked for, at most."""
 
 
 @dataclass
@@ -38,22 +36,6 @@ class LinkedRequest:
     plan: PrefillPlan
     found: dict[int, Found]
     """By the number of the chunk; those behind the prefix that the request has already."""
-
-
-class Linked(TypedDict):
-    """What was linked into a request, for its ``meta_info``."""
-
-    power: str
-    exact: bool
-    method: str
-    linked: int
-    """Tokens whose KV is a chunk's."""
-    recomputed: int
-    """Tokens of chunks that are computed, as the method wants it."""
-    missing: int
-    """Tokens of chunks that are computed because there was no KV of them."""
-    prefix: int
-    """Tokens before the first chunk whose KV, exact, is another prompt's."""
 
 
 class ChunkLinks:
@@ -79,17 +61,37 @@ class ChunkLinks:
         self._pool = pool
         self._copy = copy
         self._requests: dict[str, LinkedRequest] = {}
+        self._asked: dict[str, list[str]] = {}
+        """Of requests that wait: what their chunks are called while they are on their way."""
+        self._had_turn: set[str] = set()
+        """Those of them that could have been admitted."""
 
     def ask(self, req: Any) -> None:
         """SGLang's ``req`` has arrived: its chunks begin to come from where they are."""
-        for number, wanted in self._wanted(req, 0):
+        if not self._search.waits or composition_of(req) is None:
+            return
+        self._asked[req.rid] = _names(req)
+        if (lead := self._lead(req, 0)) is not None:
+            self._search.ask(_name(req, LEAD), lead)
+        for number, wanted in _chunks(req, 0):
             self._search.ask(_name(req, number), wanted)
 
     def ready(self, req: Any) -> bool:
-        """Whether what comes of the request's chunks is here."""
+        """Whether what comes of the request's chunks is here; it is its turn."""
+        if (names := self._asked.get(req.rid)) is None:
+            return True
+        if req.rid not in self._had_turn:
+            self._had_turn.add(req.rid)
+            self.ask(req)  # what has come is kept for a while only, and it may have waited longer
         # Ranks, which answer together, are asked the same: of all chunks, whatever the first says.
-        waiting = [name for name in _names(req) if not self._search.ready(name)]
+        waiting = [name for name in names if not self._search.ready(name)]
         return not waiting
+
+    def forget(self, rid: str) -> None:
+        """The request does not wait any more: nothing needs to come for it."""
+        self._had_turn.discard(rid)
+        for name in self._asked.pop(rid, ()):
+            self._search.forget(name)
 
     def acquire(self, req: Any, *, computing: bool = False) -> Linked | None:
         """Finds and keeps the chunks behind the prefix that ``req`` has; makes its plan.
@@ -102,19 +104,25 @@ class ChunkLinks:
         self.release(req.rid)
         if (composition := composition_of(req)) is None:
             return None
-        found = {
-            number: self._search.find(_name(req, number), wanted)
-            for number, wanted in self._wanted(req, req.prefix_len)
-            if not computing
-        }
-        for name in _names(req):
-            self._search.forget(name)
+        found: dict[int, Found] = {}
+        have = req.prefix_len
+        if not computing:
+            if (wanted := self._lead(req, have)) is not None:
+                found[LEAD] = self._search.find(_name(req, LEAD), wanted)
+                have = max(have, len(found[LEAD].addresses))
+            for number, wanted in _chunks(req, have):
+                found[number] = self._search.find(_name(req, number), wanted)
+        self.forget(req.rid)
         available = [
             len(found[number].addresses) if number in found else 0
             for number in range(len(composition.chunks))
         ]
-        lead = len(found[LEAD].addresses) if LEAD in found else 0
-        plan = composition.plan(len(req.origin_input_ids), available, lead)
+        plan = composition.plan(
+            len(req.origin_input_ids),
+            available,
+            len(found[LEAD].addresses) if LEAD in found else 0,
+            blend_share=BLEND_LAYERS / self._slab.layout.layers,
+        )
         self._requests[req.rid] = LinkedRequest(composition, plan, found)
         self._plans[req.rid] = plan
         return report(composition, plan, req.prefix_len)
@@ -135,19 +143,17 @@ class ChunkLinks:
             targets = np.concatenate([slots[one.start - start : one.end - start] for one in parts])
             self._copy(self._runs(sources, targets), link.at - chunk.origin)
 
-    def blended(self, rid: str, start: int, end: int) -> tuple[NDArray[np.int64], int]:
-        """Positions that are linked in ``start .. end - 1`` but may be computed, and how many of
-        them are (CacheBlend)."""
+    def blended(self, rid: str, start: int, end: int) -> Candidates | None:
+        """What is linked in ``start .. end - 1`` but may be computed (CacheBlend), if anything."""
         if (request := self._requests.get(rid)) is None:
-            return np.empty(0, np.int64), 0
+            return None
         positions, share = [], 0
         for span in request.plan.between(start, end):
-            if not isinstance(span.source, Link) or span.source.chunk == LEAD:
-                continue
-            if blend := request.composition.chunks[span.source.chunk].blend:
+            if isinstance(span.source, Link) and span.source.work:
                 positions.append(np.arange(span.start, span.end))
+                blend = request.composition.chunks[span.source.chunk].blend
                 share += blend * (span.end - span.start)
-        return np.concatenate([*positions, np.empty(0, np.int64)]), share // 100
+        return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
 
     def select(self, req: Any, selection: Selection) -> list[int] | None:
         """The chunk's tokens, ascending, whose values differ most; None if the KV is gone."""
@@ -178,21 +184,34 @@ class ChunkLinks:
             for found in request.found.values():
                 self._search.let_go(found)
 
-    def _wanted(self, req: Any, prefix: int) -> Iterator[tuple[int, Wanted]]:
-        """What of the request's prompt, behind ``prefix`` tokens, there may be KV of."""
-        if (composition := composition_of(req)) is None:
-            return
-        ids, salt = req.origin_input_ids, req.cache_salt
-        lead = composition.chunks[0].at
-        if lead > prefix:
-            # What comes before any chunk is as in a prompt without chunks.
-            plain = req.extra_key.removeprefix(composition.extra_key).removeprefix(":") or None
-            yield LEAD, Wanted(plain, salt, (), ids[:lead])
-        for number, chunk in enumerate(composition.chunks):
-            if chunk.at + chunk.length > prefix and len(chunk.recompute) < chunk.length:
-                before = composition.preparations[chunk.preparation]
-                tokens = ids[chunk.at : chunk.at + chunk.length]
-                yield number, Wanted(composition.namespace, salt, before, tokens)
+    def _lead(self, req: Any, prefix: int) -> Wanted | None:
+        """What of the prompt, from its first token on, the device has the most of in another one:
+        in a prompt without chunks, or in one without the last of these, such as the turn before
+        they were added. None if that is not more than ``prefix``."""
+        composition = composition_of(req)
+        if composition is None:
+            return None
+        most = len(req.origin_input_ids)
+        if req.return_logprob and req.logprob_start_len >= 0:
+            most = req.logprob_start_len  # as SGLang does; from there on there must be logits
+        page, chunks = self._slab.layout.page, composition.chunks
+        ends = [
+            (count, after.at)
+            for count, (chunk, after) in enumerate(pairwise(chunks), 1)
+            if after.at - (chunk.at + chunk.length) >= page  # else there is little to be gained
+        ]
+        ends = [(0, chunks[0].at), *ends[-_LEADS:]]
+        user = req.extra_key.removeprefix(composition.extra_key)
+        return self._search.longest(
+            Wanted(
+                composition.until(count).extra_key + user if count else user[1:] or None,
+                req.cache_salt,
+                (),
+                req.origin_input_ids[:end],
+            )
+            for count, end in ends
+            if prefix < end <= most
+        )
 
     def _runs(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Both in the order of the prompt: addresses, and slots."""
@@ -212,34 +231,22 @@ def _name(req: Any, number: int) -> str:
     return f"{req.rid}#{number}"
 
 
+def _chunks(req: Any, have: int) -> Iterator[tuple[int, Wanted]]:
+    """Those of the request that its first ``have`` tokens do not hold, by number."""
+    if (composition := composition_of(req)) is None:
+        return
+    for number, chunk in enumerate(composition.chunks):
+        end = chunk.at + chunk.length
+        if end > have and len(chunk.recompute) < chunk.length:
+            before = composition.preparations[chunk.preparation]
+            tokens = req.origin_input_ids[chunk.at : end]
+            yield number, Wanted(composition.namespace, req.cache_salt, before, tokens)
+
+
 def _names(req: Any) -> list[str]:
     if (composition := composition_of(req)) is None:
         return []
     return [_name(req, number) for number in range(LEAD, len(composition.chunks))]
-
-
-def report(composition: Composition, plan: PrefillPlan, prefix: int) -> Linked:
-    """What ``plan`` does behind the ``prefix`` tokens that a request has already.
-
-    After a retraction these may be more than the prompt's.
-    """
-    begin = min(prefix, len(plan))
-    lead = linked = share = 0
-    for start, end, source in plan.between(begin, len(plan)):
-        if isinstance(source, Link) and source.chunk == LEAD:
-            lead += end - start
-        elif isinstance(source, Link):
-            linked += end - start
-            share += composition.chunks[source.chunk].blend * (end - start)
-    tokens = sum(max(one.at + one.length - max(one.at, begin), 0) for one in composition.chunks)
-    wanted = sum(
-        chunk.at + offset >= begin for chunk in composition.chunks for offset in chunk.recompute
-    )
-    blended = share // 100
-    return Linked(
-        power="chunks", exact=False, method=composition.method, linked=linked - blended,
-        recomputed=wanted + blended, missing=tokens - wanted - linked, prefix=lead,
-    )  # fmt: skip
 
 
 def open_links(scheduler: Any, ext: ExtRuntime) -> ChunkLinks:
@@ -252,55 +259,7 @@ def open_links(scheduler: Any, ext: ExtRuntime) -> ChunkLinks:
         raise hooks.ActivationError(
             f"chunks need the block-major layout, and {ext.layer_major_because}"
         )
-    rope = rope_of(scheduler.tp_worker.model_runner.model)
-    try:
-        copy = RotatingCopy(ext.slab.layout, rope)
-    except ValueError as error:
-        raise hooks.ActivationError(f"chunks do not serve this KV: {error}") from None
+    copy = rotation_of(scheduler.tp_worker.model_runner.model, ext.slab.layout)
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
     search = ChunkSearch(scheduler.tree_cache, ext.slab, ext.tiers)
     return ChunkLinks(search, pool, ext.slab, copy, ext.plans)
-
-
-def read_parameters(req: Any, tp_size: int) -> None:
-    """Reads what a request that arrives says of its prompt, once.
-
-    Raises:
-        ValueError: it cannot be; nothing of it is believed.
-    """
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict):
-        return
-    given = {name: params.pop(name, None) for name in (COMPOSITION, SELECTION)}
-    for name, type_ in ((COMPOSITION, Composition), (SELECTION, Selection)):
-        if (value := given[name]) is None:
-            continue
-        try:
-            read = value if isinstance(value, type_) else msgspec.convert(value, type_)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if isinstance(read, Composition):
-            read.check(len(req.origin_input_ids), req.extra_key)
-            if req.return_logprob:
-                read.check_logprobs(req.logprob_start_len)
-            if tp_size > 1 and any(chunk.blend for chunk in read.chunks):
-                raise ValueError(NO_BLEND)
-        params[name] = read
-
-
-def composition_of(req: Any) -> Composition | None:
-    """What the request's prompt is made of, if it says so."""
-    return _parameter(req, COMPOSITION, Composition)
-
-
-def selection_of(req: Any) -> Selection | None:
-    """What the request asks of the chunk that it computes, if anything."""
-    return _parameter(req, SELECTION, Selection)
-
-
-def _parameter(req: Any, name: str, type_: type[T]) -> T | None:
-    params = req.sampling_params.custom_params
-    if req.to_finish is not None or not isinstance(params, dict):
-        return None  # an aborted request's prompt is cut off
-    value = params.get(name)
-    return value if isinstance(value, type_) else None

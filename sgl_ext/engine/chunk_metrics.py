@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge
 
 if TYPE_CHECKING:
-    from sgl_ext.engine.chunk_links import Linked
     from sgl_ext.engine.fidelity import Fidelity
+    from sgl_ext.engine.link_report import Linked
 
 _TOKENS = {
     "linked": "Prompt tokens whose KV was copied from a chunk's.",

@@ -12,7 +12,7 @@ import msgspec
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
-from sgl_ext.engine.chunk_links import SELECTION
+from sgl_ext.engine.link_parameters import SELECTION
 from sgl_ext.errors import ExtError
 
 _AT_ONCE = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,21 @@ class ChunkSearch:
         self._tree = tree
         self._slab = slab
         self._tiers = tiers
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are tiers that KV has to come from first."""
+        return self._tiers is not None and bool(self._tiers.lower)
+
+    def longest(self, texts: Iterable[Wanted]) -> Wanted | None:
+        """That of which the device has the most tokens; of equals the first."""
+
+        def on_device(wanted: Wanted) -> int:
+            key = wanted.key(self._tree.page_size)
+            found: int = self._tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+            return found
+
+        return max(texts, key=on_device, default=None)
 
     def ask(self, name: str, wanted: Wanted) -> None:
         """What lies in lower tiers begins to come; :meth:`ready` says when it has."""

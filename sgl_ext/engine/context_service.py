@@ -15,9 +15,9 @@ from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import PASSAGES, Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
-from sgl_ext.engine.chunk_links import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.engine.chunk_preparation import ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
+from sgl_ext.engine.link_parameters import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"

@@ -53,9 +53,9 @@ def _candidates(
     found = {}
     for at, plan in enumerate(plans):
         if plan is not None and ext.links is not None:
-            positions, count = ext.links.blended(rids[at], prefixes[at], ends[at])
-            if count:
-                found[at] = blend.Candidates(positions, count)
+            each = ext.links.blended(rids[at], prefixes[at], ends[at])
+            if each is not None:
+                found[at] = each
     return found
 
 
@@ -100,7 +100,10 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
 
 
 def _part(adder: Any, plan: PrefillPlan, prefix: int, most: int) -> int:
-    """Tokens of the next part of a prompt: a whole number of pages, unless it is the last."""
+    """Tokens of the next part of a prompt, ``most`` or as many as make it end with a page.
+
+    At least a page, be the budget smaller: a part of none would never end.
+    """
     end = plan.reach(prefix, max(adder.rem_chunk_tokens, 1))
     if end >= prefix + most:
         return most
@@ -122,7 +125,7 @@ def _on_release(_tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     ext = runtime.current
     if ext is None or ext.links is None:
         return
-    from sgl_ext.engine.chunk_links import selection_of
+    from sgl_ext.engine.link_parameters import selection_of
 
     ext.links.release(req.rid)
     if (selection := selection_of(req)) is not None and req.finished():

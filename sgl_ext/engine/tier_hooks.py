@@ -103,13 +103,26 @@ def _measure(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any
 ) -> Any:
     """Says what computing costs: what a tier must beat. A forward on the CPU ends with its call."""
+    stack = _stack()
+    if stack is None or not batch.forward_mode.is_extend():
+        return original(scheduler, batch, *args, **kw)
+    tokens = _computed(batch)  # plans may end with the forward
     begin = time.monotonic()
     result = original(scheduler, batch, *args, **kw)
-    if (stack := _stack()) is not None and batch.forward_mode.is_extend():
-        tokens = batch.extend_num_tokens or 0
-        if tokens >= _LEAST_TOKENS:
-            stack.computed(tokens, time.monotonic() - begin)
+    if tokens >= _LEAST_TOKENS:
+        stack.computed(tokens, time.monotonic() - begin)
     return result
+
+
+def _computed(batch: Any) -> int:
+    """Tokens of SGLang's ``ScheduleBatch`` that are not linked."""
+    ext = runtime.current
+    if ext is None or not ext.plans:
+        return batch.extend_num_tokens or 0
+    return sum(
+        length if (plan := ext.plans.get(req.rid)) is None else plan.computed(start, start + length)
+        for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+    )
 
 
 def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dict[str, Any] | None:
@@ -128,8 +141,10 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
 
 
 def _forget(_wrapper: Any, rid: str) -> None:
-    if (stack := _stack()) is not None:
-        stack.forget(rid)
+    if (ext := runtime.current) is not None and ext.tiers is not None:
+        ext.tiers.forget(rid)
+        if ext.links is not None:
+            ext.links.forget(rid)
 
 
 def _weights_changed(_updater: Any, *_args: Any, **_kwargs: Any) -> None:
