@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.bench.link_answers import _Told
 from sgl_ext.bench.linked import computed_share
+from sgl_ext.bench.partial import Partial
 
 
 def meta(**more: object) -> dict[str, Any]:
@@ -24,16 +24,17 @@ def test_what_is_computed_of_a_prompt() -> None:
     assert share == pytest.approx(0.2 + 0.6 * 2 / 30)
 
 
-def test_answers_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
+def test_findings_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
     path = tmp_path / "partial"
-    first = _Told(path, {"questions": 2})
-    first.add("a", {"full": {"f1": 1.0}})
-    path.write_text(path.read_text() + '["b", {"fu')  # killed while it wrote
-    again = _Told(path, {"questions": 2})
-    assert again.scores == {"a": {"full": {"f1": 1.0}}}
-    again.add("b", {"full": {"f1": 0.5}})
-    assert _Told(path, {"questions": 2}).scores == {**again.scores}
-    assert _Told(path, {"questions": 3}).scores == {}
+    first = Partial(path, {"questions": 2})
+    assert first.find("a", lambda: [1.0]) == [1.0]
+    path.write_text(path.read_text() + '["b", [0.')  # killed while it wrote
+    again = Partial(path, {"questions": 2})
+    assert "b" not in again
+    assert again.find("a", lambda: pytest.fail("found already")) == [1.0]
+    assert again.find("b", lambda: [0.5]) == [0.5]
+    assert Partial(path, {"questions": 2}).find("b", lambda: pytest.fail("found")) == [0.5]
+    assert "a" not in Partial(path, {"questions": 3})
     assert json.loads(path.read_text()) == {"questions": 3}
     again.forget()
     assert not path.exists()

@@ -15,7 +15,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_ext.chunks.compose import mark
 from sgl_ext.config import Chunks
 from sgl_ext.engine.context_api import install
-from sgl_ext.engine.context_service import ALONE, MARKED, ContextService
+from sgl_ext.engine.context_service import ALONE, ContextService
+from sgl_ext.engine.link_parameters import MARKED
 from sgl_ext.errors import ExtError
 
 

@@ -4,7 +4,9 @@ answered, and how far the answers are off.
 Prompts are documents of real questions and one of the questions, the chunks of each in several
 orders, so that prompts share no prefix: once the documents as they are, once merged into chunks of
 512 tokens. Contexts are created before anything is timed, as an application would, primed by
-documents that are in none of the prompts. ``stock`` is SGLang with its radix cache.
+documents that are in none of the prompts. ``stock`` is SGLang with its radix cache. A whole run
+takes hours; one that was broken off keeps the answers that it has compared, if it is given the same
+``--out``, and measures speed and load anew.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from sgl_ext.bench.link_accuracy import Accuracy, AccuracySizes
 from sgl_ext.bench.link_load import Load, LoadSizes
 from sgl_ext.bench.link_speed import Speed, SpeedSizes
 from sgl_ext.bench.linked import DEFAULT, PAGE, nothing_missing, systems
+from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 
@@ -41,14 +44,30 @@ _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
-    AccuracySizes(_COMPARED, as_they_are=4, merged=0, merged_length=0, needles=0, needle_length=0),
+    AccuracySizes(
+        _COMPARED,
+        _COMPARED,
+        as_they_are=4,
+        by_all=4,
+        merged=0,
+        merged_length=0,
+        needles=0,
+        needle_length=0,
+    ),
 )
 _WHOLE = _Sizes(
     160_000,
     SpeedSizes({1024: 4, 2048: 4, 4096: 4, 7168: 3}, orders=3, methods=_METHODS, as_they_are=4),
     LoadSizes(requests=24, rounds=3, methods=_COMPARED),
     AccuracySizes(
-        _METHODS, as_they_are=200, merged=40, merged_length=2048, needles=60, needle_length=3072
+        _COMPARED,
+        _METHODS,
+        as_they_are=200,
+        by_all=60,
+        merged=20,
+        merged_length=2048,
+        needles=60,
+        needle_length=3072,
     ),
 )
 
@@ -60,11 +79,14 @@ def run(*, quick: bool, out: Path) -> Report:
     model = prepare(SMOLLM2)
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    report = Report("link", {"quick": quick, "page": PAGE, **asdict(sizes)})
+    config = {"quick": quick, "page": PAGE, **asdict(sizes)}
+    report = Report("link", config)
+    partial = Partial(out / "link.partial.jsonl", config)
     with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
         with nothing_missing(ours.url):
             Speed(stock, ours, template, sizes.speed).report(report)
         Load(stock, ours, template, sizes.load).report(report)
         with nothing_missing(ours.url):
-            Accuracy(stock, ours, template, sizes.accuracy, layers).report(report)
+            Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report)
+    partial.forget()
     return report

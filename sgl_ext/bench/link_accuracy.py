@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
+from itertools import chain
 from typing import NamedTuple, get_args
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
 from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
 from sgl_ext.bench.needles import needle_prompts
+from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.questions import QuestionSet
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.scores import mean_interval
-from sgl_ext.chunks.divergence import divergence
+from sgl_ext.chunks.divergence import Distribution, divergence
 from sgl_ext.distributions import distributions
 
 _TOP = 512
@@ -28,9 +31,14 @@ _NEEDLE_TOKENS = 12
 class AccuracySizes:
     """How much is compared."""
 
+    compared: Sequence[str]
+    """Methods that figures compare."""
     methods: Sequence[str]
+    """All of them, by fewer prompts."""
     as_they_are: int
     """Prompts of each set whose chunks are documents as they are."""
+    by_all: int
+    """As many of them are linked by all methods."""
     merged: int
     """Prompts of each set whose chunks are documents merged."""
     merged_length: int
@@ -57,6 +65,7 @@ class Accuracy:
         stock: computes everything.
         ours: links.
         layers: of the model.
+        partial: what was found earlier.
     """
 
     def __init__(
@@ -66,7 +75,9 @@ class Accuracy:
         template: Template,
         sizes: AccuracySizes,
         layers: int,
+        partial: Partial,
     ) -> None:
+        self._partial = partial
         self._stock, self._ours = stock, ours
         self._template = template
         self._sizes = sizes
@@ -76,14 +87,18 @@ class Accuracy:
     def report(self, report: Report) -> None:
         """Adds runs and figures."""
         of_sets = {name: asked(name) for name in get_args(QuestionSet)}
-        whole = [
-            prompt
-            for each in of_sets.values()
-            for prompt in document_prompts(self._template, each, self._sizes.as_they_are)
-        ]
-        klt = self._report(report, "as they are", whole)
-        report.figures["klt_ratio_vs_lego16"] = klt[DEFAULT] / klt["lego-16"]
-        report.figures["klt_ratio_vs_blend15"] = klt[DEFAULT] / klt["blend-15"]
+        whole = {
+            name: document_prompts(self._template, each, self._sizes.as_they_are)
+            for name, each in of_sets.items()
+        }
+        few = [prompt for each in whole.values() for prompt in each[: self._sizes.by_all]]
+        self._divergence(report, "as they are, all methods", few, self._sizes.methods)
+        for name, prompts in whole.items():
+            self._divergence(report, f"as they are, {name}", prompts, self._sizes.compared)
+        every = list(chain.from_iterable(whole.values()))
+        self._compare_to(
+            report, "", self._divergence(report, "as they are", every, self._sizes.compared)
+        )
         if self._sizes.merged:
             merged = [
                 prompt
@@ -92,17 +107,31 @@ class Accuracy:
                     self._template, each, self._sizes.merged, length=self._sizes.merged_length
                 )
             ]
-            klt = self._report(report, "merged to 512", merged)
-            report.figures["klt_ratio_vs_lego16_merged"] = klt[DEFAULT] / klt["lego-16"]
-            report.figures["klt_ratio_vs_blend15_merged"] = klt[DEFAULT] / klt["blend-15"]
+            self._compare_to(
+                report,
+                "_merged",
+                self._divergence(report, "merged to 512", merged, self._sizes.methods),
+            )
         if self._sizes.needles:
             self._report_needles(report)
 
-    def _report(self, report: Report, what: str, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Mean divergence by method."""
-        found: dict[str, list[_Compared]] = {name: [] for name in self._sizes.methods}
+    def _compare_to(
+        self, report: Report, where: str, found: Mapping[str, Sequence[_Compared]]
+    ) -> None:
+        """Figures of the default method."""
+        klt = {name: statistics.mean(one.mean for one in each) for name, each in found.items()}
+        cost = {name: statistics.mean(one.cost for one in each) for name, each in found.items()}
+        for name, other in (("lego16", "lego-16"), ("blend15", "blend-15")):
+            report.figures[f"klt_ratio_vs_{name}{where}"] = klt[DEFAULT] / klt[other]
+            report.figures[f"cost_ratio_vs_{name}{where}"] = cost[DEFAULT] / cost[other]
+
+    def _divergence(
+        self, report: Report, what: str, prompts: Sequence[Prompt], methods: Sequence[str]
+    ) -> dict[str, list[_Compared]]:
+        """By method."""
+        found: dict[str, list[_Compared]] = {name: [] for name in methods}
         for prompt in prompts:
-            for name, compared in self._compare(prompt):
+            for name, compared in zip(methods, self._compare(prompt, methods), strict=True):
                 found[name].append(compared)
         for name, each in found.items():
             klt = mean_interval([one.mean for one in each])
@@ -118,37 +147,49 @@ class Accuracy:
                     "klt_high": klt.high,
                 }
             )
-        return {name: statistics.mean(one.mean for one in each) for name, each in found.items()}
+        return found
 
-    def _compare(self, prompt: Prompt) -> Iterable[tuple[str, _Compared]]:
-        answer = self._template.encode(prompt.answers[0])
-        begin = len(prompt.tokens)
-        right = distributions(
-            self._stock.url, [*prompt.tokens, *answer], len(answer), begin,
-            top=_TOP, deadline=_DEADLINE_S,
-        ).distributions  # fmt: skip
-        for name in self._sizes.methods:
-            text = text_of(prompt, self._contexts.create(prompt, name)) + prompt.answers[0]
+    def _compare(self, prompt: Prompt, methods: Sequence[str]) -> list[_Compared]:
+        """The prompt by each of ``methods``."""
+        # An answer is tokenised with the question before it, as the server does.
+        question = len(self._template.encode(prompt.question))
+        end = self._template.encode(prompt.question + prompt.answers[0])
+        begin, count = len(prompt.tokens), len(end) - question
+        right: list[Distribution] = []
+
+        def by(method: str) -> _Compared:
+            if not right:
+                right.extend(self._computed([*prompt.tokens[:-question], *end], count, begin))
+            text = text_of(prompt, self._contexts.create(prompt, method)) + prompt.answers[0]
             linked, meta = distributions(
-                self._ours.url, text, len(answer), begin, top=_TOP, deadline=_DEADLINE_S
+                self._ours.url, text, count, begin, top=_TOP, deadline=_DEADLINE_S
             )
             each = [divergence(*pair) for pair in zip(right, linked, strict=True)]
-            cost = computed_share(meta, begin + len(answer), self._layers)
-            yield name, _Compared(each[0], statistics.mean(each), cost)
+            cost = computed_share(meta, begin + count, self._layers)
+            return _Compared(each[0], statistics.mean(each), cost)
+
+        name = f"{len(prompt.chunks)} chunks of {len(prompt.tokens)}, {prompt.name}"
+        return [
+            _Compared(*self._partial.find(f"{method}, {name}", partial_of(by, method)))
+            for method in methods
+        ]
+
+    def _computed(self, tokens: Sequence[int], count: int, begin: int) -> list[Distribution]:
+        url = self._stock.url
+        return distributions(
+            url, tokens, count, begin, top=_TOP, deadline=_DEADLINE_S
+        ).distributions
 
     def _report_needles(self, report: Report) -> None:
         prompts = needle_prompts(
             self._template, self._sizes.needles, length=self._sizes.needle_length
         )
-        found: dict[str, list[bool]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        names = ("stock", *self._sizes.compared)
+        found: dict[str, list[bool]] = {name: [] for name in names}
         for prompt in prompts:
-            (code,) = prompt.answers
-            told, _ = generate(self._stock.url, list(prompt.tokens), _NEEDLE_TOKENS)
-            found["stock"].append(code in told)
-            for name in self._sizes.methods:
-                text = text_of(prompt, self._contexts.create(prompt, name))
-                told, _ = generate(self._ours.url, text, _NEEDLE_TOKENS)
-                found[name].append(code in told)
+            for name in names:
+                measure = partial_of(self._finds, prompt, name)
+                found[name].append(self._partial.find(f"{name}, {prompt.name}", measure))
         for name, each in found.items():
             interval = mean_interval([float(one) for one in each])
             report.runs.append(
@@ -163,3 +204,13 @@ class Accuracy:
             )
         rate = {name: statistics.mean(each) for name, each in found.items()}
         report.figures["needle_found_vs_blend15"] = rate[DEFAULT] - rate["blend-15"]
+
+    def _finds(self, prompt: Prompt, name: str) -> bool:
+        """Whether the answer has the needle's code."""
+        (code,) = prompt.answers
+        if name == "stock":
+            told, _ = generate(self._stock.url, list(prompt.tokens), _NEEDLE_TOKENS)
+        else:
+            text = text_of(prompt, self._contexts.create(prompt, name))
+            told, _ = generate(self._ours.url, text, _NEEDLE_TOKENS)
+        return code in told

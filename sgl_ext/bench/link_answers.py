@@ -6,10 +6,9 @@ run takes hours; one that was broken off goes on where it was, if it is given th
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from sgl_ext.bench.linked import (
     systems,
     text_of,
 )
+from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.scores import exact_match, f1, mean_interval
 from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
@@ -46,30 +46,33 @@ def run(*, quick: bool, out: Path) -> Report:
     prompts = document_prompts(template, asked("hotpotqa"), count)
     config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
     report = Report("link_answers", {"quick": quick, **config})
-    told = _Told(out / "link_answers.partial.jsonl", config)
-    if missing := [prompt for prompt in prompts if prompt.name not in told.scores]:
+    partial = Partial(out / "link_answers.partial.jsonl", config)
+    if all(prompt.name in partial for prompt in prompts):
+        scores = [partial.find(prompt.name, dict) for prompt in prompts]
+    else:
         _, system = systems(_POOL)
         with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
             contexts = Contexts(ours.url, template)
-            for prompt in missing:
+            scores = []
+            for prompt in prompts:
                 with nothing_missing(ours.url):
-                    scores = dict(_scores(ours.url, contexts, prompt, layers))
-                told.add(prompt.name, scores)
-    _report(report, [told.scores[prompt.name] for prompt in prompts])
-    told.forget()
+                    measure = partial_of(_scores, ours.url, contexts, prompt, layers)
+                    scores.append(partial.find(prompt.name, measure))
+    _report(report, scores)
+    partial.forget()
     return report
 
 
-def _scores(
-    url: str, contexts: Contexts, prompt: Prompt, layers: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _scores(url: str, contexts: Contexts, prompt: Prompt, layers: int) -> dict[str, dict[str, Any]]:
+    """Of each system."""
     text, _ = generate(url, list(prompt.tokens), _ANSWER_TOKENS)
-    yield "full", _score(text, prompt.answers, 1.0)
+    scores = {"full": _score(text, prompt.answers, 1.0)}
     for method in _METHODS:
         ids = contexts.create(prompt, method)
         text, meta = generate(url, text_of(prompt, ids), _ANSWER_TOKENS)
         cost = computed_share(meta, len(prompt.tokens), layers)
-        yield method, _score(text, prompt.answers, cost)
+        scores[method] = _score(text, prompt.answers, cost)
+    return scores
 
 
 def _score(text: str, right: Sequence[str], cost: float) -> dict[str, Any]:
@@ -104,33 +107,3 @@ def _report(report: Report, scores: Sequence[dict[str, dict[str, Any]]]) -> None
     report.figures["f1_lost_points"] = 100 * statistics.mean(
         each["full"]["f1"] - each[DEFAULT]["f1"] for each in scores
     )
-
-
-class _Told:
-    """Scores by question and system, in a file from the first one on.
-
-    Args:
-        config: what else decides them; scores of another one are forgotten.
-    """
-
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self._path = path
-        self.scores: dict[str, dict[str, dict[str, Any]]] = {}
-        header = json.dumps(config)
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [header]
-        for line in lines[1:] if lines[:1] == [header] else ():
-            with suppress(ValueError):  # cut off when the run was
-                name, self.scores[name] = json.loads(line)
-                kept.append(line)
-        path.write_text("\n".join(kept) + "\n")
-
-    def add(self, name: str, scores: dict[str, dict[str, Any]]) -> None:
-        """Keeps the scores of a question."""
-        self.scores[name] = scores
-        with self._path.open("a") as file:
-            file.write(json.dumps([name, scores]) + "\n")
-
-    def forget(self) -> None:
-        """All have been reported."""
-        self._path.unlink(missing_ok=True)

@@ -89,8 +89,8 @@ class Speed:
         found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
         for number, prompts in enumerate(zip(*by_order, strict=True)):
             named = {name: self._contexts.create(prompts[0], name) for name in self._sizes.methods}
-            # Two chunks have two orders; an order that comes again is a prefix hit.
-            different = {prompt.chunks: prompt for prompt in prompts}.values()
+            # Orders with the same chunk in front would share a prefix.
+            different = {prompt.chunks[0]: prompt for prompt in prompts}.values()
             for order, prompt in enumerate(different):
                 requests = {"stock": (self._stock.url, Request(list(prompt.tokens), 1))} | {
                     name: (self._ours.url, Request(text_of(prompt, ids), 1))

@@ -10,6 +10,7 @@ import msgspec
 
 from sgl_ext.chunks.composition import Composition, LinkedChunk
 from sgl_ext.chunks.contexts import Context
+from sgl_ext.errors import ExtError
 
 _OPEN, _CLOSE = "\ue0c0", "\ue0c1"
 _MARK = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
@@ -46,6 +47,7 @@ def compose(
     *,
     context_of: Callable[[str], Context],
     tokenize: Callable[[str, bool], Sequence[int]],
+    longest: int,
 ) -> Prompt:
     """The prompt that ``text`` with its marks stands for.
 
@@ -54,12 +56,21 @@ def compose(
     Args:
         context_of: the context of an id; raises where there is none.
         tokenize: token ids of a text, and whether it begins the prompt.
+        longest: tokens of a prompt, at most.
+
+    Raises:
+        ExtError: it is longer. A mark is short, and what it stands for may be long.
     """
     tokens: list[int] = []
     chunks: list[LinkedChunk] = []
     preparations: dict[tuple[int, ...], int] = {}
     methods: dict[str, None] = {}
     for part in _parts(text, context_of):
+        if len(tokens) > longest:
+            raise ExtError(
+                f"with its contexts the prompt has more than the {longest} tokens that "
+                "the model takes; name fewer"
+            )
         if isinstance(part, str):
             tokens += tokenize(part, not tokens)
             continue

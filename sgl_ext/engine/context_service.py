@@ -17,13 +17,18 @@ from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunk_preparation import ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
-from sgl_ext.engine.link_parameters import COMPOSITION, NO_BLEND, SELECTION
+from sgl_ext.engine.link_parameters import COMPOSITION, MARKED, NO_BLEND, SELECTION
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
 """The link method of a chunk that there is nothing to prime with."""
-MARKED = "ext_marked"
-"""Key of a request's ``custom_params``: its tokens hold marks."""
+_ALONE = (
+    ("input_ids", "its tokens are those of its text"),
+    ("input_embeds", "its tokens are those of its text"),
+    ("lora_path", "contexts are of the base model"),
+    ("session_params", "a session goes on from tokens, of which it knows no contexts"),
+)
+"""Attributes of SGLang's ``GenerateReqInput`` that contexts do not go with, and why."""
 if TYPE_CHECKING:
     from sgl_ext.engine.fidelity import Fidelity
 
@@ -92,14 +97,20 @@ class ContextService:
             ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
                 method.
         """
-        tokens = [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
-        lead = self.encode(prefix, True) if prefix else self._preparation.bos()
+        # Not in the event loop: a text may be as long as a book.
+        tokens = await asyncio.to_thread(
+            lambda: [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
+        )
+        lead = self._preparation.bos()
+        if prefix:
+            _require_text("the prefix", prefix)
+            lead = await asyncio.to_thread(self.encode, prefix, True)
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
         # Cut, so that all of them together take a quarter of what there is room for.
         longest = self._most // (4 * PASSAGES)
         cut = (text[:longest] for text in chain(tokens, known))
         passages = _different(cut, PASSAGES + 1)
-        how = link_method(method or self.method)
+        how = link_method(self.method if method is None else method)
         if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
             raise ExtError(NO_BLEND)
         if len(chunks) > self.contexts.limit:
@@ -170,17 +181,22 @@ class ContextService:
             ExtError: the request asks for what a linked prompt does not have.
         """
         if isinstance(request.text, list):
-            if any(map(marked, request.text)):
+            if any(isinstance(text, str) and marked(text) for text in request.text):
                 raise ExtError("contexts in a list of prompts: send each prompt by itself")
             return []
-        params = request.sampling_params  # a batch of token ids may have a list of them
+        params = request.sampling_params
         custom = params.get("custom_params") if isinstance(params, dict) else None
-        chat = isinstance(custom, dict) and MARKED in custom and request.input_ids is not None
+        chat = request.text is None and isinstance(custom, dict) and MARKED in custom
         text = self._decode(request.input_ids) if chat else request.text
-        if text is None or not marked(text):
+        if not isinstance(text, str) or not marked(text):
             return []
-        if request.lora_path:
-            raise ExtError("contexts are of the base model: leave lora_path out, or the contexts")
+        for name, why in _ALONE:
+            if getattr(request, name) is not None and not (chat and name == "input_ids"):
+                raise ExtError(f"a prompt with contexts has no {name}: {why}")
+        if not isinstance(params, dict | None) or not isinstance(custom, dict | None):
+            raise ExtError(
+                "sampling_params and custom_params of a prompt with contexts are objects"
+            )
         named: list[Context] = []
 
         def context_of(id_: str) -> Context:
@@ -192,8 +208,11 @@ class ContextService:
             context_of=context_of,
             # What begins a chat is in its text already.
             tokenize=lambda part, first: self.encode(part, first and not chat),
+            longest=self._manager.context_len,
         )
         start = request.logprob_start_len
+        if not isinstance(start, int | None):
+            raise ExtError(f"logprob_start_len is a number, not {start!r:.200}")
         if prompt.composition is not None and request.return_logprob and start is not None:
             try:
                 prompt.composition.check_logprobs(start)
@@ -213,8 +232,13 @@ class ContextService:
         ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
         return ids
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: Any) -> str:
         """The text of a chat, which SGLang has tokenised with the marks in it."""
+        size = self._manager.model_config.vocab_size
+        if not isinstance(ids, list) or not all(
+            isinstance(token, int) and 0 <= token < size for token in ids
+        ):
+            raise ExtError(f"{MARKED} is what the server itself says of chats; leave it out")
         text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if self.encode(text, False) != ids:
             raise ExtError(
@@ -225,6 +249,7 @@ class ContextService:
 
     def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
         if isinstance(chunk, str):
+            _require_text(f"chunk {number}", chunk)
             tokens = self.encode(chunk, False)
         else:
             tokens = list(chunk)
@@ -237,6 +262,14 @@ class ContextService:
         if not tokens:
             raise ExtError(f"chunk {number} is empty")
         return tokens
+
+
+def _require_text(what: str, text: str) -> None:
+    """Raises ExtError for what JSON can say and Unicode cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ExtError(f"{what} is no text: {error}") from None
 
 
 def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,8 @@ from sgl_ext.chunks.composition import Composition, Selection
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
 """Keys: what the prompt is made of; what is asked of the chunk that it is."""
+MARKED = "ext_marked"
+"""Key: the tokens of the prompt hold marks, which the server's front turns into a composition."""
 NO_BLEND = (
     "blend-R chooses tokens by the values of all KV heads, which tensor parallel ranks share "
     "out; choose another method"

@@ -1,0 +1,45 @@
+"""What a long run has found so far, in a file, so that one that was broken off can go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Partial:
+    """Findings by name, one line each.
+
+    Args:
+        config: what else decides them; those of another one are forgotten.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self._path = path
+        self._found: dict[str, Any] = {}
+        header = json.dumps(config)
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [header]
+        for line in lines[1:] if lines[:1] == [header] else ():
+            with suppress(ValueError):  # cut off when the run was
+                name, self._found[name] = json.loads(line)
+                kept.append(line)
+        path.write_text("\n".join(kept) + "\n")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def find(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What was found under that name; if nothing was, what ``measure`` returns, which JSON has
+        to take."""
+        if name not in self._found:
+            self._found[name] = found = measure()
+            with self._path.open("a") as file:
+                file.write(json.dumps([name, found]) + "\n")
+        return self._found[name]
+
+    def forget(self) -> None:
+        """All has been reported."""
+        self._path.unlink(missing_ok=True)
