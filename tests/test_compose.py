@@ -27,7 +27,7 @@ def tokenize(text: str, first: bool) -> list[int]:
 def test_a_prompt_of_both() -> None:
     text = f"ab{mark('bare')}{mark('primed')}c{mark('bare')}d"
     assert marked(text)
-    prompt = compose(text, context_of=context_of, tokenize=tokenize)
+    prompt = compose(text, context_of=context_of, tokenize=tokenize, longest=99)
     expected = [1, 97, 98, 10, 11, 12, 13, 20, 21, 99, 10, 11, 12, 13, 100]
     assert prompt.tokens == expected
     assert prompt.composition is not None
@@ -42,7 +42,7 @@ def test_a_prompt_of_both() -> None:
 
 
 def test_a_bare_chunk_at_the_beginning_is_exact() -> None:
-    prompt = compose(f"{mark('bare')}x", context_of=context_of, tokenize=tokenize)
+    prompt = compose(f"{mark('bare')}x", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.tokens == [10, 11, 12, 13, 120]
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(0, 4, 0, ()),)
@@ -56,7 +56,9 @@ def test_namespaces_follow_from_what_is_linked_where() -> None:
         f"ab{mark('primed')}c",
         f"ab{mark('bare')}c{mark('primed')}d",
     ]
-    prompts = [compose(text, context_of=context_of, tokenize=tokenize) for text in texts]
+    prompts = [
+        compose(text, context_of=context_of, tokenize=tokenize, longest=99) for text in texts
+    ]
     names = [prompt.composition.extra_key for prompt in prompts if prompt.composition]
     assert names[0] == names[1]
     assert len(set(names)) == 4
@@ -66,7 +68,7 @@ def test_namespaces_follow_from_what_is_linked_where() -> None:
 def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
     turns = [f"a{mark('primed')}b{mark('bare')}c", f"d{mark('primed')}e{mark('bare')}f"]
     first, both = (
-        compose(text, context_of=context_of, tokenize=tokenize).composition
+        compose(text, context_of=context_of, tokenize=tokenize, longest=99).composition
         for text in (turns[0], "".join(turns))
     )
     assert first is not None
@@ -77,21 +79,21 @@ def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
 
 
 def test_text_alone_is_itself() -> None:
-    prompt = compose("plain", context_of=context_of, tokenize=tokenize)
+    prompt = compose("plain", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.composition is None
     assert not marked("plain \ue0c0 \ue0c0 \ue0c1"[:-1])
 
 
 def test_an_unknown_id_is_nobodys() -> None:
     with pytest.raises(UnknownContextError):
-        compose(mark("other"), context_of=context_of, tokenize=tokenize)
+        compose(mark("other"), context_of=context_of, tokenize=tokenize, longest=99)
 
 
 def test_the_last_token_of_a_prompt_is_computed() -> None:
-    prompt = compose(f"a{mark('bare')}", context_of=context_of, tokenize=tokenize)
+    prompt = compose(f"a{mark('bare')}", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(2, 4, 0, (0, 1, 3)),)
     prompt.composition.check(len(prompt.tokens), prompt.composition.extra_key)
-    alone = compose(mark("bare"), context_of=context_of, tokenize=tokenize).composition
+    alone = compose(mark("bare"), context_of=context_of, tokenize=tokenize, longest=99).composition
     assert alone is not None
     assert alone.chunks == (LinkedChunk(0, 4, 0, (3,)),)

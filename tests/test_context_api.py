@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -18,6 +19,8 @@ from sgl_ext.engine.context_api import install
 from sgl_ext.engine.context_service import ALONE, ContextService
 from sgl_ext.engine.link_parameters import MARKED
 from sgl_ext.errors import ExtError
+
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -112,17 +115,29 @@ def test_other_tenants_see_nothing(client: TestClient) -> None:
         ({"chunks": ["x" * 90]}, "chunk 0 has 90 tokens.*take less than 100 in all: split it"),
         ({"chunks": [[3, 200, -1]]}, r"token ids \[200, -1\]; the vocabulary ends at 200"),
         ({"chunks": ["a"], "method": "magic"}, "no link method 'magic'"),
+        ({"chunks": ["a"], "method": ""}, "no link method ''"),
+        ({"chunks": ["a", "\ud800"]}, "chunk 1 is no text: .*surrogates"),
+        ({"chunks": ["a"], "prefix": "\ud800"}, "the prefix is no text: .*surrogates"),
     ],
 )
 def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: str) -> None:
-    answer = client.post("/ext/context_cache", json=body)
+    answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
     assert manager.requests == []
     assert client.get("/ext/context_cache/list").json() == {"contexts": []}
 
 
-@pytest.mark.parametrize("body", [{}, {"chunks": []}, {"chunks": ["a"], "tll": 1}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"chunks": []},
+        {"chunks": ["a"], "tll": 1},
+        {"chunks": [[True]]},
+        {"chunks": ["a"], "ttl": True},
+    ],
+)
 def test_what_is_no_request(client: TestClient, body: Any) -> None:
     assert client.post("/ext/context_cache", json=body).status_code == 422
 
@@ -188,7 +203,13 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
             {"return_logprob": True, "logprob_start_len": 0},
             "begin at 5 or later",
         ),
-        ({"lora_path": "adapter"}, "contexts are of the base model"),
+        ({"return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len is a number"),
+        ({"lora_path": "adapter"}, "no lora_path: contexts are of the base model"),
+        ({"input_ids": [1, 2]}, "no input_ids: its tokens are those of its text"),
+        ({"input_embeds": [[0.5]]}, "no input_embeds: its tokens are those of its text"),
+        ({"session_params": {"id": "s"}}, "no session_params: a session goes on from tokens"),
+        ({"sampling_params": [{}]}, "sampling_params and custom_params .* are objects"),
+        ({"sampling_params": {"custom_params": "x"}}, "and custom_params .* are objects"),
         ({"cache_salt": "other"}, "no context"),
     ],
 )
@@ -198,6 +219,53 @@ def test_what_a_linked_prompt_does_not_have(
     (context,) = create(client, "chunk")
     with pytest.raises(ExtError, match=message):
         service.link(GenerateReqInput(text=mark(context["id"]) + "b", **more))
+
+
+def test_a_prompt_ends_where_the_model_does(client: TestClient, service: ContextService) -> None:
+    (context,) = create(client, "x" * 40)
+    service.link(GenerateReqInput(text=2 * mark(context["id"]) + "b"))
+    with pytest.raises(ExtError, match="more than the 100 tokens that the model takes"):
+        service.link(GenerateReqInput(text=1000 * mark(context["id"]) + "b"))
+
+
+@pytest.mark.parametrize("ids", [[], [[1]], "abc", None, [-1]])
+def test_what_users_say_of_marks_is_not_believed(service: ContextService, ids: Any) -> None:
+    request = GenerateReqInput(input_ids=ids, sampling_params={"custom_params": {MARKED: True}})
+    with pytest.raises(ExtError, match="what the server itself says of chats; leave it out"):
+        service.link(request)
+
+
+def test_marks_in_chats_are_read_however_they_are_written(client: TestClient) -> None:
+    (context,) = create(client, "chunk")
+    body = {"messages": [{"role": "user", "content": mark(context["id"])}]}
+    for ascii_ in (True, False):
+        content = json.dumps(body, ensure_ascii=ascii_).encode()
+        echoed = client.post("/v1/chat/completions", content=content, headers=JSON).json()
+        assert echoed == {**body, "custom_params": {MARKED: True}}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"cache_salt": ["a"]}, "the cache_salt of a prompt with contexts is a text, not"),
+        ({"custom_params": "x"}, "custom_params is an object, not 'x'"),
+        ({"text": [{"type": "text", "text": None}]}, "a part of text is a text"),
+        ({"text": [{"type": "text", "text": "a"}, 5]}, "a part of text is a text.* not 5"),
+        ({"text": [{"type": "image", "text": "a"}]}, "a part of text is a text"),
+        (
+            {"text": [{"type": "ext_context", "id": True}]},
+            "the id of a context is .* not True",
+        ),
+        ({"text": [{"type": "ext_context"}]}, "the id of a context is .* not None"),
+    ],
+)
+def test_parts_that_are_none(client: TestClient, more: dict[str, Any], message: str) -> None:
+    (context,) = create(client, "chunk")
+    parts = [{"type": "ext_context", "id": context["id"]}]
+    body = {"messages": [{"role": "user", "content": parts}], **more}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"])
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])

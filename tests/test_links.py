@@ -60,13 +60,22 @@ def main():
     engine.collective_rpc("probe", path=state, start=True)
 
     async def ask(step):
+        manager = engine.tokenizer_manager
+        if "flush" in step:
+            return (await manager.flush_cache()).success
+        if "abort_after" in step:
+            loop = asyncio.get_running_loop()
+            loop.call_later(step["abort_after"], manager.abort_request, step["rid"])
         request = GenerateReqInput(
+            rid=step.get("rid"),
             input_ids=step["ids"], extra_key=step.get("extra_key"), return_logprob=True,
             sampling_params={"temperature": 0, "max_new_tokens": step.get("new", 6),
                              "ignore_eos": True,
                              "custom_params": step.get("custom_params")})
-        async for answer in engine.tokenizer_manager.generate_request(request):
+        async for answer in manager.generate_request(request):
             meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            return "aborted"
         return [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
                 meta["cached_tokens"], meta.get("ext")]
 
@@ -95,6 +104,7 @@ def play(
     *,
     pool: int = 6000,
     config: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Step]:
     """What the engine says to each group of requests, and its state after it."""
     arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
@@ -103,7 +113,11 @@ def play(
     program.write_text(PROGRAM)
     result = subprocess.run(
         [sys.executable, str(program), str(arguments)],
-        env={**os.environ, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"},
+        env={
+            **os.environ,
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **(environment or {}),
+        },
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -292,8 +306,9 @@ def test_nothing_is_kept_for_those_who_have_ended(run: Run) -> None:
         assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)
 
 
-def test_what_the_device_forgot_is_linked_from_host_memory(
-    model: Path, texts: list[list[int]], tmp_path: Path
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_what_the_device_forgot_is_linked_from_other_tiers(
+    tier: str, model: Path, texts: list[list[int]], tmp_path: Path
 ) -> None:
     page = 16
     prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
@@ -303,26 +318,99 @@ def test_what_the_device_forgot_is_linked_from_host_memory(
         LinkedChunk(len(prefix) + len(second), len(first), 1),
     ]
     preparations = [[], prefix + second]
-    flood = [[{"ids": [number, *texts[4] * 3], "new": 1}] for number in range(3)]
-    script: list[list[Step]] = [
-        [{"ids": prompt, "extra_key": "stock"}],
-        [{"ids": [*prefix, 1], "extra_key": "user", "new": 1}],
-        [{"ids": list(path_of(preparations[1], first, page)), "extra_key": "chunks", "new": 0}],
-        *flood,
-        [linked(prompt, chunks, preparations, "user")],
-    ]
-    config = {"tiers": {"host": {"capacity": "1GiB"}}}
+    # What the disk is too busy for, or too slow at the moment, an SSD tier leaves out.
+    rounds = 1 if tier == "host" else 3
+    script: list[list[Step]] = [[{"ids": prompt, "extra_key": "stock"}]]
+    for again in range(rounds):
+        name = f"user-{again}"
+        prepare = {"ids": list(path_of(preparations[1], first, page)), "extra_key": "chunks"}
+        script += [
+            [{"ids": [*prefix, 1], "extra_key": name, "new": 1}],
+            [prepare | {"new": 0}],
+            *([{"ids": [number, *texts[4] * 3], "new": 1}] for number in range(3)),
+            [linked(prompt, chunks, preparations, name)],
+        ]
+    (tmp_path / "ssd").mkdir()
+    ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
+    tiers = {
+        "host": {"host": {"capacity": "1GiB"}},
+        # More than it takes for a request, and less than the flood.
+        "ssd": {"ssd": ssd, "staging": "64MiB"},
+    }
+    config = {"tiers": tiers[tier]}
     answers = play(script, model, page, 4096, tmp_path, pool=2000, config=config)
-    stock, found = answers[0], answers[-1]
-    same(found, stock)
-    (told,) = found["answers"][0][3]
     lead = len(prefix) // page * page
-    assert (told["linked"], told["missing"], told["prefix"]) == (len(first), 0, lead)
-    assert sum(found["computed"]) == len(prompt) - len(first) - lead
-    assert (found["plans"], found["held"], found["protected"]) == (0, 0, 0)
-    start = len(preparations[1])
-    of_chunk = -(-(start + len(first)) // page) - start // page
-    assert (found["pinned"], found["hits"]) == (0, of_chunk + lead // page)
+    told = []
+    for found in answers[6::6]:
+        same(found, answers[0])
+        told += found["answers"][0][3]
+        assert sum(found["computed"]) == len(prompt) - told[-1]["linked"] - told[-1]["prefix"]
+        assert (found["plans"], found["held"], found["protected"]) == (0, 0, 0)
+        assert found["pinned"] == 0
+    assert len(told) == rounds
+    assert (len(first), 0, lead) in [(one["linked"], one["missing"], one["prefix"]) for one in told]
+    if tier == "host":
+        start = len(preparations[1])
+        of_chunk = -(-(start + len(first)) // page) - start // page
+        assert found["hits"] == of_chunk + lead // page
+
+
+def test_nothing_is_left_of_what_goes_wrong(
+    model: Path, texts: list[list[int]], tmp_path: Path
+) -> None:
+    """Requests that are retracted, that are aborted between the parts of their prefill, and whose
+    chunks are flushed."""
+    prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
+    prompt = prefix + first + question
+    whole = [LinkedChunk(len(prefix), len(first), 0)]
+    several = prefix + second + question + first + texts[4] + texts[5]
+    chunks = [
+        LinkedChunk(len(prefix), len(second), 0, tuple(range(0, len(second), 2)), 15),
+        LinkedChunk(len(prefix + second + question), len(first), 0, (), 15),
+    ]
+    long = {"new": 30}
+    prepare = [
+        {"ids": list(path_of(prefix, text, 16)), "extra_key": "chunks", "new": 0}
+        for text in (first, second)
+    ]
+    aborted = [
+        linked(several, chunks, [prefix], f"a{number}")
+        | {"rid": f"aborted-{number}", "abort_after": 0.03 * 2**number}
+        for number in range(5)
+    ]
+    answers = play(
+        [
+            [{"ids": prompt, "extra_key": "stock", **long}],
+            prepare,
+            [
+                {"ids": several, **long},  # the others arrive meanwhile
+                linked(prompt, whole, [prefix], "one") | long,
+                linked(several, chunks, [prefix], "two") | long,
+                linked(prompt, whole, [prefix], "three") | long,
+                linked(prompt, whole, [prefix], "four") | long,
+            ],
+            aborted,
+            [{"flush": True}],
+            [linked(prompt, whole, [prefix], "five") | long],
+        ],
+        model,
+        16,
+        64,
+        tmp_path,
+        pool=4000,
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "17"},
+    )
+    stock, _, retracted, given_up, flushed, alone = answers
+    for number in (1, 3, 4):
+        found = retracted["answers"][number]
+        same({"answers": [found]}, stock)
+        assert found[3][0]["linked"] == len(first)
+    assert "aborted" in given_up["answers"]
+    assert flushed["answers"] == [True]
+    same(alone, stock)
+    assert alone["answers"][0][3][0]["missing"] == len(first)
+    for each in answers:
+        assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)
 
 
 def distance(one: Step, other: Step) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
@@ -132,6 +133,8 @@ async def _generate(
             service.own(request)
             named = service.link(request)
         except ExtError as error:
+            with suppress(ValueError):
+                request.normalize_batch_and_arguments()  # SGLang ends streams by what this sets
             raise _RefusedError(error) from None
     told: list[Any] = []
     async for answer in original(manager, request, *args):

@@ -234,10 +234,8 @@ class ContextService:
 
     def _decode(self, ids: Any) -> str:
         """The text of a chat, which SGLang has tokenised with the marks in it."""
-        size = self._manager.model_config.vocab_size
-        if not isinstance(ids, list) or not all(
-            isinstance(token, int) and 0 <= token < size for token in ids
-        ):
+        numbers = isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+        if not numbers or min(ids, default=-1) < 0:
             raise ExtError(f"{MARKED} is what the server itself says of chats; leave it out")
         text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if self.encode(text, False) != ids:

@@ -114,13 +114,15 @@ class Probe:
         return Fidelity(exact, mean(moved))
 
     def _differ(self, notes: Sequence[str], linked: str) -> float:
-        answer = self._encode(_ANSWER, False)
-        plain = self._encode(_LEAD, True)
+        tokens = self._encode(_LEAD, True)
         for text in (*notes, _QUESTION):
-            plain += self._encode(text, False)
-        begin, count = len(plain), len(answer)
-        right = self._ask(plain + answer, count, begin)
-        return mean_divergence(right, self._ask(linked + _ANSWER, count, begin))
+            tokens += self._encode(text, False)
+        begin, question = len(tokens), len(self._encode(_QUESTION, False))
+        # With the answer the text behind the notes is tokenised as a whole.
+        end = self._encode(_QUESTION + _ANSWER, False)
+        right = self._ask(tokens[: begin - question] + end, len(end) - question, begin)
+        asked = self._ask(linked + _ANSWER, len(end) - question, begin)
+        return mean_divergence(right, asked)
 
 
 def probe_over_http(

@@ -77,12 +77,20 @@ def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> 
 
 def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> Any:
     """A part of a prompt ends where the budget of computed tokens does."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     admission = original(adder, req, **kw)
-    plan = _plan_of(req)
-    if plan is None or not getattr(admission, "is_chunked", False):
+    if not getattr(admission, "is_chunked", False):
+        return admission
+    if kw.get("has_chunked_req") or adder.new_chunked_req is not None:
+        # SGLang takes it that the first one has used up the budget, and goes on with the last.
+        return AddReqResult.OTHER
+    if (plan := _plan_of(req)) is None:
         return admission
     prefix = admission.prefix_len
     length = _part(adder, plan, prefix, admission.extend_len)
+    if length <= 0:
+        return AddReqResult.OTHER
     replay = plan.computed(prefix, prefix + length) - length
     return dataclasses.replace(admission, extend_len=length, replay_len=replay)
 
@@ -92,7 +100,8 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     if plan is None or adder.rem_chunk_tokens is None:
         return original(adder, req)
     left = len(req.full_untruncated_fill_ids) - req.prefix_len
-    length = _part(adder, plan, req.prefix_len, left)
+    # At least a page, be the budget smaller: a part of none would never end.
+    length = min(max(_part(adder, plan, req.prefix_len, left), adder.page_size), left)
     linked = length - plan.computed(req.prefix_len, req.prefix_len + length)
     adder.rem_chunk_tokens += linked
     adder.rem_input_tokens += linked
@@ -100,14 +109,9 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
 
 
 def _part(adder: Any, plan: PrefillPlan, prefix: int, most: int) -> int:
-    """Tokens of the next part of a prompt, ``most`` or as many as make it end with a page.
-
-    At least a page, be the budget smaller: a part of none would never end.
-    """
+    """Tokens of the next part of a prompt: ``most``, or as many as make it end with a page."""
     end = plan.reach(prefix, max(adder.rem_chunk_tokens, 1))
-    if end >= prefix + most:
-        return most
-    return max(end // adder.page_size * adder.page_size - prefix, adder.page_size)
+    return most if end >= prefix + most else end // adder.page_size * adder.page_size - prefix
 
 
 def _plan_of(req: Any) -> PrefillPlan | None:
