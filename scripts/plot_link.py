@@ -20,7 +20,7 @@ from sgl_ext.bench.linked import DEFAULT
 
 _OURS = ("primed", "primed+head-8", DEFAULT)
 _SHOWN = {"stock": "stock SGLang", "blend-15": "CacheBlend-15", "lego-16": "LegoLink-16"}
-_ACCURACY = "divergence, documents as they are"
+_ACCURACY = "divergence, documents as they are, all methods"
 _TTFT = "ttft, chunks of 512, "
 
 

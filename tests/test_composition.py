@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk
+from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk, Selection
 from sgl_ext.plan import Compute, Link, Span
 
 
@@ -101,3 +101,10 @@ def test_from_where_on_all_is_computed() -> None:
     assert found(LinkedChunk(3, 10, 0, tuple(range(10)))) == 3
     assert found(LinkedChunk(0, 2, 0, (0, 1))) == 0
     assert found(LinkedChunk(0, 4, 0), LinkedChunk(9, 2, 0, (0, 1))) == 4
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 1), (1, 0), (9, 1)])
+def test_what_cannot_be_asked_of_a_chunk(length: int, count: int) -> None:
+    Selection("chunks", 8, (1, 2), (), 3).check(10)
+    with pytest.raises(ValueError, match=f"{count} tokens of a chunk of {length} behind 2"):
+        Selection("chunks", length, (1, 2), (), count).check(10)

@@ -157,6 +157,14 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     """Tokens that are wanted."""
 
+    def check(self, length: int) -> None:
+        """Raises ValueError unless this can be asked of a prompt of ``length`` tokens."""
+        if min(self.length, self.count) < 1 or len(self.preparation) + self.length > length:
+            raise ValueError(
+                f"{self.count} tokens of a chunk of {self.length} behind {len(self.preparation)}, "
+                f"in a prompt of {length}"
+            )
+
 
 def path_of(before: Sequence[int], chunk: Sequence[int], page: int) -> array[int]:
     """The token ids that a chunk's KV lies under in the tree: those it was computed behind, its

@@ -43,6 +43,8 @@ def read_parameters(req: Any, tp_size: int) -> None:
                 read.check_logprobs(req.logprob_start_len)
             if tp_size > 1 and any(chunk.blend for chunk in read.chunks):
                 raise ValueError(NO_BLEND)
+        elif isinstance(read, Selection):
+            read.check(len(req.origin_input_ids))
         params[name] = read
 
 
