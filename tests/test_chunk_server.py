@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import requests
+import sglang as sgl
 from msgspec import to_builtins
 
 from sgl_ext import doctor_model
@@ -24,6 +25,7 @@ from sgl_ext.chunks.composition import Composition
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
 from sgl_ext.engine.link_parameters import COMPOSITION, SELECTION
+from sgl_ext.lang import chunk
 
 DEADLINE_S = 240.0
 
@@ -272,6 +274,56 @@ def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
         answer = post(server, "/generate", text=[part(id_), part("?")])
         assert answer.status_code == 404, answer.text
         assert "does not exist" in answer.text
+
+
+def test_a_context_that_is_deleted_while_it_is_linked(server: Server, texts: list[str]) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
+    said = []
+    for salt in ("stays", "goes"):
+        ids = create(server, *texts[:2], cache_salt=salt)
+        body = {"text": [part(ids[1]), part(ids[0]), part("Well?")], "cache_salt": salt}
+        body |= {"sampling_params": sampling, "stream": True}
+        url = f"{server.url}/generate"
+        with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
+            last = next(lines)
+            if salt == "goes":
+                for id_ in ids:
+                    url = f"{server.url}/ext/context_cache/{id_}?cache_salt={salt}"
+                    assert requests.delete(url, timeout=DEADLINE_S).status_code == 200
+            for last in lines:
+                pass
+        found = json.loads(last[6:])
+        assert found["meta_info"]["completion_tokens"] == 50
+        said.append(found["text"])
+    assert said[0] == said[1]
+
+
+def test_programs_choose_behind_chunks(server: Server, texts: list[str]) -> None:
+    @sgl.function  # type: ignore[untyped-decorator]
+    def judge(s: Any) -> None:
+        s += "Read this. " + chunk(texts[0]) + " Is it a text? Answer:"
+        s += sgl.select("answer", choices=[" yes", " no"])
+
+    state = judge.run(backend=sgl.RuntimeEndpoint(server.url))
+    assert state["answer"] in (" yes", " no")
+
+
+def test_a_bad_prompt_is_alone_in_being_refused(server: Server, texts: list[str]) -> None:
+    ids = create(server, *texts[:2], cache_salt="beside")
+    good = {"text": [part(ids[0]), part(ids[1]), part("Well?")], "cache_salt": "beside"}
+    good |= {"sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    alone = post(server, "/generate", **good).json()["output_ids"]
+    bad = [
+        {**good, "text": [part("ctx-none"), part("Well?")]},
+        {**good, "return_logprob": True, "logprob_start_len": 0},
+        {**good, "text": [*good["text"], 5]},
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        asked = [good, bad[0], good, bad[1], good, bad[2], good]
+        answers = [*threads.map(lambda body: post(server, "/generate", **body), asked)]
+    assert [answer.status_code for answer in answers] == [200, 404, 200, 400, 200, 400, 200]
+    assert all(answer.json()["output_ids"] == alone for answer in answers[::2])
 
 
 def test_what_had_to_go_comes_back(server: Server, texts: list[str]) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.chunks.compose import compose, mark, marked
+from sgl_ext.chunks.compose import compose, ids_in, mark, marked
 from sgl_ext.chunks.composition import LinkedChunk
 from sgl_ext.chunks.contexts import Context, UnknownContextError
+from sgl_ext.errors import ExtError
 
 CONTEXTS = {
-    "bare": Context("bare", None, (10, 11, 12, 13), "lego-2", (), (0, 1), 0, None, None),
-    "primed": Context("primed", None, (20, 21), "primed+head-1", (7, 8, 9), (0,), 0, None, None),
+    id_: Context(id_, None, tokens, method, before, recompute, 0, None, None)
+    for id_, tokens, method, before, recompute in (
+        ("ctx-bare", (10, 11, 12, 13), "lego-2", (), (0, 1)),
+        ("ctx-late", (30, 31, 32), "primed", (7,), (2,)),
+        ("ctx-primed", (20, 21), "primed+head-1", (7, 8, 9), (0,)),
+    )
 }
 
 
@@ -25,7 +30,7 @@ def tokenize(text: str, first: bool) -> list[int]:
 
 
 def test_a_prompt_of_both() -> None:
-    text = f"ab{mark('bare')}{mark('primed')}c{mark('bare')}d"
+    text = f"ab{mark('ctx-bare')}{mark('ctx-primed')}c{mark('ctx-bare')}d"
     assert marked(text)
     prompt = compose(text, context_of=context_of, tokenize=tokenize, longest=99)
     expected = [1, 97, 98, 10, 11, 12, 13, 20, 21, 99, 10, 11, 12, 13, 100]
@@ -41,20 +46,38 @@ def test_a_prompt_of_both() -> None:
     assert prompt.composition.method == "lego-2/primed+head-1"
 
 
+def without_bos(text: str, _first: bool) -> list[int]:
+    return tokenize(text, False)
+
+
 def test_a_bare_chunk_at_the_beginning_is_exact() -> None:
-    prompt = compose(f"{mark('bare')}x", context_of=context_of, tokenize=tokenize, longest=99)
+    text = f"{mark('ctx-bare')}x"
+    prompt = compose(text, context_of=context_of, tokenize=without_bos, longest=99)
     assert prompt.tokens == [10, 11, 12, 13, 120]
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(0, 4, 0, ()),)
 
 
+def test_a_prompt_begins_as_others_do() -> None:
+    text = f"{mark('ctx-bare')}x"
+    prompt = compose(text, context_of=context_of, tokenize=tokenize, longest=99)
+    assert prompt.tokens == [1, 10, 11, 12, 13, 120]
+    assert prompt.composition is not None
+    assert prompt.composition.chunks == (LinkedChunk(1, 4, 0, (0, 1)),)
+    # Without a token for it, the first one of all is computed.
+    text = f"{mark('ctx-late')}x"
+    prompt = compose(text, context_of=context_of, tokenize=without_bos, longest=99)
+    assert prompt.composition is not None
+    assert prompt.composition.chunks == (LinkedChunk(0, 3, 0, (0, 2)),)
+
+
 def test_namespaces_follow_from_what_is_linked_where() -> None:
     texts = [
-        f"ab{mark('bare')}c",
-        f"ab{mark('bare')}d",  # the same chunks in the same places
-        f"a{mark('bare')}c",
-        f"ab{mark('primed')}c",
-        f"ab{mark('bare')}c{mark('primed')}d",
+        f"ab{mark('ctx-bare')}c",
+        f"ab{mark('ctx-bare')}d",  # the same chunks in the same places
+        f"a{mark('ctx-bare')}c",
+        f"ab{mark('ctx-primed')}c",
+        f"ab{mark('ctx-bare')}c{mark('ctx-primed')}d",
     ]
     prompts = [
         compose(text, context_of=context_of, tokenize=tokenize, longest=99) for text in texts
@@ -66,7 +89,7 @@ def test_namespaces_follow_from_what_is_linked_where() -> None:
 
 
 def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
-    turns = [f"a{mark('primed')}b{mark('bare')}c", f"d{mark('primed')}e{mark('bare')}f"]
+    turns = [f"{one}{mark('ctx-primed')}b{mark('ctx-bare')}c" for one in "ad"]
     first, both = (
         compose(text, context_of=context_of, tokenize=tokenize, longest=99).composition
         for text in (turns[0], "".join(turns))
@@ -81,19 +104,29 @@ def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
 def test_text_alone_is_itself() -> None:
     prompt = compose("plain", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.composition is None
-    assert not marked("plain \ue0c0 \ue0c0 \ue0c1"[:-1])
+    for other in ("\ue0c0ctx-a", "\ue0c0 \ue0c1", "\ue0c0\ue0c1", "\ue0c0ctx-é\ue0c1"):
+        assert not marked(f"plain {other}")
+        assert ids_in(other + mark("ctx-a") + mark("ctx-b")) == ["ctx-a", "ctx-b"]
+
+
+def test_a_prompt_names_so_many_contexts() -> None:
+    text = 1001 * mark("ctx-bare") + "x"
+    assert compose(text[:-1], context_of=context_of, tokenize=tokenize, longest=9999).composition
+    with pytest.raises(ExtError, match="more than 1000 contexts"):
+        compose(text, context_of=context_of, tokenize=tokenize, longest=9999)
 
 
 def test_an_unknown_id_is_nobodys() -> None:
     with pytest.raises(UnknownContextError):
-        compose(mark("other"), context_of=context_of, tokenize=tokenize, longest=99)
+        compose(mark("ctx-other"), context_of=context_of, tokenize=tokenize, longest=99)
 
 
 def test_the_last_token_of_a_prompt_is_computed() -> None:
-    prompt = compose(f"a{mark('bare')}", context_of=context_of, tokenize=tokenize, longest=99)
+    prompt = compose(f"a{mark('ctx-bare')}", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(2, 4, 0, (0, 1, 3)),)
     prompt.composition.check(len(prompt.tokens), prompt.composition.extra_key)
-    alone = compose(mark("bare"), context_of=context_of, tokenize=tokenize, longest=99).composition
+    text = mark("ctx-bare")
+    alone = compose(text, context_of=context_of, tokenize=without_bos, longest=99).composition
     assert alone is not None
     assert alone.chunks == (LinkedChunk(0, 4, 0, (3,)),)

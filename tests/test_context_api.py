@@ -11,11 +11,13 @@ import pytest
 from context_kit import Manager
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_ext.chunks.compose import mark
 from sgl_ext.config import Chunks
-from sgl_ext.engine.context_api import install
+from sgl_ext.engine.context_api import CreateContexts, install
+from sgl_ext.engine.context_parts import _read
 from sgl_ext.engine.context_service import ALONE, ContextService
 from sgl_ext.engine.link_parameters import MARKED
 from sgl_ext.errors import ExtError
@@ -116,8 +118,6 @@ def test_other_tenants_see_nothing(client: TestClient) -> None:
         ({"chunks": [[3, 200, -1]]}, r"token ids \[200, -1\]; the vocabulary ends at 200"),
         ({"chunks": ["a"], "method": "magic"}, "no link method 'magic'"),
         ({"chunks": ["a"], "method": ""}, "no link method ''"),
-        ({"chunks": ["a", "\ud800"]}, "chunk 1 is no text: .*surrogates"),
-        ({"chunks": ["a"], "prefix": "\ud800"}, "the prefix is no text: .*surrogates"),
     ],
 )
 def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: str) -> None:
@@ -140,6 +140,15 @@ def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: st
 )
 def test_what_is_no_request(client: TestClient, body: Any) -> None:
     assert client.post("/ext/context_cache", json=body).status_code == 422
+
+
+@pytest.mark.parametrize("more", [{"chunks": ["\ud800"]}, {"cache_salt": "\ud800"}])
+def test_half_a_character(client: TestClient, more: Any) -> None:
+    body = {"chunks": ["a"], **more}
+    answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
+    assert answer.status_code == 422
+    with pytest.raises(ValidationError, match="surrogates not allowed"):
+        CreateContexts.model_validate(body)
 
 
 def test_parts_become_marks(client: TestClient) -> None:
@@ -196,20 +205,58 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
     assert (plain.text, plain.input_ids) == ("plain", None)
 
 
+def test_a_list_of_prompts(client: TestClient, service: ContextService) -> None:
+    (context,) = create(client, "chunk")
+    request = GenerateReqInput(
+        text=[f"a{mark(context['id'])}b", "plain"],
+        sampling_params={"max_new_tokens": 3, "custom_params": {"mine": 1}},
+        extra_key=["key", ""],
+        return_logprob=True,
+        logprob_start_len=7,
+    )
+    assert [one.id for one in service.link(request)] == [context["id"]]
+    assert request.text is None
+    assert request.input_ids == [[1, *b"achunkb"], [1, *b"plain"]]
+    linked, plain = request.extra_key
+    assert linked.startswith("ext:link:")
+    assert (linked.endswith(":key"), plain) == (True, "")
+    first, second = request.sampling_params
+    assert [*first["custom_params"]] == ["mine", "ext_composition"]
+    assert second == {"max_new_tokens": 3, "custom_params": {"mine": 1}}
+    request.normalize_batch_and_arguments()
+    texts = [f"a{mark(context['id'])}b", f"{mark(context['id'])}"]
+    with pytest.raises(ExtError, match="begin at 5 or later"):
+        service.link(GenerateReqInput(text=texts, return_logprob=True, logprob_start_len=[7, 1]))
+    with pytest.raises(ExtError, match="no context"):
+        service.link(GenerateReqInput(text=texts, cache_salt=["", "other"]))
+
+
+def test_a_chat_whose_contexts_got_lost(service: ContextService) -> None:
+    chat = GenerateReqInput(
+        input_ids=[*b"plain"], sampling_params={"custom_params": {MARKED: True}}
+    )
+    with pytest.raises(ExtError, match="the contexts of this chat are not in its prompt"):
+        service.link(chat)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (
             {"return_logprob": True, "logprob_start_len": 0},
-            "begin at 5 or later",
+            "begin at 6 or later",
         ),
-        ({"return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len is a number"),
+        (
+            {"return_logprob": True, "logprob_start_len": [0, 1]},
+            "logprob_start_len of .* is one int or 1 of them",
+        ),
         ({"lora_path": "adapter"}, "no lora_path: contexts are of the base model"),
         ({"input_ids": [1, 2]}, "no input_ids: its tokens are those of its text"),
         ({"input_embeds": [[0.5]]}, "no input_embeds: its tokens are those of its text"),
         ({"session_params": {"id": "s"}}, "no session_params: a session goes on from tokens"),
-        ({"sampling_params": [{}]}, "sampling_params and custom_params .* are objects"),
-        ({"sampling_params": {"custom_params": "x"}}, "and custom_params .* are objects"),
+        ({"sampling_params": [{}, {}]}, "sampling_params of .* is one dict or 1 of them"),
+        ({"sampling_params": {"custom_params": "x"}}, "custom_params of .* is an object"),
+        ({"token_indices_to_pool": [1]}, "no token_indices_to_pool: linked tokens have no"),
         ({"cache_salt": "other"}, "no context"),
     ],
 )
@@ -228,7 +275,7 @@ def test_a_prompt_ends_where_the_model_does(client: TestClient, service: Context
         service.link(GenerateReqInput(text=1000 * mark(context["id"]) + "b"))
 
 
-@pytest.mark.parametrize("ids", [[], [[1]], "abc", None, [-1]])
+@pytest.mark.parametrize("ids", [[1 << 40], [[1]], "abc", None, [-1]])
 def test_what_users_say_of_marks_is_not_believed(service: ContextService, ids: Any) -> None:
     request = GenerateReqInput(input_ids=ids, sampling_params={"custom_params": {MARKED: True}})
     with pytest.raises(ExtError, match="what the server itself says of chats; leave it out"):
@@ -242,6 +289,9 @@ def test_marks_in_chats_are_read_however_they_are_written(client: TestClient) ->
         content = json.dumps(body, ensure_ascii=ascii_).encode()
         echoed = client.post("/v1/chat/completions", content=content, headers=JSON).json()
         assert echoed == {**body, "custom_params": {MARKED: True}}
+        other = content.replace(context["id"].encode(), b"ctx-none")
+        answer = client.post("/v1/chat/completions", content=other, headers=JSON)
+        assert answer.status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -266,6 +316,26 @@ def test_parts_that_are_none(client: TestClient, more: dict[str, Any], message: 
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_bodies_are_read_wherever_the_server_is_mounted(client: TestClient) -> None:
+    (context,) = create(client, "chunk")
+    body = {"text": [{"type": "ext_context", "id": context["id"]}]}
+    below = TestClient(client.app, root_path="/below")
+    assert below.post("/below/generate", json=body).json() == {"text": mark(context["id"])}
+
+
+def test_the_largest_bodies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_ext.engine.context_parts._LARGEST_BODY", 10)
+    coming = [{"body": b"0123456789", "more_body": True}] * 2 + [{"body": b"0"}]
+    waiting = iter(coming)
+
+    async def receive() -> Any:
+        return next(waiting)
+
+    assert asyncio.run(_read(receive)) == (coming[:2], b"")
+    waiting = iter(coming[2:])
+    assert asyncio.run(_read(receive)) == (coming[2:], b"0")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])

@@ -114,3 +114,24 @@ def test_nothing_is_left_of_the_expired() -> None:
     assert len(contexts) == 0
     assert not contexts._by_text
     assert not contexts._expiry
+
+
+def test_what_contexts_were_computed_behind_is_kept_once() -> None:
+    contexts = Contexts(limit=100, clock=Clock())
+    behind = list(range(1000))
+    one, other = (contexts.create((n,), method="primed", before=list(behind)) for n in range(2))
+    assert one.before is other.before
+    contexts.delete(one.id)
+    assert other.before == tuple(behind)
+    contexts.delete(other.id)
+    assert not contexts._before
+    assert not contexts._sharing
+
+
+def test_contexts_that_are_deleted_long_before_they_expire() -> None:
+    contexts = Contexts(limit=10, clock=Clock())
+    kept = contexts.create((0,), method="naive", ttl=1000)
+    for n in range(1000):
+        contexts.delete(contexts.create((n,), method="naive", ttl=500).id)
+    assert len(contexts._expiry) < 100
+    assert kept.id in contexts

@@ -53,10 +53,10 @@ def probe(self, path, start=False):
 Scheduler.probe = probe
 
 def main():
-    model, page, chunk, pool, state, config, script = json.load(open(sys.argv[1]))
+    model, page, chunk, pool, state, config, options, script = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=page, max_total_tokens=pool, dtype="float32",
                     log_level="warning", chunked_prefill_size=chunk, enable_ext=True,
-                    ext_config=config)
+                    ext_config=config, **options)
     engine.collective_rpc("probe", path=state, start=True)
 
     async def ask(step):
@@ -105,11 +105,13 @@ def play(
     pool: int = 6000,
     config: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
+    **options: object,
 ) -> list[Step]:
     """What the engine says to each group of requests, and its state after it."""
     arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
     state = str(tmp_path / "state")
-    arguments.write_text(json.dumps([str(model), page, chunk, pool, state, config or {}, script]))
+    asked = [str(model), page, chunk, pool, state, config or {}, options, script]
+    arguments.write_text(json.dumps(asked))
     program.write_text(PROGRAM)
     result = subprocess.run(
         [sys.executable, str(program), str(arguments)],
@@ -359,7 +361,7 @@ def test_nothing_is_left_of_what_goes_wrong(
     model: Path, texts: list[list[int]], tmp_path: Path
 ) -> None:
     """Requests that are retracted, that are aborted between the parts of their prefill, and whose
-    chunks are flushed."""
+    chunks are flushed; while others decode in the same batches."""
     prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
     prompt = prefix + first + question
     whole = [LinkedChunk(len(prefix), len(first), 0)]
@@ -399,6 +401,7 @@ def test_nothing_is_left_of_what_goes_wrong(
         tmp_path,
         pool=4000,
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "17"},
+        enable_mixed_chunk=True,
     )
     stock, _, retracted, given_up, flushed, alone = answers
     for number in (1, 3, 4):

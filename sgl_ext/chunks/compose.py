@@ -13,7 +13,9 @@ from sgl_ext.chunks.contexts import Context
 from sgl_ext.errors import ExtError
 
 _OPEN, _CLOSE = "\ue0c0", "\ue0c1"
-_MARK = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
+_MARK = re.compile(rf"{_OPEN}(ctx-[\w-]+){_CLOSE}", re.ASCII)
+"""Fonts have glyphs for either character, so others write them, too."""
+_MOST = 1000
 
 NAMESPACE = "ext:chunk"
 """SGLang's ``extra_key`` of the chunks themselves."""
@@ -26,6 +28,11 @@ def mark(id_: str) -> str:
     the id would get them anyway.
     """
     return f"{_OPEN}{id_}{_CLOSE}"
+
+
+def ids_in(text: str) -> list[str]:
+    """Of all contexts that are named in ``text``."""
+    return _MARK.findall(text)
 
 
 def marked(text: str) -> bool:
@@ -66,6 +73,8 @@ def compose(
     preparations: dict[tuple[int, ...], int] = {}
     methods: dict[str, None] = {}
     for part in _parts(text, context_of):
+        if len(chunks) > _MOST:
+            raise ExtError(f"the prompt names more than {_MOST} contexts; make larger ones")
         if len(tokens) > longest:
             raise ExtError(
                 f"with its contexts the prompt has more than the {longest} tokens that "
@@ -74,15 +83,21 @@ def compose(
         if isinstance(part, str):
             tokens += tokenize(part, not tokens)
             continue
-        # At the beginning of a prompt a chunk that was computed behind nothing is exact.
-        exact = not tokens and not part.before
+        if not tokens:
+            tokens += tokenize("", True)
+        recompute, blend = part.recompute, part.blend
+        if not tokens and not part.before:
+            recompute, blend = (), 0  # computed behind nothing, it is exact here
+        elif not tokens:
+            # All attend to a prompt's first token, for nothing but that it is the first.
+            recompute = tuple(sorted({0, *recompute}))
         chunks.append(
             LinkedChunk(
                 at=len(tokens),
                 length=len(part.tokens),
                 preparation=preparations.setdefault(part.before, len(preparations)),
-                recompute=() if exact else part.recompute,
-                blend=0 if exact else part.blend,
+                recompute=recompute,
+                blend=blend,
             )
         )
         methods[part.method] = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_ext.errors import ExtError
 
 _ID_BYTES = 16
+_SLACK = 64
+"""Contexts that are gone, whose expiry is still waited for."""
 
 
 class UnknownContextError(ExtError):
@@ -56,6 +58,9 @@ class Contexts:
     _contexts: OrderedDict[str, Context] = field(default_factory=OrderedDict)
     _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
+    _before: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """What contexts were computed behind, once each: most share it, and it is long."""
+    _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def __len__(self) -> int:
         self._expire()
@@ -86,8 +91,11 @@ class Contexts:
         self._expire()
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
+        behind = tuple(before)
+        behind = self._before.setdefault(behind, behind)
+        self._sharing[behind] += 1
         context = Context(
-            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires
+            id_, text, tuple(tokens), method, behind, tuple(recompute), blend, salt, expires
         )
         self._contexts[id_] = context
         if text is not None:
@@ -141,6 +149,12 @@ class Contexts:
 
     def _remove(self, id_: str) -> None:
         context = self._contexts.pop(id_)
+        self._sharing[context.before] -= 1
+        if not self._sharing[context.before]:
+            del self._sharing[context.before], self._before[context.before]
+        if len(self._expiry) > 2 * len(self._contexts) + _SLACK:
+            self._expiry = [each for each in self._expiry if each[1] in self._contexts]
+            heapq.heapify(self._expiry)
         if context.text is not None:
             same = self._by_text[context.salt, context.text]
             same.remove(id_)

@@ -62,8 +62,10 @@ def blending(
     model = runner.model
     layers = model.config.num_hidden_layers
 
-    def forward(input_ids: Any, positions: Any, first: Any, *_args: Any, **_kw: Any) -> Any:
-        model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS))
+    def forward(
+        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
+    ) -> Any:
+        model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS), input_embeds)
         rest = [part for part in parts if part.request not in candidates]
         for at, each in candidates.items():
             changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))

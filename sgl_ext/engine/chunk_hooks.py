@@ -37,6 +37,8 @@ _UNSERVED: Unserved = (
     ("enable_return_hidden_states", bool, "hidden states in answers"),
     ("enable_streaming_session", bool, "streaming sessions"),
     ("skip_tokenizer_init", bool, "no tokenizer"),
+    ("enable_lora", bool, "LoRA adapters"),
+    ("lora_paths", bool, "LoRA adapters"),
 )
 
 
@@ -138,10 +140,11 @@ async def _generate(
             raise _RefusedError(error) from None
     told: list[Any] = []
     async for answer in original(manager, request, *args):
-        if service is not None and named and isinstance(answer, dict):
-            told += answer["meta_info"].get("ext", ())
+        if service is not None and named:
+            metas = [one["meta_info"] for one in (answer if isinstance(answer, list) else [answer])]
+            told += (each for meta in metas for each in meta.get("ext", ()))
             # Before it is handed on: who waits for one answer does not ask for a second.
-            if told and answer["meta_info"]["finish_reason"] is not None:
+            if told and metas[-1]["finish_reason"] is not None:
                 service.renewal.answered(named, missing=any(each.get("missing") for each in told))
         yield answer
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.chunks.split import Split
@@ -20,22 +20,30 @@ _MOST = 1024
 """Chunks that are created at once."""
 
 
+def _of_unicode(text: str) -> str:
+    text.encode()  # raises for half a character, which JSON can say
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_of_unicode)]
+
+
 class CreateContexts(BaseModel):
     """What ``POST /ext/context_cache`` takes."""
 
     model_config = ConfigDict(extra="forbid")
 
-    chunks: Annotated[list[str | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
+    chunks: Annotated[list[_Text | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
     """Each a text, or its token ids."""
-    method: str | None = None
+    method: _Text | None = None
     """Name of the link method; the server's default without it."""
     split: Split = Split()
     """How each chunk is split first; there is a context of each part then."""
-    prefix: str | None = None
+    prefix: _Text | None = None
     """What prompts that link them begin with, such as the system prompt."""
     ttl: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Seconds until they expire; never without it."""
-    cache_salt: str | None = None
+    cache_salt: _Text | None = None
     """Keeps them apart from those of other tenants."""
 
 
@@ -59,7 +67,10 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
 
 def router(service: ContextService) -> APIRouter:
     """The routes of the context cache."""
-    routes = APIRouter(prefix="/ext/context_cache")
+    from sglang.srt.entrypoints.http_server import ORJSONRoute
+
+    # SGLang's own reading of bodies, which takes no half characters: their errors name them.
+    routes = APIRouter(prefix="/ext/context_cache", route_class=ORJSONRoute)
 
     def told(context: Context) -> dict[str, Any]:
         return msgspec.structs.asdict(service.describe(context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgl_ext.chunks.compose import mark, marked
+from sgl_ext.chunks.compose import ids_in, mark
 from sgl_ext.chunks.contexts import Contexts
 from sgl_ext.engine.link_parameters import MARKED
 from sgl_ext.errors import ExtError
@@ -19,7 +20,7 @@ _PART = "ext_context"
 """Type of the part of a message, or of a prompt, that names a context."""
 _SIGNS = (f'"{_PART}"'.encode(), mark("")[0].encode(), rb"\ue0c0", rb"\uE0C0")
 """A body that names contexts has one of them, be it that a user has written marks."""
-_PATHS = frozenset({"/generate", "/v1/chat/completions"})
+_PATHS = frozenset({"/generate", "/v1/chat/completions", "/invocations"})
 _LARGEST_BODY = 64 << 20
 
 
@@ -45,11 +46,12 @@ class Parts:
         self._automatic = automatic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _PATHS:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path not in _PATHS:
             await self._app(scope, receive, send)
             return
         messages, body = await _read(receive)
-        parts = b'"type"' in body and (self._automatic or scope["path"] == "/generate")
+        parts = b'"type"' in body and (self._automatic or path == "/generate")
         if parts or any(sign in body for sign in _SIGNS):
             try:
                 body = self._marked(body)
@@ -83,7 +85,9 @@ class Parts:
                 content = message.get("content")
                 if isinstance(content, list):
                     message["content"] = content = [self._chat_part(each, salt) for each in content]
-                names |= any(map(marked, _texts(content)))
+                for id_ in chain.from_iterable(map(ids_in, _texts(content))):
+                    self._contexts.get(id_, _salt(salt))  # SGLang would make it another error
+                    names = True
         if names:  # SGLang tokenises chats before anybody can look at them
             request["custom_params"] = {**_object(request, "custom_params"), MARKED: True}
         if isinstance(parts := request.get("text"), list) and any(map(_is_part, parts)):
@@ -145,11 +149,13 @@ def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 async def _read(receive: Receive) -> tuple[list[Message], bytes]:
-    """The messages of a body, up to its end or to the size from which on it is left alone."""
+    """The messages of a body, and the body; none if it is so large that it is left alone."""
     messages, body = [], bytearray()
     while True:
         message = await receive()
         messages.append(message)
         body += message.get("body", b"")
-        if not message.get("more_body") or len(body) > _LARGEST_BODY:
+        if not message.get("more_body"):
             return messages, bytes(body)
+        if len(body) > _LARGEST_BODY:
+            return messages, b""

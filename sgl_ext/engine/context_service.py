@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
-from sgl_ext.chunks.compose import Prompt, compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import PASSAGES, Preparation, Recompute, link_method
 from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunk_preparation import ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
-from sgl_ext.engine.link_parameters import COMPOSITION, MARKED, NO_BLEND, SELECTION
+from sgl_ext.engine.link_parameters import COMPOSITION, NO_BLEND, SELECTION
+from sgl_ext.engine.prompt_linking import PromptLinking
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
 """The link method of a chunk that there is nothing to prime with."""
-_ALONE = (
-    ("input_ids", "its tokens are those of its text"),
-    ("input_embeds", "its tokens are those of its text"),
-    ("lora_path", "contexts are of the base model"),
-    ("session_params", "a session goes on from tokens, of which it knows no contexts"),
-)
-"""Attributes of SGLang's ``GenerateReqInput`` that contexts do not go with, and why."""
+
 if TYPE_CHECKING:
     from sgl_ext.engine.fidelity import Fidelity
+
+T = TypeVar("T")
 
 
 class ContextService:
@@ -62,8 +57,11 @@ class ContextService:
             lambda context: context.id in self.contexts,
         )
         """Of contexts whose KV has gone."""
+        self._linking = PromptLinking(manager, self.contexts, self.encode)
         self._page = page
         self._most = min(manager.context_len, pool)
+        # SGLang reads its chats in the event loop's own threads.
+        self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
 
     def describe(self, context: Context) -> ContextInfo:
         """What users are told of a context."""
@@ -97,14 +95,12 @@ class ContextService:
             ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
                 method.
         """
-        # Not in the event loop: a text may be as long as a book.
-        tokens = await asyncio.to_thread(
+        tokens = await self._read(
             lambda: [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
         )
         lead = self._preparation.bos()
         if prefix:
-            _require_text("the prefix", prefix)
-            lead = await asyncio.to_thread(self.encode, prefix, True)
+            lead = await self._read(self.encode, prefix, True)
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
         # Cut, so that all of them together take a quarter of what there is room for.
         longest = self._most // (4 * PASSAGES)
@@ -156,7 +152,7 @@ class ContextService:
         if how == Split():
             return list(chunks)
         tokenizer = self._manager.tokenizer
-        found = [await asyncio.to_thread(split, chunk, how, tokenizer) for chunk in chunks]
+        found = [await self._read(split, chunk, how, tokenizer) for chunk in chunks]
         return list(chain.from_iterable(found))
 
     def own(self, request: Any) -> None:
@@ -171,83 +167,20 @@ class ContextService:
                     custom.pop(name, None)
 
     def link(self, request: Any) -> list[Context]:
-        """Turns the marks in the text of SGLang's ``GenerateReqInput`` into what they stand for.
-
-        Returns:
-            What they stand for.
-
-        Raises:
-            UnknownContextError: a mark names no context of the request's tenant.
-            ExtError: the request asks for what a linked prompt does not have.
-        """
-        if isinstance(request.text, list):
-            if any(isinstance(text, str) and marked(text) for text in request.text):
-                raise ExtError("contexts in a list of prompts: send each prompt by itself")
-            return []
-        params = request.sampling_params
-        custom = params.get("custom_params") if isinstance(params, dict) else None
-        chat = request.text is None and isinstance(custom, dict) and MARKED in custom
-        text = self._decode(request.input_ids) if chat else request.text
-        if not isinstance(text, str) or not marked(text):
-            return []
-        for name, why in _ALONE:
-            if getattr(request, name) is not None and not (chat and name == "input_ids"):
-                raise ExtError(f"a prompt with contexts has no {name}: {why}")
-        if not isinstance(params, dict | None) or not isinstance(custom, dict | None):
-            raise ExtError(
-                "sampling_params and custom_params of a prompt with contexts are objects"
-            )
-        named: list[Context] = []
-
-        def context_of(id_: str) -> Context:
-            named.append(self.contexts.get(id_, request.cache_salt))
-            return named[-1]
-
-        prompt: Prompt = compose(
-            text,
-            context_of=context_of,
-            # What begins a chat is in its text already.
-            tokenize=lambda part, first: self.encode(part, first and not chat),
-            longest=self._manager.context_len,
-        )
-        start = request.logprob_start_len
-        if not isinstance(start, int | None):
-            raise ExtError(f"logprob_start_len is a number, not {start!r:.200}")
-        if prompt.composition is not None and request.return_logprob and start is not None:
-            try:
-                prompt.composition.check_logprobs(start)
-            except ValueError as error:
-                raise ExtError(str(error)) from None
-        request.text, request.input_ids = None, prompt.tokens
-        if prompt.composition is not None:
-            suffix = f":{request.extra_key}" if request.extra_key else ""
-            request.extra_key = f"{prompt.composition.extra_key}{suffix}"
-            custom = {name: value for name, value in (custom or {}).items() if name != MARKED}
-            custom[COMPOSITION] = msgspec.to_builtins(prompt.composition)
-            request.sampling_params = {**(params or {}), "custom_params": custom}
-        return named
+        """See :meth:`PromptLinking.link`."""
+        return self._linking.link(request)
 
     def encode(self, text: str, first: bool) -> list[int]:
         """Token ids of a text; special ones are added if it is the ``first`` of a prompt."""
         ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
         return ids
 
-    def _decode(self, ids: Any) -> str:
-        """The text of a chat, which SGLang has tokenised with the marks in it."""
-        numbers = isinstance(ids, list) and all(isinstance(token, int) for token in ids)
-        if not numbers or min(ids, default=-1) < 0:
-            raise ExtError(f"{MARKED} is what the server itself says of chats; leave it out")
-        text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if self.encode(text, False) != ids:
-            raise ExtError(
-                "contexts in chats need a tokenizer whose tokens can be read back as text, which "
-                "this model's is not; send the prompt to /generate"
-            )
-        return text
+    async def _read(self, function: Callable[..., T], *args: object) -> T:
+        """What ``function`` makes of texts, which may be as long as books."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, function, *args)
 
     def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
         if isinstance(chunk, str):
-            _require_text(f"chunk {number}", chunk)
             tokens = self.encode(chunk, False)
         else:
             tokens = list(chunk)
@@ -260,14 +193,6 @@ class ContextService:
         if not tokens:
             raise ExtError(f"chunk {number} is empty")
         return tokens
-
-
-def _require_text(what: str, text: str) -> None:
-    """Raises ExtError for what JSON can say and Unicode cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ExtError(f"{what} is no text: {error}") from None
 
 
 def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import lcm
 from typing import Any
 
 from sgl_ext import runtime
@@ -79,16 +80,22 @@ def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> An
     """A part of a prompt ends where the budget of computed tokens does."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
+    plan = _plan_of(req)
+    continuing = kw.get("has_chunked_req", False)
+    if adder.new_chunked_req is not None or (continuing and plan is not None):
+        # SGLang takes it that a prompt that was cut has used up the budget: it has reserved no
+        # memory for the rest of it, and goes on with one such prompt only.
+        return AddReqResult.OTHER
     admission = original(adder, req, **kw)
     if not getattr(admission, "is_chunked", False):
         return admission
-    if kw.get("has_chunked_req") or adder.new_chunked_req is not None:
-        # SGLang takes it that the first one has used up the budget, and goes on with the last.
+    if continuing:
         return AddReqResult.OTHER
-    if (plan := _plan_of(req)) is None:
+    if plan is None:
         return admission
     prefix = admission.prefix_len
-    length = _part(adder, plan, prefix, admission.extend_len)
+    whole = lcm(adder.page_size, kw.get("truncation_align_size") or 1)
+    length = _part(plan, prefix, admission.extend_len, adder.rem_chunk_tokens, whole)
     if length <= 0:
         return AddReqResult.OTHER
     replay = plan.computed(prefix, prefix + length) - length
@@ -99,19 +106,29 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     plan = _plan_of(req)
     if plan is None or adder.rem_chunk_tokens is None:
         return original(adder, req)
-    left = len(req.full_untruncated_fill_ids) - req.prefix_len
+    prefix = req.prefix_len
+    left = len(req.full_untruncated_fill_ids) - prefix
+    budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
     # At least a page, be the budget smaller: a part of none would never end.
-    length = min(max(_part(adder, plan, req.prefix_len, left), adder.page_size), left)
-    linked = length - plan.computed(req.prefix_len, req.prefix_len + length)
-    adder.rem_chunk_tokens += linked
-    adder.rem_input_tokens += linked
-    return original(adder, req)
+    length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
+    if adder.chunked_req_limit is not None:
+        adder.chunked_req_limit = length
+    credit = length - plan.computed(prefix, prefix + length)
+    adder.rem_chunk_tokens += credit
+    adder.rem_input_tokens += credit
+    result = original(adder, req)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        credit -= req.extend_len - plan.computed(prefix, prefix + req.extend_len)
+    adder.rem_chunk_tokens -= credit  # what was not needed
+    adder.rem_input_tokens -= credit
+    return result
 
 
-def _part(adder: Any, plan: PrefillPlan, prefix: int, most: int) -> int:
-    """Tokens of the next part of a prompt: ``most``, or as many as make it end with a page."""
-    end = plan.reach(prefix, max(adder.rem_chunk_tokens, 1))
-    return most if end >= prefix + most else end // adder.page_size * adder.page_size - prefix
+def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:
+    """Tokens of the next part of a prompt: ``most``, or as many as make it end with a multiple of
+    ``whole``."""
+    end = plan.reach(prefix, max(budget, 1))
+    return most if end >= prefix + most else end // whole * whole - prefix
 
 
 def _plan_of(req: Any) -> PrefillPlan | None:

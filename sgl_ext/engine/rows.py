@@ -91,6 +91,11 @@ def split(batch: Any, rows: Sequence[Row]) -> Any:
     part.seq_lens_cpu = torch.tensor(ends, dtype=batch.seq_lens.dtype)
     part.seq_lens_sum = sum(ends)
     part.orig_seq_lens = _at(batch.orig_seq_lens, requests)
+    if batch.replace_positions is not None:
+        # Of requests without a plan, all of whose tokens are in a row.
+        place = torch.full((len(batch.input_ids),), -1, device=tokens.device)
+        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        part.replace_positions = place[batch.replace_positions]
     part.rids = [batch.rids[row.request] for row in rows]
     part.lora_ids = batch.lora_ids and [batch.lora_ids[row.request] for row in rows]
     if batch.num_token_non_padded is not None:

@@ -1,0 +1,99 @@
+"""SGLang's budget of a prefill counts what is computed, and one prompt at a time is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine.plan_hooks import _continue, _select
+from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+
+PAGE = 16
+PLAN = PrefillPlan([Span(0, 50, Compute()), Span(50, 350, Link(0, 50)), Span(350, 480, Compute())])
+
+
+@dataclass
+class Admission:
+    prefix_len: int
+    extend_len: int
+    is_chunked: bool
+    replay_len: int = 0
+
+
+@pytest.fixture(autouse=True)
+def ext(monkeypatch: pytest.MonkeyPatch) -> None:
+    ext = runtime.ExtRuntime(ExtConfig())
+    ext.plans["linked"] = PLAN
+    monkeypatch.setattr(runtime, "current", ext)
+
+
+def adder(rem: int, **more: Any) -> Any:
+    fields = {"new_chunked_req": None, "chunked_req_limit": None, "can_run_list": []}
+    return SimpleNamespace(
+        page_size=PAGE, rem_chunk_tokens=rem, rem_input_tokens=1000, **{**fields, **more}
+    )
+
+
+def select(adder: Any, rid: str, admission: Any, **kw: Any) -> Any:
+    return _select(lambda *_args, **_kw: admission, adder, SimpleNamespace(rid=rid), **kw)
+
+
+def test_a_part_ends_where_the_budget_does() -> None:
+    found = select(adder(64), "linked", Admission(0, 352, is_chunked=True))
+    assert (found.extend_len, found.extend_len + found.replay_len) == (352, 52)
+    found = select(adder(40), "linked", Admission(0, 340, is_chunked=True))
+    assert (found.extend_len, found.replay_len) == (32, 0)
+    part = Admission(0, 384, is_chunked=True)
+    found = select(adder(64), "linked", part, truncation_align_size=64)
+    assert found.extend_len == 320
+
+
+@pytest.mark.parametrize("rid", ["linked", "plain"])
+def test_nobody_is_admitted_behind_one_who_was_cut(rid: str) -> None:
+    """There is a little of the budget left, and no memory reserved for the rest of that one."""
+    cut = adder(12, new_chunked_req="other")
+    for chunked in (True, False):
+        admission = Admission(0, 8, is_chunked=chunked)
+        assert select(cut, rid, admission) is AddReqResult.OTHER
+
+
+def test_beside_one_that_goes_on_there_is_room_for_small_plain_ones() -> None:
+    whole, part = Admission(0, 8, is_chunked=False), Admission(0, 16, is_chunked=True)
+    assert select(adder(40), "plain", whole, has_chunked_req=True) is whole
+    assert select(adder(40), "plain", part, has_chunked_req=True) is AddReqResult.OTHER
+    assert select(adder(40), "linked", whole, has_chunked_req=True) is AddReqResult.OTHER
+    assert select(adder(40), "plain", part) is part
+    assert select(adder(9), "linked", Admission(0, 300, is_chunked=True)) is AddReqResult.OTHER
+
+
+@pytest.mark.parametrize("taken", [0, 64, 352])
+def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> None:
+    budget = adder(64)
+    req = SimpleNamespace(
+        rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480
+    )
+
+    def original(adder: Any, req: Any) -> Any:
+        assert adder.rem_chunk_tokens >= 352
+        if taken:
+            adder.can_run_list.append(req)
+            adder.rem_chunk_tokens -= taken
+        return req
+
+    assert _continue(original, budget, req) is req
+    assert budget.rem_chunk_tokens == 64 - PLAN.computed(0, taken)
+    assert budget.rem_input_tokens == 1000 + taken - PLAN.computed(0, taken)
+
+
+def test_a_limit_is_of_computed_tokens() -> None:
+    limited = adder(512, chunked_req_limit=64)
+    req = SimpleNamespace(rid="linked", prefix_len=0, full_untruncated_fill_ids=[0] * 480)
+    _continue(lambda adder, _req: adder.chunked_req_limit, limited, req)
+    assert limited.chunked_req_limit == 352
+    assert limited.rem_chunk_tokens == 512
