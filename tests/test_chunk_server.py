@@ -286,13 +286,12 @@ def test_a_context_that_is_deleted_while_it_is_linked(server: Server, texts: lis
         url = f"{server.url}/generate"
         with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
-            last = next(lines)
+            next(lines)
             if salt == "goes":
                 for id_ in ids:
                     url = f"{server.url}/ext/context_cache/{id_}?cache_salt={salt}"
                     assert requests.delete(url, timeout=DEADLINE_S).status_code == 200
-            for last in lines:
-                pass
+            *_, last = lines
         found = json.loads(last[6:])
         assert found["meta_info"]["completion_tokens"] == 50
         said.append(found["text"])
