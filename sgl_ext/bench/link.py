@@ -81,7 +81,7 @@ def run(*, quick: bool, out: Path) -> Report:
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, **asdict(sizes)}
     report = Report("link", config)
-    partial = Partial(out / "link.partial.jsonl", config)
+    partial = Partial(out / f"link{'-quick' if quick else ''}.partial.jsonl", config)
     with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
         with nothing_missing(ours.url):
             Speed(stock, ours, template, sizes.speed).report(report)
