@@ -25,16 +25,19 @@ def test_what_is_computed_of_a_prompt() -> None:
 
 
 def test_findings_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
-    path = tmp_path / "partial"
-    first = Partial(path, {"questions": 2})
+    def partial(**config: int) -> Partial:
+        return Partial(tmp_path, "link", config, quick=False)
+
+    path = tmp_path / "link.partial.jsonl"
+    first = partial(questions=2)
     assert first.find("a", lambda: [1.0]) == [1.0]
     path.write_text(path.read_text() + '["b", [0.')  # killed while it wrote
-    again = Partial(path, {"questions": 2})
+    again = partial(questions=2)
     assert "b" not in again
     assert again.find("a", lambda: pytest.fail("found already")) == [1.0]
     assert again.find("b", lambda: [0.5]) == [0.5]
-    assert Partial(path, {"questions": 2}).find("b", lambda: pytest.fail("found")) == [0.5]
-    assert "a" not in Partial(path, {"questions": 3})
+    assert partial(questions=2).find("b", lambda: pytest.fail("found")) == [0.5]
+    assert "a" not in partial(questions=3)
     assert json.loads(path.read_text()) == {"questions": 3}
     again.forget()
     assert not path.exists()

@@ -44,16 +44,7 @@ _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
-    AccuracySizes(
-        _COMPARED,
-        _COMPARED,
-        as_they_are=4,
-        by_all=4,
-        merged=0,
-        merged_length=0,
-        needles=0,
-        needle_length=0,
-    ),
+    AccuracySizes(_COMPARED, _COMPARED, as_they_are=4, by_all=4),
 )
 _WHOLE = _Sizes(
     160_000,
@@ -81,7 +72,7 @@ def run(*, quick: bool, out: Path) -> Report:
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, **asdict(sizes)}
     report = Report("link", config)
-    partial = Partial(out / f"link{'-quick' if quick else ''}.partial.jsonl", config)
+    partial = Partial(out, "link", config, quick=quick)
     with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
         with nothing_missing(ours.url):
             Speed(stock, ours, template, sizes.speed).report(report)

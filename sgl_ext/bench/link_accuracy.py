@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from functools import partial as partial_of
 from itertools import chain
 from typing import NamedTuple, get_args
@@ -39,12 +40,12 @@ class AccuracySizes:
     """Prompts of each set whose chunks are documents as they are."""
     by_all: int
     """As many of them are linked by all methods."""
-    merged: int
+    merged: int = 0
     """Prompts of each set whose chunks are documents merged."""
-    merged_length: int
+    merged_length: int = 0
     """Tokens of such a prompt."""
-    needles: int
-    needle_length: int
+    needles: int = 0
+    needle_length: int = 0
 
 
 class _Compared(NamedTuple):
@@ -155,16 +156,20 @@ class Accuracy:
         question = len(self._template.encode(prompt.question))
         end = self._template.encode(prompt.question + prompt.answers[0])
         begin, count = len(prompt.tokens), len(end) - question
-        right: list[Distribution] = []
+
+        @cache
+        def right() -> list[Distribution]:
+            computed = [*prompt.tokens[:-question], *end]
+            return distributions(
+                self._stock.url, computed, count, begin, top=_TOP, deadline=_DEADLINE_S
+            ).distributions
 
         def by(method: str) -> _Compared:
-            if not right:
-                right.extend(self._computed([*prompt.tokens[:-question], *end], count, begin))
             text = text_of(prompt, self._contexts.create(prompt, method)) + prompt.answers[0]
             linked, meta = distributions(
                 self._ours.url, text, count, begin, top=_TOP, deadline=_DEADLINE_S
             )
-            each = [divergence(*pair) for pair in zip(right, linked, strict=True)]
+            each = [divergence(*pair) for pair in zip(right(), linked, strict=True)]
             cost = computed_share(meta, begin + count, self._layers)
             return _Compared(each[0], statistics.mean(each), cost)
 
@@ -173,12 +178,6 @@ class Accuracy:
             _Compared(*self._partial.find(f"{method}, {name}", partial_of(by, method)))
             for method in methods
         ]
-
-    def _computed(self, tokens: Sequence[int], count: int, begin: int) -> list[Distribution]:
-        url = self._stock.url
-        return distributions(
-            url, tokens, count, begin, top=_TOP, deadline=_DEADLINE_S
-        ).distributions
 
     def _report_needles(self, report: Report) -> None:
         prompts = needle_prompts(

@@ -46,7 +46,7 @@ def run(*, quick: bool, out: Path) -> Report:
     prompts = document_prompts(template, asked("hotpotqa"), count)
     config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
     report = Report("link_answers", {"quick": quick, **config})
-    partial = Partial(out / f"link_answers{'-quick' if quick else ''}.partial.jsonl", config)
+    partial = Partial(out, "link_answers", config, quick=quick)
     if all(prompt.name in partial for prompt in prompts):
         scores = [partial.find(prompt.name, dict) for prompt in prompts]
     else:

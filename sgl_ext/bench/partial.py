@@ -13,11 +13,15 @@ class Partial:
     """Findings by name, one line each.
 
     Args:
+        bench: name of the bench; its file lies in ``directory``.
         config: what else decides them; those of another one are forgotten.
+        quick: a quick run has a file of its own.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        self._path = path
+    def __init__(
+        self, directory: Path, bench: str, config: Mapping[str, Any], *, quick: bool
+    ) -> None:
+        self._path = path = directory / f"{bench}{'-quick' if quick else ''}.partial.jsonl"
         self._found: dict[str, Any] = {}
         header = json.dumps(config)
         lines = path.read_text().splitlines() if path.exists() else []

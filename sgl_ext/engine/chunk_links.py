@@ -187,7 +187,7 @@ class ChunkLinks:
     def _lead(self, req: Any, prefix: int) -> Wanted | None:
         """What of the prompt, from its first token on, the device has the most of in another one:
         in a prompt without chunks, or in one without the last of these, such as the turn before
-        they were added. None if that is not more than ``prefix``."""
+        they were added. None if no such prompt has more than ``prefix``."""
         composition = composition_of(req)
         if composition is None:
             return None
