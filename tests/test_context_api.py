@@ -268,6 +268,15 @@ def test_what_a_linked_prompt_does_not_have(
         service.link(GenerateReqInput(text=mark(context["id"]) + "b", **more))
 
 
+@pytest.mark.parametrize("nothing", [{"lora_path": ""}, {"lora_path": [None]}, {"input_ids": []}])
+def test_what_a_client_leaves_out(
+    client: TestClient, service: ContextService, nothing: dict[str, Any]
+) -> None:
+    (context,) = create(client, "chunk")
+    request = GenerateReqInput(text=mark(context["id"]) + "b", **nothing)
+    assert [one.id for one in service.link(request)] == [context["id"]]
+
+
 def test_a_prompt_ends_where_the_model_does(client: TestClient, service: ContextService) -> None:
     (context,) = create(client, "x" * 40)
     service.link(GenerateReqInput(text=2 * mark(context["id"]) + "b"))

@@ -16,6 +16,7 @@ from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.linked import (
     DEFAULT,
+    EXACT,
     PAGE,
     Contexts,
     asked,
@@ -44,13 +45,19 @@ def run(*, quick: bool, out: Path) -> Report:
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     prompts = document_prompts(template, asked("hotpotqa"), count)
-    config = {"model": model.name, "questions": count, "methods": _METHODS, "page": PAGE}
+    config = {
+        "model": model.name,
+        "arguments": EXACT,
+        "questions": count,
+        "methods": _METHODS,
+        "page": PAGE,
+    }
     report = Report("link_answers", {"quick": quick, **config})
     partial = Partial(out, "link_answers", config, quick=quick)
     if all(prompt.name in partial for prompt in prompts):
         scores = [partial.find(prompt.name, dict) for prompt in prompts]
     else:
-        _, system = systems(_POOL)
+        _, system = systems(_POOL, *EXACT)
         with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
             contexts = Contexts(ours.url, template)
             scores = []

@@ -22,19 +22,23 @@ PAGE = 16
 _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
 _EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
 DEFAULT = Chunks().method
+EXACT = ("--dtype", "float32")
+"""Arguments of servers whose answers differ by what is linked, not by rounding; and processors
+without bfloat16 instructions compute several times as fast."""
 _DEADLINE_S = 600.0
 
 Ids = Mapping[tuple[int, ...], str]
 """Of contexts, by their tokens."""
 
 
-def systems(pool: int) -> list[server.System]:
+def systems(pool: int, *arguments: str) -> list[server.System]:
     """SGLang with its radix cache, and with chunks.
 
     Args:
         pool: tokens that the KV of each server holds.
+        arguments: more of them, for both.
     """
-    arguments = ("--max-total-tokens", str(pool), *_ARGUMENTS)
+    arguments = ("--max-total-tokens", str(pool), *_ARGUMENTS, *arguments)
     return [
         server.System("stock", arguments),
         server.System("chunks", (*arguments, *_EXTENSION)),

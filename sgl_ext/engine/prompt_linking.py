@@ -87,7 +87,7 @@ class PromptLinking:
                 )
             return []
         for name, why in _UNSERVED:
-            if getattr(request, name) is not None and not (chat and name == "input_ids"):
+            if _given(getattr(request, name)) and not (chat and name == "input_ids"):
                 raise ExtError(f"a prompt with contexts has no {name}: {why}")
         named: list[Context] = []
         columns = (_each(request, name, type_, len(texts)) for name, type_ in _PER_PROMPT)
@@ -163,3 +163,8 @@ def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
             f"not {found!r:.200}"
         )
     return values
+
+
+def _given(value: Any) -> bool:
+    """Whether it says anything, for one prompt at least; clients send "" for what they leave out."""
+    return any(map(_given, value)) if isinstance(value, list) else value not in (None, "", {})
