@@ -61,6 +61,32 @@ def doctor(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def calibrate(
+    context: typer.Context,
+    model_path: Annotated[
+        Path, typer.Option(help="A model folder, as --model-path of the server.")
+    ],
+    config: _Config = None,
+) -> None:
+    """Measures computing and loading, for the restore section; further arguments are SGLang's."""
+    from sgl_ext.calibrate import calibrate as measure
+
+    try:
+        profile, path = measure(model_path, _load(config), context.args)
+    except ExtError as error:
+        typer.echo(f"sgl_ext: {error}", err=True)
+        raise typer.Exit(1) from None
+    compute = profile.compute
+    print(
+        f"computing: {1e3 * compute.overhead:.1f} ms a forward, {1e6 * compute.per_token:.1f} us a "
+        f"token, {1e9 * compute.per_pair:.2f} ns for each token before it"
+    )
+    for tier, cost in profile.loads.items():
+        print(f"loading from {tier}: {1e6 * cost.per_token:.1f} us a token")
+    print(f"wrote {path}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Runs a benchmark, as python -m sgl_ext.bench does: NAME [--quick] [--out DIR]."""
     from sgl_ext.bench.__main__ import main as run

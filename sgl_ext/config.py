@@ -35,7 +35,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE = frozenset({"tiers", "chunks"})
+AVAILABLE = frozenset({"tiers", "chunks", "restore"})
 """Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
@@ -119,6 +119,14 @@ KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
 """A page is given to the tier when it was seen that often."""
 
 
+class EmulatedDevice(_Section):
+    """Another device than the one that is there: slower. For tests and benchmarks."""
+
+    bytes_per_second: Bytes
+    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=10)] = 0.0
+    """Of every read and write."""
+
+
 class SsdTier(_Section):
     """Striped SSDs: one directory per device."""
 
@@ -130,6 +138,8 @@ class SsdTier(_Section):
     """Whether a page counts as stored only when the device says that it will survive a power
     failure. Without it a page survives the end of this process, and one that a power failure has
     torn is found out and computed again."""
+    emulate: EmulatedDevice | None = None
+    """Of each directory."""
 
 
 class RemoteTier(_Section):
@@ -189,6 +199,14 @@ class Chunks(_Section):
 class Restore(_Section):
     """Computes the front of a cached prefix while its back loads (exact; CacheFlow)."""
 
+    policy: Literal["shortest", "longest", "cake"] = "shortest"
+    """Who goes first among requests that are restored: the least remaining time, by computing and
+    by loading; the largest recomputation, by loading (CacheFlow); the first come (Cake)."""
+    chunk: Annotated[int, Field(ge=1, le=1 << 20, strict=True)] = 512
+    """Tokens that are computed at a time while others load."""
+    ageing: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.2
+    """Seconds of remaining time that a second of waiting is worth, to ``shortest``."""
+
 
 class Swap(_Section):
     """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
@@ -232,6 +250,14 @@ class ExtConfig(_Section):
         if section is None:  # a key without a value, in YAML: on or off?
             raise ValueError("the section is empty: write {} to switch it on, or remove it")
         return section
+
+    @model_validator(mode="after")
+    def _something_to_restore_from(self) -> Self:
+        if self.restore and not (self.tiers and (self.tiers.ssd or self.tiers.remote)):
+            raise ValueError(
+                "restore needs a tier whose loads take long: name tiers.ssd or tiers.remote"
+            )
+        return self
 
     @model_validator(mode="after")
     def _directories_apart(self) -> Self:

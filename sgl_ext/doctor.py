@@ -20,12 +20,14 @@ from typing import Any, Literal
 import psutil
 
 from sgl_ext import SUPPORTED_SGLANG
-from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Swap, Tiers
+from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Restore, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.engine.hooks import installed_sglang
 from sgl_ext.errors import ExtError
 from sgl_ext.memory import mapping
 from sgl_ext.memory.limits import available_memory
+from sgl_ext.packages import cache_dir
+from sgl_ext.restore.profile import PROFILES
 
 Verdict = Literal["ok", "note", "fail"]
 
@@ -237,6 +239,11 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         else:
             probed = "; --model-path looks at the model, too" if name == "chunks" else ""
             yield Check(name, "ok", f"on{probed}")
+        if isinstance(section, Restore) and not any((cache_dir() / PROFILES).glob("*.json")):
+            yield Check(
+                "restore profile", "note", "none: servers learn what computing and loading cost",
+                "sgl-ext calibrate --model-path … with this configuration",
+            )  # fmt: skip
         if isinstance(section, Tiers) and section.ssd is not None:
             for directory in section.ssd.directories:
                 yield _ssd_directory(name, directory, section.ssd.capacity)

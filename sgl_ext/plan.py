@@ -31,7 +31,14 @@ class Link:
     """Share of a token's computing that the forward does of it nevertheless (CacheBlend)."""
 
 
-Source = Compute | Link
+@dataclass(frozen=True)
+class Load:
+    """A tier has brought it, from an earlier prompt that begins with the same tokens."""
+
+    work: ClassVar[float] = 0.0
+
+
+Source = Compute | Link | Load
 
 
 class Span(NamedTuple):
@@ -45,13 +52,18 @@ class Span(NamedTuple):
 class PrefillPlan:
     """Ordered, gap-free spans from the first token on.
 
+    Args:
+        stop: position that the next forward does not go beyond, because what lies behind it is not
+            decided yet; None if all is.
+
     Raises:
         ValueError: a gap, an overlap, an empty span, or a last token that is not computed: the
             answer is sampled from its logits.
     """
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[Span], *, stop: int | None = None) -> None:
         self.spans = tuple(spans)
+        self.stop = stop
         at = 0
         for span in self.spans:
             if span.start != at or span.end <= span.start:
@@ -83,6 +95,10 @@ class PrefillPlan:
 
     def reach(self, start: int, budget: int) -> int:
         """How far a forward from ``start`` on gets that computes ``budget`` tokens."""
+        end = self._reach(start, budget)
+        return end if self.stop is None else min(end, self.stop)
+
+    def _reach(self, start: int, budget: int) -> int:
         at, left = start, float(budget)
         for span in self.between(start, len(self)):
             cost = (span.end - span.start) * span.source.work

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import ExtConfig
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
+from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunk_links import ChunkLinks
     from sgl_ext.engine.chunk_metrics import LinkMetrics
+    from sgl_ext.engine.restore_metrics import RestoreMetrics
     from sgl_ext.engine.rows import Split
 
 
@@ -27,6 +29,10 @@ class ExtRuntime:
     """Why there is no slab."""
     tiers: TierStack | None = None
     """What lies beyond the device; None if nothing does."""
+    restorer: Restorer | None = None
+    """Prefixes that are computed and loaded at once; None without the section."""
+    restore_metrics: RestoreMetrics | None = None
+    """What is restored, counted; None if SGLang's metrics are off."""
     plans: dict[str, PrefillPlan] = field(default_factory=dict)
     """Of requests that are not simply computed, by their id."""
     split: Split | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,32 @@ def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
     ssd = {"directories": [str(tmp_path)], "capacity": "1GiB"}
     message = error_of({"tiers": {"ssd": ssd}, "clusters": {"directories": [str(tmp_path)]}})
     assert f"tiers.ssd and clusters both name {tmp_path}; give each its own" in message
+
+
+@pytest.mark.parametrize(
+    ("restore", "message"),
+    [
+        ({"policy": "fifo"}, "'restore.policy': Input should be 'shortest', 'longest' or 'cake'"),
+        ({"chunk": 0}, "'restore.chunk'"),
+        ({"chunk": 0.5}, "'restore.chunk'"),
+        ({"ageing": -1}, "'restore.ageing'"),
+    ],
+)
+def test_bad_restoring(restore: dict[str, object], message: str) -> None:
+    tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load({"tiers": tiers, "restore": restore})
+
+
+@pytest.mark.parametrize("tiers", [None, {"host": {"capacity": "1GiB"}}])
+def test_nothing_to_restore_from(tiers: dict[str, object] | None) -> None:
+    config: dict[str, object] = {"restore": {}} | ({"tiers": tiers} if tiers else {})
+    with pytest.raises(ConfigError, match=r"name tiers[.]ssd or tiers[.]remote"):
+        load(config)
+
+
+@pytest.mark.parametrize("device", [{"bytes_per_second": -5}, {"bytes_per_second": 0}, {}])
+def test_devices_that_cannot_be_emulated(device: dict[str, object]) -> None:
+    ssd = {"directories": ["/ssd"], "capacity": "1GiB", "emulate": device}
+    with pytest.raises(ConfigError, match=r"tiers[.]ssd[.]emulate[.]bytes_per_second"):
+        load({"tiers": {"ssd": ssd}})

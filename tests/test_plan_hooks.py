@@ -24,6 +24,7 @@ class Admission:
     extend_len: int
     is_chunked: bool
     replay_len: int = 0
+    max_new_tokens: int = 7
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,17 @@ def test_a_part_ends_where_the_budget_does() -> None:
     part = Admission(0, 384, is_chunked=True)
     found = select(adder(64), "linked", part, truncation_align_size=64)
     assert found.extend_len == 320
+
+
+def test_a_part_ends_where_its_plan_is_decided_to() -> None:
+    """Though the budget would have it whole; SGLang takes it for a prompt that was cut."""
+    runtime.current.plans["restored"] = PrefillPlan([Span(0, 480, Compute())], stop=96)
+    found = select(adder(4096), "restored", Admission(0, 480, is_chunked=False))
+    assert (found.extend_len, found.is_chunked, found.max_new_tokens) == (96, True, 0)
+    found = select(adder(64), "restored", Admission(16, 480, is_chunked=True))
+    assert found.extend_len == 64
+    whole = Admission(0, 90, is_chunked=False)
+    assert select(adder(4096), "restored", whole) is whole
 
 
 @pytest.mark.parametrize("rid", ["linked", "plain"])

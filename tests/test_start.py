@@ -51,7 +51,8 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     ("config", "expected"),
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
-        ('{"restore": {}}', "switches on restore, which sgl_ext 0.1.0 does not have yet"),
+        ('{"swap": {"capacity": "1GiB"}}', "switches on swap, which sgl_ext 0.1.0 does not have"),
+        ('{"restore": {}}', "restore needs a tier whose loads take long"),
         ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),
     ],
 )

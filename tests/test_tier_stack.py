@@ -9,65 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tier_kit import arena, content, keys, places
+from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content, keys, places
 
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads, layer_groups
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack
-from sgl_ext.tiers.tier import TierStatistics
 
-DEADLINE_S = 60.0
 BLOCKS = 64
-LAYOUTS = {
-    page: Layout(page, layers=5, kv_heads=1, head_dim=8, dtype="float32", fingerprint="t")
-    for page in (1, 4)
-}
-
-
-class Shelf:
-    """Keeps pages in a dict. Loads wait for ``open``; keys in ``lost`` do not land."""
-
-    name = "shelf"
-    immediate = True
-    available = True
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.pages: dict[Key, bytes] = {}
-        self.open = threading.Event()
-        self.open.set()
-        self.lost: set[Key] = set()
-        self.loads = 0
-
-    def lookup(self, keys: Sequence[Key]) -> int:
-        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys))
-
-    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        self.loads += 1
-        assert self.open.wait(DEADLINE_S)
-        good = np.array([key in self.pages and key not in self.lost for key in keys], bool)
-        for key, page, landed in zip(keys, pages, good, strict=True):
-            stored = self.pages[key] if landed else b"\xee" * self.arena.stride
-            self.arena.memory[page] = np.frombuffer(stored, np.uint8)
-        return good
-
-    def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        assert self.open.wait(DEADLINE_S)
-        self.pages |= {
-            key: self.arena.memory[page].tobytes() for key, page in zip(keys, pages, strict=True)
-        }
-        return np.ones(len(keys), bool)
-
-    def statistics(self) -> TierStatistics:
-        return TierStatistics(len(self.pages), 0, 0, {})
-
-    def close(self) -> None:
-        self.open.set()
 
 
 class Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,19 @@ from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.arena import Arena, Key, Pages
 from sgl_ext.tiers.ssd import SsdTier
-from sgl_ext.tiers.tier import Tier
+from sgl_ext.tiers.tier import Tier, TierStatistics
 from sgl_ext.tiers.volume import Volume
 
+DEADLINE_S = 60.0
 LAYOUT = Layout(page=4, layers=2, kv_heads=2, head_dim=32, dtype="float16", fingerprint="test")
 """Pages of 2 KiB: a place is one sector."""
 LARGE = Layout(page=16, layers=4, kv_heads=2, head_dim=64, dtype="float16", fingerprint="test")
 """Pages of 32 KiB: a place is nine sectors, and can be torn."""
+LAYOUTS = {
+    page: Layout(page, layers=5, kv_heads=1, head_dim=8, dtype="float32", fingerprint="t")
+    for page in (1, 4)
+}
+"""Pages of few bytes, by their tokens."""
 
 
 def key(number: int) -> Key:
@@ -137,3 +144,44 @@ def two_volumes(
     assert all(put(tier, host, *range(40)))
     yield tier
     tier.close()
+
+
+class Shelf:
+    """Keeps pages in a dict. Loads wait for ``open``; keys in ``lost`` do not land."""
+
+    name = "shelf"
+    immediate = True
+    available = True
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.pages: dict[Key, bytes] = {}
+        self.open = threading.Event()
+        self.open.set()
+        self.lost: set[Key] = set()
+        self.loads = 0
+
+    def lookup(self, keys: Sequence[Key]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self.pages), len(keys))
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        self.loads += 1
+        assert self.open.wait(DEADLINE_S)
+        good = np.array([key in self.pages and key not in self.lost for key in keys], bool)
+        for key, page, landed in zip(keys, pages, good, strict=True):
+            stored = self.pages[key] if landed else b"\xee" * self.arena.stride
+            self.arena.memory[page] = np.frombuffer(stored, np.uint8)
+        return good
+
+    def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        assert self.open.wait(DEADLINE_S)
+        self.pages |= {
+            key: self.arena.memory[page].tobytes() for key, page in zip(keys, pages, strict=True)
+        }
+        return np.ones(len(keys), bool)
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(len(self.pages), 0, 0, {})
+
+    def close(self) -> None:
+        self.open.set()

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from sgl_ext.errors import ExtError
 
-BENCHES = ("attention", "exactness", "link", "link_answers", "memory", "overhead", "tiers")
+BENCHES = (
+    "attention",
+    "exactness",
+    "link",
+    "link_answers",
+    "memory",
+    "overhead",
+    "restore",
+    "tiers",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,9 +5,9 @@ Prompts are documents of real questions and one of the questions, the chunks of 
 orders, so that prompts share no prefix: once the documents as they are, once merged into chunks of
 512 tokens. Contexts are created before anything is timed, as an application would, primed by
 documents that are in none of the prompts. ``stock`` is SGLang with its radix cache. Speed and load
-are measured in the model's own precision, answers are compared in float32. A whole run takes hours;
-one that was broken off keeps the answers that it has compared, if it is given the same ``--out``,
-and measures speed and load anew.
+are measured in the precision that the machine is fastest in, answers are compared in float32. A
+whole run takes hours; one that was broken off keeps the answers that it has compared, if it is
+given the same ``--out``, and measures speed and load anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_ext.bench.chunk_prompts import Template
 from sgl_ext.bench.link_accuracy import Accuracy, AccuracySizes
 from sgl_ext.bench.link_load import Load, LoadSizes
 from sgl_ext.bench.link_speed import Speed, SpeedSizes
-from sgl_ext.bench.linked import DEFAULT, EXACT, PAGE, nothing_missing, systems
+from sgl_ext.bench.linked import DEFAULT, EXACT, PAGE, fastest, nothing_missing, systems
 from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
 from sgl_ext.models import SMOLLM2, prepare
@@ -71,15 +71,16 @@ def run(*, quick: bool, out: Path) -> Report:
     model = prepare(SMOLLM2)
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    config = {"quick": quick, "page": PAGE, "compared_with": EXACT, **asdict(sizes)}
-    report = Report("link", config)
+    served = fastest()
+    config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
+    report = Report("link", {"served": served, **config})
     partial = Partial(out, "link", config, quick=quick)
-    with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
+    with server.serve(systems(sizes.pool, *served), model, out / "logs") as (stock, ours):
         with nothing_missing(ours.url):
             Speed(stock, ours, template, sizes.speed).report(report)
         Load(stock, ours, template, sizes.load).report(report)
-    with server.serve(systems(sizes.pool, *EXACT), model, out / "logs" / "compared") as (stock, ours):
-        with nothing_missing(ours.url):
-            Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report)
+    exact, logs = systems(sizes.pool, *EXACT), out / "logs" / "compared"
+    with server.serve(exact, model, logs) as (stock, ours), nothing_missing(ours.url):
+        Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report)
     partial.forget()
     return report

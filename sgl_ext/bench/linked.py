@@ -23,12 +23,19 @@ _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
 _EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
 DEFAULT = Chunks().method
 EXACT = ("--dtype", "float32")
-"""Arguments of servers whose answers differ by what is linked, not by rounding; and processors
-without bfloat16 instructions compute several times as fast."""
+"""Arguments of servers whose answers differ by what is linked, not by rounding."""
 _DEADLINE_S = 600.0
 
 Ids = Mapping[tuple[int, ...], str]
 """Of contexts, by their tokens."""
+
+
+def fastest() -> tuple[str, ...]:
+    """Arguments of servers that compute in the precision that this machine is fastest in."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return () if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else EXACT
 
 
 def systems(pool: int, *arguments: str) -> list[server.System]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, tier_hooks
+from sgl_ext.engine import hooks, restore_hooks, tier_hooks
 from sgl_ext.engine.meta_info import tell, told
 
 
@@ -16,7 +16,8 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
         return original(adder, req, *args, **kw)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if _held_back(adder, req):
+    continuing = kw.get("has_chunked_req", False)
+    if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return AddReqResult.CONTINUE
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
@@ -28,6 +29,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
         result = original(adder, req, *args, **kw)
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
     tier_hooks.considered(adder, req, admitted)
+    restore_hooks.considered(req, admitted)
     if linked is not None and admitted and not told(req, "chunks"):  # not after a retraction
         tell(req, linked)
         if ext.link_metrics is not None:
@@ -45,15 +47,16 @@ def _alone(adder: Any) -> bool:
 
 def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     """Nobody gives way to a request that could not run yet."""
-    return False if _held_back(adder, req) else original(adder, req)
+    return False if _held_back(adder, req, continuing=False) else original(adder, req)
 
 
-def _held_back(adder: Any, req: Any) -> bool:
+def _held_back(adder: Any, req: Any, continuing: bool) -> bool:
     """A request whose KV is still on its way is passed over; its turn comes again."""
     ext = runtime.current
     if ext is None:
         return False
     coming = tier_hooks.held_back(adder, req)
+    coming = restore_hooks.held_back(adder, req, continuing) or coming
     return coming or (ext.links is not None and not ext.links.ready(req))
 
 

@@ -129,7 +129,8 @@ class ChunkLinks:
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         """Copies what the plan links of tokens ``start .. end - 1`` to ``slots`` of theirs."""
-        request = self._requests[rid]
+        if (request := self._requests.get(rid)) is None:
+            return
         spans: dict[Link, list[Span]] = {}
         for span in request.plan.between(start, end):
             if isinstance(span.source, Link):
@@ -179,8 +180,8 @@ class ChunkLinks:
 
     def release(self, rid: str) -> None:
         """The request's prefill has ended, or it does not come to it: its chunks may go."""
-        self._plans.pop(rid, None)
         if (request := self._requests.pop(rid, None)) is not None:
+            self._plans.pop(rid, None)
             for found in request.found.values():
                 self._search.let_go(found)
 

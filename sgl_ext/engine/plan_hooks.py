@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import blend, hooks, rows
+from sgl_ext.engine import blend, hooks, restore_hooks, rows
 from sgl_ext.engine.meta_info import tell
 from sgl_ext.plan import PrefillPlan
 
@@ -22,11 +22,12 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
     if not any(plan is not None for plan in plans):
         return original(runner, batch, *args, **kw)
     prefixes, ends = batch.extend_prefix_lens_cpu, batch.seq_lens_cpu.tolist()
-    if ext.links is not None:
-        table = runner.req_to_token_pool.req_to_token
-        for at, plan in enumerate(plans):
-            if plan is not None:
-                slots = table[batch.req_pool_indices[at], prefixes[at] : ends[at]].long().numpy()
+    table = runner.req_to_token_pool.req_to_token
+    for at, plan in enumerate(plans):
+        if plan is not None:
+            slots = table[batch.req_pool_indices[at], prefixes[at] : ends[at]].long().numpy()
+            restore_hooks.fill(ext, batch.rids[at], prefixes[at], ends[at], slots)
+            if ext.links is not None:
                 ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
     parts = rows.rows_of(plans, prefixes, ends)
     with ExitStack() as blending:
@@ -87,7 +88,10 @@ def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> An
         # memory for the rest of it, and goes on with one such prompt only.
         return AddReqResult.OTHER
     admission = original(adder, req, **kw)
-    if not getattr(admission, "is_chunked", False):
+    if isinstance(admission, AddReqResult):
+        return admission
+    end = admission.prefix_len + admission.extend_len
+    if not admission.is_chunked and (plan is None or plan.stop is None or plan.stop >= end):
         return admission
     if continuing:
         return AddReqResult.OTHER
@@ -99,10 +103,14 @@ def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> An
     if length <= 0:
         return AddReqResult.OTHER
     replay = plan.computed(prefix, prefix + length) - length
-    return dataclasses.replace(admission, extend_len=length, replay_len=replay)
+    return dataclasses.replace(
+        admission, extend_len=length, replay_len=replay, is_chunked=True, max_new_tokens=0
+    )
 
 
 def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    if not restore_hooks.planned(adder, req):
+        return req  # which SGLang takes for a part that has to wait
     plan = _plan_of(req)
     if plan is None or adder.rem_chunk_tokens is None:
         return original(adder, req)
@@ -111,13 +119,14 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
     # At least a page, be the budget smaller: a part of none would never end.
     length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
-    if adder.chunked_req_limit is not None:
+    if adder.chunked_req_limit is not None or plan.stop is not None:
         adder.chunked_req_limit = length
     credit = length - plan.computed(prefix, prefix + length)
     adder.rem_chunk_tokens += credit
     adder.rem_input_tokens += credit
     result = original(adder, req)
     if adder.can_run_list and adder.can_run_list[-1] is req:
+        restore_hooks.considered(req, admitted=True)
         credit -= req.extend_len - plan.computed(prefix, prefix + req.extend_len)
     adder.rem_chunk_tokens -= credit  # what was not needed
     adder.rem_input_tokens -= credit
@@ -137,18 +146,20 @@ def _plan_of(req: Any) -> PrefillPlan | None:
 
 
 def _release(rid: str) -> None:
-    ext = runtime.current
-    if ext is not None and ext.links is not None:
+    if (ext := runtime.current) is None:
+        return
+    if ext.links is not None:
         ext.links.release(rid)
+    restore_hooks.release(ext, rid)
 
 
 def _on_release(_tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    _release(req.rid)
     ext = runtime.current
     if ext is None or ext.links is None:
         return
     from sgl_ext.engine.link_parameters import selection_of
 
-    ext.links.release(req.rid)
     if (selection := selection_of(req)) is not None and req.finished():
         tell(req, {"power": "chunks", "selected": ext.links.select(req, selection)})
 

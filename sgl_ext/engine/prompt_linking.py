@@ -166,5 +166,5 @@ def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
 
 
 def _given(value: Any) -> bool:
-    """Whether it says anything, for one prompt at least; clients send "" for what they leave out."""
+    """Whether it says anything, of one prompt at least: clients send "" for what is left out."""
     return any(map(_given, value)) if isinstance(value, list) else value not in (None, "", {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks
+from sgl_ext.engine import hooks, restore_hooks
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.unserved import Unserved, require_served
 
@@ -95,7 +95,7 @@ def _linker(adder: Any) -> Any:
 
 def _sleep_while_waiting(_result: None, _scheduler: Any) -> None:
     """Requests that are held back keep SGLang's loop awake; it leaves the core to their I/O."""
-    if (stack := _stack()) is not None and stack.pending():
+    if (stack := _stack()) is not None and (stack.pending() or restore_hooks.pending()):
         stack.wait(_IDLE_S)
 
 
@@ -110,7 +110,9 @@ def _measure(
     begin = time.monotonic()
     result = original(scheduler, batch, *args, **kw)
     if tokens >= _LEAST_TOKENS:
-        stack.computed(tokens, time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        stack.computed(tokens, seconds)
+        restore_hooks.computed(batch, tokens, seconds)
     return result
 
 
@@ -137,12 +139,15 @@ def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dic
 
 def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     wrapper.hit_markers.pop(req.rid, None)
+    wrapper.cache_linker.asking = restore_hooks.prompt_of(req, result.device_prefix_len)
     return original(wrapper, key, req, result)
 
 
 def _forget(_wrapper: Any, rid: str) -> None:
     if (ext := runtime.current) is not None and ext.tiers is not None:
         ext.tiers.forget(rid)
+        if ext.restorer is not None:
+            ext.restorer.release(rid)
         if ext.links is not None:
             ext.links.forget(rid)
 
@@ -151,13 +156,19 @@ def _weights_changed(_updater: Any, *_args: Any, **_kwargs: Any) -> None:
     """Pages are kept under the weights that the server was started with."""
     if (stack := _stack()) is not None:
         stack.disable("an update of the model's weights began; restart to use them again")
+        restore_hooks.give_up()
 
 
 def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
     if (stack := _stack()) is not None:
         from sgl_ext.tiers.statistics import describe
 
-        result.internal_state["sgl_ext"] = {"tiers": describe(stack)}
+        result.internal_state["sgl_ext"] = {
+            "tiers": describe(stack),
+            "computing_seconds": stack.computing_seconds,
+        }
+        if (restore := restore_hooks.describe(stack)) is not None:
+            result.internal_state["sgl_ext"]["restore"] = restore
     return result
 
 

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
+from sgl_ext.engine.restore_hooks import Prompt, open_restorer
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
 from sgl_ext.tiers.arena import Key, Pages
@@ -62,9 +63,13 @@ class TierLinker(UnifiedCacheLinker):
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
             ext.tiers = open_stack(ext.config.tiers, ext.slab)
+            ext.restorer = open_restorer(ext.config.restore, ext.tiers)
         except ExtError as error:
             refuse(error)
         self.stack = ext.tiers
+        self.restorer = ext.restorer
+        self.asking: Prompt | None = None
+        """That the next look-up is for, if its prefix may be restored."""
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._metrics: TierMetrics | None = None
@@ -73,7 +78,12 @@ class TierLinker(UnifiedCacheLinker):
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        pages = self.stack.lookup(rid, _keys(transfers[0]))
+        keys, prompt, self.asking = _keys(transfers[0]), self.asking, None
+        if self.restorer is None or prompt is None or not self.stack.enabled:
+            pages = self.stack.lookup(rid, keys)
+        else:
+            pages = self.stack.here(keys)
+            self.restorer.ask(rid, keys, pages, *prompt)
         # Every length up to this one can be restored; the longest that all ranks have is asked
         # for here, because SGLang looks at each length that it is given.
         return [self.agreed(pages)]
@@ -112,15 +122,21 @@ class TierLinker(UnifiedCacheLinker):
                 self._metrics = TierMetrics(get_parallel().tp_rank)
             if self._metrics.due:
                 self._metrics.update(describe(self.stack))
+        if self.restorer is not None:
+            self.restorer.advance()
         return self.stack.completed()
 
     def pop_completed_offload(self) -> bool:
         return self.stack.pop()
 
     def reset(self) -> None:
+        if self.restorer is not None:
+            self.restorer.clear()
         self.stack.clear()
 
     def close(self) -> None:
+        if self.restorer is not None:
+            self.restorer.close()
         self.stack.close()
 
     def used_in_device(self, tree: Any, node: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
-from sgl_ext.config import Tiers
+from sgl_ext.config import EmulatedDevice, Tiers
 from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena, stride_of
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -19,6 +20,18 @@ _COPY_DEADLINE_S = 60.0
 """Of a copy within this machine's memory."""
 
 logger = logging.getLogger(__name__)
+
+
+def _emulation(
+    engine: TransferEngine, device: EmulatedDevice | None
+) -> Callable[[FileLane], Lane] | None:
+    if device is None:
+        return None
+    rate, latency = int(device.bytes_per_second), device.latency
+    logger.warning(
+        "every SSD is slowed down to %d B/s and %.3g s: tiers.ssd.emulate", rate, latency
+    )
+    return lambda lane: engine.throttled_lane(lane, bytes_per_second=rate, latency=latency)
 
 
 def open_stack(config: Tiers, slab: Slab) -> TierStack:
@@ -43,7 +56,12 @@ def open_stack(config: Tiers, slab: Slab) -> TierStack:
             from sgl_ext.tiers.ssd import SsdTier
 
             ssd = SsdTier(
-                arena, engine, config.ssd.directories, config.ssd.capacity, fsync=config.ssd.fsync
+                arena,
+                engine,
+                config.ssd.directories,
+                config.ssd.capacity,
+                fsync=config.ssd.fsync,
+                wrap=_emulation(engine, config.ssd.emulate),
             )
             lower.append(LowerTier(ssd, keep_after=config.ssd.keep_after, wake=wake.set))
             undo.callback(lower[-1].close)

@@ -92,6 +92,26 @@ class LowerTier:
         """Loads into held places; True where the right bytes have landed."""
         return self._submit(self._loads, self._load, keys, pages)
 
+    def load_then(
+        self,
+        keys: Sequence[Key],
+        pages: Pages,
+        then: Callable[[NDArray[np.bool_], float], None],
+    ) -> None:
+        """As :meth:`load`; ``then`` is given the result and the seconds that it took, in the
+        tier's thread, unless the tier is closed first."""
+
+        def work() -> None:
+            begin = time.monotonic()
+            try:
+                landed = self._load(keys, pages)
+            except Exception:  # as in result_of
+                logger.exception("a thread of a tier failed")
+                landed = np.zeros(len(keys), np.bool_)
+            then(landed, time.monotonic() - begin)
+
+        self._submit(self._loads, work)
+
     def store(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
         """Stores pinned places."""
         return self._submit(self._stores, self._store, keys, pages)

@@ -82,6 +82,8 @@ class TierStack:
         """Pages that were loaded, by the tier that had them."""
         self.computed_pages_per_second: float | None = None
         """Of late forwards; a tier that is slower than computing is not waited for."""
+        self.computing_seconds = 0.0
+        """Of forwards over new tokens."""
         self.loaded = Traffic()
         """To the device."""
         self.stored = Traffic()
@@ -105,11 +107,14 @@ class TierStack:
 
         What lies in lower tiers begins to come; :meth:`ready` says when it has.
         """
-        if self._off is not None:
-            return 0
-        here = self.host.lookup(keys)
-        self._waiting.ask(rid, keys, here, self.computed_pages_per_second)
+        here = self.here(keys)
+        if self._off is None:
+            self._waiting.ask(rid, keys, here, self.computed_pages_per_second)
         return here
+
+    def here(self, keys: Sequence[Key]) -> int:
+        """How many of ``keys``, from the first on, host memory has."""
+        return 0 if self._off is not None else self.host.lookup(keys)
 
     def ready(self, rid: str) -> bool:
         """Whether no more pages will come for the request, or not in time.
@@ -195,6 +200,15 @@ class TierStack:
         self._offer(here, pages)
         return pages
 
+    def fill(self, pages: Pages, blocks: Pages) -> None:
+        """Copies held ``pages`` into ``blocks`` of the device, and returns when that is done.
+
+        Raises:
+            TimeoutError, TransferError: it is not, and nobody may read the blocks.
+        """
+        for ticket in self._copies.load(pages, blocks):
+            ticket.wait(_QUIESCE_S)
+
     def let_go(self, pages: Pages) -> None:
         self.host.unpin(pages)
 
@@ -259,6 +273,7 @@ class TierStack:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward took so long for so many new tokens."""
+        self.computing_seconds += seconds
         rate = tokens / self.layout.page / seconds
         self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 

@@ -1,0 +1,140 @@
+"""Restoring long contexts from a slow tier: recomputing, loading, Cake, CacheFlow's policy, ours.
+
+The tier is an SSD that is slowed down until loading a context of 4,096 tokens takes half as long
+as, as long as, or twice as long as computing it. Every system has its own copy of the contexts' KV
+there, and nothing in device or host memory when it is asked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_ext.bench import server
+from sgl_ext.bench.report import Report, summary
+from sgl_ext.bench.restore_batches import Batches, BatchSizes
+from sgl_ext.bench.restore_contexts import Context, mixed_lengths, of_lengths
+from sgl_ext.bench.restore_servers import (
+    CAKE,
+    LOAD,
+    LONGEST,
+    OURS,
+    RECOMPUTE,
+    fill,
+    forget,
+    systems,
+)
+from sgl_ext.models import SMOLLM2, prepare
+
+_REFERENCE = 4096
+"""Tokens of the context whose loading takes ``ratio`` times as long as its computing."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    lengths: Sequence[int]
+    """Tokens of contexts that are restored alone."""
+    each: int
+    """Contexts of each length."""
+    rounds: int
+    ratios: Sequence[float]
+    """Of loading to computing."""
+    mixed: int
+    """Contexts of mixed lengths."""
+    batches: BatchSizes
+    pool: int
+    """Tokens."""
+    staging: str
+
+
+_QUICK = _Sizes((1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), 40_000, "1GiB")
+_WHOLE = _Sizes(
+    (1024, 2048, _REFERENCE, 7168),
+    2,
+    3,
+    (0.5, 1.0, 2.0),
+    32,
+    BatchSizes({2: 4, 4: 4, 8: 10}, (0, 1, 2), 40),
+    60_000,
+    "1536MiB",
+)
+
+
+def run(*, quick: bool, out: Path) -> Report:
+    sizes = _QUICK if quick else _WHOLE
+    model = prepare(SMOLLM2)
+    report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
+    alone = of_lengths(model, [*sizes.lengths] * sizes.each)
+    mixed = of_lengths(model, mixed_lengths(sizes.mixed, 256, 3072, seed=0))
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
+        filled = Path(scratch) / "filled"
+        logs = out / "logs"
+        computing = fill(filled, [*alone, *mixed], model, sizes.pool, logs)
+        reference = [each for each in alone if each.length == _REFERENCE]
+        seconds = statistics.median(computing[each.name] for each in reference)
+        stored = sum(file.stat().st_size for file in filled.rglob("pages"))
+        tokens = sum(each.length // 16 * 16 for each in (*alone, *mixed))
+        for ratio in sizes.ratios:
+            names = [RECOMPUTE, LOAD, CAKE, OURS] + ([LONGEST] if ratio == 1.0 else [])
+            rate = round(_REFERENCE * stored / tokens / (seconds * ratio))
+            running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
+            with server.serve(running, model, logs / f"{ratio:g}") as servers:
+                _alone(report, servers, alone, sizes.rounds, ratio)
+                if ratio == 1.0:
+                    Batches(servers, mixed, sizes.batches).report(report)
+    return report
+
+
+def _alone(
+    report: Report,
+    servers: Sequence[server.Server],
+    contexts: Sequence[Context],
+    rounds: int,
+    ratio: float,
+) -> None:
+    """One request at a time."""
+    from sgl_ext.engine.load_generator import Request
+    from sgl_ext.engine.load_generator import run as send
+
+    names = [each.system.name for each in servers]
+    ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+    for number in range(rounds + 1):
+        for place, context in enumerate(contexts):
+            for at in range(len(servers)):
+                one = servers[(number + place + at) % len(servers)]
+                forget(one.url)
+                (timing,) = send(one.url, [Request(context.tokens, 1)])
+                if number:  # the first ones in a process are slow
+                    by_length = ttft[one.system.name].setdefault(context.length, [])
+                    by_length.append(timing.ttft)
+    for length in ttft[OURS]:
+        medians = {name: statistics.median(ttft[name][length]) for name in names}
+        compute, load = medians[RECOMPUTE], medians[LOAD]
+        bound = compute * load / (compute + load)
+        for name in names:
+            report.runs.append(
+                {
+                    "what": f"alone, loading takes {ratio:g} of computing",
+                    "system": name,
+                    "tokens": length,
+                    "samples": len(ttft[name][length]),
+                    "over_bound": medians[name] / bound,
+                    "speedup_vs_best_single": min(compute, load) / medians[name],
+                }
+                | summary(ttft[name][length], "ttft_ms", 1e3)
+            )
+        over, speedup = medians[OURS] / bound, min(compute, load) / medians[OURS]
+        if length >= _REFERENCE and ratio == 1.0:
+            _note(report, "ratio_to_bound", over, worse=max)
+            _note(report, "speedup_vs_best_single", speedup, worse=min)
+        if ratio != 1.0:
+            _note(report, "speedup_vs_best_single_at_other_rates", speedup, worse=min)
+
+
+def _note(report: Report, name: str, value: float, worse: Callable[[float, float], float]) -> None:
+    """The worst of all lengths is the figure."""
+    report.figures[name] = worse(report.figures.get(name, value), value)

@@ -1,0 +1,136 @@
+"""Servers whose SSD holds the KV of contexts, and answers as slowly as is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sgl_ext.bench import server
+from sgl_ext.bench.linked import fastest
+from sgl_ext.bench.restore_contexts import Context
+from sgl_ext.errors import ExtError
+
+PAGE = 16
+RECOMPUTE, LOAD, CAKE, LONGEST, OURS = "recompute", "load", "cake", "longest", "shortest"
+_POLICIES = (CAKE, LONGEST, OURS)
+_CAPACITY = "12GiB"
+_DEADLINE_S = 600.0
+
+
+def base(pool: int) -> tuple[str, ...]:
+    """Arguments of all servers.
+
+    Args:
+        pool: tokens that the device holds.
+    """
+    return ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *fastest())
+
+
+def fill(
+    directory: Path, contexts: Sequence[Context], model: Path, pool: int, logs: Path
+) -> dict[str, float]:
+    """Has a server compute all contexts and keep their KV on an SSD in ``directory``.
+
+    Returns:
+        Seconds that each took, by its name.
+    """
+    directory.mkdir()
+    ssd = {"directories": [str(directory)], "capacity": _CAPACITY, "keep_after": 1}
+    config = json.dumps({"tiers": {"ssd": ssd, "staging": "1GiB"}})
+    system = server.System("fill", (*base(pool), "--enable-ext", "--ext-config", config))
+    seconds = {}
+    with server.serve([system], model, logs) as (filling,):
+        for context in contexts:
+            begin = time.monotonic()
+            ask(filling.url, context.heard)
+            seconds[context.name] = time.monotonic() - begin
+            _wait_until_stored(filling.url)
+    return seconds
+
+
+def systems(
+    names: Sequence[str],
+    filled: Path,
+    scratch: Path,
+    pool: int,
+    staging: str,
+    bytes_per_second: int,
+) -> list[server.System]:
+    """Each with its own copy of what :func:`fill` has left in ``filled``."""
+    found = []
+    for name in names:
+        if name == RECOMPUTE:
+            found.append(server.System(name, base(pool)))
+            continue
+        directory = scratch / name
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(filled, directory)
+        ssd = {
+            "directories": [str(directory)],
+            "capacity": _CAPACITY,
+            "emulate": {"bytes_per_second": bytes_per_second},
+        }
+        config: dict[str, object] = {
+            "tiers": {"ssd": ssd, "staging": staging, "wait": _DEADLINE_S},
+        }
+        if name in _POLICIES:
+            config["restore"] = {"policy": name}
+        arguments = (*base(pool), "--enable-ext", "--ext-config", json.dumps(config))
+        found.append(server.System(name, arguments))
+    return found
+
+
+def ask(url: str, tokens: Sequence[int]) -> Mapping[str, Any]:
+    """The ``meta_info`` of a prompt's first token.
+
+    Raises:
+        ExtError: the server does not answer or refuses.
+    """
+    body = {"input_ids": [*tokens], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    try:
+        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
+        answer.raise_for_status()
+    except requests.RequestException as error:
+        raise ExtError(f"{url} did not answer: {error}") from None
+    meta: Mapping[str, Any] = answer.json()["meta_info"]
+    return meta
+
+
+def forget(url: str) -> None:
+    """Device and host memory forget everything; what lies on SSDs stays.
+
+    Raises:
+        ExtError: the server is busy for too long.
+    """
+    give_up = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < give_up:
+        # What has answered may not have ended.
+        if requests.post(f"{url}/flush_cache", timeout=_DEADLINE_S).ok:
+            return
+        time.sleep(0.05)
+    raise ExtError(f"{url} did not forget its KV in {_DEADLINE_S} s")
+
+
+def tiers(url: str) -> dict[str, Any]:
+    """What the server says of its tiers; empty without any."""
+    found = requests.get(f"{url}/server_info", timeout=_DEADLINE_S).json()
+    live: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
+    return live
+
+
+def _wait_until_stored(url: str) -> None:
+    give_up = time.monotonic() + _DEADLINE_S
+    quiet = 0
+    while time.monotonic() < give_up:
+        found = tiers(url)["tiers"]
+        quiet = 0 if found["ssd"]["queue_depth"] or found["host"]["queue_depth"] else quiet + 1
+        if quiet == 3:
+            return
+        time.sleep(0.05)
+    raise ExtError(f"{url} still stores after {_DEADLINE_S} s")

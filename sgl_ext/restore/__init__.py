@@ -1,0 +1,1 @@
+"""Restoring long prefixes: the front is computed while the back loads (CacheFlow)."""

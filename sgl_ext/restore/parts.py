@@ -1,0 +1,38 @@
+"""How far the next forward of a request that is being restored goes."""
+
+from __future__ import annotations
+
+from sgl_ext.restore.costs import Costs
+from sgl_ext.restore.pointers import Pointers
+
+
+def next_part(
+    pointers: Pointers, costs: Costs, page: int, *, flying_for: float, busy: float
+) -> int | None:
+    """The page that the next forward ends before.
+
+    What it computes is what loading would not bring sooner: up to where both pointers, at the
+    rates that are believed in, meet; at most a chunk.
+
+    Args:
+        page: tokens.
+        flying_for: seconds that what is on its way to the request has been.
+        busy: seconds until the channel begins to load its next pages; infinite if it does not.
+
+    Returns:
+        ``pointers.end`` if nothing is left to load: the forward goes to the end of the prompt, as
+        far as its budget goes. None if waiting for what is on its way is better than computing.
+    """
+    free, flying, chunk = pointers.next_free, pointers.flying, costs.chunk // page
+    if free is not None and (flying is None or free.end <= flying.end):
+        begin = max(free.begin, pointers.front)
+        meeting = costs.meeting(begin * page, free.end * page, free.tier, busy)
+        end = min(round(meeting / page), begin + chunk)
+        return end if end > begin else None
+    if flying is None:
+        return pointers.end
+    begin = max(flying.end, pointers.front)
+    end = min(flying.end + flying.flying, begin + chunk)
+    late = flying_for - costs.loads[flying.tier].seconds(flying.flying * page)
+    # If it does not come, waiting has cost at most twice what computing at once would have.
+    return end if abs(late) > costs.compute.seconds(begin * page, end * page) else None

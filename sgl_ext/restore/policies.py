@@ -1,0 +1,87 @@
+"""Whose KV the channel of a tier loads next, and whose prompt is computed next (CacheFlow §3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from operator import attrgetter
+from typing import Protocol, TypeVar
+
+
+class Candidate(Protocol):
+    """A request as a policy sees it; seconds."""
+
+    arrived: float
+    remaining: float
+    """Until its prompt is computed, if computing and channel are its own."""
+    recomputing: float
+    """Of computing what is not loaded."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Policy(Protocol):
+    """Chooses among requests that are being restored, of which there is one at least."""
+
+    def load(self, able: Collection[C], computing: C | None) -> C:
+        """Whose KV is loaded next.
+
+        Args:
+            able: those that have something left to load.
+            computing: the request whose prompt is being computed, which may have nothing left.
+        """
+
+    def compute(self, waiting: Collection[C]) -> C:
+        """Whose prompt is computed when the one before is done."""
+
+
+class Shortest:
+    """The least remaining time first, computing and channel on the same request.
+
+    Waiting counts against remaining time, so that no request waits for ever: a request goes before
+    all that arrive ``remaining / ageing`` seconds later or more.
+
+    Args:
+        ageing: seconds of remaining time that a second of waiting is worth.
+    """
+
+    def __init__(self, ageing: float) -> None:
+        self._ageing = ageing
+
+    def load(self, able: Collection[C], computing: C | None) -> C:
+        if computing is not None and computing in able:
+            return computing
+        return self.compute(able)
+
+    def compute(self, waiting: Collection[C]) -> C:
+        # All grow older at the same rate, so that the order of their ages is that of arrivals.
+        return min(waiting, key=lambda one: one.remaining + self._ageing * one.arrived)
+
+
+class Longest:
+    """The channel goes to the largest remaining recomputation (Algorithm 1, line 7)."""
+
+    def load(self, able: Collection[C], computing: C | None) -> C:  # noqa: ARG002
+        return max(able, key=attrgetter("recomputing"))
+
+    def compute(self, waiting: Collection[C]) -> C:
+        return min(waiting, key=attrgetter("arrived"))
+
+
+class Cake:
+    """First come, first served, by computing and by the channel: two pointers for each request,
+    neither of which waits for the other (Jin et al., ICML 2025)."""
+
+    def load(self, able: Collection[C], computing: C | None) -> C:  # noqa: ARG002
+        return min(able, key=attrgetter("arrived"))
+
+    def compute(self, waiting: Collection[C]) -> C:
+        return min(waiting, key=attrgetter("arrived"))
+
+
+POLICIES: dict[str, Callable[[float], Policy]] = {
+    "shortest": Shortest,
+    "longest": lambda _ageing: Longest(),
+    "cake": lambda _ageing: Cake(),
+}
+"""By name, given ``ageing``."""

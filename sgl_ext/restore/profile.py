@@ -1,0 +1,112 @@
+"""What computing and loading cost on one machine, measured once and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+
+VERSION = 1
+"""Of the file, and of what its figures mean."""
+
+PROFILES = "profiles"
+"""Folder of the user's cache."""
+
+logger = logging.getLogger(__name__)
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """What a profile is of."""
+
+    model: str
+    """Fingerprint of its weights."""
+    dtype: str
+    page: int
+    device: str
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """Measured costs; seconds."""
+
+    subject: Subject
+    compute: ComputeCost
+    loads: dict[str, LoadCost]
+    """By tier."""
+    version: int = VERSION
+
+    def costs(self, tiers: Iterable[str], chunk: int) -> Costs | None:
+        """For restoring from these tiers; None if one of them was not measured."""
+        if missing := [tier for tier in tiers if tier not in self.loads]:
+            logger.warning("the restore profile says nothing of %s; run sgl-ext calibrate", missing)
+            return None
+        return Costs(self.compute, {tier: self.loads[tier] for tier in tiers}, chunk, measured=True)
+
+
+def path_of(subject: Subject, directory: Path) -> Path:
+    """Where its profile lies."""
+    digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:16]
+    return directory / f"{digest}.json"
+
+
+def find(subject: Subject, directory: Path) -> Profile | None:
+    """The profile of ``subject``; None if there is none that can be used, which the log notes."""
+    path = path_of(subject, directory)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("%s is no restore profile (%s); run sgl-ext calibrate again", path, error)
+        return None
+    if found.version != VERSION or found.subject != subject:
+        logger.warning(
+            "%s is a restore profile of version %d of %s; version %d of %s is needed: "
+            "run sgl-ext calibrate again",
+            path, found.version, found.subject, VERSION, subject,
+        )  # fmt: skip
+        return None
+    costs = (found.compute.overhead, found.compute.per_token, found.compute.per_pair)
+    if min(costs) < 0 or not all(each.per_token > 0 for each in found.loads.values()):
+        logger.warning("%s has costs below zero; run sgl-ext calibrate again", path)
+        return None
+    return found
+
+
+def save(profile: Profile, directory: Path) -> Path:
+    """Writes it whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = path_of(profile.subject, directory)
+    fd, partial = tempfile.mkstemp(dir=directory, prefix=".profile-")
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    Path(partial).rename(path)
+    return path
+
+
+def fit(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
+    """The costs that explain forwards ``(begin, end, seconds)`` best.
+
+    Least squares of relative errors, none of them negative: a short forward counts as much as a
+    long one.
+
+    Raises:
+        ValueError: fewer than three forwards, or all of them alike.
+    """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    begin, end, seconds = (np.array(column, float) for column in zip(*samples, strict=True))
+    if len(seconds) < 3 or np.ptp(end - begin) == 0 or not (seconds > 0).all():
+        raise ValueError(f"{len(samples)} forwards say too little: {samples[:3]}")
+    tokens = end - begin
+    factors = np.stack((np.ones_like(tokens), tokens, tokens * (begin + end) / 2), axis=1)
+    solution, _ = nnls(factors / seconds[:, None], np.ones_like(seconds))
+    overhead, per_token, per_pair = map(float, solution)
+    return ComputeCost(overhead, max(per_token, 1e-9), per_pair)

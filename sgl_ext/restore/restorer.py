@@ -1,0 +1,317 @@
+"""The restorations of a scheduler: from a prompt that tiers have the beginning of to its KV."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from sgl_ext.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.restore.channels import Channels, Restoration
+from sgl_ext.restore.costs import Costs
+from sgl_ext.restore.parts import next_part
+from sgl_ext.restore.pointers import Pointers, Stretch
+from sgl_ext.restore.policies import Policy
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier, result_of
+
+_LEASE_S = 60.0
+"""How long pages are kept for a request that nobody asks for any more."""
+_SEEN_S = 5.0
+"""For how long a request that the scheduler does not come back to keeps others waiting."""
+
+
+class Restored(TypedDict):
+    """What became of a prefix that lower tiers had; tokens."""
+
+    loaded: dict[str, int]
+    """By tier."""
+    computed: int
+    seconds: float
+    """From the request's arrival until its last forward began."""
+
+
+@dataclass
+class _Request:
+    """A request that tiers have something of, until it is restored or gone."""
+
+    keys: Sequence[Key]
+    """Of the pages behind those that device and host memory have."""
+    first: int
+    """Number of the first of them in the prompt."""
+    behind: int
+    """Tokens of the prompt."""
+    lookups: list[tuple[LowerTier, Future[int]]]
+    pinned: Pages
+    """In host memory: of the pages before."""
+    arrived: float
+    seen: float
+    begin: int = 0
+    """Page that computing begins with."""
+    active: Restoration | None = None
+    """What is being restored, once it is known what there is."""
+
+
+class Restorer:
+    """Only the scheduler's thread calls, and none of it waits for a device.
+
+    Args:
+        tiers: the nearest first.
+        page: tokens.
+        unit: pages of one load, at most.
+        wait: seconds within which tiers have to say what they have.
+        hits: takes the pages that were loaded, by tier.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        tiers: Sequence[LowerTier],
+        policy: Policy,
+        costs: Costs,
+        *,
+        page: int,
+        unit: int,
+        wait: float,
+        hits: Counter[str],
+    ) -> None:
+        self.costs = costs
+        self._host = host
+        self._tiers = tiers
+        self._policy = policy
+        self.page = self._page = page
+        self._wait = wait
+        self._hits = hits
+        self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
+        self._requests: dict[str, _Request] = {}
+        self._followers: dict[str, str] = {}
+        """Requests that wait for another one with the same prefix."""
+        self._leaving: list[Restoration] = []
+        """Gone ones in whose places something may still land."""
+
+    def ask(self, rid: str, keys: Sequence[Key], here: int, first: int, behind: int) -> None:
+        """A request is looked up: tiers are asked, the first time, for what host memory lacks.
+
+        Args:
+            keys: of the pages of its prompt behind those that the device has.
+            here: how many of them host memory has.
+            first: number of the first of them in the prompt.
+            behind: tokens of the prompt.
+        """
+        now = time.monotonic()
+        if (request := self._requests.get(rid)) is not None:
+            request.seen = now
+            return
+        self._followers.pop(rid, None)
+        if here >= len(keys):
+            return
+        for other, one in self._requests.items():
+            if one.keys[0] == keys[here]:
+                self._followers[rid] = other
+                return
+        lacking = keys[here:]
+        lookups = [(tier, tier.lookup(lacking)) for tier in self._tiers]
+        pinned = self._host.places(keys[:here])
+        self._host.pin(pinned)
+        request = _Request(lacking, first + here, behind, lookups, pinned, now, now)
+        self._requests[rid] = request
+        self._open(rid, request)
+
+    def restores(self, rid: str) -> bool:
+        """Whether something was found of the request's prompt, and it has not left."""
+        request = self._requests.get(rid)
+        return request is not None and request.active is not None
+
+    def computes(self, rid: str) -> bool:
+        """Whether the first part of the request was computed, or is about to be."""
+        request, computing = self._requests.get(rid), self._channels.computing
+        return request is not None and request.active is not None and request.active is computing
+
+    def turn(self, rid: str, continuing: bool) -> bool:
+        """Whether a request that waits may be computed now.
+
+        Args:
+            continuing: another prompt is being computed part by part.
+        """
+        if self._followers.get(rid) in self._requests:
+            return False
+        if (request := self._requests.get(rid)) is None:
+            return True
+        request.seen = now = time.monotonic()
+        if request.active is None:
+            answered = all(lookup.done() for _, lookup in request.lookups)
+            if not answered and now < request.arrived + self._wait:
+                return False
+            self._open(rid, request, scarce=True)
+            if request.active is None:
+                self.release(rid)
+                return True
+        with self._channels.lock:
+            if continuing or self._channels.computing is not None:
+                return False
+        able = [
+            each.active
+            for each in self._requests.values()
+            if each.active is not None and now < each.seen + _SEEN_S
+        ]
+        with self._channels.lock:
+            return self._policy.compute(able) is request.active
+
+    def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
+        """What the next forward of a request does, from token ``begin`` on.
+
+        Args:
+            end: tokens of the prompt.
+
+        Returns:
+            None if it does nothing: what is on its way comes sooner.
+        """
+        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+            return PrefillPlan([Span(0, end, Compute())])
+        pointers, page, now = active.pointers, self._page, time.monotonic()
+        with self._channels.lock:
+            if self._channels.computing is not active:
+                pointers.front = request.begin = begin // page
+            free = pointers.next_free
+            until = next_part(
+                pointers,
+                self.costs,
+                page,
+                flying_for=now - active.began,
+                busy=0.0 if free is None else self._channels.busy(active, free.tier),
+            )
+            if until is None:
+                return None
+            loaded = [*pointers.loaded()]
+        spans, at = [], 0
+        for first, last in loaded:
+            if at < first * page:
+                spans.append(Span(at, first * page, Compute()))
+            spans.append(Span(first * page, last * page, Load()))
+            at = last * page
+        spans.append(Span(at, end, Compute()))
+        return PrefillPlan(spans, stop=until * page if until < pointers.end else None)
+
+    def computing(self, rid: str, until: int) -> None:
+        """A forward goes to token ``until``: it is in the batch that runs next."""
+        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+            return
+        with self._channels.lock:
+            active.pointers.compute(min(-(-until // self._page), active.pointers.end))
+            self._channels.computing = active
+            self._channels.changed(active)
+
+    def places(self, rid: str, begin: int, end: int) -> Pages:
+        """In host memory, of tokens ``begin .. end - 1``, which were loaded."""
+        active = self._requests[rid].active
+        if active is None:
+            raise RuntimeError(f"{rid}: nothing was loaded for tokens {begin} on")
+        return active.places[begin // self._page - active.begin : end // self._page - active.begin]
+
+    def report(self, rid: str) -> Restored | None:
+        """What has become of a request's prefix, when nothing more will."""
+        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+            return None
+        pointers = active.pointers
+        came = sum(pointers.came(page) for page in range(request.begin, pointers.end))
+        loaded = {name: pages * self._page for name, pages in active.loaded.items()}
+        computed = (pointers.end - request.begin - came) * self._page
+        seconds = time.monotonic() - active.arrived
+        return Restored(loaded=loaded, computed=computed, seconds=seconds)
+
+    def release(self, rid: str) -> None:
+        """The request is restored or gone: its places are given back, what landed can be found."""
+        self._followers.pop(rid, None)
+        if (request := self._requests.pop(rid, None)) is None:
+            return
+        self._host.unpin(request.pinned)
+        if (active := request.active) is not None:
+            with self._channels.lock:
+                self._channels.leave(active)
+            self._leaving.append(active)
+            self._settle()
+
+    def advance(self) -> None:
+        """Takes every step that can be taken without waiting."""
+        self._settle()
+        for rid, request in list(self._requests.items()):
+            self._open(rid, request)
+        now = time.monotonic()
+        with self._channels.lock:
+            computing = self._channels.computing
+        for rid, request in list(self._requests.items()):
+            if now > request.seen + _LEASE_S and request.active is not computing:
+                self.release(rid)
+
+    def pending(self) -> bool:
+        """Whether a request waits for a tier."""
+        return bool(self._requests)
+
+    def clear(self) -> list[str]:
+        """Gives everything up; the requests that were to be restored."""
+        rids = list(self._requests)
+        for rid in rids:
+            self.release(rid)
+        return rids
+
+    def close(self) -> None:
+        self._channels.close()
+        self.clear()
+
+    def _open(self, rid: str, request: _Request, *, scarce: bool = False) -> None:
+        """Begins to load, if it is known what there is and if there are places for it.
+
+        Args:
+            scarce: with as many places as there are.
+        """
+        if request.active is not None or not all(one.done() for _, one in request.lookups):
+            return
+        stretches, at = [], request.first
+        for tier, lookup in request.lookups:
+            if (end := request.first + result_of(lookup, 0)) > at:
+                stretches.append(Stretch(tier.tier.name, at, end))
+                at = end
+        wanted = min(at - request.first, self._host.capacity)
+        if not scarce and wanted > self._host.room:
+            return  # others hold them; their turn comes first
+        places = self._host.reserve(min(wanted, self._host.room))
+        if places is None or not len(places):
+            return
+        self._host.refuse(wanted - len(places))
+        begin = at - len(places)
+        for stretch in stretches:
+            stretch.begin = max(stretch.begin, begin)
+        stretches = [one for one in stretches if one.begin < one.end]
+        request.begin = request.first
+        request.active = Restoration(
+            rid,
+            request.arrived,
+            request.behind,
+            Pointers(request.first, stretches),
+            begin,
+            request.keys[begin - request.first : at - request.first],
+            places,
+        )
+        with self._channels.lock:
+            self._channels.open(request.active)
+
+    def _settle(self) -> None:
+        """Gives places back that nothing will land in any more."""
+        with self._channels.lock:
+            over = [one for one in self._leaving if not self._channels.flying(one)]
+        for one in over:
+            self._leaving.remove(one)
+            came = np.array(
+                [one.pointers.came(page) for page in range(one.begin, one.pointers.end)], bool
+            )
+            self._host.publish(
+                [key for key, good in zip(one.keys, came, strict=True) if good], one.places[came]
+            )
+            self._host.release(one.places[~came])
+            self._hits.update(one.loaded)

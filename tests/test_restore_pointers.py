@@ -1,0 +1,208 @@
+"""Two pointers over every kind of prefix, rate and failure, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.parts import next_part
+from sgl_ext.restore.pointers import Pointers, Stretch
+
+PAGE = 16
+UNIT = 8
+"""Pages."""
+
+
+class Clock:
+    """One request, alone, restored by computing and by one channel for each tier."""
+
+    def __init__(self, pointers: Pointers, real: Costs, believed: Costs) -> None:
+        self.pointers = pointers
+        self.real = real
+        self.believed = believed
+        self.now = 0.0
+        self.computed: list[int] = []
+        self.twice = 0
+        self.forwards = 0
+        self._landing: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+
+    def begin_loads(self) -> None:
+        for stretch in self.pointers.stretches:
+            if (taken := self.pointers.take(stretch.tier, UNIT)) is not None:
+                self._began[stretch.tier] = self.now
+                seconds = self.real.loads[stretch.tier].seconds((taken[1] - taken[0]) * PAGE)
+                self._landing[stretch.tier] = self.now + seconds
+
+    def land(self, until: float, lost: set[int]) -> None:
+        while self._landing and min(self._landing.values()) <= until:
+            tier = min(self._landing, key=self._landing.__getitem__)
+            self.now = max(self.now, self._landing.pop(tier))
+            (one,) = (each for each in self.pointers.stretches if each.tier == tier)
+            pages = range(one.end, one.end + one.flying)
+            self.pointers.land(tier, [page not in lost for page in pages])
+            self.begin_loads()
+        self.now = max(self.now, until)
+
+    def run(self, lost: set[int]) -> float:
+        """Seconds until the prefix is there."""
+        pointers = self.pointers
+        self.begin_loads()
+        while True:
+            flying = pointers.flying
+            until = next_part(
+                pointers,
+                self.believed,
+                PAGE,
+                flying_for=self.now - self._began[flying.tier] if flying else 0.0,
+                busy=0.0,
+            )
+            if until is None:
+                self.land(min(self._landing.values()), lost)
+                continue
+            loaded = {page for first, last in pointers.loaded() for page in range(first, last)}
+            on_their_way = {
+                page for one in pointers.stretches for page in range(one.end, one.end + one.flying)
+            }
+            front = pointers.front
+            pages = [page for page in range(front, until) if page not in loaded]
+            self.computed += pages
+            self.twice += len(on_their_way.intersection(pages))
+            pointers.compute(until)
+            if pages:
+                self.forwards += 1
+                seconds = self.real.compute.seconds(pages[0] * PAGE, (pages[-1] + 1) * PAGE)
+                self.land(self.now + seconds, lost)
+            if until == pointers.end:
+                return self.now
+
+
+def costs(overhead: float, per_token: float, per_pair: float, load: float) -> Costs:
+    loads = {tier: LoadCost(1e-4, load) for tier in ("ssd", "remote")}
+    return Costs(ComputeCost(overhead, per_token, per_pair), loads, chunk=512)
+
+
+@given(
+    front=st.integers(0, 40),
+    gap=st.integers(0, 40),
+    pages=st.integers(1, 400),
+    remote=st.integers(0, 100),
+    load=st.floats(1e-6, 1e-2),
+    wrong=st.floats(0.2, 5),
+    lost=st.sets(st.integers(0, 600), max_size=30),
+)
+def test_every_page_comes_from_somewhere_and_once(
+    front: int,
+    gap: int,
+    pages: int,
+    remote: int,
+    load: float,
+    wrong: float,
+    lost: set[int],
+) -> None:
+    begin = front + gap
+    stretches = [Stretch("ssd", begin, begin + pages)]
+    if remote:
+        stretches.append(Stretch("remote", begin + pages, begin + pages + remote))
+    pointers = Pointers(front, stretches)
+    real = costs(5e-3, 2e-4, 1e-8, load)
+    clock = Clock(pointers, real, costs(5e-3, 2e-4, 1e-8, load * wrong))
+    clock.run(lost)
+    came = {page for page in range(front, pointers.end) if pointers.came(page)}
+    assert len(clock.computed) == len(set(clock.computed))
+    assert not came.intersection(clock.computed)
+    assert came.union(clock.computed) == set(range(front, pointers.end))
+    assert not came.intersection(lost)
+    assert clock.twice <= 512 // PAGE
+    assert pointers.settled
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("tokens", [4096, 8192, 32768])
+def test_it_takes_little_longer_than_the_bound(ratio: float, tokens: int) -> None:
+    compute = ComputeCost(2e-3, 2e-4, 5e-9)
+    whole = compute.in_chunks(0, tokens, 512)
+    load = LoadCost(1e-4, ratio * whole / tokens)
+    believed = Costs(compute, {"ssd": load}, 512)
+    pointers = Pointers(0, [Stretch("ssd", 0, tokens // PAGE)])
+    seconds = Clock(pointers, believed, believed).run(set())
+    loading = load.seconds(tokens)
+    assert seconds <= 1.06 * whole * loading / (whole + loading)
+
+
+def test_computing_that_does_not_pay_is_left() -> None:
+    """A tier that has all of it before a forward could begin."""
+    believed = Costs(ComputeCost(5e-2, 1e-3), {"ssd": LoadCost(0.0, 1e-6)}, 512)
+    pointers = Pointers(0, [Stretch("ssd", 0, 64)])
+    clock = Clock(pointers, believed, believed)
+    clock.run(set())
+    assert clock.computed == []
+
+
+def test_a_load_that_hangs_is_computed_at_last() -> None:
+    believed = costs(5e-3, 2e-4, 1e-8, 1e-4)
+    pointers = Pointers(0, [Stretch("ssd", 0, 8)])
+    assert pointers.take("ssd", 8) == (0, 8)
+    expected = believed.loads["ssd"].seconds(8 * PAGE)
+    patience = believed.compute.seconds(0, 8 * PAGE)
+    waits = {
+        late: next_part(pointers, believed, PAGE, flying_for=expected + late, busy=0.0)
+        for late in (0.0, 0.9 * patience, 1.1 * patience)
+    }
+    assert [*waits.values()] == [None, None, 8]
+    pointers.compute(8)
+    pointers.land("ssd", [True] * 8)  # too late: its places are not read any more
+    assert not any(map(pointers.came, range(8)))
+
+
+def test_a_channel_that_serves_others_is_not_waited_for() -> None:
+    believed = costs(5e-3, 2e-4, 1e-8, 1e-6)
+    pointers = Pointers(0, [Stretch("ssd", 0, 20)])
+    assert next_part(pointers, believed, PAGE, flying_for=0.0, busy=float("inf")) == 20
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [[], [Stretch("ssd", 2, 5)], [Stretch("ssd", 3, 5), Stretch("remote", 6, 8)]],
+)
+def test_what_is_no_prefix(stretches: list[Stretch]) -> None:
+    with pytest.raises(ValueError, match=r"gaps|nothing to load"):
+        Pointers(3, stretches)
+
+
+@given(
+    front=st.integers(0, 10_000),
+    length=st.integers(1, 100_000),
+    per_pair=st.sampled_from([0.0, 1e-9, 1e-7]),
+    load=st.floats(1e-7, 1e-2),
+    busy=st.floats(0, 100),
+)
+def test_both_are_done_at_the_meeting(
+    front: int, length: int, per_pair: float, load: float, busy: float
+) -> None:
+    believed = costs(1e-3, 1e-4, per_pair, load)
+    back = front + length
+    at = believed.meeting(front, back, "ssd", busy)
+    assert front <= at <= back
+    if front < at < back:
+        single = believed.compute.seconds(front, at)
+        chunked = believed.compute.work(front, at) + believed.compute.overhead * (at - front) / 512
+        loading = busy + (back - at) * load
+        assert (single if at - front <= 512 else chunked) == pytest.approx(loading, rel=1e-3)
+
+
+def test_serving_corrects_what_is_believed() -> None:
+    unmeasured = costs(0.0, 1.0, 0.0, 1.0)
+    unmeasured.computed(0, 100, 0.1)
+    unmeasured.loaded("ssd", 100, 0.2)
+    assert unmeasured.compute.seconds(0, 100) == pytest.approx(0.1)
+    assert unmeasured.loads["ssd"].seconds(100) == pytest.approx(0.2)
+    measured = costs(0.0, 1.0, 0.0, 1.0)
+    measured.measured = True
+    measured.computed(0, 100, 1e6)  # something else was in the way
+    assert measured.compute.seconds(0, 100) == pytest.approx(160)
+    for _ in range(40):
+        measured.computed(0, 100, 50.0)
+    assert measured.compute.seconds(0, 100) == pytest.approx(50, rel=1e-2)

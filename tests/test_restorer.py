@@ -1,0 +1,202 @@
+"""Restorations over real host memory and the threads of a tier that obeys the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content, keys
+
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.plan import Compute, Load, PrefillPlan
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.policies import Shortest
+from sgl_ext.restore.restorer import Restorer
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+
+PAGE = 4
+UNIT = 2
+"""Pages."""
+
+
+class Machine:
+    """A restorer, the arena of its host memory, and a shelf below."""
+
+    def __init__(self, places: int = 64) -> None:
+        self.engine = TransferEngine()
+        self.arena = arena(self.engine, places, LAYOUTS[PAGE])
+        self.host = HostPages(places)
+        self.shelf = Shelf(self.arena)
+        self.tier = LowerTier(self.shelf, keep_after=1, wake=threading.Event().set)
+        self.hits: Counter[str] = Counter()
+        self.costs = Costs(
+            ComputeCost(1e-3, 1e-3), {"shelf": LoadCost(0.0, 1e-3)}, chunk=8, measured=True
+        )
+        self.restorer = Restorer(
+            self.host, [self.tier], Shortest(0.2), self.costs,
+            page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
+        )  # fmt: skip
+
+    def keep(self, names: list[bytes]) -> None:
+        for name in names:
+            page = np.zeros(self.arena.stride, np.uint8)
+            block = content(name, LAYOUTS[PAGE]).reshape(-1).view(np.uint8)
+            page[: len(block)] = block
+            self.shelf.pages[name] = page.tobytes()
+
+    def right(self, rid: str, names: list[bytes], plan: PrefillPlan) -> bool:
+        """Whether what the plan loads lies where the restorer says."""
+        for span in plan.spans:
+            if isinstance(span.source, Load):
+                places = self.restorer.places(rid, span.start, span.end)
+                wanted = names[span.start // PAGE : span.end // PAGE]
+                for name, place in zip(wanted, places, strict=True):
+                    block = content(name, LAYOUTS[PAGE]).reshape(-1).view(np.uint8)
+                    if not np.array_equal(self.arena.memory[place, : len(block)], block):
+                        return False
+        return True
+
+    def run(self, rid: str, names: list[bytes], tokens: int, begin: int = 0) -> list[PrefillPlan]:
+        """Restores a request whose turn it is, without computing anything."""
+        plans = []
+        at = begin
+        while at < tokens:
+            self.restorer.advance()
+            if (plan := self.restorer.plan(rid, at, tokens)) is None:
+                time.sleep(1e-3)
+                continue
+            end = plan.reach(at, tokens)
+            self.restorer.computing(rid, end)
+            part = [*plan.between(at, end)]
+            assert self.right(rid, names, PrefillPlan(plan.spans))
+            plans.append(plan)
+            at = end
+            if any(isinstance(span.source, Compute) for span in part):
+                time.sleep(2e-3)
+        return plans
+
+    def settle(self) -> None:
+        until(lambda: self.restorer.advance() or not self.restorer._leaving)
+        self.host.check_integrity()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine()
+    yield machine
+    machine.restorer.close()
+    machine.tier.close()
+    machine.engine.close()
+
+
+def test_a_prefix_is_computed_and_loaded(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.restorer.ask("a", names, 0, 0, 83)
+    assert machine.restorer.turn("a", continuing=False)
+    plans = machine.run("a", names, 83)
+    report = machine.restorer.report("a")
+    assert report is not None
+    loaded = sum(span.end - span.start for span in plans[-1].spans if isinstance(span.source, Load))
+    assert report["loaded"]["shelf"] >= loaded > 0
+    assert report["computed"] == 80 - loaded
+    machine.restorer.release("a")
+    machine.settle()
+    assert not machine.restorer.pending()
+    assert len(machine.host) == loaded // PAGE  # what landed can be found
+    assert machine.hits["shelf"] >= loaded // PAGE
+    assert machine.host.free == 64 - loaded // PAGE
+
+
+def test_what_does_not_land_is_computed(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.lost = {names[19], names[17], names[12]}
+    machine.restorer.ask("a", names, 0, 0, 83)
+    plans = machine.run("a", names, 83)
+    spans = plans[-1].spans
+    holes = [span for span in spans if isinstance(span.source, Compute)]
+    assert any(span.start <= 17 * PAGE < span.end for span in holes)
+    assert any(span.start <= 19 * PAGE < span.end for span in holes)
+    machine.restorer.release("a")
+    machine.settle()
+    assert not set(machine.host.present(names)) & machine.shelf.lost
+
+
+def test_a_request_that_goes_while_pages_come(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    machine.restorer.ask("a", names, 0, 0, 83)
+    until(lambda: machine.shelf.loads == 1)
+    machine.restorer.release("a")
+    machine.restorer.advance()
+    machine.host.check_integrity()
+    assert machine.host.free == 64 - 20  # something may still land in them
+    machine.shelf.open.set()
+    machine.settle()
+    assert machine.host.free == 64 - UNIT
+    assert machine.shelf.loads == 1
+
+
+def test_the_same_prefix_is_restored_once(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.restorer.ask("b", names, 0, 0, 90)
+    assert not machine.restorer.turn("b", continuing=False)
+    assert machine.restorer.turn("a", continuing=False)
+    machine.run("a", names, 83)
+    machine.restorer.release("a")
+    machine.restorer.ask("b", names, len(names), 0, 90)  # host memory has it all by now
+    assert machine.restorer.turn("b", continuing=False)
+    assert not machine.restorer.restores("b")
+
+
+def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
+    long, short = keys(*range(30)), keys(*range(30, 40))
+    machine.keep(long + short)
+    machine.restorer.ask("long", long, 0, 0, 130)
+    machine.restorer.ask("short", short, 0, 0, 45)
+    assert not machine.restorer.turn("long", continuing=False)
+    assert not machine.restorer.turn("short", continuing=True)
+    assert machine.restorer.turn("short", continuing=False)
+    machine.restorer.plan("short", 0, 45)
+    machine.restorer.computing("short", 8)
+    assert not machine.restorer.turn("long", continuing=False)
+    machine.restorer.release("short")
+    assert machine.restorer.turn("long", continuing=False)
+
+
+def test_more_than_there_is_room_for() -> None:
+    machine = Machine(places=8)
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.restorer.ask("b", keys(*range(20, 40)), 0, 0, 83)
+    assert machine.restorer.turn("a", continuing=False)
+    machine.run("a", names, 83)
+    machine.restorer.release("a")
+    machine.settle()
+    machine.restorer.close()
+    machine.tier.close()
+    machine.engine.close()
+
+
+def test_a_prefix_that_nobody_has(machine: Machine) -> None:
+    machine.restorer.ask("a", keys(*range(20)), 0, 0, 83)
+    assert machine.restorer.turn("a", continuing=False)
+    assert not machine.restorer.restores("a")
+    assert machine.host.free == 64

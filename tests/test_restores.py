@@ -1,0 +1,220 @@
+"""A prefix that is computed and loaded at once gives what SGLang gives, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_ext.bench.data import sharegpt_prompts
+
+PROGRAM = """
+import asyncio, glob, json, os, random, sys, time
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+
+own = []  # how the restorer decides where a forward ends
+
+def probe(self, path, seed=0):
+    from sgl_ext import runtime
+    from sgl_ext.restore import restorer as module
+    ext = runtime.current
+    if not own:
+        own.append(module.next_part)
+    choose = random.Random(seed)
+
+    def anywhere(pointers, costs, page, **known):
+        free, flying = pointers.next_free, pointers.flying
+        if free is None or (flying and free.end > flying.end) or choose.random() < 0.2:
+            return own[0](pointers, costs, page, **known)
+        begin = max(free.begin, pointers.front)
+        return begin + choose.randint(1, free.end - begin)
+
+    module.next_part = anywhere if seed else own[0]
+    self.token_to_kv_pool_allocator.groups.check_integrity()
+    ext.tiers.host.check_integrity()
+    ssd = ext.tiers.lower[0]
+    json.dump({"plans": len(ext.plans), "restoring": len(ext.restorer._requests),
+               "leaving": len(ext.restorer._leaving), "pinned": ext.tiers.host._pinned,
+               "protected": self.tree_cache.protected_size(),
+               "places": ext.tiers.host.capacity - ext.tiers.host.free - len(ext.tiers.host),
+               "ssd": ssd.tier.statistics().pages, "moving": ssd.under_way,
+               "failures": ssd.tier.statistics().failures}, open(path, "w"))
+
+# Schedulers import this file before their arguments arrive.
+Scheduler.probe = probe
+
+def main():
+    model, page, config, options, script, state = json.load(open(sys.argv[1]))
+    loop = None
+
+    async def ask(engine, step):
+        manager = engine.tokenizer_manager
+        if "abort_after" in step:
+            asyncio.get_running_loop().call_later(
+                step["abort_after"], manager.abort_request, step["rid"])
+        start, top = step.get("logprobs", [-1, 0])
+        request = GenerateReqInput(
+            rid=step.get("rid"), input_ids=step["ids"], return_logprob=True,
+            logprob_start_len=start, top_logprobs_num=top,
+            sampling_params={"temperature": 0, "max_new_tokens": 6, "ignore_eos": True})
+        async for answer in manager.generate_request(request):
+            meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            return "aborted"
+        return [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
+                [entry[0] for entry in meta["input_token_logprobs"] or ()], meta.get("ext")]
+
+    async def together(engine, steps):
+        return await asyncio.gather(*(ask(engine, step) for step in steps))
+
+    def look(engine, seed=0):
+        engine.collective_rpc("probe", path=state, seed=seed)
+        return json.load(open(state))
+
+    def flush(engine):
+        while not engine.flush_cache().success:
+            time.sleep(0.1)  # what has answered may not have ended
+
+    for ext in (None, config):
+        more = {"enable_ext": True, "ext_config": ext} if ext else {}
+        engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
+                        log_level="warning", chunked_prefill_size=512, **options, **more)
+        for number, (what, seed, steps) in enumerate(script):
+            if ext is None and (what != "fill" and "plain" not in what):
+                continue
+            if ext and number:
+                deadline = time.monotonic() + 60
+                while look(engine)["moving"] and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                flush(engine)
+                look(engine, seed)
+            elif number:
+                flush(engine)
+            if "torn" in what:
+                for name in glob.glob(os.path.join(ext["tiers"]["ssd"]["directories"][0],
+                                                   "**", "pages"), recursive=True):
+                    with open(name, "r+b") as file:
+                        for at in range(0, os.path.getsize(name), 1 << 20):
+                            file.seek(at + 100)
+                            file.write(bytes(64))
+            answers = engine.loop.run_until_complete(together(engine, steps))
+            left = {}
+            if ext:
+                deadline = time.monotonic() + 60
+                left = look(engine, seed)
+                while (left["leaving"] or left["moving"]) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    left = look(engine, seed)
+            print(json.dumps({"ext": bool(ext), "what": what, "answers": answers, "left": left}),
+                  flush=True)
+        engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+Step = dict[str, Any]
+
+
+def play(
+    script: Sequence[tuple[str, int, list[Step]]],
+    model: Path,
+    page: int,
+    tmp_path: Path,
+    *,
+    restore: dict[str, object],
+    **options: object,
+) -> tuple[dict[str, Step], dict[str, Step]]:
+    """What stock SGLang and an engine that restores say to each group of requests."""
+    directory = tmp_path / "ssd"
+    directory.mkdir()
+    ssd = {
+        "directories": [str(directory)], "capacity": "2GiB", "keep_after": 1,
+        "emulate": {"bytes_per_second": "12MiB", "latency": "1ms"},
+    }  # fmt: skip
+    config = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": restore}
+    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
+    state = str(tmp_path / "state")
+    arguments.write_text(json.dumps([str(model), page, config, options, script, state]))
+    program.write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env={
+            **os.environ,
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        },
+        capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+    stock, ours = (
+        {one["what"]: one for one in lines if one["ext"] is ext} for ext in (False, True)
+    )
+    return stock, ours
+
+
+def same(expected: Step, found: Step, numbers: Sequence[int]) -> None:
+    """Tokens; logprobs but for what another number of tokens in a matrix product changes."""
+    for number, answer in zip(numbers, found["answers"], strict=True):
+        if answer == "aborted":
+            continue
+        ids, logprobs, of_prompt, _ = expected["answers"][number]
+        assert answer[0] == ids
+        assert answer[1] == pytest.approx(logprobs, abs=1e-3)
+        assert answer[2] == pytest.approx(of_prompt, abs=1e-3)
+
+
+def restored(step: Step) -> list[Step]:
+    entries = [entry for answer in step["answers"] for entry in answer[3] or ()]
+    return [entry for entry in entries if entry["power"] == "restore"]
+
+
+@pytest.mark.parametrize(("page", "policy"), [(16, "shortest"), (1, "cake")])
+def test_the_same_answers_however_it_is_cut(
+    page: int, policy: str, model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = sharegpt_prompts(8, characters=(2500, 4000))
+    prompts = [
+        tokenizer(text)["input_ids"][:length]
+        for text, length in zip(texts, (600, 450, 330, 520, 260, 410), strict=False)
+    ]
+    steps: list[Step] = [{"ids": ids} for ids in prompts]
+    steps[2]["logprobs"] = [len(prompts[2]) - 30, 2]
+    gone = {**steps[0], "rid": "gone", "abort_after": 0.4}
+    batches = [(0,), (1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]
+    script = [("fill", 0, steps)]
+    for seed in (0, 1):
+        script += [(f"{batch} {seed}", seed, [steps[at] for at in batch]) for batch in batches]
+    script += [("aborted", 0, [gone, steps[1]]), ("torn", 0, [steps[0], steps[3]])]
+    stock, ours = play(script, model, page, tmp_path, restore={"policy": policy, "chunk": 128})
+    same(stock["fill"], ours["fill"], range(6))
+    entries = []
+    for seed in (0, 1):
+        for batch in batches:
+            same(stock["fill"], step := ours[f"{batch} {seed}"], batch)
+            entries += restored(step)
+    asked = 2 * (sum(len(prompts[at]) for batch in batches for at in batch))
+    loaded = sum(entry["loaded"].get("ssd", 0) for entry in entries)
+    computed = sum(entry["computed"] for entry in entries)
+    assert loaded > 0.2 * asked
+    assert computed > 0.2 * asked
+    assert loaded + computed > 0.9 * asked
+    same(stock["fill"], ours["aborted"], (0, 1))
+    same(stock["fill"], ours["torn"], (0, 3))
+    assert ours["torn"]["left"]["failures"]["checksum"] > 0
+    for step in ours.values():
+        left = step["left"]
+        assert not any(left[name] for name in ("plans", "restoring", "leaving", "pinned"))
+        assert left["protected"] == left["places"] == 0
