@@ -109,22 +109,24 @@ class Memory(_Section):
     """Tokens that a new request's first block group is made for (FastSwitch §3.1)."""
 
 
-class HostTier(_Section):
-    """Host memory below the device pool."""
-
-    capacity: Bytes
-
-
-KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
-"""A page is given to the tier when it was seen that often."""
-
-
 class EmulatedDevice(_Section):
     """Another device than the one that is there: slower. For tests and benchmarks."""
 
     bytes_per_second: Bytes
     latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=10)] = 0.0
     """Of every read and write."""
+
+
+class HostTier(_Section):
+    """Host memory below the device pool."""
+
+    capacity: Bytes
+    emulate: EmulatedDevice | None = None
+    """Of loads from it."""
+
+
+KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
+"""A page is given to the tier when it was seen that often."""
 
 
 class SsdTier(_Section):
@@ -206,6 +208,8 @@ class Restore(_Section):
     """Tokens that are computed at a time while others load."""
     ageing: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.2
     """Seconds of remaining time that a second of waiting is worth, to ``shortest``."""
+    layers: Literal["auto", "always", "never"] = "auto"
+    """Whether lower layers are computed of what host memory has, while upper ones load."""
 
 
 class Swap(_Section):
@@ -253,10 +257,8 @@ class ExtConfig(_Section):
 
     @model_validator(mode="after")
     def _something_to_restore_from(self) -> Self:
-        if self.restore and not (self.tiers and (self.tiers.ssd or self.tiers.remote)):
-            raise ValueError(
-                "restore needs a tier whose loads take long: name tiers.ssd or tiers.remote"
-            )
+        if self.restore and not self.tiers:
+            raise ValueError("restore needs something to restore from: give a tiers section")
         return self
 
     @model_validator(mode="after")

@@ -38,7 +38,15 @@ class Load:
     work: ClassVar[float] = 0.0
 
 
-Source = Compute | Link | Load
+@dataclass(frozen=True)
+class LoadLayers:
+    """Host memory has it, and gives the upper layers first; the forward computes lower ones until
+    it meets them (CacheFlow §3.1)."""
+
+    work: ClassVar[float] = 1.0
+
+
+Source = Compute | Link | Load | LoadLayers
 
 
 class Span(NamedTuple):

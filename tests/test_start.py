@@ -52,7 +52,7 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
         ('{"swap": {"capacity": "1GiB"}}', "switches on swap, which sgl_ext 0.1.0 does not have"),
-        ('{"restore": {}}', "restore needs a tier whose loads take long"),
+        ('{"restore": {}}', "restore needs something to restore from"),
         ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),
     ],
 )

@@ -50,11 +50,13 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
     rounds.append(rounds[1])
     (tmp_path / "ssd").mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
+    slow = {"capacity": "1GiB", "emulate": {"bytes_per_second": "100MiB"}}
     configs = [
         None,
         {"tiers": {"host": {"capacity": "1GiB"}}},
         {"tiers": {"ssd": ssd, "staging": "64MiB"}},
         {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}},  # after a restart
+        {"tiers": {"host": slow}, "restore": {"layers": "always"}},
     ]
     if page == 1:  # the same code; a third of the time
         configs = [None, configs[2]]
@@ -88,7 +90,7 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
     below = tiered[0 if page == 1 else 1]
     assert hits(below[2], "ssd") > 0.5 * asked
     if page == 16:
-        host, _, restarted = tiered
+        host, _, restarted, _ = tiered
         assert hits(host[1], "host") > 0.5 * asked
         assert hits(host[2], "host") > 0.9 * asked
         assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))

@@ -67,17 +67,18 @@ def run(*, quick: bool, out: Path) -> Report:
     sizes = _QUICK if quick else _WHOLE
     model = prepare(SMOLLM2)
     report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
-    alone = of_lengths(model, [*sizes.lengths] * sizes.each)
-    mixed = of_lengths(model, mixed_lengths(sizes.mixed, 256, 3072, seed=0))
+    lengths = [*sizes.lengths] * sizes.each
+    contexts = of_lengths(model, lengths + mixed_lengths(sizes.mixed, 256, 3072, seed=0))
+    alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
         filled = Path(scratch) / "filled"
         logs = out / "logs"
-        computing = fill(filled, [*alone, *mixed], model, sizes.pool, logs)
+        computing = fill(filled, contexts, model, sizes.pool, logs)
         reference = [each for each in alone if each.length == _REFERENCE]
         seconds = statistics.median(computing[each.name] for each in reference)
         stored = sum(file.stat().st_size for file in filled.rglob("pages"))
-        tokens = sum(each.length // 16 * 16 for each in (*alone, *mixed))
+        tokens = sum(each.length // 16 * 16 for each in contexts)
         for ratio in sizes.ratios:
             names = [RECOMPUTE, LOAD, CAKE, OURS] + ([LONGEST] if ratio == 1.0 else [])
             rate = round(_REFERENCE * stored / tokens / (seconds * ratio))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
 from sgl_ext.chunks.methods import BLEND_LAYERS
@@ -72,14 +71,7 @@ def blending(
             chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
             rest += _joined(at, [part for part in parts if part.request == at], chosen)
         rest.sort()
-        place = torch.empty(int(starts[-1]), dtype=torch.int64)
-        place[rows.tokens_of(batch, begin)] = torch.arange(len(input_ids))
-        kept = place[rows.tokens_of(batch, rest)].to(input_ids.device)
-        second = rows.split(batch, rest)
-        handoff = residual_batch.export_replay_handoff(first.hidden_states, first)
-        residual = None if handoff.residual is None else handoff.residual[kept]
-        handoff = handoff._replace(value=handoff.value[kept], residual=residual)
-        second.hidden_states = residual_batch.import_replay_handoff(handoff, second)
+        second = rows.handed_over(batch, begin, rest, first)
         ext.split = rows.split_of(batch, rest)
         runner.attn_backend.init_forward_metadata(second)
         with forward_context(get_forward_context(), forward_batch=second):

@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import blend, hooks, restore_hooks, rows
+from sgl_ext.engine import blend, hooks, layer_restore, restore_hooks, rows
 from sgl_ext.engine.meta_info import tell
 from sgl_ext.plan import PrefillPlan
 
@@ -23,16 +23,23 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
         return original(runner, batch, *args, **kw)
     prefixes, ends = batch.extend_prefix_lens_cpu, batch.seq_lens_cpu.tolist()
     table = runner.req_to_token_pool.req_to_token
+    coming = {}
     for at, plan in enumerate(plans):
         if plan is not None:
             slots = table[batch.req_pool_indices[at], prefixes[at] : ends[at]].long().numpy()
             restore_hooks.fill(ext, batch.rids[at], prefixes[at], ends[at], slots)
+            if each := restore_hooks.coming(ext, batch.rids[at], prefixes[at], ends[at], slots):
+                coming[at] = each
             if ext.links is not None:
                 ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
     parts = rows.rows_of(plans, prefixes, ends)
-    with ExitStack() as blending:
+    with ExitStack() as partial:
         if candidates := _candidates(ext, batch.rids, plans, prefixes, ends):
-            parts = blending.enter_context(blend.blending(ext, runner, batch, parts, candidates))
+            restore_hooks.fill_all(ext, coming)  # one forward goes on with fewer tokens only once
+            parts = partial.enter_context(blend.blending(ext, runner, batch, parts, candidates))
+        elif coming:
+            restoring = layer_restore.restoring(ext, runner, batch, parts, coming)
+            parts = partial.enter_context(restoring)
         try:
             ext.split = rows.split_of(batch, parts)
             output = original(runner, rows.split(batch, parts), *args, **kw)

@@ -6,44 +6,30 @@ Called by the hooks of :mod:`~sgl_ext.engine.admission`, :mod:`~sgl_ext.engine.p
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict
-from pathlib import Path
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext import runtime
-from sgl_ext.config import ExtConfig, Restore
-from sgl_ext.engine import hooks
 from sgl_ext.engine.meta_info import tell, told
-from sgl_ext.engine.unserved import Unserved, require_served
-from sgl_ext.memory.slab import Layout
-from sgl_ext.packages import cache_dir
-from sgl_ext.plan import Load
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
-from sgl_ext.restore.policies import POLICIES
-from sgl_ext.restore.profile import PROFILES, Subject, find
+from sgl_ext.plan import Load, LoadLayers
 from sgl_ext.restore.restorer import Restored, Restorer
 from sgl_ext.runtime import ExtRuntime
+from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.stack import TierStack
 
-_UNIT = 128
-"""Tokens of one load, at most."""
-_WAIT_S = 10.0
-"""Within which tiers have to say what they have."""
 _PARKED = "_sgl_ext_parked"
 """Attribute of a ``PrefillAdder``: the prompt that it goes on with waits for its KV."""
 
-logger = logging.getLogger(__name__)
 
-_UNSERVED: Unserved = (
-    ("enable_return_hidden_states", bool, "hidden states in answers"),
-    ("enable_dp_attention", bool, "data-parallel attention"),
-    ("tp_size", lambda size: size > 1, "tensor parallelism"),
-)
+class Coming(NamedTuple):
+    """Pages of a request in host memory, and the blocks of the device that they are for."""
+
+    pages: Pages
+    blocks: Pages
 
 
 class Prompt(NamedTuple):
@@ -53,71 +39,6 @@ class Prompt(NamedTuple):
     """Number of its first page that the device does not have."""
     behind: int
     """Tokens."""
-
-
-def declare(server_args: Any, config: ExtConfig) -> None:
-    """Raises ActivationError if the arguments ask for something that restoring does not serve."""
-    if config.restore is not None:
-        require_served(server_args, "restore", _UNSERVED)
-
-
-def open_restorer(config: Restore | None, stack: TierStack) -> Restorer | None:
-    """Of a scheduler that has its tiers.
-
-    Raises:
-        ActivationError: SGLang computes prompts whole, or chunk and page do not go together.
-    """
-    if config is None:
-        return None
-    from sglang.srt.runtime_context import get_schedule
-
-    page, size = stack.layout.page, get_schedule().chunked_prefill_size
-    if size is None or size < page:
-        raise hooks.ActivationError(
-            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
-            f"give one of {config.chunk} or more"
-        )
-    if config.chunk % page:
-        raise hooks.ActivationError(
-            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
-            f"{-(-config.chunk // page) * page} is one"
-        )
-    return Restorer(
-        stack.host,
-        stack.lower,
-        POLICIES[config.policy](config.ageing),
-        _costs(stack, config.chunk),
-        page=page,
-        unit=max(_UNIT // page, 1),
-        wait=_WAIT_S,
-        hits=stack.hits,
-    )
-
-
-def subject_of(layout: Layout) -> Subject:
-    """What is measured in this process."""
-    return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
-
-
-def _costs(stack: TierStack, chunk: int) -> Costs:
-    """Measured ones; without a profile those that the first forwards and loads will say."""
-    tiers = [lower.tier.name for lower in stack.lower]
-    profile = find(subject_of(stack.layout), cache_dir() / PROFILES)
-    costs = None if profile is None else profile.costs(tiers, chunk)
-    if costs is None:
-        logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
-        costs = Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
-    return costs
-
-
-def _device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "CPU")
-    return f"{model}, {torch.get_num_threads()} threads"
 
 
 def prompt_of(req: Any, prefix: int) -> Prompt | None:
@@ -134,6 +55,24 @@ def prompt_of(req: Any, prefix: int) -> Prompt | None:
     return Prompt(prefix // ext.restorer.page, len(req.full_untruncated_fill_ids))
 
 
+def by_layers(stack: TierStack, prompt: Prompt, pages: int) -> bool:
+    """Whether host memory's ``pages`` of a prompt are better taken layer by layer.
+
+    They are if at least one layer would be computed before all are loaded (Equation 1's split).
+    """
+    ext, restorer = runtime.current, _restorer()
+    if not pages or ext is None or restorer is None or ext.config.restore is None:
+        return False
+    if ext.config.restore.layers != "auto":
+        return ext.config.restore.layers == "always"
+    if not stack.loaded.seconds:
+        return False  # the first one says how long it takes
+    loading = pages * stack.loaded.seconds / stack.loaded.pages
+    begin, end = prompt.first * restorer.page, (prompt.first + pages) * restorer.page
+    computing = restorer.costs.compute.seconds(begin, end)
+    return stack.layout.layers * loading >= loading + computing
+
+
 def held_back(adder: Any, req: Any, continuing: bool) -> bool:
     """Whether it is not the request's turn."""
     restorer = _restorer()
@@ -145,13 +84,20 @@ def held_back(adder: Any, req: Any, continuing: bool) -> bool:
 
 def planned(adder: Any, req: Any) -> bool:
     """Makes the request's next plan, if it is being restored; False if it has to wait."""
-    ext, restorer = runtime.current, _restorer()
-    if ext is None or restorer is None or not restorer.restores(req.rid):
+    ext = runtime.current
+    if ext is None or ext.restorer is None or ext.layers is None:
         return True
-    begin = req.prefix_len if restorer.computes(req.rid) else req.prefix_len + req.host_hit_length
-    plan = restorer.plan(req.rid, begin, len(req.full_untruncated_fill_ids))
+    end = len(req.full_untruncated_fill_ids)
+    if req.rid in ext.layers:
+        ext.plans[req.rid] = ext.layers.plan(req.rid, end)
+        return True
+    if not ext.restorer.restores(req.rid):
+        return True
+    computes = ext.restorer.computes(req.rid)
+    begin = req.prefix_len if computes else req.prefix_len + req.host_hit_length
+    plan = ext.restorer.plan(req.rid, begin, end)
     if plan is None:
-        if restorer.computes(req.rid):
+        if computes:
             setattr(adder, _PARKED, True)
         return False
     ext.plans[req.rid] = plan
@@ -160,24 +106,37 @@ def planned(adder: Any, req: Any) -> bool:
 
 def considered(req: Any, admitted: bool) -> None:
     """SGLang has tried to compute the next part of the request."""
-    ext, restorer = runtime.current, _restorer()
-    if ext is None or restorer is None or not restorer.restores(req.rid):
+    ext = runtime.current
+    if ext is None or ext.restorer is None or ext.layers is None:
+        return
+    by_layers, restorer = req.rid in ext.layers, ext.restorer
+    if not by_layers and not restorer.restores(req.rid):
         return
     if not admitted:
         if not restorer.computes(req.rid):
             ext.plans.pop(req.rid, None)
         return
     restorer.computing(req.rid, req.extend_end)
-    if req.extend_end >= len(req.full_untruncated_fill_ids):
-        restored = restorer.report(req.rid)
-        if restored is not None and not told(req, "restore"):
-            tell(req, {"power": "restore", "exact": True, **restored})
-            _count(ext, restored)
+    if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, "restore"):
+        return
+    restored = _by_layers(ext, req.rid) if by_layers else restorer.report(req.rid)
+    if restored is not None:
+        tell(req, {"power": "restore", "exact": True, **restored})
+        _count(ext, restored)
+
+
+def _by_layers(ext: ExtRuntime, rid: str) -> Restored | None:
+    if ext.layers is None or ext.tiers is None:
+        return None
+    held = ext.layers[rid]
+    ext.tiers.hits["host"] += len(held.pages)
+    loaded = {"host": len(held.pages) * ext.tiers.layout.page}
+    return Restored(loaded=loaded, computed=0, seconds=time.monotonic() - held.since)
 
 
 def fill(ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
     """Copies what was loaded of tokens ``start .. end - 1`` to ``slots`` of theirs."""
-    if ext.restorer is None or ext.tiers is None:
+    if ext.restorer is None or ext.tiers is None or not ext.restorer.restores(rid):
         return
     page = ext.restorer.page
     for span in ext.plans[rid].between(start, end):
@@ -187,11 +146,38 @@ def fill(ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int6
             ext.tiers.fill(places, np.ascontiguousarray(blocks))
 
 
+def coming(
+    ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int64]
+) -> list[Coming]:
+    """What of tokens ``start .. end - 1`` is loaded layer by layer, into ``slots`` of theirs."""
+    if ext.layers is None or ext.tiers is None or rid not in ext.layers:
+        return []
+    held, page = ext.layers[rid], ext.tiers.layout.page
+    found = []
+    for span in ext.plans[rid].between(start, end):
+        if isinstance(span.source, LoadLayers):
+            first, last = span.start // page - held.first, span.end // page - held.first
+            blocks = slots[span.start - start : span.end - start : page] // page
+            found.append(Coming(held.pages[first:last], np.ascontiguousarray(blocks)))
+    return found
+
+
+def fill_all(ext: ExtRuntime, held: Mapping[int, Sequence[Coming]]) -> None:
+    """Copies all of it, and returns when that is done."""
+    for each in held.values():
+        for one in each:
+            if ext.tiers is not None:
+                ext.tiers.fill(one.pages, one.blocks)
+
+
 def release(ext: ExtRuntime, rid: str) -> None:
     """The request's prefill has ended, or it does not come to it."""
-    if ext.restorer is not None and ext.restorer.restores(rid):
+    if ext.restorer is None or ext.layers is None:
+        return
+    if rid in ext.layers or ext.restorer.restores(rid):
         ext.plans.pop(rid, None)
-        ext.restorer.release(rid)
+    ext.layers.release(rid)
+    ext.restorer.release(rid)
 
 
 def computed(batch: Any, tokens: int, seconds: float) -> None:
@@ -211,25 +197,10 @@ def pending() -> bool:
 
 def give_up() -> None:
     """What was being restored is computed."""
-    ext, restorer = runtime.current, _restorer()
-    if ext is not None and restorer is not None:
-        for rid in restorer.clear():
+    ext = runtime.current
+    if ext is not None and ext.restorer is not None and ext.layers is not None:
+        for rid in (*ext.restorer.clear(), *ext.layers.clear()):
             ext.plans.pop(rid, None)
-
-
-def describe(stack: TierStack) -> dict[str, Any] | None:
-    """What is believed to cost what, for ``/server_info``; None without the section."""
-    if (restorer := _restorer()) is None:
-        return None
-    costs = restorer.costs
-    return {
-        "subject": msgspec.to_builtins(subject_of(stack.layout)),
-        "measured": costs.measured,
-        "compute": asdict(costs.compute),
-        "loads": {name: asdict(load) for name, load in costs.loads.items()},
-        "forwards": [*costs.forwards],
-        "loaded": {name: [*each] for name, each in costs.loaded_lately.items()},
-    }
 
 
 def _count(ext: ExtRuntime, restored: Restored) -> None:

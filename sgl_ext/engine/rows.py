@@ -104,6 +104,27 @@ def split(batch: Any, rows: Sequence[Row]) -> Any:
     return part
 
 
+def handed_over(batch: Any, before: Sequence[Row], rows: Sequence[Row], first: Any) -> Any:
+    """SGLang's ``ForwardBatch`` of ``rows``, with what some layers have made of their tokens.
+
+    Args:
+        batch: what both were split from.
+        before: the rows that these layers were given, ``rows`` among them.
+        first: the ``ForwardBatch`` of ``before``, after these layers.
+    """
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+    place = torch.empty(sum(batch.extend_seq_lens_cpu), dtype=torch.int64)
+    place[tokens_of(batch, before)] = torch.arange(len(first.input_ids))
+    kept = place[tokens_of(batch, rows)].to(first.input_ids.device)
+    second = split(batch, rows)
+    handoff = residual_batch.export_replay_handoff(first.hidden_states, first)
+    residual = None if handoff.residual is None else handoff.residual[kept]
+    handoff = handoff._replace(value=handoff.value[kept], residual=residual)
+    second.hidden_states = residual_batch.import_replay_handoff(handoff, second)
+    return second
+
+
 class Split(NamedTuple):
     """What a batch of rows does not tell of the requests that it was split from."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks, restore_hooks
+from sgl_ext.engine import hooks, restore_hooks, restore_setup
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.unserved import Unserved, require_served
 
@@ -146,8 +146,7 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
 def _forget(_wrapper: Any, rid: str) -> None:
     if (ext := runtime.current) is not None and ext.tiers is not None:
         ext.tiers.forget(rid)
-        if ext.restorer is not None:
-            ext.restorer.release(rid)
+        restore_hooks.release(ext, rid)
         if ext.links is not None:
             ext.links.forget(rid)
 
@@ -167,8 +166,8 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
             "tiers": describe(stack),
             "computing_seconds": stack.computing_seconds,
         }
-        if (restore := restore_hooks.describe(stack)) is not None:
-            result.internal_state["sgl_ext"]["restore"] = restore
+        if runtime.current is not None and (restorer := runtime.current.restorer) is not None:
+            result.internal_state["sgl_ext"]["restore"] = restore_setup.describe(restorer, stack)
     return result
 
 

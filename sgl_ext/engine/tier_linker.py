@@ -16,7 +16,8 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
-from sgl_ext.engine.restore_hooks import Prompt, open_restorer
+from sgl_ext.engine.restore_hooks import Prompt, by_layers, give_up
+from sgl_ext.engine.restore_setup import open_restoring
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
 from sgl_ext.tiers.arena import Key, Pages
@@ -63,11 +64,11 @@ class TierLinker(UnifiedCacheLinker):
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
             ext.tiers = open_stack(ext.config.tiers, ext.slab)
-            ext.restorer = open_restorer(ext.config.restore, ext.tiers)
+            open_restoring(ext, ext.tiers)
         except ExtError as error:
             refuse(error)
         self.stack = ext.tiers
-        self.restorer = ext.restorer
+        self.restorer, self.layers = ext.restorer, ext.layers
         self.asking: Prompt | None = None
         """That the next look-up is for, if its prefix may be restored."""
         self.layer_done_counter = self.stack.loads
@@ -79,11 +80,14 @@ class TierLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys, prompt, self.asking = _keys(transfers[0]), self.asking, None
-        if self.restorer is None or prompt is None or not self.stack.enabled:
+        if self.restorer is None or self.layers is None or prompt is None:
             pages = self.stack.lookup(rid, keys)
         else:
             pages = self.stack.here(keys)
             self.restorer.ask(rid, keys, pages, *prompt)
+            if not self.restorer.asked(rid) and by_layers(self.stack, prompt, pages):
+                self.layers.hold(rid, keys[:pages], prompt.first)
+                pages = 0  # SGLang computes them, as far as it knows
         # Every length up to this one can be restored; the longest that all ranks have is asked
         # for here, because SGLang looks at each length that it is given.
         return [self.agreed(pages)]
@@ -130,11 +134,11 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.pop()
 
     def reset(self) -> None:
-        if self.restorer is not None:
-            self.restorer.clear()
+        give_up()
         self.stack.clear()
 
     def close(self) -> None:
+        give_up()
         if self.restorer is not None:
             self.restorer.close()
         self.stack.close()

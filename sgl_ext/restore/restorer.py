@@ -92,6 +92,10 @@ class Restorer:
         self._requests: dict[str, _Request] = {}
         self._followers: dict[str, str] = {}
         """Requests that wait for another one with the same prefix."""
+        self._first: Restoration | None = None
+        """Whose turn it is in this step; None if nobody has asked yet."""
+        self._unopened: dict[str, _Request] = {}
+        self._leases_seen = 0.0
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
 
@@ -117,11 +121,17 @@ class Restorer:
                 return
         lacking = keys[here:]
         lookups = [(tier, tier.lookup(lacking)) for tier in self._tiers]
+        if all(one.done() and not result_of(one, 0) for _, one in lookups):
+            return
         pinned = self._host.places(keys[:here])
         self._host.pin(pinned)
         request = _Request(lacking, first + here, behind, lookups, pinned, now, now)
-        self._requests[rid] = request
+        self._requests[rid] = self._unopened[rid] = request
         self._open(rid, request)
+
+    def asked(self, rid: str) -> bool:
+        """Whether tiers below host memory may have something of the request's prompt."""
+        return rid in self._requests or rid in self._followers
 
     def restores(self, rid: str) -> bool:
         """Whether something was found of the request's prompt, and it has not left."""
@@ -155,13 +165,15 @@ class Restorer:
         with self._channels.lock:
             if continuing or self._channels.computing is not None:
                 return False
-        able = [
-            each.active
-            for each in self._requests.values()
-            if each.active is not None and now < each.seen + _SEEN_S
-        ]
-        with self._channels.lock:
-            return self._policy.compute(able) is request.active
+        if self._first is None:
+            able = [
+                each.active
+                for each in self._requests.values()
+                if each.active is not None and now < each.seen + _SEEN_S
+            ]
+            with self._channels.lock:
+                self._first = self._policy.compute(able)
+        return self._first is request.active
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
         """What the next forward of a request does, from token ``begin`` on.
@@ -230,24 +242,27 @@ class Restorer:
         self._followers.pop(rid, None)
         if (request := self._requests.pop(rid, None)) is None:
             return
+        self._unopened.pop(rid, None)
         self._host.unpin(request.pinned)
         if (active := request.active) is not None:
+            if self._first is active:
+                self._first = None
             with self._channels.lock:
                 self._channels.leave(active)
             self._leaving.append(active)
             self._settle()
 
     def advance(self) -> None:
-        """Takes every step that can be taken without waiting."""
+        """Takes every step that can be taken without waiting; once in each of the scheduler's."""
+        self._first = None
         self._settle()
-        for rid, request in list(self._requests.items()):
+        for rid, request in list(self._unopened.items()):
             self._open(rid, request)
-        now = time.monotonic()
-        with self._channels.lock:
-            computing = self._channels.computing
-        for rid, request in list(self._requests.items()):
-            if now > request.seen + _LEASE_S and request.active is not computing:
-                self.release(rid)
+        if (now := time.monotonic()) > self._leases_seen + _SEEN_S:
+            self._leases_seen = now
+            for rid, request in list(self._requests.items()):
+                if now > request.seen + _LEASE_S and not self.computes(rid):
+                    self.release(rid)
 
     def pending(self) -> bool:
         """Whether a request waits for a tier."""
@@ -298,6 +313,7 @@ class Restorer:
             request.keys[begin - request.first : at - request.first],
             places,
         )
+        del self._unopened[rid]
         with self._channels.lock:
             self._channels.open(request.active)
 

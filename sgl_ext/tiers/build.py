@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from sgl_ext.config import EmulatedDevice, Tiers
 from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
+from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena, stride_of
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -22,9 +22,9 @@ _COPY_DEADLINE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def _emulation(
+def _emulated(
     engine: TransferEngine, device: EmulatedDevice | None
-) -> Callable[[FileLane], Lane] | None:
+) -> Callable[[Lane], Lane] | None:
     if device is None:
         return None
     rate, latency = int(device.bytes_per_second), device.latency
@@ -49,7 +49,9 @@ def open_stack(config: Tiers, slab: Slab) -> TierStack:
             logger.warning("host memory for KV gets no huge pages; its copies are slower")
         engine.register(slab.address, slab.size, owner=slab)
         engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
-        copies = DeviceCopies(engine, engine.host_lane(), slab, arena)
+        lane = engine.host_lane()
+        loads = _emulated(engine, config.host.emulate if config.host else None)
+        copies = DeviceCopies(engine, lane, slab, arena, loads=loads(lane) if loads else lane)
         wake = threading.Event()
         lower = []
         if config.ssd is not None:
@@ -61,7 +63,7 @@ def open_stack(config: Tiers, slab: Slab) -> TierStack:
                 config.ssd.directories,
                 config.ssd.capacity,
                 fsync=config.ssd.fsync,
-                wrap=_emulation(engine, config.ssd.emulate),
+                wrap=_emulated(engine, config.ssd.emulate),
             )
             lower.append(LowerTier(ssd, keep_after=config.ssd.keep_after, wake=wake.set))
             undo.callback(lower[-1].close)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.memory.runs import run_starts
 from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.transfer import HostLane, Priority, Ticket, TransferEngine
+from sgl_ext.memory.transfer import Lane, Priority, Ticket, TransferEngine
 from sgl_ext.tiers.arena import Arena, Pages
 
 
@@ -19,11 +19,24 @@ class DeviceCopies:
     A page has the bytes of a block, so a run of pages out of a run of blocks is one copy of as
     many rows. On the way in layers come in groups, the first one small, so that a forward can
     begin with what it needs first and the rest arrives while it computes.
+
+    Args:
+        lane: carries copies.
+        loads: carries those on the way in; ``lane`` if it is not given.
     """
 
-    def __init__(self, engine: TransferEngine, lane: HostLane, slab: Slab, arena: Arena) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        lane: Lane,
+        slab: Slab,
+        arena: Arena,
+        *,
+        loads: Lane | None = None,
+    ) -> None:
         self._engine = engine
         self._lane = lane
+        self._loads = loads or lane
         self._slab = slab
         self._arena = arena
         self.layout = slab.layout
@@ -49,8 +62,19 @@ class DeviceCopies:
         )
         return self._engine.submit(rows, self._lane, Priority.BULK)
 
-    def load(self, pages: Pages, blocks: Pages) -> list[Ticket]:
-        """Copies ``pages`` to ``blocks`` of the slab: one ticket for each of :attr:`groups`."""
+    def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
+        """As :meth:`load`, the last layer first; the ticket of each layer, by its number."""
+        layers = self._slab.layout.layers
+        return self.load(pages, blocks, [(at, at + 1) for at in reversed(range(layers))])[::-1]
+
+    def load(
+        self, pages: Pages, blocks: Pages, groups: Sequence[tuple[int, int]] | None = None
+    ) -> list[Ticket]:
+        """Copies ``pages`` to ``blocks`` of the slab: one ticket for each group of layers.
+
+        Args:
+            groups: ``(first, end)``, in their order; :attr:`groups` if not given.
+        """
         layout, stride = self._slab.layout, self._arena.stride
         layer_bytes = layout.token_bytes // layout.layers
         if layout.page == 1:  # tokens that follow each other on both sides are rows of one copy
@@ -72,10 +96,10 @@ class DeviceCopies:
                     height,
                     *pitches,
                 ),
-                self._lane,
+                self._loads,
                 Priority.URGENT,
             )
-            for begin, end in self.groups
+            for begin, end in (self.groups if groups is None else groups)
         ]
 
 

@@ -209,6 +209,14 @@ class TierStack:
         for ticket in self._copies.load(pages, blocks):
             ticket.wait(_QUIESCE_S)
 
+    def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
+        """Begins to copy held ``pages`` into ``blocks`` of the device, the last layer first.
+
+        Returns:
+            A ticket for each layer, by its number.
+        """
+        return self._copies.load_from_the_top(pages, blocks)
+
     def let_go(self, pages: Pages) -> None:
         self.host.unpin(pages)
 

@@ -1,0 +1,115 @@
+"""Restoring in a scheduler that starts: what it does not serve, and what it believes of costs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import hooks
+from sgl_ext.engine.unserved import Unserved, require_served
+from sgl_ext.memory.slab import Layout
+from sgl_ext.packages import cache_dir
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.layers import Layers
+from sgl_ext.restore.policies import POLICIES
+from sgl_ext.restore.profile import PROFILES, Subject, find
+from sgl_ext.restore.restorer import Restorer
+from sgl_ext.runtime import ExtRuntime
+from sgl_ext.tiers.stack import TierStack
+
+_UNIT = 128
+"""Tokens of one load, at most."""
+_WAIT_S = 10.0
+"""Within which tiers have to say what they have."""
+
+logger = logging.getLogger(__name__)
+
+_UNSERVED: Unserved = (
+    ("enable_return_hidden_states", bool, "hidden states in answers"),
+    ("enable_dp_attention", bool, "data-parallel attention"),
+    ("tp_size", lambda size: size > 1, "tensor parallelism"),
+)
+
+
+def declare(server_args: Any, config: ExtConfig) -> None:
+    """Raises ActivationError if the arguments ask for something that restoring does not serve."""
+    if config.restore is not None:
+        require_served(server_args, "restore", _UNSERVED)
+
+
+def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
+    """In a scheduler that has its tiers, if the configuration wants it.
+
+    Raises:
+        ActivationError: SGLang computes prompts whole, or chunk and page do not go together.
+    """
+    if (config := ext.config.restore) is None:
+        return
+    from sglang.srt.runtime_context import get_schedule
+
+    page, size = stack.layout.page, get_schedule().chunked_prefill_size
+    if size is None or size < page:
+        raise hooks.ActivationError(
+            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
+            f"give one of {config.chunk} or more"
+        )
+    if config.chunk % page:
+        raise hooks.ActivationError(
+            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
+            f"{-(-config.chunk // page) * page} is one"
+        )
+    ext.layers = Layers(stack.host, page)
+    ext.restorer = Restorer(
+        stack.host,
+        stack.lower,
+        POLICIES[config.policy](config.ageing),
+        _costs(stack, config.chunk),
+        page=page,
+        unit=max(_UNIT // page, 1),
+        wait=_WAIT_S,
+        hits=stack.hits,
+    )
+
+
+def subject_of(layout: Layout) -> Subject:
+    """What is measured in this process."""
+    return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
+
+
+def _costs(stack: TierStack, chunk: int) -> Costs:
+    """Measured ones; without a profile those that the first forwards and loads will say."""
+    tiers = [lower.tier.name for lower in stack.lower]
+    profile = find(subject_of(stack.layout), cache_dir() / PROFILES)
+    costs = None if profile is None else profile.costs(tiers, chunk)
+    if costs is None:
+        logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
+        costs = Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
+    return costs
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "CPU")
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
+    """What is believed to cost what, for ``/server_info``."""
+    costs = restorer.costs
+    return {
+        "subject": msgspec.to_builtins(subject_of(stack.layout)),
+        "measured": costs.measured,
+        "compute": asdict(costs.compute),
+        "loads": {name: asdict(load) for name, load in costs.loads.items()},
+        "forwards": [*costs.forwards],
+        "loaded": {name: [*each] for name, each in costs.loaded_lately.items()},
+    }

@@ -1,0 +1,70 @@
+"""Prefixes in host memory that are restored layer by layer, within one forward (CacheFlow §3.1)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sgl_ext.plan import Compute, LoadLayers, PrefillPlan, Span
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.host import HostPages
+
+
+class Held(NamedTuple):
+    """Consecutive pages of a prompt in host memory."""
+
+    first: int
+    """Number of the first of them in the prompt."""
+    pages: Pages
+    since: float
+
+
+class Layers:
+    """Keeps pages where they are until the forwards that take them have ended.
+
+    Args:
+        page: tokens.
+    """
+
+    def __init__(self, host: HostPages, page: int) -> None:
+        self._host = host
+        self._page = page
+        self._held: dict[str, Held] = {}
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._held
+
+    def __getitem__(self, rid: str) -> Held:
+        return self._held[rid]
+
+    def hold(self, rid: str, keys: Sequence[Key], first: int) -> None:
+        """The request's next ``keys`` are in host memory, and stay.
+
+        Args:
+            first: number of the first of them in the prompt.
+        """
+        since = self._held[rid].since if rid in self._held else time.monotonic()
+        self.release(rid)
+        pages = self._host.use(keys)
+        self._host.pin(pages)
+        self._held[rid] = Held(first, pages, since)
+
+    def plan(self, rid: str, end: int) -> PrefillPlan:
+        """Of the request's prompt of ``end`` tokens."""
+        held = self._held[rid]
+        begin, loaded = held.first * self._page, (held.first + len(held.pages)) * self._page
+        spans = [Span(begin, loaded, LoadLayers()), Span(loaded, end, Compute())]
+        return PrefillPlan([Span(0, begin, Compute()), *spans] if begin else spans)
+
+    def release(self, rid: str) -> None:
+        """The request's prefill has ended, or it does not come to it."""
+        if (held := self._held.pop(rid, None)) is not None:
+            self._host.unpin(held.pages)
+
+    def clear(self) -> list[str]:
+        """Gives everything up; the requests whose pages were kept."""
+        rids = list(self._held)
+        for rid in rids:
+            self.release(rid)
+        return rids
