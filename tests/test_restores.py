@@ -53,7 +53,7 @@ Scheduler.probe = probe
 
 def main():
     model, page, config, options, script, state = json.load(open(sys.argv[1]))
-    loop = None
+    waits = ("leaving", "moving", "pinned")  # pages are let go in the next step
 
     async def ask(engine, step):
         manager = engine.tokenizer_manager
@@ -110,7 +110,7 @@ def main():
             if ext:
                 deadline = time.monotonic() + 60
                 left = look(engine, seed)
-                while (left["leaving"] or left["moving"]) and time.monotonic() < deadline:
+                while any(left[what] for what in waits) and time.monotonic() < deadline:
                     time.sleep(0.1)
                     left = look(engine, seed)
             print(json.dumps({"ext": bool(ext), "what": what, "answers": answers, "left": left}),
@@ -196,19 +196,22 @@ def test_the_same_answers_however_it_is_cut(
     steps: list[Step] = [{"ids": ids} for ids in prompts]
     steps[2]["logprobs"] = [len(prompts[2]) - 30, 2]
     gone = {**steps[0], "rid": "gone", "abort_after": 0.4}
-    batches = [(0,), (1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]
+    batches: list[tuple[int, ...]] = [(0,), (1, 2), (3, 4, 5), (0, 1, 2, 3, 4, 5)]
+    seeds = (0, 1)
+    if page == 1:  # the same code; half of the time
+        batches, seeds = batches[1:3], (1,)
     script = [("fill", 0, steps)]
-    for seed in (0, 1):
+    for seed in seeds:
         script += [(f"{batch} {seed}", seed, [steps[at] for at in batch]) for batch in batches]
     script += [("aborted", 0, [gone, steps[1]]), ("torn", 0, [steps[0], steps[3]])]
     stock, ours = play(script, model, page, tmp_path, restore={"policy": policy, "chunk": 128})
     same(stock["fill"], ours["fill"], range(6))
     entries = []
-    for seed in (0, 1):
+    for seed in seeds:
         for batch in batches:
             same(stock["fill"], step := ours[f"{batch} {seed}"], batch)
             entries += restored(step)
-    asked = 2 * (sum(len(prompts[at]) for batch in batches for at in batch))
+    asked = len(seeds) * sum(len(prompts[at]) for batch in batches for at in batch)
     loaded = sum(entry["loaded"].get("ssd", 0) for entry in entries)
     computed = sum(entry["computed"] for entry in entries)
     assert loaded > 0.2 * asked
@@ -219,4 +222,4 @@ def test_the_same_answers_however_it_is_cut(
     assert ours["torn"]["left"]["failures"]["checksum"] > 0
     for name, step in ours.items():
         left = {what: step["left"][what] for what in NOTHING}
-        assert not any(left.values()), (name, left)
+        assert not any(left.values()), f"{name}: {step['left']}"
