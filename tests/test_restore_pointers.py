@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
@@ -84,6 +84,7 @@ def costs(overhead: float, per_token: float, per_pair: float, load: float) -> Co
     return Costs(ComputeCost(overhead, per_token, per_pair), loads, chunk=512)
 
 
+@settings(deadline=None)
 @given(
     front=st.integers(0, 40),
     gap=st.integers(0, 40),
@@ -172,6 +173,7 @@ def test_what_is_no_prefix(stretches: list[Stretch]) -> None:
         Pointers(3, stretches)
 
 
+@settings(deadline=None)
 @given(
     front=st.integers(0, 10_000),
     length=st.integers(1, 100_000),

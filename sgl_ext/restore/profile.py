@@ -102,7 +102,7 @@ def fit(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-    begin, end, seconds = (np.array(column, float) for column in zip(*samples, strict=True))
+    begin, end, seconds = np.array(samples, float).reshape(-1, 3).T
     if len(seconds) < 3 or np.ptp(end - begin) == 0 or not (seconds > 0).all():
         raise ValueError(f"{len(samples)} forwards say too little: {samples[:3]}")
     tokens = end - begin

@@ -1,0 +1,93 @@
+"""Profiles: what is measured comes back, and what is of something else does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_ext.calibrate import calibrate
+from sgl_ext.config import ExtConfig
+from sgl_ext.errors import ExtError
+from sgl_ext.restore.costs import ComputeCost, LoadCost
+from sgl_ext.restore.profile import Profile, Subject, find, fit, path_of, save
+
+SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
+PROFILE = Profile(SUBJECT, ComputeCost(1e-3, 2e-4, 3e-9), {"ssd": LoadCost(0.0, 1e-4)})
+
+
+def test_what_is_saved_is_found(tmp_path: Path) -> None:
+    save(PROFILE, tmp_path / "new")
+    assert find(SUBJECT, tmp_path / "new") == PROFILE
+    costs = PROFILE.costs(["ssd"], 512)
+    assert costs is not None
+    assert costs.measured
+    assert costs.compute == PROFILE.compute
+    assert PROFILE.costs(["ssd", "remote"], 512) is None
+    assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
+
+
+def test_a_profile_of_something_else_is_not_used(tmp_path: Path) -> None:
+    save(PROFILE, tmp_path)
+    assert find(Subject("other", "bfloat16", 16, "a machine"), tmp_path) is None
+    assert find(Subject("fingerprint", "bfloat16", 16, "another"), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"subject": {"model": "x", "dtype": "y", "page": 1, "device": "z"}}, "is needed"),
+        ({"compute": {"overhead": -1.0, "per_token": 1.0, "per_pair": 0.0}}, "below zero"),
+        ({"loads": {"ssd": {"latency": 0.0, "per_token": 0.0}}}, "below zero"),
+        ({"loads": 7}, "is no restore profile"),
+        (None, "is no restore profile"),
+    ],
+)
+def test_what_cannot_be_used_is_noted(
+    change: dict[str, object] | None,
+    note: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = save(PROFILE, tmp_path)
+    path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
+    with caplog.at_level(logging.WARNING):
+        assert find(SUBJECT, tmp_path) is None
+    assert note in caplog.text
+    assert "sgl-ext calibrate" in caplog.text
+
+
+@settings(deadline=None)
+@given(
+    overhead=st.floats(0, 0.1),
+    per_token=st.floats(1e-5, 1e-2),
+    per_pair=st.floats(0, 1e-6),
+    begins=st.lists(st.integers(0, 8192), min_size=4, max_size=20),
+)
+def test_forwards_tell_their_costs(
+    overhead: float, per_token: float, per_pair: float, begins: list[int]
+) -> None:
+    truth = ComputeCost(overhead, per_token, per_pair)
+    lengths = [64, 512, 1024, 2048]
+    forwards = [(begin, begin + length) for begin in (0, *begins) for length in lengths]
+    found = fit([(begin, end, truth.seconds(begin, end)) for begin, end in forwards])
+    for begin, end in forwards:
+        assert found.seconds(begin, end) == pytest.approx(truth.seconds(begin, end), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "samples", [[], [(0, 64, 0.1)] * 5, [(0, 64, 0.1), (0, 128, 0.2), (0, 256, 0.0)]]
+)
+def test_forwards_that_say_too_little(samples: list[tuple[int, int, float]]) -> None:
+    with pytest.raises(ValueError, match="say too little"):
+        fit(samples)
+
+
+def test_nothing_to_calibrate(tmp_path: Path) -> None:
+    with pytest.raises(ExtError, match="give a configuration with a restore section"):
+        calibrate(tmp_path, ExtConfig(), [])
