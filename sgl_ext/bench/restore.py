@@ -2,7 +2,8 @@
 
 The tier is an SSD that is slowed down until loading a context of 4,096 tokens takes half as long
 as, as long as, or twice as long as computing it. Every system has its own copy of the contexts' KV
-there, and nothing in device or host memory when it is asked.
+there, and nothing in device or host memory when it is asked. Then contexts lie in host memory,
+behind a link that is slowed down likewise.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from sgl_ext.bench import server
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.restore_batches import Batches, BatchSizes
 from sgl_ext.bench.restore_contexts import Context, mixed_lengths, of_lengths
+from sgl_ext.bench.restore_layers import report_layers
 from sgl_ext.bench.restore_servers import (
     CAKE,
     LOAD,
     LONGEST,
     OURS,
+    PAGE,
     RECOMPUTE,
     fill,
     forget,
@@ -45,19 +48,24 @@ class _Sizes:
     mixed: int
     """Contexts of mixed lengths."""
     batches: BatchSizes
+    by_layers: Sequence[int]
+    """Tokens of contexts that are restored from host memory, layer by layer."""
     pool: int
     """Tokens."""
     staging: str
 
 
-_QUICK = _Sizes((1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), 40_000, "1GiB")
+_QUICK = _Sizes(
+    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), 40_000, "1GiB"
+)
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
     2,
     3,
     (0.5, 1.0, 2.0),
     32,
-    BatchSizes({2: 4, 4: 4, 8: 10}, (0, 1, 2), 40),
+    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32),
+    (128, 256, 512, 1024),
     60_000,
     "1536MiB",
 )
@@ -78,15 +86,18 @@ def run(*, quick: bool, out: Path) -> Report:
         reference = [each for each in alone if each.length == _REFERENCE]
         seconds = statistics.median(computing[each.name] for each in reference)
         stored = sum(file.stat().st_size for file in filled.rglob("pages"))
-        tokens = sum(each.length // 16 * 16 for each in contexts)
+        token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
         for ratio in sizes.ratios:
             names = [RECOMPUTE, LOAD, CAKE, OURS] + ([LONGEST] if ratio == 1.0 else [])
-            rate = round(_REFERENCE * stored / tokens / (seconds * ratio))
+            rate = round(_REFERENCE * token_bytes / (seconds * ratio))
             running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 _alone(report, servers, alone, sizes.rounds, ratio)
                 if ratio == 1.0:
                     Batches(servers, mixed, sizes.batches).report(report)
+        if sizes.by_layers:
+            rate = round(_REFERENCE * token_bytes / seconds)
+            report_layers(report, model, logs, sizes.by_layers, rate)
     return report
 
 

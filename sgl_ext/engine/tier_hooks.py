@@ -109,8 +109,9 @@ def _measure(
     tokens = _computed(batch)  # plans may end with the forward
     begin = time.monotonic()
     result = original(scheduler, batch, *args, **kw)
+    seconds = time.monotonic() - begin
+    stack.computing_seconds += seconds
     if tokens >= _LEAST_TOKENS:
-        seconds = time.monotonic() - begin
         stack.computed(tokens, seconds)
         restore_hooks.computed(batch, tokens, seconds)
     return result

@@ -281,7 +281,6 @@ class TierStack:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward took so long for so many new tokens."""
-        self.computing_seconds += seconds
         rate = tokens / self.layout.page / seconds
         self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 

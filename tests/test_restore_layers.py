@@ -1,0 +1,102 @@
+"""Prefixes that are taken from host memory layer by layer, the last one first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tier_kit import LAYOUTS, arena, content, keys
+
+from sgl_ext.engine.layer_restore import _taken_back
+from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.tickets import State
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.plan import Compute, LoadLayers, Span
+from sgl_ext.restore.layers import Layers
+from sgl_ext.tiers.copies import DeviceCopies
+from sgl_ext.tiers.host import HostPages
+
+PAGE = 4
+LAYOUT = LAYOUTS[PAGE]
+PAGES = 8
+
+
+class Link:
+    """A slab, an arena, and a link between them on which a layer takes 0.1 s."""
+
+    def __init__(self) -> None:
+        self.engine = TransferEngine()
+        self.slab = Slab.create(LAYOUT, PAGES)
+        self.engine.register(self.slab.address, self.slab.size, owner=self.slab)
+        self.arena = arena(self.engine, PAGES, LAYOUT)
+        lane = self.engine.host_lane()
+        layer_bytes = PAGES * LAYOUT.block_bytes // LAYOUT.layers
+        slow = self.engine.throttled_lane(lane, bytes_per_second=10 * layer_bytes)
+        self.copies = DeviceCopies(self.engine, lane, self.slab, self.arena, loads=slow)
+        self.rows = np.asarray(self.slab.mapping)[-self.slab.size :].reshape(
+            PAGES * PAGE, LAYOUT.layers, -1
+        )
+        self.names = keys(*range(PAGES))
+        for place, name in enumerate(self.names):
+            self.arena.memory[place, : LAYOUT.block_bytes] = content(name, LAYOUT)
+
+    def landed(self, layer: int) -> bool:
+        blocks = np.stack([content(name, LAYOUT) for name in self.names])
+        wanted = blocks.reshape(PAGES * PAGE, LAYOUT.layers, -1)[:, layer]
+        return np.array_equal(self.rows[:, layer], wanted)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link()
+    yield link
+    link.engine.close()
+
+
+def test_computing_and_loading_meet(link: Link) -> None:
+    link.rows[:] = 0xDD
+    every = np.arange(PAGES)
+    tickets = link.copies.load_from_the_top(every, every)
+    tickets[3].wait(30)  # of layers 0 to 4: the last two have come
+    assert tickets[4].state == State.DONE
+    assert _taken_back(tickets[0])
+    assert _taken_back(tickets[1])
+    met = 2 if not _taken_back(tickets[2]) else 3  # it may have begun by now
+    assert all(link.landed(layer) for layer in range(met, LAYOUT.layers))
+    assert (link.rows[:, :2] == 0xDD).all()  # nobody writes what is computed
+    for ticket in tickets:
+        assert ticket.poll()
+
+
+def test_what_has_landed_is_not_taken_back(link: Link) -> None:
+    every = np.arange(PAGES)
+    tickets = link.copies.load_from_the_top(every, every)
+    tickets[0].wait(30)
+    assert not any(map(_taken_back, tickets))
+    assert all(map(link.landed, range(LAYOUT.layers)))
+
+
+def test_pages_stay_until_their_request_has_them() -> None:
+    host, names = HostPages(PAGES), keys(*range(PAGES))
+    pages = host.reserve(PAGES)
+    assert pages is not None
+    host.publish(names, pages)
+    layers = Layers(host, PAGE)
+    layers.hold("a", names[2:5], 2)
+    layers.hold("a", names[2:4], 2)  # looked up once more, with less
+    assert host.room == PAGES - 2
+    assert layers["a"].pages.tolist() == pages[2:4].tolist()
+    assert layers.plan("a", 21).spans == (
+        Span(0, 8, Compute()),
+        Span(8, 16, LoadLayers()),
+        Span(16, 21, Compute()),
+    )
+    layers.hold("b", names[:1], 0)
+    assert layers.plan("b", 5).spans == (Span(0, 4, LoadLayers()), Span(4, 5, Compute()))
+    layers.release("a")
+    layers.release("a")
+    assert "a" not in layers
+    assert layers.clear() == ["b"]
+    assert host.room == PAGES
+    host.check_integrity()
