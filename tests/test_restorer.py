@@ -181,14 +181,28 @@ def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
 
 
 def test_more_than_there_is_room_for() -> None:
-    machine = Machine(places=8)
-    names = keys(*range(20))
-    machine.keep(names)
-    machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.ask("b", keys(*range(20, 40)), 0, 0, 83)
-    assert machine.restorer.turn("a", continuing=False)
-    machine.run("a", names, 83)
-    machine.restorer.release("a")
+    """Who has places goes first; then the other one makes do with what there is."""
+    machine = Machine(places=24)
+    one, other = keys(*range(20)), keys(*range(20, 50))
+    machine.keep(one + other)
+    machine.restorer.ask("one", one, 0, 0, 83)
+    machine.restorer.ask("other", other, 0, 0, 123)
+    for _ in range(2):
+        machine.restorer.advance()
+        assert not machine.restorer.turn("other", continuing=False)
+        assert machine.restorer.turn("one", continuing=False)
+    machine.run("one", one, 83)
+    machine.restorer.release("one")
+    machine.settle()
+    assert machine.restorer.turn("other", continuing=False)
+    plans = machine.run("other", other, 123)
+    assert all(
+        span.start >= (30 - 24) * PAGE
+        for plan in plans
+        for span in plan.spans
+        if isinstance(span.source, Load)
+    )
+    machine.restorer.release("other")
     machine.settle()
     machine.restorer.close()
     machine.tier.close()

@@ -45,7 +45,9 @@ def prompt_of(req: Any, prefix: int) -> Prompt | None:
     """The request's prompt, of which the device has ``prefix`` tokens; None if it is not to be
     restored."""
     ext = runtime.current
-    if ext is None or ext.restorer is None or req.session is not None:
+    if ext is None or ext.restorer is None:
+        return None
+    if req.session is not None or req.multimodal_inputs is not None:
         return None
     if ext.links is not None:
         from sgl_ext.engine.link_parameters import composition_of
@@ -180,13 +182,22 @@ def release(ext: ExtRuntime, rid: str) -> None:
     ext.restorer.release(rid)
 
 
-def computed(batch: Any, tokens: int, seconds: float) -> None:
-    """A forward of SGLang's ``ScheduleBatch`` has computed so many tokens."""
-    restorer = _restorer()
-    if restorer is None or len(batch.reqs) != 1 or tokens != batch.extend_num_tokens:
-        return
-    (begin,) = batch.prefix_lens
-    restorer.costs.computed(begin, begin + tokens, seconds)
+def computes_from(batch: Any, tokens: int) -> int | None:
+    """Where the forward of SGLang's ``ScheduleBatch`` begins, if all that it does is to compute
+    ``tokens`` consecutive ones of one prompt; None if not."""
+    ext = runtime.current
+    if ext is None or ext.restorer is None or len(batch.reqs) != 1:
+        return None
+    if tokens != batch.extend_num_tokens or (ext.layers and batch.reqs[0].rid in ext.layers):
+        return None
+    begin: int = batch.prefix_lens[0]
+    return begin
+
+
+def computed(begin: int, tokens: int, seconds: float) -> None:
+    """A forward over so many tokens, from ``begin`` on, took so long."""
+    if (restorer := _restorer()) is not None:
+        restorer.costs.computed(begin, begin + tokens, seconds)
 
 
 def pending() -> bool:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _UNSERVED: Unserved = (
     ("enable_return_hidden_states", bool, "hidden states in answers"),
     ("enable_dp_attention", bool, "data-parallel attention"),
+    ("enable_lora", bool, "LoRA adapters"),
+    ("lora_paths", bool, "LoRA adapters"),
     ("tp_size", lambda size: size > 1, "tensor parallelism"),
 )
 

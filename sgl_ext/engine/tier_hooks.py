@@ -107,13 +107,15 @@ def _measure(
     if stack is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **kw)
     tokens = _computed(batch)  # plans may end with the forward
+    first = restore_hooks.computes_from(batch, tokens)
     begin = time.monotonic()
     result = original(scheduler, batch, *args, **kw)
     seconds = time.monotonic() - begin
     stack.computing_seconds += seconds
     if tokens >= _LEAST_TOKENS:
         stack.computed(tokens, seconds)
-        restore_hooks.computed(batch, tokens, seconds)
+        if first is not None:
+            restore_hooks.computed(first, tokens, seconds)
     return result
 
 

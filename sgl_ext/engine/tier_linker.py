@@ -80,7 +80,7 @@ class TierLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys, prompt, self.asking = _keys(transfers[0]), self.asking, None
-        if self.restorer is None or self.layers is None or prompt is None:
+        if self.restorer is None or self.layers is None or prompt is None or not self.stack.enabled:
             pages = self.stack.lookup(rid, keys)
         else:
             pages = self.stack.here(keys)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -15,8 +13,8 @@ from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.channels import Channels, Restoration
 from sgl_ext.restore.costs import Costs
 from sgl_ext.restore.parts import next_part
-from sgl_ext.restore.pointers import Pointers, Stretch
 from sgl_ext.restore.policies import Policy
+from sgl_ext.restore.request import Request
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
@@ -35,27 +33,6 @@ class Restored(TypedDict):
     computed: int
     seconds: float
     """From the request's arrival until its last forward began."""
-
-
-@dataclass
-class _Request:
-    """A request that tiers have something of, until it is restored or gone."""
-
-    keys: Sequence[Key]
-    """Of the pages behind those that device and host memory have."""
-    first: int
-    """Number of the first of them in the prompt."""
-    behind: int
-    """Tokens of the prompt."""
-    lookups: list[tuple[LowerTier, Future[int]]]
-    pinned: Pages
-    """In host memory: of the pages before."""
-    arrived: float
-    seen: float
-    begin: int = 0
-    """Page that computing begins with."""
-    active: Restoration | None = None
-    """What is being restored, once it is known what there is."""
 
 
 class Restorer:
@@ -89,12 +66,12 @@ class Restorer:
         self._wait = wait
         self._hits = hits
         self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._followers: dict[str, str] = {}
         """Requests that wait for another one with the same prefix."""
         self._first: Restoration | None = None
         """Whose turn it is in this step; None if nobody has asked yet."""
-        self._unopened: dict[str, _Request] = {}
+        self._unopened: dict[str, Request] = {}
         self._leases_seen = 0.0
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
@@ -125,7 +102,7 @@ class Restorer:
             return
         pinned = self._host.places(keys[:here])
         self._host.pin(pinned)
-        request = _Request(lacking, first + here, behind, lookups, pinned, now, now)
+        request = Request(lacking, first + here, behind, lookups, pinned, now, now)
         self._requests[rid] = self._unopened[rid] = request
         self._open(rid, request)
 
@@ -154,26 +131,26 @@ class Restorer:
         if (request := self._requests.get(rid)) is None:
             return True
         request.seen = now = time.monotonic()
-        if request.active is None:
-            answered = all(lookup.done() for _, lookup in request.lookups)
-            if not answered and now < request.arrived + self._wait:
-                return False
-            self._open(rid, request, scarce=True)
-            if request.active is None:
-                self.release(rid)
-                return True
+        if not request.answered and now < request.arrived + self._wait:
+            return False
         with self._channels.lock:
             if continuing or self._channels.computing is not None:
                 return False
-        if self._first is None:
-            able = [
-                each.active
-                for each in self._requests.values()
-                if each.active is not None and now < each.seen + _SEEN_S
-            ]
-            with self._channels.lock:
-                self._first = self._policy.compute(able)
-        return self._first is request.active
+            if self._first is None:
+                able = [
+                    each.active
+                    for each in self._requests.values()
+                    if each.active is not None and now < each.seen + _SEEN_S
+                ]
+                self._first = self._policy.compute(able) if able else None
+        if request.active is None and self._first is None:
+            # Nobody who has places will give any back: it makes do with those that there are.
+            self._open(rid, request, scarce=True)
+            if not self.restores(rid):
+                self.release(rid)
+                return True
+            self._first = self._requests[rid].active
+        return self._first is not None and self._first is request.active
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
         """What the next forward of a request does, from token ``begin`` on.
@@ -279,43 +256,16 @@ class Restorer:
         self._channels.close()
         self.clear()
 
-    def _open(self, rid: str, request: _Request, *, scarce: bool = False) -> None:
+    def _open(self, rid: str, request: Request, *, scarce: bool = False) -> None:
         """Begins to load, if it is known what there is and if there are places for it.
 
         Args:
             scarce: with as many places as there are.
         """
-        if request.active is not None or not all(one.done() for _, one in request.lookups):
-            return
-        stretches, at = [], request.first
-        for tier, lookup in request.lookups:
-            if (end := request.first + result_of(lookup, 0)) > at:
-                stretches.append(Stretch(tier.tier.name, at, end))
-                at = end
-        wanted = min(at - request.first, self._host.capacity)
-        if not scarce and wanted > self._host.room:
-            return  # others hold them; their turn comes first
-        places = self._host.reserve(min(wanted, self._host.room))
-        if places is None or not len(places):
-            return
-        self._host.refuse(wanted - len(places))
-        begin = at - len(places)
-        for stretch in stretches:
-            stretch.begin = max(stretch.begin, begin)
-        stretches = [one for one in stretches if one.begin < one.end]
-        request.begin = request.first
-        request.active = Restoration(
-            rid,
-            request.arrived,
-            request.behind,
-            Pointers(request.first, stretches),
-            begin,
-            request.keys[begin - request.first : at - request.first],
-            places,
-        )
-        del self._unopened[rid]
-        with self._channels.lock:
-            self._channels.open(request.active)
+        if request.open(rid, self._host, scarce=scarce) and request.active is not None:
+            del self._unopened[rid]
+            with self._channels.lock:
+                self._channels.open(request.active)
 
     def _settle(self) -> None:
         """Gives places back that nothing will land in any more."""

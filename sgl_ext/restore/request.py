@@ -1,0 +1,83 @@
+"""A request that tiers have something of: what they have, and the places that it is loaded to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from sgl_ext.restore.channels import Restoration
+from sgl_ext.restore.pointers import Pointers, Stretch
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier, result_of
+
+
+@dataclass
+class Request:
+    """From its first look-up until it is restored or gone."""
+
+    keys: Sequence[Key]
+    """Of the pages behind those that device and host memory have."""
+    first: int
+    """Number of the first of them in the prompt."""
+    behind: int
+    """Tokens of the prompt."""
+    lookups: list[tuple[LowerTier, Future[int]]]
+    """The nearest tier first: how many of the keys it has, from the first on."""
+    pinned: Pages
+    """In host memory: of the pages before."""
+    arrived: float
+    seen: float
+    begin: int = 0
+    """Page that computing begins with."""
+    active: Restoration | None = None
+    """What is being restored, once it is known what there is."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether all tiers have said what they have."""
+        return all(lookup.done() for _, lookup in self.lookups)
+
+    def open(self, rid: str, host: HostPages, *, scarce: bool) -> bool:
+        """Takes places in ``host`` for what tiers have, of the last pages if not for all.
+
+        Args:
+            scarce: fewer places than there could be will do.
+
+        Returns:
+            Whether there is something to load now; False, too, if there was before.
+        """
+        if self.active is not None or not self.answered:
+            return False
+        stretches, end = self._stretches()
+        wanted = min(end - self.first, host.capacity)
+        if not scarce and wanted > host.room:
+            return False  # others hold them; their turn comes first
+        places = host.reserve(min(wanted, host.room))
+        if places is None or not len(places):
+            return False
+        host.refuse(wanted - len(places))
+        begin = end - len(places)
+        for stretch in stretches:
+            stretch.begin = max(stretch.begin, begin)
+        self.begin = self.first
+        self.active = Restoration(
+            rid,
+            self.arrived,
+            self.behind,
+            Pointers(self.first, [one for one in stretches if one.begin < one.end]),
+            begin,
+            self.keys[begin - self.first : end - self.first],
+            places,
+        )
+        return True
+
+    def _stretches(self) -> tuple[list[Stretch], int]:
+        """Of each tier what the ones before it do not have, and where all of it ends."""
+        found, at = [], self.first
+        for tier, lookup in self.lookups:
+            if (end := self.first + result_of(lookup, 0)) > at:
+                found.append(Stretch(tier.tier.name, at, end))
+                at = end
+        return found, at
