@@ -56,10 +56,11 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
         found = _state(running.url)["restore"]
         subject = msgspec.convert(found["subject"], Subject)
         compute = fit([(begin, end, seconds) for begin, end, seconds in found["forwards"]])
+        crossover = int(found["crossover"])
         loads = {name: _load_cost(samples) for name, samples in found["loaded"].items() if samples}
     if not loads:
         raise ExtError("no tier has given anything back; look at /metrics of a server for why")
-    profile = Profile(subject, compute, loads)
+    profile = Profile(subject, compute, loads, crossover)
     return profile, save(profile, cache_dir() / PROFILES)
 
 

@@ -208,8 +208,9 @@ class Restore(_Section):
     """Tokens that are computed at a time while others load."""
     ageing: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.2
     """Seconds of remaining time that a second of waiting is worth, to ``shortest``."""
-    layers: Literal["auto", "always", "never"] = "auto"
-    """Whether lower layers are computed of what host memory has, while upper ones load."""
+    host: Literal["auto", "tokens", "layers", "never"] = "auto"
+    """What is computed of what host memory has, while the rest of it loads: the first tokens, the
+    lower layers, what is faster for its length if anything is, or nothing."""
 
 
 class Swap(_Section):

@@ -39,14 +39,14 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LoadLayers:
-    """Host memory has it, and gives the upper layers first; the forward computes lower ones until
-    it meets them (CacheFlow §3.1)."""
+class LoadOrCompute:
+    """Host memory has it, and gives its last tokens or upper layers first; the forward computes the
+    others until both meet (CacheFlow §3.1)."""
 
     work: ClassVar[float] = 1.0
 
 
-Source = Compute | Link | Load | LoadLayers
+Source = Compute | Link | Load | LoadOrCompute
 
 
 class Span(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import ExtConfig
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
-from sgl_ext.restore.layers import Layers
+from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.stack import TierStack
 
@@ -32,8 +32,8 @@ class ExtRuntime:
     """What lies beyond the device; None if nothing does."""
     restorer: Restorer | None = None
     """Prefixes that are computed and loaded at once; None without the section."""
-    layers: Layers | None = None
-    """Prefixes in host memory of which layers are; None without the section."""
+    prefixes: HostPrefixes | None = None
+    """Those in host memory that are; None without the section."""
     restore_metrics: RestoreMetrics | None = None
     """What is restored, counted; None if SGLang's metrics are off."""
     plans: dict[str, PrefillPlan] = field(default_factory=dict)

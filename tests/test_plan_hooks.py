@@ -35,7 +35,11 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adder(rem: int, **more: Any) -> Any:
-    fields = {"new_chunked_req": None, "chunked_req_limit": None, "can_run_list": []}
+    budget = SimpleNamespace(remaining_total=10_000, total_offset=0, ceil_paged_tokens=int)
+    fields = {
+        "new_chunked_req": None, "chunked_req_limit": None, "can_run_list": [],
+        "memory_budget": budget,
+    }  # fmt: skip
     return SimpleNamespace(
         page_size=PAGE, rem_chunk_tokens=rem, rem_input_tokens=1000, **{**fields, **more}
     )
@@ -88,8 +92,9 @@ def test_beside_one_that_goes_on_there_is_room_for_small_plain_ones() -> None:
 def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> None:
     budget = adder(64)
     req = SimpleNamespace(
-        rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480
-    )
+        rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480,
+        extend_end=taken, sampling_params=SimpleNamespace(max_new_tokens=7),
+    )  # fmt: skip
 
     def original(adder: Any, req: Any) -> Any:
         assert adder.rem_chunk_tokens >= 352
@@ -101,6 +106,8 @@ def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> No
     assert _continue(original, budget, req) is req
     assert budget.rem_chunk_tokens == 64 - PLAN.computed(0, taken)
     assert budget.rem_input_tokens == 1000 + taken - PLAN.computed(0, taken)
+    # Nobody is given the memory of the rest, and of the answer.
+    assert budget.memory_budget.total_offset == (480 - taken + 7 if taken else 0)
 
 
 def test_a_limit_is_of_computed_tokens() -> None:

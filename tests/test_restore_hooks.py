@@ -52,7 +52,7 @@ class Restorer:
 def ext(monkeypatch: pytest.MonkeyPatch) -> runtime.ExtRuntime:
     tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
     ext = runtime.ExtRuntime(load({"tiers": tiers, "restore": {}}))
-    ext.restorer, ext.layers = Restorer(), {}  # type: ignore[assignment]
+    ext.restorer, ext.prefixes = Restorer(), {}  # type: ignore[assignment]
     monkeypatch.setattr(runtime, "current", ext)
     return ext
 
@@ -60,7 +60,7 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> runtime.ExtRuntime:
 def request(rid: str = "r", **more: Any) -> Any:
     fields = {
         "prefix_len": 16, "host_hit_length": 32, "full_untruncated_fill_ids": [0] * 100,
-        "session": None, "multimodal_inputs": None,
+        "session": None, "multimodal_inputs": None, "_compute_max_prefix_len": lambda end: end - 1,
     }  # fmt: skip
     return SimpleNamespace(rid=rid, **{**fields, **more})
 
@@ -93,7 +93,7 @@ def test_one_that_has_to_wait_for_its_first_part_holds_nobody_up(ext: runtime.Ex
 
 @pytest.mark.parametrize("field", ["session", "multimodal_inputs"])
 def test_prompts_that_are_not_restored(ext: runtime.ExtRuntime, field: str) -> None:
-    assert restore_hooks.prompt_of(request(), 16) == (1, 100)
+    assert restore_hooks.prompt_of(request(), 16) == (1, 5, 100)
     assert restore_hooks.prompt_of(request(**{field: object()}), 16) is None
 
 
@@ -104,7 +104,7 @@ def test_tiers_that_are_off_are_not_asked(ext: runtime.ExtRuntime, enabled: bool
     linker.stack = SimpleNamespace(
         enabled=enabled, here=lambda _keys: 0, lookup=lambda _rid, _keys: 0
     )
-    linker.restorer, linker.layers, linker._ranks = ext.restorer, ext.layers, None
+    linker.restorer, linker.prefixes, linker._ranks = ext.restorer, ext.prefixes, None
     linker.asking = restore_hooks.prompt_of(request(), 16)
     assert linker.lookup("r", [SimpleNamespace(keys=["00" * 32])]) == [0]
     assert bool(ext.restorer.asked_for) is enabled  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def test_only_forwards_that_compute_one_prompt_say_what_that_costs(
     assert restore_hooks.computes_from(batch, 60) is None  # some were loaded
     batch.reqs = [request(), request("other")]
     assert restore_hooks.computes_from(batch, 64) is None
-    ext.layers = {"r": object()}  # type: ignore[assignment]
+    ext.prefixes = {"r": object()}  # type: ignore[assignment]
     batch.reqs = [request()]
     assert restore_hooks.computes_from(batch, 64) is None
     restore_hooks.computed(48, 64, 0.5)

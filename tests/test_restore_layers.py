@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tier_kit import LAYOUTS, arena, content, keys
 
-from sgl_ext.engine.layer_restore import _taken_back
+from sgl_ext.engine.layer_restore import taken_back
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.plan import Compute, LoadLayers, Span
-from sgl_ext.restore.layers import Layers
+from sgl_ext.plan import Compute, LoadOrCompute, Span
+from sgl_ext.restore.host_prefixes import HostPrefixes, Strategy
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
 
@@ -60,20 +60,20 @@ def test_computing_and_loading_meet(link: Link) -> None:
     tickets = link.copies.load_from_the_top(every, every)
     tickets[3].wait(30)  # of layers 0 to 4: the last two have come
     assert tickets[4].state == State.DONE
-    assert _taken_back(tickets[0])
-    assert _taken_back(tickets[1])
-    met = 2 if not _taken_back(tickets[2]) else 3  # it may have begun by now
+    assert taken_back(tickets[0])
+    assert taken_back(tickets[1])
+    met = 2 if not taken_back(tickets[2]) else 3  # it may have begun by now
     assert all(link.landed(layer) for layer in range(met, LAYOUT.layers))
     assert (link.rows[:, :2] == 0xDD).all()  # nobody writes what is computed
     for ticket in tickets:
         assert ticket.poll()
 
 
-def test_what_has_landed_is_not_taken_back(link: Link) -> None:
+def test_what_has_landed_is_nottaken_back(link: Link) -> None:
     every = np.arange(PAGES)
     tickets = link.copies.load_from_the_top(every, every)
     tickets[0].wait(30)
-    assert not any(map(_taken_back, tickets))
+    assert not any(map(taken_back, tickets))
     assert all(map(link.landed, range(LAYOUT.layers)))
 
 
@@ -82,21 +82,21 @@ def test_pages_stay_until_their_request_has_them() -> None:
     pages = host.reserve(PAGES)
     assert pages is not None
     host.publish(names, pages)
-    layers = Layers(host, PAGE)
-    layers.hold("a", names[2:5], 2)
-    layers.hold("a", names[2:4], 2)  # looked up once more, with less
+    held = HostPrefixes(host, PAGE)
+    held.hold("a", names[2:5], 2, Strategy.LAYERS)
+    held.hold("a", names[2:4], 2, Strategy.LAYERS)  # looked up once more, with less
     assert host.room == PAGES - 2
-    assert layers["a"].pages.tolist() == pages[2:4].tolist()
-    assert layers.plan("a", 21).spans == (
+    assert held["a"].pages.tolist() == pages[2:4].tolist()
+    assert held.plan("a", 21).spans == (
         Span(0, 8, Compute()),
-        Span(8, 16, LoadLayers()),
+        Span(8, 16, LoadOrCompute()),
         Span(16, 21, Compute()),
     )
-    layers.hold("b", names[:1], 0)
-    assert layers.plan("b", 5).spans == (Span(0, 4, LoadLayers()), Span(4, 5, Compute()))
-    layers.release("a")
-    layers.release("a")
-    assert "a" not in layers
-    assert layers.clear() == ["b"]
+    held.hold("b", names[:1], 0, Strategy.TOKENS)
+    assert held.plan("b", 5).spans == (Span(0, 4, LoadOrCompute()), Span(4, 5, Compute()))
+    held.release("a")
+    held.release("a")
+    assert "a" not in held
+    assert held.clear() == ["b"]
     assert host.room == PAGES
     host.check_integrity()

@@ -17,7 +17,7 @@ from sgl_ext.restore.costs import ComputeCost, LoadCost
 from sgl_ext.restore.profile import Profile, Subject, find, fit, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
-PROFILE = Profile(SUBJECT, ComputeCost(1e-3, 2e-4, 3e-9), {"ssd": LoadCost(0.0, 1e-4)})
+PROFILE = Profile(SUBJECT, ComputeCost(1e-3, 2e-4, 3e-9), {"ssd": LoadCost(0.0, 1e-4)}, 300)
 
 
 def test_what_is_saved_is_found(tmp_path: Path) -> None:

@@ -214,3 +214,73 @@ def test_a_prefix_that_nobody_has(machine: Machine) -> None:
     assert machine.restorer.turn("a", continuing=False)
     assert not machine.restorer.restores("a")
     assert machine.host.free == 64
+
+
+def test_a_request_that_comes_back_while_its_last_load_lands(machine: Machine) -> None:
+    """Under the same name, as one does that was retracted."""
+    names = keys(*range(2 * UNIT))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    machine.restorer.ask("a", names, 0, 0, 4 * UNIT * PAGE)
+    until(lambda: machine.shelf.loads == 1)
+    machine.restorer.release("a")
+    machine.restorer.ask("a", names, 0, 0, 4 * UNIT * PAGE)
+    machine.shelf.open.set()
+    assert machine.restorer.turn("a", continuing=False)
+    machine.run("a", names, 4 * UNIT * PAGE)
+    machine.restorer.release("a")
+    machine.settle()
+    assert machine.host.free == 64 - len(machine.host)
+
+
+def test_pages_that_the_device_has_had_and_lost(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.restorer.plan("a", 80, 83)  # all of it; but then it is not admitted
+    machine.shelf.open.set()
+    time.sleep(0.05)
+    assert machine.restorer.turn("a", continuing=False)
+    plans = machine.run("a", names, 83)
+    assert any(isinstance(span.source, Load) for span in plans[-1].spans)
+    machine.restorer.release("a")
+    machine.settle()
+
+
+def test_a_load_that_hangs_is_not_waited_for(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    machine.restorer.ask("a", names, 0, 0, 83)
+    assert machine.restorer.turn("a", continuing=False)
+    plans = machine.run("a", names, 83)
+    assert not any(isinstance(span.source, Load) for plan in plans for span in plan.spans)
+    machine.restorer.release("a")
+    machine.shelf.open.set()
+    machine.settle()
+    assert machine.host.free == 64
+
+
+def test_the_end_of_a_prefix_that_another_request_has_computed(machine: Machine) -> None:
+    """The device has more by now than the tier had."""
+    names = keys(*range(20))
+    machine.keep(names[:10])
+    machine.restorer.ask("a", names, 0, 0, 83)
+    assert machine.restorer.turn("a", continuing=False)
+    machine.run("a", names, 83, begin=60)
+    report = machine.restorer.report("a")
+    assert report is not None
+    assert report["computed"] == 0
+    machine.restorer.release("a")
+    machine.settle()
+
+
+def test_who_waits_for_a_part_of_what_another_one_restores(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.restorer.ask("b", names[8:], 0, 8, 90)  # the device has a's first pages by now
+    assert not machine.restorer.turn("b", continuing=False)
+    machine.restorer.release("a")
+    machine.settle()

@@ -56,7 +56,8 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
         {"tiers": {"host": {"capacity": "1GiB"}}},
         {"tiers": {"ssd": ssd, "staging": "64MiB"}},
         {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}},  # after a restart
-        {"tiers": {"host": slow}, "restore": {"layers": "always"}},
+        {"tiers": {"host": slow}, "restore": {"host": "layers"}},
+        {"tiers": {"host": slow}, "restore": {"host": "tokens"}},
     ]
     if page == 1:  # the same code; a third of the time
         configs = [None, configs[2]]
@@ -90,7 +91,7 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
     below = tiered[0 if page == 1 else 1]
     assert hits(below[2], "ssd") > 0.5 * asked
     if page == 16:
-        host, _, restarted, _ = tiered
+        host, _, restarted, *_ = tiered
         assert hits(host[1], "host") > 0.5 * asked
         assert hits(host[2], "host") > 0.9 * asked
         assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))

@@ -1,4 +1,4 @@
-"""Prefixes in host memory behind a slow link: loading them, computing them, and both by layers."""
+"""Prefixes in host memory behind a slow link: loaded, computed, and both, by layers or tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_ext.bench.restore_servers import RECOMPUTE, base
 from sgl_ext.bench.sampling import ratio_of_medians
 
 _NEW = NEW_TOKENS // 2
-LOAD, LAYERS = "load from host", "by layers"
+LOAD, LAYERS, TOKENS = "load from host", "by layers", "by tokens"
 _POOL = 2048
 """Tokens of the device: the contexts of each length have more, and go in their order."""
 
@@ -29,14 +29,15 @@ def report_layers(
     """
     host = {"capacity": "1GiB", "emulate": {"bytes_per_second": bytes_per_second}}
 
-    def ours(name: str, layers: str) -> server.System:
-        config = json.dumps({"tiers": {"host": host}, "restore": {"layers": layers}})
+    def ours(name: str, how: str) -> server.System:
+        config = json.dumps({"tiers": {"host": host}, "restore": {"host": how}})
         return server.System(name, (*base(_POOL), "--enable-ext", "--ext-config", config))
 
     systems = [
         server.System(RECOMPUTE, (*base(_POOL), "--disable-radix-cache")),
         ours(LOAD, "never"),
-        ours(LAYERS, "always"),
+        ours(LAYERS, "layers"),
+        ours(TOKENS, "tokens"),
     ]
     counts = [length for length in lengths for _ in range(_POOL // length + 2)]
     contexts = of_lengths(model, counts)
@@ -72,7 +73,7 @@ def _of_length(report: Report, length: int, ttft: Mapping[str, Sequence[float]])
     for name, each in ttft.items():
         report.runs.append(
             {
-                "what": "layers, from host memory",
+                "what": "host memory, behind a slow link",
                 "system": name,
                 "tokens": length,
                 "samples": len(each),
@@ -81,4 +82,6 @@ def _of_length(report: Report, length: int, ttft: Mapping[str, Sequence[float]])
             | summary(each, "ttft_ms", 1e3)
         )
     best = min(ttft[RECOMPUTE], ttft[LOAD], key=statistics.median)
-    report.figures[f"layers_speedup_vs_best_single_{length}"] = ratio_of_medians(best, ttft[LAYERS])
+    for name, figure in ((LAYERS, "layers"), (TOKENS, "tokens")):
+        speedup = ratio_of_medians(best, ttft[name])
+        report.figures[f"{figure}_speedup_vs_best_single_{length}"] = speedup

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, restore_hooks, tier_hooks
+from sgl_ext.engine import hooks, plan_hooks, restore_hooks, tier_hooks
 from sgl_ext.engine.meta_info import tell, told
 
 
@@ -47,7 +47,10 @@ def _alone(adder: Any) -> bool:
 
 def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     """Nobody gives way to a request that could not run yet."""
-    return False if _held_back(adder, req, continuing=False) else original(adder, req)
+    continuing = getattr(adder, plan_hooks.CONTINUING, False)
+    if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
+        return False
+    return original(adder, req)
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

@@ -20,7 +20,7 @@ from sgl_ext.memory.tickets import State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
 from sgl_ext.runtime import ExtRuntime
 
-_DEADLINE_S = 60.0
+DEADLINE_S = 60.0
 """Of a copy within this machine's memory."""
 
 
@@ -49,8 +49,9 @@ def restoring(
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in coming]
     begin = sorted(whole + [part for part in parts if part.request not in coming])
-    columns = zip(*(one for each in coming.values() for one in each), strict=True)
-    pages, blocks = (np.concatenate(column) for column in columns)
+    every = [one for each in coming.values() for one in each]
+    pages = np.concatenate([one.pages for one in every])
+    blocks = np.concatenate([one.blocks for one in every])
     tickets = tiers.fill_from_the_top(pages, blocks)
     model = runner.model
 
@@ -58,9 +59,9 @@ def restoring(
         input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
     ) -> Any:
         layer, output = 0, None
-        while layer == 0 or (layer < len(tickets) and _taken_back(tickets[layer])):
+        while layer == 0 or (layer < len(tickets) and taken_back(tickets[layer])):
             if layer == 0:
-                _taken_back(tickets[0])
+                taken_back(tickets[0])
             output = model.forward_split_prefill(
                 input_ids, positions, first, (layer, layer + 1), input_embeds
             )
@@ -72,7 +73,7 @@ def restoring(
         runner.attn_backend.init_forward_metadata(second)
         with forward_context(get_forward_context(), forward_batch=second):
             for at in range(layer, len(tickets)):
-                tickets[at].wait(_DEADLINE_S)
+                tickets[at].wait(DEADLINE_S)
                 output = model.forward_split_prefill(
                     second.input_ids, second.positions, second, (at, at + 1)
                 )
@@ -84,13 +85,13 @@ def restoring(
     finally:
         del model.forward
         for ticket in tickets:
-            _taken_back(ticket)  # nothing writes to blocks that somebody else may have next
+            taken_back(ticket)  # nothing writes to blocks that somebody else may have next
 
 
-def _taken_back(ticket: Ticket) -> bool:
+def taken_back(ticket: Ticket) -> bool:
     """Whether the load was not begun, and will not be; one that was is waited for."""
     if not ticket.bytes_done:
         ticket.cancel()
     with suppress(TransferError, TransferCancelledError):
-        ticket.wait(_DEADLINE_S)
+        ticket.wait(DEADLINE_S)
     return ticket.state != State.DONE

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import lcm
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import blend, hooks, layer_restore, restore_hooks, rows
+from sgl_ext.engine import blend, hooks, host_restore, restore_hooks, rows
 from sgl_ext.engine.meta_info import tell
 from sgl_ext.plan import PrefillPlan
+
+CONTINUING = "_sgl_ext_continuing"
+"""Attribute of a ``PrefillAdder`` that goes on with a prompt."""
 
 
 def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -33,13 +37,14 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
             if ext.links is not None:
                 ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
     parts = rows.rows_of(plans, prefixes, ends)
-    with ExitStack() as partial:
+    with ExitStack() as shorter:
         if candidates := _candidates(ext, batch.rids, plans, prefixes, ends):
             restore_hooks.fill_all(ext, coming)  # one forward goes on with fewer tokens only once
-            parts = partial.enter_context(blend.blending(ext, runner, batch, parts, candidates))
+            parts = shorter.enter_context(blend.blending(ext, runner, batch, parts, candidates))
         elif coming:
-            restoring = layer_restore.restoring(ext, runner, batch, parts, coming)
-            parts = partial.enter_context(restoring)
+            forward = partial(original, runner)
+            restoring = host_restore.restoring(ext, runner, batch, parts, coming, forward)
+            parts = shorter.enter_context(restoring)
         try:
             ext.split = rows.split_of(batch, parts)
             output = original(runner, rows.split(batch, parts), *args, **kw)
@@ -116,7 +121,9 @@ def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> An
 
 
 def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    setattr(adder, CONTINUING, True)
     if not restore_hooks.planned(adder, req):
+        _reserve(adder, req, req.prefix_len)
         return req  # which SGLang takes for a part that has to wait
     plan = _plan_of(req)
     if plan is None or adder.rem_chunk_tokens is None:
@@ -126,6 +133,8 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
     # At least a page, be the budget smaller: a part of none would never end.
     length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
+    room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
+    length = min(length, max(room, adder.page_size))
     if adder.chunked_req_limit is not None or plan.stop is not None:
         adder.chunked_req_limit = length
     credit = length - plan.computed(prefix, prefix + length)
@@ -135,9 +144,21 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     if adder.can_run_list and adder.can_run_list[-1] is req:
         restore_hooks.considered(req, admitted=True)
         credit -= req.extend_len - plan.computed(prefix, prefix + req.extend_len)
+        if result is req:
+            _reserve(adder, req, req.extend_end)
     adder.rem_chunk_tokens -= credit  # what was not needed
     adder.rem_input_tokens -= credit
     return result
+
+
+def _reserve(adder: Any, req: Any, end: int) -> None:
+    """Keeps memory for a prompt from token ``end`` on: a part that has not used the budget up lets
+    others be admitted beside it, as none of SGLang's own parts does."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    answer = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    left = len(req.full_untruncated_fill_ids) - end + answer
+    adder.memory_budget.total_offset += adder.memory_budget.ceil_paged_tokens(left)
 
 
 def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:

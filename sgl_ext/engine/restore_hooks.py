@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from sgl_ext import runtime
 from sgl_ext.engine.meta_info import tell, told
-from sgl_ext.plan import Load, LoadLayers
+from sgl_ext.plan import Load, LoadOrCompute
+from sgl_ext.restore.host_prefixes import Strategy
 from sgl_ext.restore.restorer import Restored, Restorer
 from sgl_ext.runtime import ExtRuntime
 from sgl_ext.tiers.arena import Pages
@@ -28,6 +29,8 @@ _PARKED = "_sgl_ext_parked"
 class Coming(NamedTuple):
     """Pages of a request in host memory, and the blocks of the device that they are for."""
 
+    start: int
+    """Token of the prompt that they begin with."""
     pages: Pages
     blocks: Pages
 
@@ -37,8 +40,17 @@ class Prompt(NamedTuple):
 
     first: int
     """Number of its first page that the device does not have."""
+    most: int
+    """Pages from there on that need not be computed; some of SGLang's look-ups are for more."""
     behind: int
     """Tokens."""
+
+
+def looked_up(req: Any) -> None:
+    """The request's prompt is looked up anew: what host memory kept for it may not follow any more
+    on what the device has."""
+    if (ext := runtime.current) is not None and ext.prefixes is not None:
+        ext.prefixes.release(req.rid)
 
 
 def prompt_of(req: Any, prefix: int) -> Prompt | None:
@@ -54,32 +66,38 @@ def prompt_of(req: Any, prefix: int) -> Prompt | None:
 
         if composition_of(req) is not None:
             return None
-    return Prompt(prefix // ext.restorer.page, len(req.full_untruncated_fill_ids))
+    page, tokens = ext.restorer.page, len(req.full_untruncated_fill_ids)
+    first, most = prefix // page, req._compute_max_prefix_len(tokens) // page
+    return Prompt(first, most - first, tokens) if most > first else None
 
 
-def by_layers(stack: TierStack, prompt: Prompt, pages: int) -> bool:
-    """Whether host memory's ``pages`` of a prompt are better taken layer by layer.
+def strategy(stack: TierStack, prompt: Prompt, pages: int) -> Strategy | None:
+    """How host memory's ``pages`` of a prompt are restored; None if they are only loaded.
 
-    They are if at least one layer would be computed before all are loaded (Equation 1's split).
+    Restoring pays if at least one layer would be computed before all are loaded (Equation 1).
     """
     ext, restorer = runtime.current, _restorer()
     if not pages or ext is None or restorer is None or ext.config.restore is None:
-        return False
-    if ext.config.restore.layers != "auto":
-        return ext.config.restore.layers == "always"
+        return None
+    if (how := ext.config.restore.host) != "auto":
+        return None if how == "never" else Strategy(how)
     if not stack.loaded.seconds:
-        return False  # the first one says how long it takes
+        return None  # the first one says how long it takes
     loading = pages * stack.loaded.seconds / stack.loaded.pages
     begin, end = prompt.first * restorer.page, (prompt.first + pages) * restorer.page
     computing = restorer.costs.compute.seconds(begin, end)
-    return stack.layout.layers * loading >= loading + computing
+    if stack.layout.layers * loading < loading + computing:
+        return None
+    return Strategy.TOKENS if end - begin >= restorer.costs.crossover else Strategy.LAYERS
 
 
 def held_back(adder: Any, req: Any, continuing: bool) -> bool:
     """Whether it is not the request's turn."""
-    restorer = _restorer()
-    if restorer is None:
+    ext, restorer = runtime.current, _restorer()
+    if ext is None or ext.prefixes is None or restorer is None:
         return False
+    if continuing and req.rid in ext.prefixes:
+        return True  # SGLang goes on with one prompt only, and would look no further behind it
     # SGLang would count a part that waits among those of a batch of others.
     return getattr(adder, _PARKED, False) or not restorer.turn(req.rid, continuing)
 
@@ -87,11 +105,11 @@ def held_back(adder: Any, req: Any, continuing: bool) -> bool:
 def planned(adder: Any, req: Any) -> bool:
     """Makes the request's next plan, if it is being restored; False if it has to wait."""
     ext = runtime.current
-    if ext is None or ext.restorer is None or ext.layers is None:
+    if ext is None or ext.restorer is None or ext.prefixes is None:
         return True
     end = len(req.full_untruncated_fill_ids)
-    if req.rid in ext.layers:
-        ext.plans[req.rid] = ext.layers.plan(req.rid, end)
+    if req.rid in ext.prefixes:
+        ext.plans[req.rid] = ext.prefixes.plan(req.rid, end)
         return True
     if not ext.restorer.restores(req.rid):
         return True
@@ -109,10 +127,10 @@ def planned(adder: Any, req: Any) -> bool:
 def considered(req: Any, admitted: bool) -> None:
     """SGLang has tried to compute the next part of the request."""
     ext = runtime.current
-    if ext is None or ext.restorer is None or ext.layers is None:
+    if ext is None or ext.restorer is None or ext.prefixes is None:
         return
-    by_layers, restorer = req.rid in ext.layers, ext.restorer
-    if not by_layers and not restorer.restores(req.rid):
+    within, restorer = req.rid in ext.prefixes, ext.restorer
+    if not within and not restorer.restores(req.rid):
         return
     if not admitted:
         if not restorer.computes(req.rid):
@@ -121,16 +139,16 @@ def considered(req: Any, admitted: bool) -> None:
     restorer.computing(req.rid, req.extend_end)
     if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, "restore"):
         return
-    restored = _by_layers(ext, req.rid) if by_layers else restorer.report(req.rid)
+    restored = _within(ext, req.rid) if within else restorer.report(req.rid)
     if restored is not None:
         tell(req, {"power": "restore", "exact": True, **restored})
         _count(ext, restored)
 
 
-def _by_layers(ext: ExtRuntime, rid: str) -> Restored | None:
-    if ext.layers is None or ext.tiers is None:
+def _within(ext: ExtRuntime, rid: str) -> Restored | None:
+    if ext.prefixes is None or ext.tiers is None:
         return None
-    held = ext.layers[rid]
+    held = ext.prefixes[rid]
     ext.tiers.hits["host"] += len(held.pages)
     loaded = {"host": len(held.pages) * ext.tiers.layout.page}
     return Restored(loaded=loaded, computed=0, seconds=time.monotonic() - held.since)
@@ -152,15 +170,15 @@ def coming(
     ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int64]
 ) -> list[Coming]:
     """What of tokens ``start .. end - 1`` is loaded layer by layer, into ``slots`` of theirs."""
-    if ext.layers is None or ext.tiers is None or rid not in ext.layers:
+    if ext.prefixes is None or ext.tiers is None or rid not in ext.prefixes:
         return []
-    held, page = ext.layers[rid], ext.tiers.layout.page
+    held, page = ext.prefixes[rid], ext.tiers.layout.page
     found = []
     for span in ext.plans[rid].between(start, end):
-        if isinstance(span.source, LoadLayers):
+        if isinstance(span.source, LoadOrCompute):
             first, last = span.start // page - held.first, span.end // page - held.first
             blocks = slots[span.start - start : span.end - start : page] // page
-            found.append(Coming(held.pages[first:last], np.ascontiguousarray(blocks)))
+            found.append(Coming(span.start, held.pages[first:last], np.ascontiguousarray(blocks)))
     return found
 
 
@@ -174,11 +192,11 @@ def fill_all(ext: ExtRuntime, held: Mapping[int, Sequence[Coming]]) -> None:
 
 def release(ext: ExtRuntime, rid: str) -> None:
     """The request's prefill has ended, or it does not come to it."""
-    if ext.restorer is None or ext.layers is None:
+    if ext.restorer is None or ext.prefixes is None:
         return
-    if rid in ext.layers or ext.restorer.restores(rid):
+    if rid in ext.prefixes or ext.restorer.restores(rid):
         ext.plans.pop(rid, None)
-    ext.layers.release(rid)
+    ext.prefixes.release(rid)
     ext.restorer.release(rid)
 
 
@@ -188,7 +206,7 @@ def computes_from(batch: Any, tokens: int) -> int | None:
     ext = runtime.current
     if ext is None or ext.restorer is None or len(batch.reqs) != 1:
         return None
-    if tokens != batch.extend_num_tokens or (ext.layers and batch.reqs[0].rid in ext.layers):
+    if tokens != batch.extend_num_tokens or (ext.prefixes and batch.reqs[0].rid in ext.prefixes):
         return None
     begin: int = batch.prefix_lens[0]
     return begin
@@ -209,8 +227,8 @@ def pending() -> bool:
 def give_up() -> None:
     """What was being restored is computed."""
     ext = runtime.current
-    if ext is not None and ext.restorer is not None and ext.layers is not None:
-        for rid in (*ext.restorer.clear(), *ext.layers.clear()):
+    if ext is not None and ext.restorer is not None and ext.prefixes is not None:
+        for rid in (*ext.restorer.clear(), *ext.prefixes.clear()):
             ext.plans.pop(rid, None)
 
 

@@ -15,7 +15,7 @@ from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
-from sgl_ext.restore.layers import Layers
+from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.restore.policies import POLICIES
 from sgl_ext.restore.profile import PROFILES, Subject, find
 from sgl_ext.restore.restorer import Restorer
@@ -24,12 +24,11 @@ from sgl_ext.tiers.stack import TierStack
 
 _UNIT = 128
 """Tokens of one load, at most."""
-_WAIT_S = 10.0
-"""Within which tiers have to say what they have."""
 
 logger = logging.getLogger(__name__)
 
 _UNSERVED: Unserved = (
+    ("is_embedding", bool, "embeddings"),
     ("enable_return_hidden_states", bool, "hidden states in answers"),
     ("enable_dp_attention", bool, "data-parallel attention"),
     ("enable_lora", bool, "LoRA adapters"),
@@ -65,7 +64,8 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
             f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
             f"{-(-config.chunk // page) * page} is one"
         )
-    ext.layers = Layers(stack.host, page)
+    wait = ext.config.tiers.wait if ext.config.tiers else 0.0
+    ext.prefixes = HostPrefixes(stack.host, page)
     ext.restorer = Restorer(
         stack.host,
         stack.lower,
@@ -73,7 +73,7 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
         _costs(stack, config.chunk),
         page=page,
         unit=max(_UNIT // page, 1),
-        wait=_WAIT_S,
+        wait=wait,
         hits=stack.hits,
     )
 
@@ -110,8 +110,9 @@ def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
     return {
         "subject": msgspec.to_builtins(subject_of(stack.layout)),
         "measured": costs.measured,
+        "crossover": costs.crossover,
         "compute": asdict(costs.compute),
         "loads": {name: asdict(load) for name, load in costs.loads.items()},
         "forwards": [*costs.forwards],
-        "loaded": {name: [*each] for name, each in costs.loaded_lately.items()},
+        "loaded": {name: [*each] for name, each in [*costs.loaded_lately.items()]},
     }

@@ -142,6 +142,7 @@ def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dic
 
 def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     wrapper.hit_markers.pop(req.rid, None)
+    restore_hooks.looked_up(req)
     wrapper.cache_linker.asking = restore_hooks.prompt_of(req, result.device_prefix_len)
     return original(wrapper, key, req, result)
 

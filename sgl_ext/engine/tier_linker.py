@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
-from sgl_ext.engine.restore_hooks import Prompt, by_layers, give_up
+from sgl_ext.engine.restore_hooks import Prompt, give_up, strategy
 from sgl_ext.engine.restore_setup import open_restoring
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
@@ -68,7 +68,7 @@ class TierLinker(UnifiedCacheLinker):
         except ExtError as error:
             refuse(error)
         self.stack = ext.tiers
-        self.restorer, self.layers = ext.restorer, ext.layers
+        self.restorer, self.prefixes = ext.restorer, ext.prefixes
         self.asking: Prompt | None = None
         """That the next look-up is for, if its prefix may be restored."""
         self.layer_done_counter = self.stack.loads
@@ -80,13 +80,20 @@ class TierLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys, prompt, self.asking = _keys(transfers[0]), self.asking, None
-        if self.restorer is None or self.layers is None or prompt is None or not self.stack.enabled:
+        if (
+            self.restorer is None
+            or self.prefixes is None
+            or prompt is None
+            or not self.stack.enabled
+        ):
             pages = self.stack.lookup(rid, keys)
         else:
+            keys = keys[: prompt.most]
             pages = self.stack.here(keys)
-            self.restorer.ask(rid, keys, pages, *prompt)
-            if not self.restorer.asked(rid) and by_layers(self.stack, prompt, pages):
-                self.layers.hold(rid, keys[:pages], prompt.first)
+            self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind)
+            by = None if self.restorer.asked(rid) else strategy(self.stack, prompt, pages)
+            if by is not None:
+                self.prefixes.hold(rid, keys[:pages], prompt.first, by)
                 pages = 0  # SGLang computes them, as far as it knows
         # Every length up to this one can be restored; the longest that all ranks have is asked
         # for here, because SGLang looks at each length that it is given.

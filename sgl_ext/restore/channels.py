@@ -18,6 +18,9 @@ from sgl_ext.restore.policies import Policy
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.lower import LowerTier
 
+_PATIENCE_S = 0.5
+"""That a load may be late, beside the time that it should take."""
+
 
 @dataclass(eq=False)
 class Restoration:
@@ -82,25 +85,16 @@ class Channels:
         self._loading: dict[str, Restoration] = {}
         self._closed = False
 
-    def open(self, one: Restoration) -> None:
-        """Its pages may come from now on. With the lock held."""
-        one.estimate(self._costs, self._page)
-        for stretch in one.pointers.stretches:
-            self._able[stretch.tier][one.rid] = one
-            self._next(stretch.tier)
-
     def changed(self, one: Restoration) -> None:
-        """Its pointers have moved. With the lock held."""
-        one.estimate(self._costs, self._page)
+        """Its pointers have moved, or it has just come. With the lock held."""
+        self._note(one)
         for stretch in one.pointers.stretches:
-            if not one.pointers.left(stretch.tier):
-                self._able[stretch.tier].pop(one.rid, None)
+            self._next(stretch.tier)
 
     def leave(self, one: Restoration) -> None:
         """Nothing more is loaded for it; what is on its way lands. With the lock held."""
         one.gone = True
-        for able in self._able.values():
-            able.pop(one.rid, None)
+        self._note(one)
         if self.computing is one:
             self.computing = None
 
@@ -109,19 +103,20 @@ class Channels:
         return any(each is one for each in self._loading.values())
 
     def busy(self, one: Restoration, tier: str) -> float:
-        """Seconds until the channel turns to the request; infinite if it does not, as far as can
-        be told. With the lock held."""
-        current = self._loading.get(tier)
+        """Seconds until the channel turns to the request, or does again; infinite if it does not,
+        as far as can be told. With the lock held."""
         able = self._able[tier]
-        if current is one or one.rid not in able:
-            return 0.0
+        if able.get(one.rid) is not one:
+            return inf
         if self._policy.load(able.values(), self.computing) is not one:
             return inf
-        if current is None:
+        if (current := self._loading.get(tier)) is None:
             return 0.0
         (stretch,) = (each for each in current.pointers.stretches if each.tier == tier)
-        seconds = self._costs.loads[tier].seconds(stretch.flying * self._page)
-        return max(seconds - (time.monotonic() - current.began), 0.0)
+        expected = self._costs.loads[tier].seconds(stretch.flying * self._page)
+        late = time.monotonic() - current.began - expected
+        # A device that is so late may hang: nobody waits for what it would load next.
+        return inf if late > expected + _PATIENCE_S else max(-late, 0.0)
 
     def close(self) -> None:
         """Nothing more is begun."""
@@ -136,7 +131,7 @@ class Channels:
         while able and name not in self._loading and not self._closed:
             one = self._policy.load(able.values(), self.computing)
             taken = one.pointers.take(name, self._unit)
-            self.changed(one)
+            self._note(one)
             if taken is None:
                 able.pop(one.rid, None)
                 continue
@@ -149,10 +144,20 @@ class Channels:
     def _landed(self, name: str, one: Restoration, good: NDArray[np.bool_], seconds: float) -> None:
         """In the tier's thread."""
         with self.lock:
+            del self._loading[name]
+            one.pointers.land(name, good.tolist())
             if good.any():
                 self._costs.loaded(name, len(good) * self._page, seconds)
                 one.loaded[name] = one.loaded.get(name, 0) + int(np.count_nonzero(good))
-            one.pointers.land(name, good.tolist())
-            del self._loading[name]
-            self.changed(one)
+            self._note(one)
             self._next(name)
+
+    def _note(self, one: Restoration) -> None:
+        """Which tiers could load something for the request."""
+        one.estimate(self._costs, self._page)
+        for stretch in one.pointers.stretches:
+            able = self._able[stretch.tier]
+            if not one.gone and one.pointers.left(stretch.tier):
+                able[one.rid] = one
+            elif able.get(one.rid) is one:  # not its successor of the same name
+                del able[one.rid]

@@ -71,6 +71,8 @@ class Costs:
     loads: dict[str, LoadCost]
     chunk: int
     measured: bool = False
+    crossover: int = 512
+    """Tokens from which on a prefix in host memory is restored by tokens, not layers: L_delta."""
     forwards: deque[tuple[int, int, float]] = field(
         default_factory=lambda: deque(maxlen=_OBSERVED), repr=False
     )

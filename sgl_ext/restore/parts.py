@@ -25,7 +25,9 @@ def next_part(
     """
     free, flying, chunk = pointers.next_free, pointers.flying, costs.chunk // page
     if free is not None and (flying is None or free.end <= flying.end):
-        begin = max(free.begin, pointers.front)
+        if pointers.front < free.begin:  # nobody loads what comes before
+            return min(free.begin, pointers.front + chunk)
+        begin = pointers.front
         meeting = costs.meeting(begin * page, free.end * page, free.tier, busy)
         end = min(round(meeting / page), begin + chunk)
         return end if end > begin else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
 
-VERSION = 1
+VERSION = 2
 """Of the file, and of what its figures mean."""
 
 PROFILES = "profiles"
@@ -40,6 +40,8 @@ class Profile(msgspec.Struct, frozen=True):
     compute: ComputeCost
     loads: dict[str, LoadCost]
     """By tier."""
+    crossover: int
+    """Tokens from which on restoring by tokens is faster than by layers: L_delta (§3.1)."""
     version: int = VERSION
 
     def costs(self, tiers: Iterable[str], chunk: int) -> Costs | None:
@@ -47,7 +49,8 @@ class Profile(msgspec.Struct, frozen=True):
         if missing := [tier for tier in tiers if tier not in self.loads]:
             logger.warning("the restore profile says nothing of %s; run sgl-ext calibrate", missing)
             return None
-        return Costs(self.compute, {tier: self.loads[tier] for tier in tiers}, chunk, measured=True)
+        loads = {tier: self.loads[tier] for tier in tiers}
+        return Costs(self.compute, loads, chunk, measured=True, crossover=self.crossover)
 
 
 def path_of(subject: Subject, directory: Path) -> Path:
@@ -73,8 +76,10 @@ def find(subject: Subject, directory: Path) -> Profile | None:
             path, found.version, found.subject, VERSION, subject,
         )  # fmt: skip
         return None
-    costs = (found.compute.overhead, found.compute.per_token, found.compute.per_pair)
-    if min(costs) < 0 or not all(each.per_token > 0 for each in found.loads.values()):
+    compute, loads = found.compute, found.loads.values()
+    latencies = [one.latency for one in loads]
+    least = min([compute.overhead, compute.per_pair, found.crossover, *latencies])
+    if least < 0 or min([compute.per_token, *(one.per_token for one in loads)]) <= 0:
         logger.warning("%s has costs below zero; run sgl-ext calibrate again", path)
         return None
     return found

@@ -39,6 +39,11 @@ class Request:
         """Whether all tiers have said what they have."""
         return all(lookup.done() for _, lookup in self.lookups)
 
+    @property
+    def nothing(self) -> bool:
+        """Whether all tiers have said that they have nothing."""
+        return self.answered and not any(result_of(lookup, 0) for _, lookup in self.lookups)
+
     def open(self, rid: str, host: HostPages, *, scarce: bool) -> bool:
         """Takes places in ``host`` for what tiers have, of the last pages if not for all.
 

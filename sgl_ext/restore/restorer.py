@@ -67,6 +67,8 @@ class Restorer:
         self._hits = hits
         self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
         self._requests: dict[str, Request] = {}
+        self._owners: dict[Key, str] = {}
+        """Of pages that a request restores, or is about to."""
         self._followers: dict[str, str] = {}
         """Requests that wait for another one with the same prefix."""
         self._first: Restoration | None = None
@@ -92,11 +94,10 @@ class Restorer:
         self._followers.pop(rid, None)
         if here >= len(keys):
             return
-        for other, one in self._requests.items():
-            if one.keys[0] == keys[here]:
-                self._followers[rid] = other
-                return
         lacking = keys[here:]
+        if (other := self._owners.get(lacking[0])) is not None:
+            self._followers[rid] = other
+            return
         lookups = [(tier, tier.lookup(lacking)) for tier in self._tiers]
         if all(one.done() and not result_of(one, 0) for _, one in lookups):
             return
@@ -104,7 +105,10 @@ class Restorer:
         self._host.pin(pinned)
         request = Request(lacking, first + here, behind, lookups, pinned, now, now)
         self._requests[rid] = self._unopened[rid] = request
-        self._open(rid, request)
+        for key in lacking:
+            self._owners.setdefault(key, rid)
+        if len(self._unopened) == 1:  # those that wait for places come first
+            self._open(rid, request)
 
     def asked(self, rid: str) -> bool:
         """Whether tiers below host memory may have something of the request's prompt."""
@@ -131,8 +135,11 @@ class Restorer:
         if (request := self._requests.get(rid)) is None:
             return True
         request.seen = now = time.monotonic()
-        if not request.answered and now < request.arrived + self._wait:
-            return False
+        if not request.answered:
+            if now < request.arrived + self._wait:
+                return False
+            self.release(rid)
+            return True
         with self._channels.lock:
             if continuing or self._channels.computing is not None:
                 return False
@@ -167,6 +174,7 @@ class Restorer:
         with self._channels.lock:
             if self._channels.computing is not active:
                 pointers.front = request.begin = begin // page
+                self._channels.changed(active)
             free = pointers.next_free
             until = next_part(
                 pointers,
@@ -208,9 +216,10 @@ class Restorer:
         if (request := self._requests.get(rid)) is None or (active := request.active) is None:
             return None
         pointers = active.pointers
-        came = sum(pointers.came(page) for page in range(request.begin, pointers.end))
-        loaded = {name: pages * self._page for name, pages in active.loaded.items()}
-        computed = (pointers.end - request.begin - came) * self._page
+        came = sum(map(pointers.came, range(request.begin, pointers.end)))
+        with self._channels.lock:
+            loaded = {name: pages * self._page for name, pages in active.loaded.items()}
+        computed = max(pointers.end - request.begin - came, 0) * self._page
         seconds = time.monotonic() - active.arrived
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 
@@ -220,6 +229,9 @@ class Restorer:
         if (request := self._requests.pop(rid, None)) is None:
             return
         self._unopened.pop(rid, None)
+        for key in request.keys:
+            if self._owners.get(key) == rid:
+                del self._owners[key]
         self._host.unpin(request.pinned)
         if (active := request.active) is not None:
             if self._first is active:
@@ -235,6 +247,8 @@ class Restorer:
         self._settle()
         for rid, request in list(self._unopened.items()):
             self._open(rid, request)
+            if request.answered and rid in self._unopened:
+                break  # it waits for places, which go to nobody behind it
         if (now := time.monotonic()) > self._leases_seen + _SEEN_S:
             self._leases_seen = now
             for rid, request in list(self._requests.items()):
@@ -262,10 +276,12 @@ class Restorer:
         Args:
             scarce: with as many places as there are.
         """
-        if request.open(rid, self._host, scarce=scarce) and request.active is not None:
+        if request.nothing:
+            self.release(rid)
+        elif request.open(rid, self._host, scarce=scarce) and request.active is not None:
             del self._unopened[rid]
             with self._channels.lock:
-                self._channels.open(request.active)
+                self._channels.changed(request.active)
 
     def _settle(self) -> None:
         """Gives places back that nothing will land in any more."""

@@ -206,8 +206,12 @@ class TierStack:
         Raises:
             TimeoutError, TransferError: it is not, and nobody may read the blocks.
         """
-        for ticket in self._copies.load(pages, blocks):
-            ticket.wait(_QUIESCE_S)
+        self.begin_fill(pages, blocks).wait(_QUIESCE_S)
+
+    def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
+        """Begins to copy held ``pages`` into ``blocks`` of the device."""
+        (ticket,) = self._copies.load(pages, blocks, [(0, self.layout.layers)])
+        return ticket
 
     def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """Begins to copy held ``pages`` into ``blocks`` of the device, the last layer first.

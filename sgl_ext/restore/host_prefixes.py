@@ -1,14 +1,24 @@
-"""Prefixes in host memory that are restored layer by layer, within one forward (CacheFlow §3.1)."""
+"""Prefixes in host memory that are restored within one forward (CacheFlow §3.1)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
-from sgl_ext.plan import Compute, LoadLayers, PrefillPlan, Span
+from sgl_ext.plan import Compute, LoadOrCompute, PrefillPlan, Span
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
+
+
+class Strategy(Enum):
+    """What is computed while the rest loads."""
+
+    TOKENS = "tokens"
+    """The first tokens, of all layers."""
+    LAYERS = "layers"
+    """The lower layers, of all tokens."""
 
 
 class Held(NamedTuple):
@@ -17,10 +27,11 @@ class Held(NamedTuple):
     first: int
     """Number of the first of them in the prompt."""
     pages: Pages
+    by: Strategy
     since: float
 
 
-class Layers:
+class HostPrefixes:
     """Keeps pages where they are until the forwards that take them have ended.
 
     Args:
@@ -38,7 +49,7 @@ class Layers:
     def __getitem__(self, rid: str) -> Held:
         return self._held[rid]
 
-    def hold(self, rid: str, keys: Sequence[Key], first: int) -> None:
+    def hold(self, rid: str, keys: Sequence[Key], first: int, by: Strategy) -> None:
         """The request's next ``keys`` are in host memory, and stay.
 
         Args:
@@ -48,13 +59,13 @@ class Layers:
         self.release(rid)
         pages = self._host.use(keys)
         self._host.pin(pages)
-        self._held[rid] = Held(first, pages, since)
+        self._held[rid] = Held(first, pages, by, since)
 
     def plan(self, rid: str, end: int) -> PrefillPlan:
         """Of the request's prompt of ``end`` tokens."""
         held = self._held[rid]
         begin, loaded = held.first * self._page, (held.first + len(held.pages)) * self._page
-        spans = [Span(begin, loaded, LoadLayers()), Span(loaded, end, Compute())]
+        spans = [Span(begin, loaded, LoadOrCompute()), Span(loaded, end, Compute())]
         return PrefillPlan([Span(0, begin, Compute()), *spans] if begin else spans)
 
     def release(self, rid: str) -> None:
