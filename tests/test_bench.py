@@ -62,7 +62,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path, tmp_path: Pa
     expected = pytest.raises(ExtError, match="'slow' was not ready in time")
     with expected, server.serve([server.System("slow")], model, tmp_path, deadline=12.0):
         pass
-    assert "server_args=" in (tmp_path / "slow.log").read_text()  # it had come some way
+    assert (tmp_path / "slow.log").stat().st_size  # it had come some way
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
