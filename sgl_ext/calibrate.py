@@ -6,15 +6,15 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import requests
 
 from sgl_ext.bench import server
+from sgl_ext.bench.linked import generate
+from sgl_ext.bench.restore_servers import forget, tiers, wait_until_stored
 from sgl_ext.config import ExtConfig
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
@@ -52,8 +52,8 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
             deadline=config.start_deadline,
         ) as (running,),
     ):
-        _Prompts(running.url).send()
-        found = _state(running.url)["restore"]
+        _ask(running.url)
+        found = tiers(running.url)["restore"]
         subject = msgspec.convert(found["subject"], Subject)
         compute = fit([(begin, end, seconds) for begin, end, seconds in found["forwards"]])
         crossover = int(found["crossover"])
@@ -69,42 +69,18 @@ def _load_cost(samples: Sequence[tuple[int, float]]) -> LoadCost:
     return LoadCost(0.0, statistics.median(seconds / tokens for tokens, seconds in samples))
 
 
-class _Prompts:
-    """Prompts that no cache knows, asked for twice."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        context = requests.get(f"{url}/get_model_info", timeout=_DEADLINE_S).json()
-        choose = random.SystemRandom()
-        most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
-        self._prompts = [
-            [choose.randrange(*_TOKEN_IDS) for _ in range(min(length, most))] for length in _LENGTHS
-        ]
-
-    def send(self) -> None:
-        """Computes all of them; then, when only lower tiers have them, restores the long ones."""
-        for prompt in self._prompts:
-            self._ask(prompt)
-        give_up = time.monotonic() + _DEADLINE_S
-        while any(tier["queue_depth"] for tier in _state(self._url)["tiers"].values()):
-            if time.monotonic() > give_up:
-                raise ExtError(f"the tiers still store after {_DEADLINE_S} s")
-            time.sleep(0.2)
-        for prompt in self._prompts:
-            if len(prompt) >= 1024:
-                requests.post(f"{self._url}/flush_cache", timeout=_DEADLINE_S).raise_for_status()
-                self._ask(prompt)
-
-    def _ask(self, prompt: Sequence[int]) -> None:
-        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-        try:
-            answer = requests.post(f"{self._url}/generate", json=body, timeout=_DEADLINE_S)
-            answer.raise_for_status()
-        except requests.RequestException as error:
-            raise ExtError(f"the server did not answer: {error}") from None
-
-
-def _state(url: str) -> dict[str, Any]:
-    info = requests.get(f"{url}/server_info", timeout=_DEADLINE_S).json()
-    state: dict[str, Any] = info["internal_states"][0]["sgl_ext"]
-    return state
+def _ask(url: str) -> None:
+    """Prompts that no cache knows; then, when only lower tiers have them, the long ones again."""
+    context = requests.get(f"{url}/get_model_info", timeout=_DEADLINE_S).json()
+    choose = random.SystemRandom()
+    most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
+    prompts = [
+        [choose.randrange(*_TOKEN_IDS) for _ in range(min(length, most))] for length in _LENGTHS
+    ]
+    for prompt in prompts:
+        generate(url, prompt, 1)
+    wait_until_stored(url)
+    for prompt in prompts:
+        if len(prompt) >= 1024:
+            forget(url)
+            generate(url, prompt, 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from sgl_ext.bench import server
-from sgl_ext.bench.linked import fastest
+from sgl_ext.bench.linked import fastest, generate
 from sgl_ext.bench.restore_contexts import Context
 from sgl_ext.errors import ExtError
 
@@ -48,9 +48,9 @@ def fill(
     with server.serve([system], model, logs) as (filling,):
         for context in contexts:
             begin = time.monotonic()
-            ask(filling.url, context.heard)
+            generate(filling.url, context.heard, 1)
             seconds[context.name] = time.monotonic() - begin
-            _wait_until_stored(filling.url)
+            wait_until_stored(filling.url)
     return seconds
 
 
@@ -86,22 +86,6 @@ def systems(
     return found
 
 
-def ask(url: str, tokens: Sequence[int]) -> Mapping[str, Any]:
-    """The ``meta_info`` of a prompt's first token.
-
-    Raises:
-        ExtError: the server does not answer or refuses.
-    """
-    body = {"input_ids": [*tokens], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-    try:
-        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise ExtError(f"{url} did not answer: {error}") from None
-    meta: Mapping[str, Any] = answer.json()["meta_info"]
-    return meta
-
-
 def forget(url: str) -> None:
     """Device and host memory forget everything; what lies on SSDs stays.
 
@@ -124,12 +108,17 @@ def tiers(url: str) -> dict[str, Any]:
     return live
 
 
-def _wait_until_stored(url: str) -> None:
+def wait_until_stored(url: str) -> None:
+    """Returns when the server's tiers have stored what they were given.
+
+    Raises:
+        ExtError: they have not for too long.
+    """
     give_up = time.monotonic() + _DEADLINE_S
     quiet = 0
     while time.monotonic() < give_up:
-        found = tiers(url)["tiers"]
-        quiet = 0 if found["ssd"]["queue_depth"] or found["host"]["queue_depth"] else quiet + 1
+        storing = any(tier["queue_depth"] for tier in tiers(url)["tiers"].values())
+        quiet = 0 if storing else quiet + 1
         if quiet == 3:
             return
         time.sleep(0.05)

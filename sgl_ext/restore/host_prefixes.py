@@ -55,11 +55,10 @@ class HostPrefixes:
         Args:
             first: number of the first of them in the prompt.
         """
-        since = self._held[rid].since if rid in self._held else time.monotonic()
         self.release(rid)
         pages = self._host.use(keys)
         self._host.pin(pages)
-        self._held[rid] = Held(first, pages, by, since)
+        self._held[rid] = Held(first, pages, by, time.monotonic())
 
     def plan(self, rid: str, end: int) -> PrefillPlan:
         """Of the request's prompt of ``end`` tokens."""

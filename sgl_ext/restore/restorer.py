@@ -62,7 +62,7 @@ class Restorer:
         self._host = host
         self._tiers = tiers
         self._policy = policy
-        self.page = self._page = page
+        self.page = page
         self._wait = wait
         self._hits = hits
         self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
@@ -170,7 +170,7 @@ class Restorer:
         """
         if (request := self._requests.get(rid)) is None or (active := request.active) is None:
             return PrefillPlan([Span(0, end, Compute())])
-        pointers, page, now = active.pointers, self._page, time.monotonic()
+        pointers, page, now = active.pointers, self.page, time.monotonic()
         with self._channels.lock:
             if self._channels.computing is not active:
                 pointers.front = request.begin = begin // page
@@ -200,7 +200,7 @@ class Restorer:
         if (request := self._requests.get(rid)) is None or (active := request.active) is None:
             return
         with self._channels.lock:
-            active.pointers.compute(min(-(-until // self._page), active.pointers.end))
+            active.pointers.compute(min(-(-until // self.page), active.pointers.end))
             self._channels.computing = active
             self._channels.changed(active)
 
@@ -209,7 +209,7 @@ class Restorer:
         active = self._requests[rid].active
         if active is None:
             raise RuntimeError(f"{rid}: nothing was loaded for tokens {begin} on")
-        return active.places[begin // self._page - active.begin : end // self._page - active.begin]
+        return active.places[begin // self.page - active.begin : end // self.page - active.begin]
 
     def report(self, rid: str) -> Restored | None:
         """What has become of a request's prefix, when nothing more will."""
@@ -218,8 +218,8 @@ class Restorer:
         pointers = active.pointers
         came = sum(map(pointers.came, range(request.begin, pointers.end)))
         with self._channels.lock:
-            loaded = {name: pages * self._page for name, pages in active.loaded.items()}
-        computed = max(pointers.end - request.begin - came, 0) * self._page
+            loaded = {name: pages * self.page for name, pages in active.loaded.items()}
+        computed = max(pointers.end - request.begin - came, 0) * self.page
         seconds = time.monotonic() - active.arrived
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 

@@ -28,9 +28,7 @@ def _emulated(
     if device is None:
         return None
     rate, latency = int(device.bytes_per_second), device.latency
-    logger.warning(
-        "every SSD is slowed down to %d B/s and %.3g s: tiers.ssd.emulate", rate, latency
-    )
+    logger.warning("a tier's device is slowed down to %d B/s and %.3g s (emulate)", rate, latency)
     return lambda lane: engine.throttled_lane(lane, bytes_per_second=rate, latency=latency)
 
 
