@@ -13,6 +13,8 @@ if (($# == 0)); then
     ruff check .
     ruff format --check .
     mypy
-    set -- tests
+    # Engines of two workers share the cores: starting one is mostly one thread's work. Each file
+    # stays with one worker, which shares its servers.
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 fi
 exec "$bin/python" -m pytest "$@"

@@ -16,6 +16,10 @@ from sgl_ext.bench.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare
 
+# Threads of OpenMP that spin while they wait for each other take the cores from another engine's:
+# two engines on the same cores would be up to twenty times slower than one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 ROOT = Path(__file__).parent.parent
 POOL = ("--max-total-tokens", "16384")
 

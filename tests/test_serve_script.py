@@ -7,8 +7,11 @@ import re
 import shlex
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
+import pytest
 from conftest import ROOT, running_in_group
 
 from sgl_ext.bench.server import free_port
@@ -17,12 +20,22 @@ from sgl_ext.packages import cache_dir
 SERVE = str(ROOT / "scripts" / "serve.sh")
 
 
-def test_it_serves_logs_and_goes_at_ctrl_c() -> None:
+@pytest.fixture
+def process() -> Iterator[psutil.Popen]:
+    """The script, serving; nothing of it outlives the test."""
     process = psutil.Popen(
         [SERVE, "--port", str(free_port()), "--max-total-tokens", "8192"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_it_serves_logs_and_goes_at_ctrl_c(process: psutil.Popen) -> None:
     lines = []
     for line in process.stdout:
         lines.append(line)

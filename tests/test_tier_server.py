@@ -76,11 +76,15 @@ def prompts(model: Path) -> list[list[int]]:
     return [conversation.prompts[0] for conversation in held]
 
 
-def config(*directories: Path, keep_after: int = 1, **more: object) -> tuple[str, ...]:
+def config(
+    *directories: Path, keep_after: int = 1, slow: str | None = None, **more: object
+) -> tuple[str, ...]:
+    """Arguments of a server with an SSD tier, which is ``slow`` if it moves so much a second."""
     ssd = {
         "directories": list(map(str, directories)),
         "capacity": "60MiB",
         "keep_after": keep_after,
+        "emulate": slow and {"bytes_per_second": slow},
     }
     tiers = {"ssd": ssd, "staging": "48MiB", **more}
     return (*POOL, "--enable-ext", "--ext-config", json.dumps({"tiers": tiers}))
@@ -217,13 +221,8 @@ def test_a_slow_disk_is_waited_for_no_longer_than_asked(
     model: Path, prompts: list[list[int]], launch: Launch, tmp_path: Path
 ) -> None:
     (tmp_path / "ssd").mkdir()
-    environment = {
-        "PYTHONPATH": str(Path(__file__).parent / "sabotage"),
-        "SABOTAGE": "slow_ssd 10e6",
-    }
-    arguments = config(tmp_path / "ssd", keep_after=2, wait="200ms")
-    systems = [System("slow", arguments, environment)]
-    with serve(systems, model, tmp_path / "logs") as (server,):
+    arguments = config(tmp_path / "ssd", keep_after=2, slow="10MB", wait="200ms")
+    with serve([System("slow", arguments)], model, tmp_path / "logs") as (server,):
         expected = [ask(server, prompt)[0] for prompt in prompts]
         settled(server)
         assert tiers(server)["ssd"]["pages"] <= 1  # the page that all of them begin with

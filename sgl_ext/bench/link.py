@@ -20,7 +20,7 @@ from sgl_ext.bench.chunk_prompts import Template
 from sgl_ext.bench.link_accuracy import Accuracy, AccuracySizes
 from sgl_ext.bench.link_load import Load, LoadSizes
 from sgl_ext.bench.link_speed import Speed, SpeedSizes
-from sgl_ext.bench.linked import DEFAULT, EXACT, PAGE, fastest, nothing_missing, systems
+from sgl_ext.bench.linked import DEFAULT, EXACT, PAGE, nothing_missing, systems
 from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
 from sgl_ext.models import SMOLLM2, prepare
@@ -71,11 +71,10 @@ def run(*, quick: bool, out: Path) -> Report:
     model = prepare(SMOLLM2)
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    served = fastest()
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
-    report = Report("link", {"served": served, **config})
+    report = Report("link", config)
     partial = Partial(out, "link", config, quick=quick)
-    with server.serve(systems(sizes.pool, *served), model, out / "logs") as (stock, ours):
+    with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
         with nothing_missing(ours.url):
             Speed(stock, ours, template, sizes.speed).report(report)
         Load(stock, ours, template, sizes.load).report(report)

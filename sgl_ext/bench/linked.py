@@ -30,14 +30,6 @@ Ids = Mapping[tuple[int, ...], str]
 """Of contexts, by their tokens."""
 
 
-def fastest() -> tuple[str, ...]:
-    """Arguments of servers that compute in the precision that this machine is fastest in."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    return () if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else EXACT
-
-
 def systems(pool: int, *arguments: str) -> list[server.System]:
     """SGLang with its radix cache, and with chunks.
 

@@ -12,7 +12,7 @@ from typing import Any
 import requests
 
 from sgl_ext.bench import server
-from sgl_ext.bench.linked import fastest, generate
+from sgl_ext.bench.linked import generate
 from sgl_ext.bench.restore_contexts import Context
 from sgl_ext.errors import ExtError
 
@@ -29,7 +29,7 @@ def base(pool: int) -> tuple[str, ...]:
     Args:
         pool: tokens that the device holds.
     """
-    return ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *fastest())
+    return ("--max-total-tokens", str(pool), "--page-size", str(PAGE))
 
 
 def fill(

@@ -84,21 +84,4 @@ def report():
     after_import("sgl_ext.engine.activation", change)
 
 
-def slow_ssd():
-    """``slow_ssd RATE``: SSDs move so many bytes a second."""
-
-    def change(module):
-        initialize = module.SsdTier.__init__
-
-        def slow(tier, arena, engine, *args, **kwargs):
-            def wrap(lane):
-                return engine.throttled_lane(lane, bytes_per_second=float(ARGUMENTS[0]))
-
-            initialize(tier, arena, engine, *args, **kwargs, wrap=wrap)
-
-        module.SsdTier.__init__ = slow
-
-    after_import("sgl_ext.tiers.ssd", change)
-
-
 globals()[WHAT]()

@@ -6,6 +6,7 @@ from its native PyTorch form instead, and so runs wherever torch does.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -18,6 +19,7 @@ from sgl_ext.engine import hooks
 PLATFORM_NAME = "sgl_ext_cpu"
 """Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""
 
+_LOG = logging.getLogger(__name__)
 
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _our_binding: str | None = None
@@ -66,10 +68,18 @@ def thread_binding(ranks: int, cores: Sequence[int]) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
+def computes_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 faster than it emulates them."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
     """Spares SGLang the detour over its AMX backend, which needs the compiled kernels.
 
     Also gives every rank its cores: SGLang refuses several ranks on one NUMA node without that.
+    A precision that nobody asked for is one that the CPU computes in.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -77,6 +87,12 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     if view.device == "cpu":
         if view.attention_backend is None:
             declare_resolution(server_args, PLATFORM_NAME, attention_backend="torch_native")
+        if view.dtype == "auto" and not computes_bfloat16():
+            _LOG.warning(
+                "this CPU has no bfloat16 instructions: serving in float32, which is many times "
+                "faster here; --dtype asks for another"
+            )
+            declare_resolution(server_args, PLATFORM_NAME, dtype="float32")
         _bind_threads(view.tp_size * view.pp_size * view.dp_size)
     previous(server_args)
 
