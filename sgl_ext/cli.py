@@ -83,6 +83,9 @@ def calibrate(
     )
     for tier, cost in profile.loads.items():
         print(f"loading from {tier}: {1e6 * cost.per_token:.1f} us a token")
+    for how, curve in profile.host.items():
+        figures = ", ".join(f"{1e3 * seconds:.0f} ms of {n}" for n, seconds in curve.items())
+        print(f"restoring from host memory by {how}: {figures} tokens")
     print(f"wrote {path}")
 
 

@@ -174,6 +174,7 @@ def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
         ({"chunk": 0}, "'restore.chunk'"),
         ({"chunk": 0.5}, "'restore.chunk'"),
         ({"ageing": -1}, "'restore.ageing'"),
+        ({"ageing": 0}, "'restore.ageing'"),
     ],
 )
 def test_bad_restoring(restore: dict[str, object], message: str) -> None:

@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.calibrate import calibrate
+from sgl_ext.calibrate import calibrate, crossover_of
 from sgl_ext.config import ExtConfig
 from sgl_ext.errors import ExtError
 from sgl_ext.restore.costs import ComputeCost, LoadCost
 from sgl_ext.restore.profile import Profile, Subject, find, fit, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
-PROFILE = Profile(SUBJECT, ComputeCost(1e-3, 2e-4, 3e-9), {"ssd": LoadCost(0.0, 1e-4)}, 300)
+PROFILE = Profile(
+    SUBJECT,
+    ComputeCost(1e-3, 2e-4, 3e-9),
+    {"ssd": LoadCost(0.0, 1e-4)},
+    300,
+    {"tokens": {128: 0.5}, "layers": {128: 0.4}},
+)
 
 
 def test_what_is_saved_is_found(tmp_path: Path) -> None:
@@ -86,6 +92,14 @@ def test_forwards_tell_their_costs(
 def test_forwards_that_say_too_little(samples: list[tuple[int, int, float]]) -> None:
     with pytest.raises(ValueError, match="say too little"):
         fit(samples)
+
+
+def test_where_tokens_become_faster_than_layers() -> None:
+    layers = {128: 1.0, 256: 2.0, 512: 4.0}
+    assert crossover_of({128: 2.0, 256: 1.9, 512: 3.0}, layers) == 129
+    assert crossover_of({128: 0.9, 256: 2.1, 512: 3.0}, layers) == 257
+    assert crossover_of({128: 0.9, 256: 1.9, 512: 3.0}, layers) == 1
+    assert crossover_of({128: 2.0, 256: 3.0, 512: 5.0}, layers) == 513
 
 
 def test_nothing_to_calibrate(tmp_path: Path) -> None:

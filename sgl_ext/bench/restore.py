@@ -19,6 +19,7 @@ from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.restore_batches import Batches, BatchSizes
 from sgl_ext.bench.restore_contexts import Context, mixed_lengths, of_lengths
 from sgl_ext.bench.restore_layers import report_layers
+from sgl_ext.bench.restore_planner import report_planner
 from sgl_ext.bench.restore_servers import (
     CAKE,
     LOAD,
@@ -26,8 +27,10 @@ from sgl_ext.bench.restore_servers import (
     OURS,
     PAGE,
     RECOMPUTE,
+    RECOMPUTE_IN_CHUNKS,
     fill,
     forget,
+    loaded,
     systems,
 )
 from sgl_ext.models import SMOLLM2, prepare
@@ -56,7 +59,7 @@ class _Sizes:
 
 
 _QUICK = _Sizes(
-    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), 40_000, "1GiB"
+    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), 32_000, "1GiB"
 )
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
@@ -66,7 +69,7 @@ _WHOLE = _Sizes(
     32,
     BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32),
     (128, 256, 512, 1024),
-    60_000,
+    32_000,
     "1536MiB",
 )
 
@@ -88,13 +91,17 @@ def run(*, quick: bool, out: Path) -> Report:
         stored = sum(file.stat().st_size for file in filled.rglob("pages"))
         token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
         for ratio in sizes.ratios:
-            names = [RECOMPUTE, LOAD, CAKE, OURS] + ([LONGEST] if ratio == 1.0 else [])
+            names = [RECOMPUTE, LOAD, CAKE, OURS]
+            if ratio == 1.0:
+                names += [LONGEST, RECOMPUTE_IN_CHUNKS]
             rate = round(_REFERENCE * token_bytes / (seconds * ratio))
             running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
-                _alone(report, servers, alone, sizes.rounds, ratio)
+                single = [each for each in servers if each.system.name != RECOMPUTE_IN_CHUNKS]
+                _alone(report, single, alone, sizes.rounds, ratio)
                 if ratio == 1.0:
                     Batches(servers, mixed, sizes.batches).report(report)
+        report_planner(report)
         if sizes.by_layers:
             rate = round(_REFERENCE * token_bytes / seconds)
             report_layers(report, model, logs, sizes.by_layers, rate)
@@ -120,6 +127,8 @@ def _alone(
                 one = servers[(number + place + at) % len(servers)]
                 forget(one.url)
                 (timing,) = send(one.url, [Request(context.tokens, 1)])
+                if one.system.name == LOAD:
+                    loaded(context, timing)
                 if number:  # the first ones in a process are slow
                     by_length = ttft[one.system.name].setdefault(context.length, [])
                     by_length.append(timing.ttft)

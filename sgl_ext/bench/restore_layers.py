@@ -14,7 +14,7 @@ from sgl_ext.bench.restore_servers import RECOMPUTE, base
 from sgl_ext.bench.sampling import ratio_of_medians
 
 _NEW = NEW_TOKENS // 2
-LOAD, LAYERS, TOKENS = "load from host", "by layers", "by tokens"
+LOAD, LAYERS, TOKENS, AUTO = "load from host", "by layers", "by tokens", "either"
 _POOL = 2048
 """Tokens of the device: the contexts of each length have more, and go in their order."""
 
@@ -38,6 +38,7 @@ def report_layers(
         ours(LOAD, "never"),
         ours(LAYERS, "layers"),
         ours(TOKENS, "tokens"),
+        ours(AUTO, "auto"),
     ]
     counts = [length for length in lengths for _ in range(_POOL // length + 2)]
     contexts = of_lengths(model, counts)
@@ -58,12 +59,11 @@ def _ttft(
         for number, context in enumerate(contexts):
             for at in range(len(servers)):
                 one = servers[(turn + number + at) % len(servers)]
-                if turn or one.system.name != RECOMPUTE:
-                    begin = context.length + _NEW * turn  # another question each time
-                    tokens = [*context.heard, *context.tokens[begin : begin + _NEW]]
-                    (timing,) = run(one.url, [Request(tokens, 1)])
-                    if turn:
-                        found[one.system.name].append(timing.ttft)
+                begin = context.length + _NEW * turn  # another question each time
+                tokens = [*context.heard, *context.tokens[begin : begin + _NEW]]
+                (timing,) = run(one.url, [Request(tokens, 1)])
+                if turn:
+                    found[one.system.name].append(timing.ttft)
     return found
 
 
@@ -82,6 +82,6 @@ def _of_length(report: Report, length: int, ttft: Mapping[str, Sequence[float]])
             | summary(each, "ttft_ms", 1e3)
         )
     best = min(ttft[RECOMPUTE], ttft[LOAD], key=statistics.median)
-    for name, figure in ((LAYERS, "layers"), (TOKENS, "tokens")):
+    for name, figure in ((LAYERS, "layers"), (TOKENS, "tokens"), (AUTO, "auto")):
         speedup = ratio_of_medians(best, ttft[name])
         report.figures[f"{figure}_speedup_vs_best_single_{length}"] = speedup

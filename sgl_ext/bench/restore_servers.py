@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -16,8 +16,13 @@ from sgl_ext.bench.linked import generate
 from sgl_ext.bench.restore_contexts import Context
 from sgl_ext.errors import ExtError
 
+if TYPE_CHECKING:
+    from sgl_ext.engine.load_generator import Timing
+
 PAGE = 16
 RECOMPUTE, LOAD, CAKE, LONGEST, OURS = "recompute", "load", "cake", "longest", "shortest"
+RECOMPUTE_IN_CHUNKS = "recompute, 512 at a time"
+"""Prompts that come together end one after the other, as those that are restored do."""
 _POLICIES = (CAKE, LONGEST, OURS)
 _CAPACITY = "12GiB"
 _DEADLINE_S = 600.0
@@ -65,8 +70,9 @@ def systems(
     """Each with its own copy of what :func:`fill` has left in ``filled``."""
     found = []
     for name in names:
-        if name == RECOMPUTE:
-            found.append(server.System(name, base(pool)))
+        if name in (RECOMPUTE, RECOMPUTE_IN_CHUNKS):
+            chunks = ("--chunked-prefill-size", "512") if name == RECOMPUTE_IN_CHUNKS else ()
+            found.append(server.System(name, (*base(pool), *chunks)))
             continue
         directory = scratch / name
         shutil.rmtree(directory, ignore_errors=True)
@@ -84,6 +90,16 @@ def systems(
         arguments = (*base(pool), "--enable-ext", "--ext-config", json.dumps(config))
         found.append(server.System(name, arguments))
     return found
+
+
+def loaded(context: Context, timing: Timing) -> None:
+    """Raises ExtError if a server that should only load has computed some of the context."""
+    whole = context.length // PAGE * PAGE
+    if timing.cached_tokens < whole:
+        raise ExtError(
+            f"{timing.cached_tokens} of {whole} tokens of {context.name} were loaded, and the "
+            f"rest computed: what loading alone takes was not measured"
+        )
 
 
 def forget(url: str) -> None:

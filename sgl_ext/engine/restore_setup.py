@@ -57,7 +57,7 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
     if size is None or size < page:
         raise hooks.ActivationError(
             f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
-            f"give one of {config.chunk} or more"
+            f"give one of {page} or more"
         )
     if config.chunk % page:
         raise hooks.ActivationError(
@@ -70,7 +70,7 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
         stack.host,
         stack.lower,
         POLICIES[config.policy](config.ageing),
-        _costs(stack, config.chunk),
+        _costs(stack, min(config.chunk, size // page * page)),
         page=page,
         unit=max(_UNIT // page, 1),
         wait=wait,

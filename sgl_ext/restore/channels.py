@@ -22,7 +22,7 @@ _PATIENCE_S = 0.5
 """That a load may be late, beside the time that it should take."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Restoration:
     """A request that is restored; a :class:`~sgl_ext.restore.policies.Candidate`.
 
@@ -41,6 +41,7 @@ class Restoration:
     """In host memory, held: what is loaded lands there."""
     remaining: float = 0.0
     recomputing: float = 0.0
+    rank: float = 0.0
     began: float = 0.0
     """When what is on its way was asked for."""
     loaded: dict[str, int] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class Channels:
     def _note(self, one: Restoration) -> None:
         """Which tiers could load something for the request."""
         one.estimate(self._costs, self._page)
+        one.rank = self._policy.rank(one)
         for stretch in one.pointers.stretches:
             able = self._able[stretch.tier]
             if not one.gone and one.pointers.left(stretch.tier):

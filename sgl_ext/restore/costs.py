@@ -10,6 +10,8 @@ _MEMORY = 0.8
 """Weight of what was known before against one more observation."""
 _FARTHEST = 4.0
 """An observation that is more times off counts as this: something else was in the way."""
+CROSSOVER = 512
+"""Tokens: L_delta where it was not measured."""
 _OBSERVED = 512
 """Forwards, and loads of each tier, that are remembered."""
 
@@ -71,7 +73,7 @@ class Costs:
     loads: dict[str, LoadCost]
     chunk: int
     measured: bool = False
-    crossover: int = 512
+    crossover: int = CROSSOVER
     """Tokens from which on a prefix in host memory is restored by tokens, not layers: L_delta."""
     forwards: deque[tuple[int, int, float]] = field(
         default_factory=lambda: deque(maxlen=_OBSERVED), repr=False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 
-@dataclass
+@dataclass(slots=True)
 class Stretch:
     """Consecutive pages that one tier has; its loads take them from the end on."""
 
@@ -43,7 +43,7 @@ class Pointers:
         self.stretches = tuple(stretches)
         self.end = stretches[-1].end
         """Of the prefix."""
-        self._landed = [False] * self.end
+        self._landed = bytearray(self.end)
 
     def take(self, tier: str, most: int) -> tuple[int, int] | None:
         """The next pages for a load of ``tier``: ``(begin, end)``; None if it has no more to do,
@@ -105,16 +105,13 @@ class Pointers:
 
     def came(self, page: int) -> bool:
         """Whether a load brought it before it was computed."""
-        return self._landed[page]
+        return bool(self._landed[page])
 
     def loaded(self) -> Iterator[tuple[int, int]]:
         """Runs of pages behind :attr:`front` that have landed."""
-        begin = None
-        for page in range(self.front, self.end):
-            if self._landed[page] and begin is None:
-                begin = page
-            if not self._landed[page] and begin is not None:
-                yield begin, page
-                begin = None
-        if begin is not None:
-            yield begin, self.end
+        end = self.front
+        while (begin := self._landed.find(1, end)) >= 0:
+            end = self._landed.find(0, begin)
+            if end < 0:
+                end = self.end
+            yield begin, end

@@ -15,24 +15,35 @@ class Candidate(Protocol):
     """Until its prompt is computed, if computing and channel are its own."""
     recomputing: float
     """Of computing what is not loaded."""
+    rank: float
+    """What :meth:`Policy.rank` last said."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
-    """Chooses among requests that are being restored, of which there is one at least."""
+    """Chooses among requests that are being restored."""
+
+    def rank(self, one: Candidate) -> float:
+        """The smaller, the sooner its prompt is computed. Asked for anew when the request's
+        figures change, not for every choice."""
 
     def load(self, able: Collection[C], computing: C | None) -> C:
         """Whose KV is loaded next.
 
         Args:
-            able: those that have something left to load.
+            able: those that have something left to load; one at least.
             computing: the request whose prompt is being computed, which may have nothing left.
         """
 
-    def compute(self, waiting: Collection[C]) -> C:
-        """Whose prompt is computed when the one before is done."""
+
+def soonest(waiting: Collection[C]) -> C:
+    """The one of the smallest rank."""
+    return min(waiting, key=_RANK)
+
+
+_RANK = attrgetter("rank")
 
 
 class Shortest:
@@ -48,35 +59,35 @@ class Shortest:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
 
+    def rank(self, one: Candidate) -> float:
+        # All grow older at the same rate, so that the order of their ages is that of arrivals.
+        return one.remaining + self._ageing * one.arrived
+
     def load(self, able: Collection[C], computing: C | None) -> C:
         if computing is not None and computing in able:
             return computing
-        return self.compute(able)
-
-    def compute(self, waiting: Collection[C]) -> C:
-        # All grow older at the same rate, so that the order of their ages is that of arrivals.
-        return min(waiting, key=lambda one: one.remaining + self._ageing * one.arrived)
+        return soonest(able)
 
 
 class Longest:
     """The channel goes to the largest remaining recomputation (Algorithm 1, line 7)."""
 
+    def rank(self, one: Candidate) -> float:
+        return one.arrived
+
     def load(self, able: Collection[C], computing: C | None) -> C:  # noqa: ARG002
         return max(able, key=attrgetter("recomputing"))
 
-    def compute(self, waiting: Collection[C]) -> C:
-        return min(waiting, key=attrgetter("arrived"))
-
 
 class Cake:
-    """First come, first served, by computing and by the channel: two pointers for each request,
-    neither of which waits for the other (Jin et al., ICML 2025)."""
+    """First come, first served, by computing and by the channel: two pointers for each request
+    (Jin et al., ICML 2025)."""
+
+    def rank(self, one: Candidate) -> float:
+        return one.arrived
 
     def load(self, able: Collection[C], computing: C | None) -> C:  # noqa: ARG002
-        return min(able, key=attrgetter("arrived"))
-
-    def compute(self, waiting: Collection[C]) -> C:
-        return min(waiting, key=attrgetter("arrived"))
+        return soonest(able)
 
 
 POLICIES: dict[str, Callable[[float], Policy]] = {

@@ -12,15 +12,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.costs import CROSSOVER, ComputeCost, Costs, LoadCost
 
-VERSION = 2
+VERSION = 3
 """Of the file, and of what its figures mean."""
 
 PROFILES = "profiles"
 """Folder of the user's cache."""
 
 logger = logging.getLogger(__name__)
+
+
+Curve = dict[int, float]
+"""Seconds, by tokens of the prefix."""
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -40,8 +44,11 @@ class Profile(msgspec.Struct, frozen=True):
     compute: ComputeCost
     loads: dict[str, LoadCost]
     """By tier."""
-    crossover: int
-    """Tokens from which on restoring by tokens is faster than by layers: L_delta (§3.1)."""
+    crossover: int = CROSSOVER
+    """Tokens from which on restoring from host memory is faster by tokens than by layers: L_delta
+    (§3.1)."""
+    host: dict[str, Curve] = {}
+    """Of restoring from host memory, by the strategy: what :attr:`crossover` was found by."""
     version: int = VERSION
 
     def costs(self, tiers: Iterable[str], chunk: int) -> Costs | None:

@@ -13,7 +13,7 @@ from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
 
 
-@dataclass
+@dataclass(slots=True)
 class Request:
     """From its first look-up until it is restored or gone."""
 

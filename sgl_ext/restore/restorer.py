@@ -13,7 +13,7 @@ from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.channels import Channels, Restoration
 from sgl_ext.restore.costs import Costs
 from sgl_ext.restore.parts import next_part
-from sgl_ext.restore.policies import Policy
+from sgl_ext.restore.policies import Policy, soonest
 from sgl_ext.restore.request import Request
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
@@ -61,7 +61,6 @@ class Restorer:
         self.costs = costs
         self._host = host
         self._tiers = tiers
-        self._policy = policy
         self.page = page
         self._wait = wait
         self._hits = hits
@@ -72,8 +71,11 @@ class Restorer:
         self._followers: dict[str, str] = {}
         """Requests that wait for another one with the same prefix."""
         self._first: Restoration | None = None
-        """Whose turn it is in this step; None if nobody has asked yet."""
+        """Whose turn it is in this step, once that is decided."""
+        self._chosen = False
         self._unopened: dict[str, Request] = {}
+        self._now = time.monotonic()
+        """When this step of the scheduler's began."""
         self._leases_seen = 0.0
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
@@ -130,34 +132,38 @@ class Restorer:
         Args:
             continuing: another prompt is being computed part by part.
         """
-        if self._followers.get(rid) in self._requests:
-            return False
         if (request := self._requests.get(rid)) is None:
-            return True
-        request.seen = now = time.monotonic()
-        if not request.answered:
-            if now < request.arrived + self._wait:
+            return self._followers.get(rid) not in self._requests
+        if (active := request.active) is not None and self._chosen:
+            return active is self._first and not continuing
+        if active is None and not request.answered:
+            if self._now < request.arrived + self._wait:
                 return False
             self.release(rid)
             return True
-        with self._channels.lock:
-            if continuing or self._channels.computing is not None:
-                return False
-            if self._first is None:
-                able = [
-                    each.active
-                    for each in self._requests.values()
-                    if each.active is not None and now < each.seen + _SEEN_S
-                ]
-                self._first = self._policy.compute(able) if able else None
-        if request.active is None and self._first is None:
+        if continuing or self._channels.computing is not None:
+            return False
+        if not self._chosen:
+            self._choose()
+        if active is None and self._first is None:
             # Nobody who has places will give any back: it makes do with those that there are.
             self._open(rid, request, scarce=True)
             if not self.restores(rid):
                 self.release(rid)
                 return True
-            self._first = self._requests[rid].active
-        return self._first is not None and self._first is request.active
+            self._first = active = self._requests[rid].active
+        return active is not None and self._first is active
+
+    def _choose(self) -> None:
+        """Decides whose turn it is, among those that the scheduler comes back to."""
+        since = self._now - _SEEN_S
+        able = [
+            each.active
+            for each in self._requests.values()
+            if each.active is not None and each.seen > since
+        ]
+        self._first = soonest(able) if able else None
+        self._chosen = True
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
         """What the next forward of a request does, from token ``begin`` on.
@@ -235,7 +241,7 @@ class Restorer:
         self._host.unpin(request.pinned)
         if (active := request.active) is not None:
             if self._first is active:
-                self._first = None
+                self._first, self._chosen = None, False
             with self._channels.lock:
                 self._channels.leave(active)
             self._leaving.append(active)
@@ -243,13 +249,14 @@ class Restorer:
 
     def advance(self) -> None:
         """Takes every step that can be taken without waiting; once in each of the scheduler's."""
-        self._first = None
+        self._now = now = time.monotonic()
+        self._first, self._chosen = None, self._channels.computing is not None
         self._settle()
         for rid, request in list(self._unopened.items()):
             self._open(rid, request)
             if request.answered and rid in self._unopened:
                 break  # it waits for places, which go to nobody behind it
-        if (now := time.monotonic()) > self._leases_seen + _SEEN_S:
+        if now > self._leases_seen + _SEEN_S:
             self._leases_seen = now
             for rid, request in list(self._requests.items()):
                 if now > request.seen + _LEASE_S and not self.computes(rid):

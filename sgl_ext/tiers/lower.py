@@ -23,7 +23,7 @@ _MEMORY = 0.8
 """Weight of what was measured before in a running estimate."""
 _RETRY_S = 30.0
 _HANGS_S = 10.0
-"""A load that takes longer keeps others from being begun."""
+"""A load that is so late keeps others from being begun."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ class LowerTier:
         """Of late loads; None before the first."""
         self._under_way: list[Future[Any]] = []
         self._last_load = -math.inf
-        self._load_began: float | None = None
+        self._late_at: float | None = None
+        """When what is being loaded should have come long ago."""
         self._wake = wake
         self._loads = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-load")
         self._stores = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-store")
@@ -73,7 +74,7 @@ class LowerTier:
 
         A slow tier is tried again after :data:`_RETRY_S`: its device may have been busy.
         """
-        if self._load_began is not None and time.monotonic() - self._load_began > _HANGS_S:
+        if self._late_at is not None and time.monotonic() > self._late_at:
             return False  # whatever is asked now waits behind that load
         if self.pages_per_second is None or computed_pages_per_second is None:
             return True
@@ -125,11 +126,13 @@ class LowerTier:
             pool.shutdown()
 
     def _load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        self._load_began = begin = time.monotonic()
+        begin = time.monotonic()
+        expected = len(keys) / self.pages_per_second if self.pages_per_second else 0.0
+        self._late_at = begin + _HANGS_S + 2 * expected
         try:
             landed = self.tier.load(keys, pages)
         finally:
-            self._load_began = None
+            self._late_at = None
         self._last_load = time.monotonic()
         seconds = self._last_load - begin
         count = int(np.count_nonzero(landed))

@@ -1,0 +1,113 @@
+"""What deciding costs the scheduler's thread while many requests wait to be restored."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.bench.report import Report
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.policies import POLICIES
+from sgl_ext.restore.restorer import Restorer
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.tier import TierStatistics
+
+_REQUESTS = 256
+_PAGE = 16
+_PAGES = 128
+"""Of each request's prefix."""
+_STEPS = 300
+_AGEING = 0.2
+
+
+class _Asleep:
+    """A tier that has everything and brings nothing while it is asleep."""
+
+    name = "ssd"
+    immediate = True
+    available = True
+
+    def __init__(self) -> None:
+        self._awake = threading.Event()
+
+    def lookup(self, keys: Sequence[Key]) -> int:
+        return len(keys)
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:  # noqa: ARG002
+        self._awake.wait()
+        return np.zeros(len(keys), bool)
+
+    def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:  # noqa: ARG002
+        return np.zeros(len(keys), bool)
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(0, 0, 0, {})
+
+    def close(self) -> None:
+        self._awake.set()
+
+
+def report_planner(report: Report) -> None:
+    """Adds what a step costs under each policy, when all requests have begun to load."""
+    for policy in POLICIES:
+        tier = _Asleep()
+        lower = LowerTier(tier, keep_after=1, wake=lambda: None)
+        restorer = Restorer(
+            HostPages(_REQUESTS * _PAGES), [lower], POLICIES[policy](_AGEING),
+            Costs(ComputeCost(), {tier.name: LoadCost()}, chunk=512, measured=True),
+            page=_PAGE, unit=8, wait=60.0, hits=Counter(),
+        )  # fmt: skip
+        try:
+            rids = _begin(restorer)
+            steps = [_step(restorer, rids) for _ in range(_STEPS)]
+        finally:
+            tier.close()
+            restorer.close()
+            lower.close()
+        deciding, refusing = (statistics.median(each) for each in zip(*steps, strict=True))
+        report.runs.append(
+            {
+                "what": f"a step with {_REQUESTS} requests that wait",
+                "system": policy,
+                "samples": _STEPS,
+                "deciding_us": deciding * 1e6,
+                "refusing_us": refusing * 1e6,
+            }
+        )
+        worst = report.figures.get("planner_us", 0.0)
+        report.figures["planner_us"] = max(worst, deciding * 1e6)
+
+
+def _begin(restorer: Restorer) -> list[str]:
+    """Requests that the tier has most of."""
+    rids = [f"request {number}" for number in range(_REQUESTS)]
+    for rid in rids:
+        keys = [f"{rid} {page}".encode() for page in range(_PAGES)]
+        restorer.ask(rid, keys, here=0, first=0, behind=_PAGES * _PAGE + 100)
+    while not all(map(restorer.restores, rids)):
+        restorer.advance()
+        time.sleep(1e-3)
+    return rids
+
+
+def _step(restorer: Restorer, rids: Sequence[str]) -> tuple[float, float]:
+    """Seconds of one of the scheduler's steps: of deciding whose turn it is and what its forward
+    does, and of telling all others that it is not theirs."""
+    began = time.perf_counter()
+    restorer.advance()
+    restorer.turn(rids[-1], continuing=False)
+    restorer.plan(rids[0], 0, _PAGES * _PAGE + 100)
+    decided = time.perf_counter()
+    turns = sum(restorer.turn(rid, continuing=False) for rid in rids)
+    refused = time.perf_counter()
+    if turns != 1:
+        raise RuntimeError(f"{turns} requests had their turn in one step")
+    return decided - began, refused - decided

@@ -1,0 +1,245 @@
+"""A process that holds one stage of a model, its tier, and what came into it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sgl_ext.bench.stage_model import PAGE, StageModel
+from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
+from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.policies import Shortest
+from sgl_ext.restore.restorer import Restorer
+from sgl_ext.restore.stage import Inputs, restore
+from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.ssd import SsdTier
+
+CHUNK = 512
+_UNIT = 8
+"""Pages of one load."""
+_CAPACITY = 4 << 30
+_DEADLINE_S = 300.0
+KEPT, AS_IT_COMES, IN_SEQUENCE = "boundaries", "as it comes", "in sequence"
+"""Where a stage's input comes from while it restores: its store; the stage before, part by part as
+that computes; the stage before, when that has restored its own layers."""
+
+
+class Restoration(NamedTuple):
+    """Of one stage."""
+
+    ended: float
+    """On the machine's monotonic clock."""
+    computed: int
+    """Tokens."""
+    difference: float
+    """Largest, of any element of the KV, to what was computed at first."""
+
+
+class Stage:
+    """One stage of several; commands come through its connection.
+
+    Args:
+        before, after: see :func:`serve`.
+        folder: of its part of the model.
+        scratch: for what it keeps.
+        core: that it runs on.
+    """
+
+    def __init__(
+        self,
+        before: Connection | None,
+        after: Connection | None,
+        folder: Path,
+        scratch: Path,
+        tokens: int,
+        core: int,
+    ) -> None:
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)
+        self._before = before
+        self._after = after
+        self._tokens = tokens
+        self._model = StageModel(folder, tokens, folder.name)
+        self._scratch = scratch
+        self._undo = ExitStack()
+        self._costs: Costs | None = None
+        self._open(None)
+
+    def fill(self, ids: Sequence[int]) -> tuple[float, int]:
+        """Computes a prompt, as a pipeline does, and keeps KV and inputs.
+
+        Returns:
+            Seconds of computing, and bytes of a token's KV.
+        """
+        seconds, keys = 0.0, _keys(ids)
+        for begin in range(0, len(ids), CHUNK):
+            end = min(begin + CHUNK, len(ids))
+            came = (
+                torch.tensor(ids[begin:end])
+                if self._before is None
+                else torch.from_numpy(self._before.recv())
+            )
+            start = time.monotonic()
+            out = self._model.forward(came, begin)
+            seconds += time.monotonic() - start
+            some = keys[begin // PAGE : end // PAGE]
+            if self._before is not None and self._boundaries.keep(some, came) < len(some):
+                raise RuntimeError("the store of boundaries does not keep what it is given")
+            if self._after is not None:
+                self._after.send(out.numpy())
+            places = np.arange(len(some))
+            self._arena.memory[places, : self._model.layout.block_bytes] = self._model.kv(
+                begin, end
+            )
+            if not self._tier.tier.store(some, places).all():
+                raise RuntimeError("the tier does not keep what it is given")
+        self._expected = self._model.kv(0, len(ids))
+        return seconds, self._model.layout.token_bytes
+
+    def slow_down(self, bytes_per_second: float) -> None:
+        """From now on its devices move so much; what they hold stays."""
+        self._open(bytes_per_second)
+
+    def restore(self, ids: Sequence[int], mode: str) -> Restoration:
+        """Restores the prompt that was filled."""
+        self._model.forget()
+        keys, inputs = _keys(ids), Inputs()
+        came: list[torch.Tensor] = []
+        passed: list[torch.Tensor] = []
+        over = threading.Event()
+
+        def read() -> None:
+            if mode == KEPT:
+                at = 0
+                while at < len(keys) and not over.is_set():
+                    rows = self._boundaries.load(keys[at : at + CHUNK // PAGE])
+                    if not len(rows):
+                        break
+                    came.append(rows)
+                    at += len(rows) // PAGE
+                    inputs.come(at * PAGE)
+            elif self._before is not None:
+                while (rows := self._before.recv()) is not None:
+                    came.append(torch.from_numpy(rows))
+                    inputs.come(inputs.end + len(rows))
+            inputs.close()
+
+        def compute(begin: int, end: int) -> None:
+            wanted = (
+                torch.tensor(ids[begin:end]) if self._before is None else torch.cat(came)[begin:end]
+            )
+            passed.append(self._model.forward(wanted, begin))
+            if self._after is not None and mode == AS_IT_COMES:
+                self._after.send(passed[-1].numpy())
+
+        def adopt(begin: int, end: int, places: Pages) -> None:  # noqa: ARG001
+            self._model.adopt(begin, self._arena.memory, places)
+
+        host = HostPages(self._arena.pages)
+        restorer = Restorer(
+            host, [self._tier], Shortest(0.2), self._known(), page=PAGE, unit=_UNIT,
+            wait=_DEADLINE_S, hits=Counter(),
+        )  # fmt: skip
+        if self._before is None:
+            inputs.come(len(ids))
+        reader = threading.Thread(target=read, daemon=True)
+        if self._before is not None:
+            reader.start()
+        try:
+            restore(restorer, keys, inputs, compute, adopt, _DEADLINE_S)
+        finally:
+            over.set()
+            restorer.close()
+        ended = time.monotonic()
+        computed = sum(map(len, passed))
+        if self._after is not None and mode != KEPT:
+            if mode == IN_SEQUENCE:
+                self._after.send(torch.cat(passed).numpy())
+            self._after.send(None)
+        if self._before is not None:
+            reader.join(_DEADLINE_S)
+        difference = np.abs(
+            self._model.kv(0, len(ids)).view(np.float32) - self._expected.view(np.float32)
+        )
+        return Restoration(ended, computed, float(difference.max()))
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def _known(self) -> Costs:
+        """What serving has learnt goes on from one restoration to the next."""
+        if self._costs is None:
+            self._costs = Costs(ComputeCost(), {self._tier.tier.name: LoadCost()}, CHUNK)
+        return self._costs
+
+    def _open(self, bytes_per_second: float | None) -> None:
+        self._undo.close()
+        engine = TransferEngine()
+        self._undo.callback(engine.close)
+
+        def wrap(lane: FileLane) -> Lane:
+            if bytes_per_second is None:
+                return lane
+            return engine.throttled_lane(lane, bytes_per_second=bytes_per_second)
+
+        def tier(name: str, arena: Arena) -> SsdTier:
+            engine.register(arena.address, arena.size, owner=arena, pinned=True)
+            directory = self._scratch / name
+            directory.mkdir(exist_ok=True)
+            return SsdTier(arena, engine, [directory], _CAPACITY, wrap=wrap)
+
+        layout = self._model.layout
+        self._arena = Arena(layout, -(-self._tokens // PAGE))
+        self._tier = LowerTier(tier("kv", self._arena), keep_after=1, wake=lambda: None)
+        self._undo.callback(self._tier.close)
+        rows = boundary_layout(self._model.hidden, PAGE, layout.dtype, layout.fingerprint)
+        arena = Arena(rows, CHUNK // PAGE)
+        kept = tier("boundaries", arena)
+        self._undo.callback(kept.close)
+        self._boundaries = BoundaryStore(kept, arena)
+
+
+def serve(
+    commands: Connection,
+    before: Connection | None,
+    after: Connection | None,
+    folder: Path,
+    scratch: Path,
+    tokens: int,
+    core: int,
+) -> None:
+    """The process: ``(method, arguments)`` in, results out, until None comes.
+
+    Args:
+        before: from which the stage before sends; None to the first stage.
+        after: to the stage behind; None to the last.
+    """
+    stage = Stage(before, after, folder, scratch, tokens, core)
+    commands.send(None)
+    while (command := commands.recv()) is not None:
+        name, arguments = command
+        commands.send(getattr(stage, name)(*arguments))
+    stage.close()
+
+
+def _keys(ids: Sequence[int]) -> list[Key]:
+    """Of the prompt's whole pages."""
+    digest, keys = hashlib.sha256(), []
+    for begin in range(0, len(ids) // PAGE * PAGE, PAGE):
+        digest.update(np.array(ids[begin : begin + PAGE], np.int64).tobytes())
+        keys.append(digest.digest())
+    return keys

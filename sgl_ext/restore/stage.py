@@ -1,0 +1,113 @@
+"""One pipeline stage restores the KV of its own layers, whatever the other stages do (§3.2)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from sgl_ext.errors import ExtError
+from sgl_ext.plan import Compute
+from sgl_ext.restore.restorer import Restored, Restorer
+from sgl_ext.tiers.arena import Key, Pages
+
+_STEP_S = 1e-3
+
+
+class Inputs:
+    """How far the activations that go into a stage have come; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._end = 0
+        self._ended = False
+
+    @property
+    def end(self) -> int:
+        """Tokens from the first on whose activations are here."""
+        return self._end
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more will come."""
+        return self._ended
+
+    def come(self, end: int) -> None:
+        """Those of tokens up to ``end`` are here."""
+        with self._changed:
+            self._end = max(self._end, end)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No more will come."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, beyond: int, seconds: float) -> None:
+        """Returns when more than ``beyond`` tokens' are here, none will come, or it is too late."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end > beyond or self._ended, seconds)
+
+
+def restore(
+    restorer: Restorer,
+    keys: Sequence[Key],
+    inputs: Inputs,
+    compute: Callable[[int, int], None],
+    adopt: Callable[[int, int, Pages], None],
+    deadline: float,
+) -> Restored | None:
+    """Computes a prefix from the front while its back loads, in the layers of this stage.
+
+    Both pointers move as in :class:`~sgl_ext.restore.restorer.Restorer`; but what is computed has
+    to have come into the stage. Until it has, the stage loads.
+
+    Args:
+        keys: of the pages of the prefix, of which this stage's tiers have something.
+        compute: computes tokens ``begin .. end - 1`` in all layers of the stage.
+        adopt: is given where in host memory the KV of tokens ``begin .. end - 1`` lies.
+        deadline: seconds.
+
+    Returns:
+        What came from where; None if tiers had nothing, and all was computed.
+
+    Raises:
+        ExtError: it takes longer, or what is to be computed does not come in.
+    """
+    rid, page = "stage", restorer.page
+    at, end = 0, len(keys) * page
+    give_up = time.monotonic() + deadline
+    restorer.ask(rid, keys, here=0, first=0, behind=end + 1)
+    try:
+        while at < end:
+            if time.monotonic() > give_up:
+                raise ExtError(f"a stage restored {at} of {end} tokens in {deadline:g} s")
+            restorer.advance()
+            if restorer.asked(rid) and not restorer.restores(rid):
+                time.sleep(_STEP_S)
+                continue
+            plan = restorer.plan(rid, at, end + 1)
+            if plan is None:
+                time.sleep(_STEP_S)
+                continue
+            span = next(plan.between(at, end if plan.stop is None else plan.stop))
+            until = span.end
+            if isinstance(span.source, Compute):
+                until = min(until, inputs.end, at + restorer.costs.chunk)
+                if until <= at:
+                    if inputs.ended and not restorer.restores(rid):
+                        raise ExtError(f"nothing came into a stage behind token {at}")
+                    inputs.wait(at, _STEP_S)
+                    continue
+            restorer.computing(rid, until)
+            if isinstance(span.source, Compute):
+                began = time.monotonic()
+                compute(at, until)
+                restorer.costs.computed(at, until, time.monotonic() - began)
+            else:
+                adopt(at, until, restorer.places(rid, at, until))
+            at = until
+        return restorer.report(rid)
+    finally:
+        restorer.release(rid)

@@ -1,0 +1,91 @@
+"""A restorer over real host memory and the threads of a tier that obeys the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
+
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.plan import Compute, Load, PrefillPlan
+from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.policies import Shortest
+from sgl_ext.restore.restorer import Restorer
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.lower import LowerTier
+
+PAGE = 4
+UNIT = 2
+"""Pages."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(1e-3)
+
+
+class Machine:
+    """A restorer, the arena of its host memory, and a shelf below."""
+
+    def __init__(self, places: int = 64) -> None:
+        self.engine = TransferEngine()
+        self.arena = arena(self.engine, places, LAYOUTS[PAGE])
+        self.host = HostPages(places)
+        self.shelf = Shelf(self.arena)
+        self.tier = LowerTier(self.shelf, keep_after=1, wake=threading.Event().set)
+        self.hits: Counter[str] = Counter()
+        self.costs = Costs(
+            ComputeCost(1e-3, 1e-3), {"shelf": LoadCost(0.0, 1e-3)}, chunk=8, measured=True
+        )
+        self.restorer = Restorer(
+            self.host, [self.tier], Shortest(0.2), self.costs,
+            page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
+        )  # fmt: skip
+
+    def keep(self, names: list[bytes]) -> None:
+        for name in names:
+            page = np.zeros(self.arena.stride, np.uint8)
+            block = content(name, LAYOUTS[PAGE]).reshape(-1).view(np.uint8)
+            page[: len(block)] = block
+            self.shelf.pages[name] = page.tobytes()
+
+    def right(self, rid: str, names: list[bytes], plan: PrefillPlan) -> bool:
+        """Whether what the plan loads lies where the restorer says."""
+        for span in plan.spans:
+            if isinstance(span.source, Load):
+                places = self.restorer.places(rid, span.start, span.end)
+                wanted = names[span.start // PAGE : span.end // PAGE]
+                for name, place in zip(wanted, places, strict=True):
+                    block = content(name, LAYOUTS[PAGE]).reshape(-1).view(np.uint8)
+                    if not np.array_equal(self.arena.memory[place, : len(block)], block):
+                        return False
+        return True
+
+    def run(self, rid: str, names: list[bytes], tokens: int, begin: int = 0) -> list[PrefillPlan]:
+        """Restores a request whose turn it is, without computing anything."""
+        plans = []
+        at = begin
+        while at < tokens:
+            self.restorer.advance()
+            if (plan := self.restorer.plan(rid, at, tokens)) is None:
+                time.sleep(1e-3)
+                continue
+            end = plan.reach(at, tokens)
+            self.restorer.computing(rid, end)
+            part = [*plan.between(at, end)]
+            assert self.right(rid, names, PrefillPlan(plan.spans))
+            plans.append(plan)
+            at = end
+            if any(isinstance(span.source, Compute) for span in part):
+                time.sleep(2e-3)
+        return plans
+
+    def settle(self) -> None:
+        until(lambda: self.restorer.advance() or not self.restorer._leaving)
+        self.host.check_integrity()

@@ -1,0 +1,103 @@
+"""Stages of a pipeline restore their own layers: from kept input, and not beyond what has come."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from restore_kit import PAGE, Machine
+from tier_kit import arena, directories, keys
+
+from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.restore_stages import stages
+from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Restoration
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
+from sgl_ext.restore.stage import Inputs, restore
+from sgl_ext.tiers.arena import Pages
+from sgl_ext.tiers.ssd import SsdTier
+
+
+def test_what_is_kept_of_a_boundary_comes_back(engine: TransferEngine, tmp_path: Path) -> None:
+    layout = boundary_layout(24, PAGE, "bfloat16", "a boundary")
+    places = arena(engine, 3, layout)
+    tier = SsdTier(places, engine, directories(tmp_path, 1), 1 << 20)
+    store = BoundaryStore(tier, places)
+    rows = torch.randn(7 * PAGE, 24).bfloat16()
+    assert store.keep(keys(*range(7)), rows) == 7
+    assert torch.equal(store.load(keys(*range(2, 7))), rows[2 * PAGE : 5 * PAGE])
+    assert torch.equal(store.load(keys(6, 99, 0)), rows[6 * PAGE :])
+    assert len(store.load(keys(99))) == 0
+    tier.close()
+    with pytest.raises(ValueError, match="no two halves"):
+        boundary_layout(25, PAGE, "float32", "a boundary")
+
+
+class Stage:
+    """What a stage did with each token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.inputs = Inputs()
+        self.did = [""] * tokens
+        self.computed_beyond_input = False
+
+    def compute(self, begin: int, end: int) -> None:
+        self.computed_beyond_input |= end > self.inputs.end
+        self._note(begin, end, "computed")
+
+    def adopt(self, begin: int, end: int, places: Pages) -> None:
+        assert len(places) == (end - begin) // PAGE
+        self._note(begin, end, "loaded")
+
+    def _note(self, begin: int, end: int, what: str) -> None:
+        assert self.did[begin:end] == [""] * (end - begin)
+        self.did[begin:end] = [what] * (end - begin)
+
+
+def test_a_stage_computes_what_has_come_and_loads_the_rest() -> None:
+    machine, names = Machine(), keys(*range(16))
+    machine.keep(names)
+    stage = Stage(16 * PAGE)
+    come = threading.Timer(0.02, stage.inputs.come, (5 * PAGE,))
+    come.start()
+    restored = restore(
+        machine.restorer, names, stage.inputs, stage.compute, stage.adopt, deadline=30
+    )
+    assert restored is not None
+    assert all(stage.did)
+    assert not stage.computed_beyond_input
+    assert restored["computed"] + restored["loaded"]["shelf"] == 16 * PAGE
+    assert "computed" not in stage.did[5 * PAGE :]
+    assert machine.host.room == machine.host.capacity
+
+
+def test_without_tiers_or_input_a_stage_says_so() -> None:
+    machine, names = Machine(), keys(*range(4))
+    stage = Stage(4 * PAGE)
+    stage.inputs.come(4 * PAGE)
+    assert restore(machine.restorer, names, stage.inputs, stage.compute, stage.adopt, 30) is None
+    assert stage.did == ["computed"] * (4 * PAGE)
+
+    stage = Stage(4 * PAGE)
+    stage.inputs.come(PAGE)
+    stage.inputs.close()
+    with pytest.raises(ExtError, match=f"nothing came into a stage behind token {PAGE}"):
+        restore(machine.restorer, names, stage.inputs, stage.compute, stage.adopt, 30)
+
+
+def test_two_processes_restore_half_of_the_layers_each(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text = "\n".join(sharegpt_prompts(8, characters=(400, 2000)))
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"][:768]
+    with stages(model, tmp_path, len(ids)) as running:
+        seconds, token_bytes = zip(*running.ask("fill", ids), strict=True)
+        running.ask("slow_down", len(ids) * token_bytes[0] / sum(seconds) * 2)
+        for mode in (KEPT, AS_IT_COMES, IN_SEQUENCE, KEPT):
+            restored: list[Restoration] = running.ask("restore", ids, mode)
+            for each in restored:
+                assert each.difference < 1e-3
+        assert all(0 < each.computed < len(ids) for each in restored)
