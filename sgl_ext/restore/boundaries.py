@@ -78,5 +78,7 @@ class BoundaryStore:
         places: Pages = np.arange(len(some))
         good = self._tier.load(some, places)
         count = len(some) if good.all() else int(np.argmin(good))
-        rows = torch.from_numpy(self._arena.memory[:count, : self._page_bytes].copy())
-        return rows.view(self._dtype).reshape(count * self._page, self.row)
+        rows = torch.empty(count * self._page, self.row, dtype=self._dtype)
+        pages = rows.view(torch.uint8).reshape(count, self._page_bytes).numpy()
+        pages[:] = self._arena.memory[:count, : self._page_bytes]
+        return rows
