@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from restore_kit import PAGE, Machine
 from tier_kit import arena, directories, keys
 
@@ -16,7 +16,7 @@ from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Restorat
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
-from sgl_ext.restore.stage import Inputs, restore
+from sgl_ext.restore.stage import Arrivals, restore
 from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.ssd import SsdTier
 
@@ -26,10 +26,10 @@ def test_what_is_kept_of_a_boundary_comes_back(engine: TransferEngine, tmp_path:
     places = arena(engine, 3, layout)
     tier = SsdTier(places, engine, directories(tmp_path, 1), 1 << 20)
     store = BoundaryStore(tier, places)
-    rows = torch.randn(7 * PAGE, 24).bfloat16()
+    rows = np.random.default_rng(0).integers(0, 256, (7 * PAGE, 24 * 2), np.uint8)
     assert store.keep(keys(*range(7)), rows) == 7
-    assert torch.equal(store.load(keys(*range(2, 7))), rows[2 * PAGE : 5 * PAGE])
-    assert torch.equal(store.load(keys(6, 99, 0)), rows[6 * PAGE :])
+    assert np.array_equal(store.load(keys(*range(2, 7))), rows[2 * PAGE : 5 * PAGE])
+    assert np.array_equal(store.load(keys(6, 99, 0)), rows[6 * PAGE :])
     assert len(store.load(keys(99))) == 0
     tier.close()
     with pytest.raises(ValueError, match="no two halves"):
@@ -40,7 +40,7 @@ class Stage:
     """What a stage did with each token."""
 
     def __init__(self, tokens: int) -> None:
-        self.inputs = Inputs()
+        self.inputs = Arrivals()
         self.did = [""] * tokens
         self.computed_beyond_input = False
 

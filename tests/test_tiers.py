@@ -13,8 +13,29 @@ import pytest
 from sgl_ext.bench.conversations import conversations
 
 PROGRAM = """
-import json, sys
+import json, os, random, sys
+from contextlib import suppress
 from sglang.srt.entrypoints.engine import Engine
+
+if __name__ != "__main__":  # a scheduler, which imports this file first
+    from sgl_ext.engine import layer_restore
+    from sgl_ext.memory.tickets import TransferCancelledError
+
+    choose = random.Random(os.getpid())
+    own = layer_restore.taken_back, layer_restore.rows.handed_over
+
+    def taken_back(ticket):
+        if choose.random() < 0.06:
+            with suppress(TransferCancelledError):
+                ticket.wait(60)  # computing and loading meet here
+        return own[0](ticket)
+
+    def handed_over(*arguments):
+        with open(os.environ["MEETINGS"], "a") as file:
+            file.write("x")
+        return own[1](*arguments)
+
+    layer_restore.taken_back, layer_restore.rows.handed_over = taken_back, handed_over
 
 def answers(engine, prompts):
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -66,6 +87,7 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
     program.write_text(PROGRAM)
     environment = {
         **os.environ,
+        "MEETINGS": str(tmp_path / "meetings"),
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "11",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -96,6 +118,8 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
         assert hits(host[2], "host") > 0.9 * asked
         assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))
         assert hits(restarted[2], "host") > 0.9 * asked
+        # Forwards whose lower layers were computed and upper ones loaded.
+        assert (tmp_path / "meetings").stat().st_size > 5
     for run in runs[1:]:
         assert all(not tier["failures"] for tier in run["tiers"].values())
         assert sum(tier["hit_tokens"] for tier in run["tiers"].values()) > asked

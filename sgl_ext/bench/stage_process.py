@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sgl_ext.bench.stage_model import PAGE, StageModel
+from sgl_ext.engine.stage_model import PAGE, Inputs, StageModel
 from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
 from sgl_ext.restore.policies import Shortest
 from sgl_ext.restore.restorer import Restorer
-from sgl_ext.restore.stage import Inputs, restore
+from sgl_ext.restore.stage import Arrivals, restore
 from sgl_ext.tiers.arena import Arena, Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
@@ -88,19 +89,17 @@ class Stage:
         seconds, keys = 0.0, _keys(ids)
         for begin in range(0, len(ids), CHUNK):
             end = min(begin + CHUNK, len(ids))
-            came = (
-                torch.tensor(ids[begin:end])
-                if self._before is None
-                else torch.from_numpy(self._before.recv())
-            )
+            came: Inputs = np.array(ids[begin:end]) if self._before is None else self._before.recv()
             start = time.monotonic()
             out = self._model.forward(came, begin)
             seconds += time.monotonic() - start
             some = keys[begin // PAGE : end // PAGE]
-            if self._before is not None and self._boundaries.keep(some, came) < len(some):
-                raise RuntimeError("the store of boundaries does not keep what it is given")
+            if self._before is not None:
+                kept = self._boundaries.keep(some, came.view(np.uint8))
+                if kept < len(some):
+                    raise RuntimeError("the store of boundaries does not keep what it is given")
             if self._after is not None:
-                self._after.send(out.numpy())
+                self._after.send(out)
             places = np.arange(len(some))
             self._arena.memory[places, : self._model.layout.block_bytes] = self._model.kv(
                 begin, end
@@ -117,9 +116,9 @@ class Stage:
     def restore(self, ids: Sequence[int], mode: str) -> Restoration:
         """Restores the prompt that was filled."""
         self._model.forget()
-        keys, inputs = _keys(ids), Inputs()
-        came: list[torch.Tensor] = []
-        passed: list[torch.Tensor] = []
+        keys, inputs = _keys(ids), Arrivals()
+        came: list[NDArray[np.float32]] = []
+        passed: list[NDArray[np.float32]] = []
         over = threading.Event()
 
         def read() -> None:
@@ -129,22 +128,24 @@ class Stage:
                     rows = self._boundaries.load(keys[at : at + CHUNK // PAGE])
                     if not len(rows):
                         break
-                    came.append(rows)
+                    came.append(rows.view(np.float32))
                     at += len(rows) // PAGE
                     inputs.come(at * PAGE)
             elif self._before is not None:
                 while (rows := self._before.recv()) is not None:
-                    came.append(torch.from_numpy(rows))
+                    came.append(rows)
                     inputs.come(inputs.end + len(rows))
             inputs.close()
 
         def compute(begin: int, end: int) -> None:
-            wanted = (
-                torch.tensor(ids[begin:end]) if self._before is None else torch.cat(came)[begin:end]
-            )
+            wanted: Inputs
+            if self._before is None:
+                wanted = np.array(ids[begin:end])
+            else:
+                wanted = np.concatenate(came)[begin:end]
             passed.append(self._model.forward(wanted, begin))
             if self._after is not None and mode == AS_IT_COMES:
-                self._after.send(passed[-1].numpy())
+                self._after.send(passed[-1])
 
         def adopt(begin: int, end: int, places: Pages) -> None:  # noqa: ARG001
             self._model.adopt(begin, self._arena.memory, places)
@@ -168,7 +169,7 @@ class Stage:
         computed = sum(map(len, passed))
         if self._after is not None and mode != KEPT:
             if mode == IN_SEQUENCE:
-                self._after.send(torch.cat(passed).numpy())
+                self._after.send(np.concatenate(passed))
             self._after.send(None)
         if self._before is not None:
             reader.join(_DEADLINE_S)

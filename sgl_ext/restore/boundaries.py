@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from sgl_ext.memory.slab import DTYPES, Layout
-from sgl_ext.tiers.arena import Arena, Key, Pages
+from sgl_ext.memory.slab import Layout
+from sgl_ext.tiers.arena import Arena, Key
 from sgl_ext.tiers.tier import Tier
 
 
@@ -41,44 +41,38 @@ class BoundaryStore:
     """
 
     def __init__(self, tier: Tier, arena: Arena) -> None:
-        layout = arena.layout
-        self.row = 2 * layout.head_dim
-        """Elements of a token's row."""
+        self.row_bytes = arena.layout.token_bytes
         self._tier = tier
         self._arena = arena
-        self._page = layout.page
-        self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._page_bytes = layout.page * self.row * DTYPES[layout.dtype]
+        self._page = arena.layout.page
 
-    def keep(self, keys: Sequence[Key], activations: torch.Tensor) -> int:
+    def keep(self, keys: Sequence[Key], rows: NDArray[np.uint8]) -> int:
         """Stores whole pages.
 
         Args:
-            activations: ``[tokens, hidden]``, of all tokens of ``keys``.
+            rows: ``[tokens, row_bytes]``, of all tokens of ``keys``.
 
         Returns:
             Pages that can be found from now on.
         """
-        rows = activations.to(self._dtype).contiguous().view(torch.uint8)
-        pages = rows.reshape(len(keys), self._page_bytes).numpy()
+        pages = rows.reshape(len(keys), self._arena.layout.block_bytes)
         kept = 0
         for first in range(0, len(keys), self._arena.pages):
             some = keys[first : first + self._arena.pages]
-            places = np.arange(len(some))
-            self._arena.memory[places, : self._page_bytes] = pages[first : first + len(some)]
-            kept += int(np.count_nonzero(self._tier.store(some, places)))
+            self._memory(len(some))[:] = pages[first : first + len(some)]
+            kept += int(np.count_nonzero(self._tier.store(some, np.arange(len(some)))))
         return kept
 
-    def load(self, keys: Sequence[Key]) -> torch.Tensor:
-        """Activations of the first of ``keys``, as far as the tier has them: ``[tokens, hidden]``.
+    def load(self, keys: Sequence[Key]) -> NDArray[np.uint8]:
+        """Rows of the first of ``keys``, as far as the tier has them: ``[tokens, row_bytes]``.
 
         At most as many pages as the arena has.
         """
         some = keys[: self._arena.pages]
-        places: Pages = np.arange(len(some))
-        good = self._tier.load(some, places)
+        good = self._tier.load(some, np.arange(len(some)))
         count = len(some) if good.all() else int(np.argmin(good))
-        rows = torch.empty(count * self._page, self.row, dtype=self._dtype)
-        pages = rows.view(torch.uint8).reshape(count, self._page_bytes).numpy()
-        pages[:] = self._arena.memory[:count, : self._page_bytes]
-        return rows
+        return self._memory(count).copy().reshape(count * self._page, self.row_bytes)
+
+    def _memory(self, pages: int) -> NDArray[np.uint8]:
+        """Of the first places."""
+        return self._arena.memory[:pages, : self._arena.layout.block_bytes]

@@ -14,7 +14,7 @@ from sgl_ext.tiers.arena import Key, Pages
 _STEP_S = 1e-3
 
 
-class Inputs:
+class Arrivals:
     """How far the activations that go into a stage have come; thread-safe."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Inputs:
 def restore(
     restorer: Restorer,
     keys: Sequence[Key],
-    inputs: Inputs,
+    inputs: Arrivals,
     compute: Callable[[int, int], None],
     adopt: Callable[[int, int, Pages], None],
     deadline: float,

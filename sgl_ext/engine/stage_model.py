@@ -15,6 +15,8 @@ from sgl_ext.memory.slab import Layout
 from sgl_ext.tiers.arena import Pages
 
 PAGE = 16
+Inputs = NDArray[np.int64] | NDArray[np.float32]
+
 _DTYPE = "float32"
 _FIRST = PAGE
 """Slot of token 0: SGLang pads with the first page."""
@@ -80,7 +82,7 @@ class StageModel:
         table[_ROW, :most] = torch.arange(_FIRST, _FIRST + most)
 
     @torch.no_grad()
-    def forward(self, inputs: torch.Tensor, begin: int) -> torch.Tensor:
+    def forward(self, inputs: Inputs, begin: int) -> NDArray[np.float32]:
         """Computes the KV of tokens from ``begin`` on.
 
         Args:
@@ -88,22 +90,24 @@ class StageModel:
                 ``[tokens, hidden]``.
 
         Returns:
-            What goes into the next stage.
+            What goes into the next stage, ``[tokens, hidden]``.
         """
         from sglang.srt.layers.layer_boundary.residual import batch as residual
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        ids = inputs.dtype == torch.int64
-        batch = self._batch(inputs if ids else torch.zeros(len(inputs), dtype=torch.int64), begin)
+        given = torch.from_numpy(inputs)
+        known = given.dtype == torch.int64
+        ids = given if known else torch.zeros(len(given), dtype=torch.int64)
+        batch = self._batch(ids, begin)
         backend = self._runner.attn_backend
         backend.init_forward_metadata(batch)
-        hidden = self._model.embed_tokens(inputs) if ids else inputs
+        hidden = self._model.embed_tokens(ids) if known else given
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
             residual.start(batch)
             for layer in self._model.layers:
                 hidden = layer(batch.positions, hidden, batch)
             passed = residual.to_pp(hidden, batch)
-        out: torch.Tensor = passed["hidden_states"] + passed["residual"]
+        out: NDArray[np.float32] = (passed["hidden_states"] + passed["residual"]).numpy()
         return out
 
     def kv(self, begin: int, end: int) -> NDArray[np.uint8]:
