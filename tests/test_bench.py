@@ -82,13 +82,21 @@ def test_a_request_that_fails_is_not_a_sample(extension: server.Server) -> None:
         run(f"http://127.0.0.1:{server.free_port()}", [Request("hello", 1)])
 
 
-def test_the_command_refuses_an_unknown_bench() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speed"], "invalid choice: 'speed'"),
+        (["restore", "--part", "speed"], "no part 'speed'; its parts: alone, batches, host"),
+        (["tiers", "--part", "host"], "no part 'host'; its parts: none"),
+    ],
+)
+def test_the_command_refuses_what_it_does_not_know(arguments: list[str], message: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "sgl_ext.bench", "speed"],
+        [sys.executable, "-m", "sgl_ext.bench", *arguments],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert result.returncode == 2
-    assert "invalid choice: 'speed'" in result.stderr
+    assert message in result.stderr
 
 
 def test_sharegpt_conversations_alternate() -> None:

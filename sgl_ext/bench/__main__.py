@@ -1,4 +1,4 @@
-"""``python -m sgl_ext.bench NAME [--quick] [--out DIR]``."""
+"""``python -m sgl_ext.bench NAME [--quick] [--part PART]… [--out DIR]``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--quick", action="store_true", help="under 3 minutes on 2 cores")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
+    parser.add_argument(
+        "--part", action="append", default=[], metavar="PART",
+        help="only this part, of a bench that has parts; may be repeated",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     bench = importlib.import_module(f"sgl_ext.bench.{options.name}")
+    known = getattr(bench, "PARTS", ())
+    if unknown := [part for part in options.part if part not in known]:
+        names = ", ".join(known) if known else "none"
+        parser.error(f"{options.name} has no part {unknown[0]!r}; its parts: {names}")
+    chosen = {"parts": options.part or known} if known else {}
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
-        report = bench.run(quick=options.quick, out=options.out)
+        report = bench.run(quick=options.quick, out=options.out, **chosen)
+        if options.part:
+            report.name = "-".join((report.name, *options.part))
         report.print()
         print(f"wrote {report.write(options.out)}")
     except ExtError as error:

@@ -12,11 +12,13 @@ given the same ``--out``, and measures speed and load anew.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Template
+from sgl_ext.bench.link_accuracy import PARTS as ACCURACY
 from sgl_ext.bench.link_accuracy import Accuracy, AccuracySizes
 from sgl_ext.bench.link_load import Load, LoadSizes
 from sgl_ext.bench.link_speed import Speed, SpeedSizes
@@ -64,7 +66,10 @@ _WHOLE = _Sizes(
 )
 
 
-def run(*, quick: bool, out: Path) -> Report:
+PARTS = ("speed", "load", *ACCURACY)
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     sizes = _QUICK if quick else _WHOLE
     from transformers import AutoConfig, AutoTokenizer
 
@@ -74,12 +79,17 @@ def run(*, quick: bool, out: Path) -> Report:
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
     report = Report("link", config)
     partial = Partial(out, "link", config, quick=quick)
-    with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
-        with nothing_missing(ours.url):
-            Speed(stock, ours, template, sizes.speed).report(report)
-        Load(stock, ours, template, sizes.load).report(report)
-    exact, logs = systems(sizes.pool, *EXACT), out / "logs" / "compared"
-    with server.serve(exact, model, logs) as (stock, ours), nothing_missing(ours.url):
-        Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report)
-    partial.forget()
+    if {"speed", "load"} & {*parts}:
+        with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
+            if "speed" in parts:
+                with nothing_missing(ours.url):
+                    Speed(stock, ours, template, sizes.speed).report(report)
+            if "load" in parts:
+                Load(stock, ours, template, sizes.load).report(report)
+    if {*ACCURACY} & {*parts}:
+        exact, logs = systems(sizes.pool, *EXACT), out / "logs" / "compared"
+        with server.serve(exact, model, logs) as (stock, ours), nothing_missing(ours.url):
+            Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report, parts)
+    if {*parts} == {*PARTS}:
+        partial.forget()
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from functools import partial as partial_of
@@ -15,11 +15,13 @@ from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, ques
 from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
 from sgl_ext.bench.needles import needle_prompts
 from sgl_ext.bench.partial import Partial
-from sgl_ext.bench.questions import QuestionSet
+from sgl_ext.bench.questions import Question, QuestionSet
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.scores import mean_interval
 from sgl_ext.chunks.divergence import Distribution, divergence
 from sgl_ext.distributions import distributions
+
+PARTS = ("documents", "merged", "needles")
 
 _TOP = 512
 """Tokens whose logprobs are compared."""
@@ -85,22 +87,12 @@ class Accuracy:
         self._layers = layers
         self._contexts = Contexts(ours.url, template)
 
-    def report(self, report: Report) -> None:
-        """Adds runs and figures."""
+    def report(self, report: Report, parts: Collection[str] = PARTS) -> None:
+        """Adds runs and figures of some of :data:`PARTS`."""
         of_sets = {name: asked(name) for name in get_args(QuestionSet)}
-        whole = {
-            name: document_prompts(self._template, each, self._sizes.as_they_are)
-            for name, each in of_sets.items()
-        }
-        few = [prompt for each in whole.values() for prompt in each[: self._sizes.by_all]]
-        self._divergence(report, "as they are, all methods", few, self._sizes.methods)
-        for name, prompts in whole.items():
-            self._divergence(report, f"as they are, {name}", prompts, self._sizes.compared)
-        every = list(chain.from_iterable(whole.values()))
-        self._compare_to(
-            report, "", self._divergence(report, "as they are", every, self._sizes.compared)
-        )
-        if self._sizes.merged:
+        if "documents" in parts:
+            self._report_documents(report, of_sets)
+        if self._sizes.merged and "merged" in parts:
             merged = [
                 prompt
                 for each in of_sets.values()
@@ -113,8 +105,25 @@ class Accuracy:
                 "_merged",
                 self._divergence(report, "merged to 512", merged, self._sizes.methods),
             )
-        if self._sizes.needles:
+        if self._sizes.needles and "needles" in parts:
             self._report_needles(report)
+
+    def _report_documents(
+        self, report: Report, of_sets: Mapping[QuestionSet, Sequence[Question]]
+    ) -> None:
+        """Each a chunk as it is."""
+        whole = {
+            name: document_prompts(self._template, each, self._sizes.as_they_are)
+            for name, each in of_sets.items()
+        }
+        few = [prompt for each in whole.values() for prompt in each[: self._sizes.by_all]]
+        self._divergence(report, "as they are, all methods", few, self._sizes.methods)
+        for name, prompts in whole.items():
+            self._divergence(report, f"as they are, {name}", prompts, self._sizes.compared)
+        every = list(chain.from_iterable(whole.values()))
+        self._compare_to(
+            report, "", self._divergence(report, "as they are", every, self._sizes.compared)
+        )
 
     def _compare_to(
         self, report: Report, where: str, found: Mapping[str, Sequence[_Compared]]

@@ -33,6 +33,7 @@ from sgl_ext.bench.restore_servers import (
     loaded,
     systems,
 )
+from sgl_ext.bench.restore_stages import report_stages
 from sgl_ext.models import SMOLLM2, prepare
 
 _REFERENCE = 4096
@@ -53,13 +54,15 @@ class _Sizes:
     batches: BatchSizes
     by_layers: Sequence[int]
     """Tokens of contexts that are restored from host memory, layer by layer."""
+    by_stages: Sequence[int]
+    """Tokens of contexts that two stages of a pipeline restore."""
     pool: int
     """Tokens."""
     staging: str
 
 
 _QUICK = _Sizes(
-    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), 32_000, "1GiB"
+    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), (2048,), 32_000, "1GiB"
 )
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
@@ -69,19 +72,34 @@ _WHOLE = _Sizes(
     32,
     BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32),
     (128, 256, 512, 1024),
+    (2048, _REFERENCE),
     32_000,
     "1536MiB",
 )
 
 
-def run(*, quick: bool, out: Path) -> Report:
+PARTS = ("alone", "batches", "host", "stages", "planner")
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     sizes = _QUICK if quick else _WHOLE
     model = prepare(SMOLLM2)
     report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
+    if {"alone", "batches", "host"} & {*parts}:
+        _slow_tiers(report, model, out, sizes, parts)
+    if "stages" in parts:
+        report_stages(report, model, sizes.by_stages, sizes.rounds)
+    if "planner" in parts:
+        report_planner(report)
+    return report
+
+
+def _slow_tiers(
+    report: Report, model: Path, out: Path, sizes: _Sizes, parts: Sequence[str]
+) -> None:
     lengths = [*sizes.lengths] * sizes.each
     contexts = of_lengths(model, lengths + mixed_lengths(sizes.mixed, 256, 3072, seed=0))
     alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
         filled = Path(scratch) / "filled"
         logs = out / "logs"
@@ -90,22 +108,24 @@ def run(*, quick: bool, out: Path) -> Report:
         seconds = statistics.median(computing[each.name] for each in reference)
         stored = sum(file.stat().st_size for file in filled.rglob("pages"))
         token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
+        full = _REFERENCE * token_bytes / seconds
         for ratio in sizes.ratios:
+            batches = ratio == 1.0 and "batches" in parts
+            if not batches and "alone" not in parts:
+                continue
             names = [RECOMPUTE, LOAD, CAKE, OURS]
-            if ratio == 1.0:
-                names += [LONGEST, RECOMPUTE_IN_CHUNKS]
-            rate = round(_REFERENCE * token_bytes / (seconds * ratio))
+            names += [LONGEST] if ratio == 1.0 else []
+            names += [RECOMPUTE_IN_CHUNKS] if batches else []
+            rate = round(full / ratio)
             running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
-                single = [each for each in servers if each.system.name != RECOMPUTE_IN_CHUNKS]
-                _alone(report, single, alone, sizes.rounds, ratio)
-                if ratio == 1.0:
+                if "alone" in parts:
+                    single = [each for each in servers if each.system.name != RECOMPUTE_IN_CHUNKS]
+                    _alone(report, single, alone, sizes.rounds, ratio)
+                if batches:
                     Batches(servers, mixed, sizes.batches).report(report)
-        report_planner(report)
-        if sizes.by_layers:
-            rate = round(_REFERENCE * token_bytes / seconds)
-            report_layers(report, model, logs, sizes.by_layers, rate)
-    return report
+        if "host" in parts:
+            report_layers(report, model, logs, sizes.by_layers, round(full))
 
 
 def _alone(
