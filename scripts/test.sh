@@ -14,7 +14,7 @@ if (($# == 0)); then
     ruff format --check .
     mypy
     # Engines of two workers share the cores: starting one is mostly one thread's work. Each file
-    # stays with one worker, which shares its servers; what takes longest begins first.
-    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/test_tiers.py tests
+    # stays with one worker, which shares its servers.
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 fi
 exec "$bin/python" -m pytest "$@"

@@ -24,6 +24,11 @@ ROOT = Path(__file__).parent.parent
 POOL = ("--max-total-tokens", "16384")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker waits for it in the end."""
+    items.sort(key=lambda item: item.path.name != "test_tiers.py")
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     return prepare(SMOLLM2)
