@@ -44,7 +44,7 @@ def answers(engine, prompts):
                                       return_logprob=True):
             meta = answer["meta_info"]
             yield [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
-                   meta.get("cached_tokens_details") or {}]
+                   meta.get("cached_tokens_details") or {}, meta.get("ext") or []]
 
 def main():
     model, page, rounds, configs = json.load(open(sys.argv[1]))
@@ -102,12 +102,14 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
     stock, *tiered = (run["rounds"] for run in runs)
     for system in tiered:
         for expected, found in zip(stock, system, strict=True):
-            for (ids, logprobs, _), (our_ids, our_logprobs, _) in zip(expected, found, strict=True):
+            for (ids, logprobs, *_), (our_ids, our_logprobs, *_) in zip(
+                expected, found, strict=True
+            ):
                 assert our_ids == ids
                 assert our_logprobs == pytest.approx(logprobs, abs=1e-3)
 
     def hits(round_: list[list[object]], tier: str) -> int:
-        return sum(details.get(tier, 0) for *_, details in round_)  # type: ignore[attr-defined]
+        return sum(details.get(tier, 0) for *_, details, _ in round_)  # type: ignore[attr-defined]
 
     asked = sum(map(len, rounds[1]))
     below = tiered[0 if page == 1 else 1]
@@ -118,6 +120,11 @@ def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path
         assert hits(host[2], "host") > 0.9 * asked
         assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))
         assert hits(restarted[2], "host") > 0.9 * asked
+        for system in tiered[-2:]:
+            told = [entry for round_ in system for *_, entries in round_ for entry in entries]
+            restored = [entry for entry in told if entry["power"] == "restore"]
+            assert sum(entry["computed"] for entry in restored) > 100
+            assert sum(entry["loaded"]["host"] for entry in restored) > 100
         # Forwards whose lower layers were computed and upper ones loaded.
         assert (tmp_path / "meetings").stat().st_size > 5
     for run in runs[1:]:

@@ -47,9 +47,13 @@ def restoring(
         if loaded.pages:
             loading = loaded.seconds / loaded.pages / page
             share = loading / (loading + costs.compute.seconds(0, costs.chunk) / costs.chunk)
-        token_restore.restore(ext.tiers, batch, by_tokens, costs.chunk, share, forward)
+        computed = token_restore.restore(ext.tiers, batch, by_tokens, costs.chunk, share, forward)
+        for at, tokens in computed.items():
+            ext.prefixes.computed(batch.rids[at], tokens)
     if by_layers := ways[Strategy.LAYERS]:
-        with layer_restore.restoring(ext, runner, batch, parts, by_layers) as begin:
+        with layer_restore.restoring(
+            ext, ext.tiers, ext.prefixes, runner, batch, parts, by_layers
+        ) as begin:
             yield begin
     else:
         yield parts

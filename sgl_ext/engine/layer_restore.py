@@ -18,7 +18,9 @@ from sgl_ext.engine.restore_hooks import Coming
 from sgl_ext.engine.rows import Row
 from sgl_ext.memory.tickets import State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
+from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.runtime import ExtRuntime
+from sgl_ext.tiers.stack import TierStack
 
 DEADLINE_S = 60.0
 """Of a copy within this machine's memory."""
@@ -27,6 +29,8 @@ DEADLINE_S = 60.0
 @contextmanager
 def restoring(
     ext: ExtRuntime,
+    tiers: TierStack,
+    held: HostPrefixes,
     runner: Any,
     batch: Any,
     parts: Sequence[Row],
@@ -35,6 +39,7 @@ def restoring(
     """Has the model's next forward cut over from computing to what was loaded.
 
     Args:
+        held: is told how much was computed, not loaded.
         runner: SGLang's ``ModelRunner``.
         batch: SGLang's ``ForwardBatch``.
         parts: the rows that are computed of every layer.
@@ -43,9 +48,6 @@ def restoring(
     Yields:
         The rows that the forward has to begin with.
     """
-    tiers = ext.tiers
-    if tiers is None:
-        raise RuntimeError("what is loaded comes from tiers, and there are none")
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in coming]
     begin = sorted(whole + [part for part in parts if part.request not in coming])
@@ -54,10 +56,12 @@ def restoring(
     blocks = np.concatenate([one.blocks for one in every])
     tickets = tiers.fill_from_the_top(pages, blocks)
     model = runner.model
+    computed = 0  # layers
 
     def forward(
         input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
     ) -> Any:
+        nonlocal computed
         layer, output = 0, None
         while layer == 0 or (layer < len(tickets) and taken_back(tickets[layer])):
             if layer == 0:
@@ -66,6 +70,7 @@ def restoring(
                 input_ids, positions, first, (layer, layer + 1), input_embeds
             )
             layer += 1
+        computed = layer
         if layer == len(tickets):
             return output
         second = rows.handed_over(batch, begin, parts, first)
@@ -84,6 +89,9 @@ def restoring(
         yield begin
     finally:
         del model.forward
+        for at, each in coming.items():
+            tokens = sum(len(one.pages) for one in each) * tiers.layout.page
+            held.computed(batch.rids[at], tokens * computed // len(tickets))
         for ticket in tickets:
             taken_back(ticket)  # nothing writes to blocks that somebody else may have next
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from sgl_ext import runtime
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.plan import Load, LoadOrCompute
-from sgl_ext.restore.host_prefixes import Strategy
-from sgl_ext.restore.restorer import Restored, Restorer
+from sgl_ext.restore.host_prefixes import Held, Strategy
+from sgl_ext.restore.request import Restored
+from sgl_ext.restore.restorer import Restorer
 from sgl_ext.runtime import ExtRuntime
 from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.stack import TierStack
@@ -139,19 +140,25 @@ def considered(req: Any, admitted: bool) -> None:
     restorer.computing(req.rid, req.extend_end)
     if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, "restore"):
         return
-    restored = _within(ext, req.rid) if within else restorer.report(req.rid)
-    if restored is not None:
-        tell(req, {"power": "restore", "exact": True, **restored})
-        _count(ext, restored)
+    if within:
+        held = ext.prefixes[req.rid]
+        restored = Restored(loaded={}, computed=0, seconds=time.monotonic() - held.since)
+        held.told = {"power": "restore", "exact": True, **restored}
+        tell(req, held.told)  # what has come from where is known when the forward has ended
+    elif (found := restorer.report(req.rid)) is not None:
+        tell(req, {"power": "restore", "exact": True, **found})
+        _count(ext, found)
 
 
-def _within(ext: ExtRuntime, rid: str) -> Restored | None:
-    if ext.prefixes is None or ext.tiers is None:
-        return None
-    held = ext.prefixes[rid]
-    ext.tiers.hits["host"] += len(held.pages)
-    loaded = {"host": len(held.pages) * ext.tiers.layout.page}
-    return Restored(loaded=loaded, computed=0, seconds=time.monotonic() - held.since)
+def _ended_within(ext: ExtRuntime, held: Held) -> None:
+    """The last of the forwards that restore a prefix from host memory has ended."""
+    if held.told is None or ext.tiers is None:
+        return
+    page = ext.tiers.layout.page
+    loaded = {"host": len(held.pages) * page - held.computed}
+    ext.tiers.hits["host"] += loaded["host"] // page
+    held.told |= {"loaded": loaded, "computed": held.computed}
+    _count(ext, Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"]))
 
 
 def fill(ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
@@ -194,7 +201,10 @@ def release(ext: ExtRuntime, rid: str) -> None:
     """The request's prefill has ended, or it does not come to it."""
     if ext.restorer is None or ext.prefixes is None:
         return
-    if rid in ext.prefixes or ext.restorer.restores(rid):
+    if rid in ext.prefixes:
+        _ended_within(ext, ext.prefixes[rid])
+        ext.plans.pop(rid, None)
+    if ext.restorer.restores(rid):
         ext.plans.pop(rid, None)
     ext.prefixes.release(rid)
     ext.restorer.release(rid)

@@ -34,7 +34,7 @@ def restore(
     chunk: int,
     share: float,
     forward: Callable[[Any], object],
-) -> None:
+) -> dict[int, int]:
     """Returns when all that is coming is in place.
 
     Args:
@@ -44,16 +44,21 @@ def restore(
         share: of what is left that is computed by the time the rest has come.
         forward: SGLang's own.
 
+    Returns:
+        How many tokens of each request were computed.
+
     Raises:
         TimeoutError, TransferError: it is not, and nobody may read it.
     """
     page = tiers.layout.page
     loads = [*_loads(tiers, coming, page)][::-1]  # in the order of the prompts
+    computed = dict.fromkeys(coming, 0)
     try:
         for at in coming:
             left = [load for load in loads if load.request == at]
             while taken := _taken(left, min(chunk, round(share * len(left)) * _UNIT)):
                 part = rows.split(batch, [Row(at, taken[0].start, taken[-1].end)])
+                computed[at] += taken[-1].end - taken[0].start
                 part.return_logprob = False
                 forward(part)
             for load in left:
@@ -61,6 +66,7 @@ def restore(
     finally:
         for load in loads:
             taken_back(load.ticket)  # nothing writes to blocks that somebody else may have next
+    return computed
 
 
 def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) -> Iterator[_Load]:

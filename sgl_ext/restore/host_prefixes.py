@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any
 
 from sgl_ext.plan import Compute, LoadOrCompute, PrefillPlan, Span
 from sgl_ext.tiers.arena import Key, Pages
@@ -21,7 +22,8 @@ class Strategy(Enum):
     """The lower layers, of all tokens."""
 
 
-class Held(NamedTuple):
+@dataclass
+class Held:
     """Consecutive pages of a prompt in host memory."""
 
     first: int
@@ -29,6 +31,11 @@ class Held(NamedTuple):
     pages: Pages
     by: Strategy
     since: float
+    computed: int = 0
+    """Tokens that forwards have computed instead of taking them; by layers, as many tokens as the
+    layers are worth."""
+    told: dict[str, Any] | None = None
+    """What the request's answer will say of it, once the last of the forwards has begun."""
 
 
 class HostPrefixes:
@@ -59,6 +66,10 @@ class HostPrefixes:
         pages = self._host.use(keys)
         self._host.pin(pages)
         self._held[rid] = Held(first, pages, by, time.monotonic())
+
+    def computed(self, rid: str, tokens: int) -> None:
+        """A forward has computed so many of them."""
+        self._held[rid].computed += tokens
 
     def plan(self, rid: str, end: int) -> PrefillPlan:
         """Of the request's prompt of ``end`` tokens."""

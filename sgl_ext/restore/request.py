@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypedDict
 
 from sgl_ext.restore.channels import Restoration
 from sgl_ext.restore.pointers import Pointers, Stretch
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
+
+
+class Restored(TypedDict):
+    """What became of a prefix that lower tiers had; tokens."""
+
+    loaded: dict[str, int]
+    """By tier."""
+    computed: int
+    seconds: float
+    """From the request's arrival until its last forward began."""
 
 
 @dataclass(slots=True)

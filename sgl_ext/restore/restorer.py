@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypedDict
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from sgl_ext.restore.channels import Channels, Restoration
 from sgl_ext.restore.costs import Costs
 from sgl_ext.restore.parts import next_part
 from sgl_ext.restore.policies import Policy, soonest
-from sgl_ext.restore.request import Request
+from sgl_ext.restore.request import Request, Restored
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
@@ -23,16 +22,6 @@ _LEASE_S = 60.0
 """How long pages are kept for a request that nobody asks for any more."""
 _SEEN_S = 5.0
 """For how long a request that the scheduler does not come back to keeps others waiting."""
-
-
-class Restored(TypedDict):
-    """What became of a prefix that lower tiers had; tokens."""
-
-    loaded: dict[str, int]
-    """By tier."""
-    computed: int
-    seconds: float
-    """From the request's arrival until its last forward began."""
 
 
 class Restorer:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from sgl_ext.errors import ExtError
 from sgl_ext.plan import Compute
-from sgl_ext.restore.restorer import Restored, Restorer
+from sgl_ext.restore.request import Restored
+from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.arena import Key, Pages
 
 _STEP_S = 1e-3
