@@ -27,7 +27,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory import mapping
 from sgl_ext.memory.limits import available_memory
 from sgl_ext.packages import cache_dir
-from sgl_ext.restore.profile import PROFILES
+from sgl_ext.restore.profile import PROFILES, known
 
 Verdict = Literal["ok", "note", "fail"]
 
@@ -239,7 +239,7 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         else:
             probed = "; --model-path looks at the model, too" if name == "chunks" else ""
             yield Check(name, "ok", f"on{probed}")
-        if isinstance(section, Restore) and not any((cache_dir() / PROFILES).glob("*.json")):
+        if isinstance(section, Restore) and not any(known(cache_dir() / PROFILES)):
             yield Check(
                 "restore profile", "note", "none: servers learn what computing and loading cost",
                 "sgl-ext calibrate --model-path … with this configuration",

@@ -12,7 +12,7 @@ from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.plan import Compute, Load, PrefillPlan
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.costs import COMPUTE, ComputeCost, Costs, LoadCost
 from sgl_ext.restore.policies import Shortest
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.host import HostPages
@@ -41,7 +41,10 @@ class Machine:
         self.tier = LowerTier(self.shelf, keep_after=1, wake=threading.Event().set)
         self.hits: Counter[str] = Counter()
         self.costs = Costs(
-            ComputeCost(1e-3, 1e-3), {"shelf": LoadCost(0.0, 1e-3)}, chunk=8, measured=True
+            ComputeCost(1e-3, 1e-3),
+            {"shelf": LoadCost(0.0, 1e-3)},
+            chunk=8,
+            measured=frozenset({COMPUTE, "shelf"}),
         )
         self.restorer = Restorer(
             self.host, [self.tier], Shortest(0.2), self.costs,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +48,39 @@ def test_it_yields_to_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -
     assert platform.reason_inactive() == (
         "the platform plugin 'vendor' is installed (SGLang takes only one)"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "quantized", "float32"),
+    [
+        ({}, None, True),
+        ({"dtype": "bfloat16"}, None, False),
+        ({"hicache_storage_backend": "file"}, None, False),
+        ({"quantization": "fp8"}, None, False),
+        ({}, {"quant_method": "gptq"}, False),
+    ],
+)
+def test_float32_where_bfloat16_is_emulated(
+    changed: dict[str, object],
+    quantized: dict[str, object] | None,
+    float32: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    if quantized:
+        config["quantization_config"] = quantized
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    view = {
+        "dtype": "auto", "hicache_storage_backend": None, "quantization": None,
+        "model_path": str(tmp_path), "trust_remote_code": False, "revision": None,
+    }  # fmt: skip
+    for emulated in (True, False):
+        monkeypatch.setattr(platform, "computes_bfloat16", lambda: not emulated)  # noqa: B023
+        wanted = platform._wants_float32(SimpleNamespace(**view | changed))
+        assert wanted is (float32 and emulated)
+    monkeypatch.setattr(platform, "computes_bfloat16", lambda: False)
+    assert platform._wants_float32(SimpleNamespace(**view | {"model_path": "/no/such"}))
 
 
 def test_thread_binding() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.restore.costs import COMPUTE, ComputeCost, Costs, LoadCost
 from sgl_ext.restore.parts import next_part
 from sgl_ext.restore.pointers import Pointers, Stretch
 
@@ -202,7 +202,7 @@ def test_serving_corrects_what_is_believed() -> None:
     assert unmeasured.compute.seconds(0, 100) == pytest.approx(0.1)
     assert unmeasured.loads["ssd"].seconds(100) == pytest.approx(0.2)
     measured = costs(0.0, 1.0, 0.0, 1.0)
-    measured.measured = True
+    measured.measured = frozenset({COMPUTE, "ssd"})
     measured.computed(0, 100, 1e6)  # something else was in the way
     assert measured.compute.seconds(0, 100) == pytest.approx(160)
     for _ in range(40):

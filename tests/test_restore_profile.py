@@ -10,17 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.calibrate import calibrate, crossover_of
-from sgl_ext.config import ExtConfig
+from sgl_ext.calibrate import calibrate
+from sgl_ext.calibrate_host import crossover_of
+from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
 from sgl_ext.restore.costs import ComputeCost, LoadCost
-from sgl_ext.restore.profile import Profile, Subject, find, fit, path_of, save
+from sgl_ext.restore.profile import Profile, Subject, devices, find, fit, known, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
 PROFILE = Profile(
     SUBJECT,
     ComputeCost(1e-3, 2e-4, 3e-9),
     {"ssd": LoadCost(0.0, 1e-4)},
+    {"ssd": "a disk"},
     300,
     {"tokens": {128: 0.5}, "layers": {128: 0.4}},
 )
@@ -29,12 +31,31 @@ PROFILE = Profile(
 def test_what_is_saved_is_found(tmp_path: Path) -> None:
     save(PROFILE, tmp_path / "new")
     assert find(SUBJECT, tmp_path / "new") == PROFILE
-    costs = PROFILE.costs(["ssd"], 512)
-    assert costs is not None
-    assert costs.measured
+    costs = PROFILE.costs({"ssd": "a disk"}, 512)
+    assert costs.measured == {"compute", "ssd"}
     assert costs.compute == PROFILE.compute
-    assert PROFILE.costs(["ssd", "remote"], 512) is None
+    assert costs.loads == PROFILE.loads
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
+
+
+def test_of_what_was_not_measured_the_first_load_says_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for now in ({"ssd": "another disk"}, {"ssd": "a disk", "remote": "a store"}):
+        caplog.clear()
+        costs = PROFILE.costs(now, 512)
+        assert costs.compute == PROFILE.compute
+        unknown = [name for name in now if name not in costs.measured]
+        assert str(unknown) in caplog.text
+        for name in unknown:
+            costs.loaded(name, 100, 7.0)
+            assert costs.loads[name].seconds(100) == pytest.approx(7.0)
+    tiers = load({"tiers": {"ssd": {"directories": ["/a"], "capacity": "1GiB"}}}).tiers
+    other = load({"tiers": {"ssd": {"directories": ["/b"], "capacity": "1GiB"}}}).tiers
+    assert tiers is not None
+    assert other is not None
+    assert devices(tiers) != devices(other)
+    assert devices(tiers) == devices(tiers.model_copy(update={"staging": 1 << 30}))
 
 
 def test_a_profile_of_something_else_is_not_used(tmp_path: Path) -> None:
@@ -100,6 +121,15 @@ def test_where_tokens_become_faster_than_layers() -> None:
     assert crossover_of({128: 0.9, 256: 2.1, 512: 3.0}, layers) == 257
     assert crossover_of({128: 0.9, 256: 1.9, 512: 3.0}, layers) == 1
     assert crossover_of({128: 2.0, 256: 3.0, 512: 5.0}, layers) == 513
+    assert crossover_of({128: 0.9, 256: 1.9, 512: 4.04}, layers) == 1
+
+
+def test_the_profiles_that_there_are(tmp_path: Path) -> None:
+    save(PROFILE, tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    assert [*known(tmp_path)] == [PROFILE]
+    path_of(SUBJECT, tmp_path).write_text(json.dumps({"version": 1}))
+    assert [*known(tmp_path)] == []
 
 
 def test_nothing_to_calibrate(tmp_path: Path) -> None:

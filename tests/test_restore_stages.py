@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tier_kit import arena, directories, keys
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.restore_stages import stages
-from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Restoration
+from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Restoration
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
@@ -43,9 +44,11 @@ class Stage:
         self.inputs = Arrivals()
         self.did = [""] * tokens
         self.computed_beyond_input = False
+        self.began: Callable[[], None] = lambda: None
 
     def compute(self, begin: int, end: int) -> None:
         self.computed_beyond_input |= end > self.inputs.end
+        self.began()
         self._note(begin, end, "computed")
 
     def adopt(self, begin: int, end: int, places: Pages) -> None:
@@ -60,7 +63,9 @@ class Stage:
 def test_a_stage_computes_what_has_come_and_loads_the_rest() -> None:
     machine, names = Machine(), keys(*range(16))
     machine.keep(names)
+    machine.shelf.open.clear()  # nothing comes before something was computed
     stage = Stage(16 * PAGE)
+    stage.began = machine.shelf.open.set
     come = threading.Timer(0.02, stage.inputs.come, (5 * PAGE,))
     come.start()
     restored = restore(
@@ -70,6 +75,7 @@ def test_a_stage_computes_what_has_come_and_loads_the_rest() -> None:
     assert all(stage.did)
     assert not stage.computed_beyond_input
     assert restored["computed"] + restored["loaded"]["shelf"] == 16 * PAGE
+    assert stage.did[0] == "computed"
     assert "computed" not in stage.did[5 * PAGE :]
     assert machine.host.room == machine.host.capacity
 
@@ -94,10 +100,15 @@ def test_two_processes_restore_half_of_the_layers_each(model: Path, tmp_path: Pa
     text = "\n".join(sharegpt_prompts(8, characters=(400, 2000)))
     ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"][:768]
     with stages(model, tmp_path, len(ids)) as running:
-        seconds, token_bytes = zip(*running.ask("fill", ids), strict=True)
-        running.ask("slow_down", len(ids) * token_bytes[0] / sum(seconds) * 2)
+        filled: list[Filled] = running.ask("fill", ids)
+        rate = 2 * len(ids) * filled[0].token_bytes / sum(each.seconds for each in filled)
+        assert filled[0].row_bytes == 0
+        assert 0 < filled[1].row_bytes < filled[1].token_bytes / 5
         for mode in (KEPT, AS_IT_COMES, IN_SEQUENCE, KEPT):
+            running.ask("slow_down", mode, rate)
             restored: list[Restoration] = running.ask("restore", ids, mode)
             for each in restored:
                 assert each.difference < 1e-3
         assert all(0 < each.computed < len(ids) for each in restored)
+        with pytest.raises(ExtError, match=r"stage [01] has ended"):
+            running.ask("restore", ids, "no such mode", "and an argument too many")

@@ -8,13 +8,16 @@ import pytest
 
 from sgl_ext.engine.chunk_hooks import _UNSERVED as OF_CHUNKS
 from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.restore_setup import _UNSERVED as OF_RESTORE
 from sgl_ext.engine.tier_hooks import _UNSERVED as OF_TIERS
 from sgl_ext.engine.unserved import COMMON, Unserved, require_served
 
-NONE = {"pp_size": 1, "attn_cp_size": 1}
+NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1}
 
 
-@pytest.mark.parametrize(("power", "own"), [("tiers", OF_TIERS), ("chunks", OF_CHUNKS)])
+@pytest.mark.parametrize(
+    ("power", "own"), [("tiers", OF_TIERS), ("chunks", OF_CHUNKS), ("restore", OF_RESTORE)]
+)
 def test_each_is_refused_by_name(power: str, own: Unserved) -> None:
     from sglang.srt.server_args import ServerArgs
 

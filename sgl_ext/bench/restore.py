@@ -113,17 +113,15 @@ def _slow_tiers(
             batches = ratio == 1.0 and "batches" in parts
             if not batches and "alone" not in parts:
                 continue
-            names = [RECOMPUTE, LOAD, CAKE, OURS]
+            names = [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, CAKE, OURS]
             names += [LONGEST] if ratio == 1.0 else []
-            names += [RECOMPUTE_IN_CHUNKS] if batches else []
             rate = round(full / ratio)
             running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 if "alone" in parts:
-                    single = [each for each in servers if each.system.name != RECOMPUTE_IN_CHUNKS]
-                    _alone(report, single, alone, sizes.rounds, ratio)
+                    _alone(report, servers, alone, sizes.rounds, ratio)
                 if batches:
-                    Batches(servers, mixed, sizes.batches).report(report)
+                    Batches(servers, mixed, sizes.batches, rate).report(report)
         if "host" in parts:
             report_layers(report, model, logs, sizes.by_layers, round(full))
 
@@ -154,7 +152,8 @@ def _alone(
                     by_length.append(timing.ttft)
     for length in ttft[OURS]:
         medians = {name: statistics.median(ttft[name][length]) for name in names}
-        compute, load = medians[RECOMPUTE], medians[LOAD]
+        compute = min(medians[RECOMPUTE], medians[RECOMPUTE_IN_CHUNKS])
+        load = medians[LOAD]
         bound = compute * load / (compute + load)
         for name in names:
             report.runs.append(

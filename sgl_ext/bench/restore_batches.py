@@ -53,7 +53,15 @@ class _Measured:
     seconds: float = 0.0
     """From a batch's arrival to its last first token; of all batches."""
     computing: float = 0.0
+    """Seconds of forwards of prompts, with what they wait for."""
     loading: float = 0.0
+    """Seconds that what was loaded takes at the rate of the slow device."""
+
+    def busy(self) -> dict[str, float]:
+        """Shares of the time, of systems that tell."""
+        if not self.computing:
+            return {}
+        return {"computing": self.computing / self.seconds, "loading": self.loading / self.seconds}
 
 
 class Batches:
@@ -61,11 +69,17 @@ class Batches:
 
     Args:
         contexts: more than any batch has.
+        rate: bytes that the slow device moves in a second.
     """
 
     def __init__(
-        self, servers: Sequence[server.Server], contexts: Sequence[Context], sizes: BatchSizes
+        self,
+        servers: Sequence[server.Server],
+        contexts: Sequence[Context],
+        sizes: BatchSizes,
+        rate: float,
     ) -> None:
+        self._rate = rate
         self._servers = servers
         self._contexts = contexts
         self._sizes = sizes
@@ -81,9 +95,8 @@ class Batches:
                         "system": name,
                         "batches": len(one.means),
                         "mean_ttft_ms": 1e3 * statistics.mean(one.ttft),
-                        "computing": one.computing / one.seconds,
-                        "loading": one.loading / one.seconds,
                     }
+                    | one.busy()
                     | summary(one.ttft, "ttft_ms", 1e3)
                 )
             if size == max(self._sizes.batches):
@@ -103,8 +116,8 @@ class Batches:
         figures[f"mean_ttft_speedup_vs_best_single_{at}"] = best / mean[OURS]
         figures[f"longest_mean_ttft_speedup_vs_cake_{at}"] = mean[CAKE] / mean[LONGEST]
         figures[f"longest_p99_ttft_ratio_vs_cake_{at}"] = p99[LONGEST] / p99[CAKE]
-        figures["compute_busy"] = measured[OURS].computing / measured[OURS].seconds
-        figures["io_busy"] = measured[OURS].loading / measured[OURS].seconds
+        busy = measured[OURS].busy()
+        figures["compute_busy"], figures["io_busy"] = busy["computing"], busy["loading"]
 
     def _of_size(self, size: int) -> dict[str, _Measured]:
         measured = {each.system.name: _Measured() for each in self._servers}
@@ -141,7 +154,7 @@ class Batches:
         measured.seconds += time.monotonic() - begin
         after = _busy(one.url)
         measured.computing += after[0] - before[0]
-        measured.loading += after[1] - before[1]
+        measured.loading += (after[1] - before[1]) / self._rate
         measured.ttft += [timing.ttft for timing in timings]
         measured.means.append(statistics.mean(timing.ttft for timing in timings))
 
@@ -182,8 +195,8 @@ class Batches:
 
 
 def _busy(url: str) -> tuple[float, float]:
-    """Seconds that a server has computed prompts, and loaded from its SSD."""
+    """Seconds that a server has computed prompts, and bytes that it has loaded from its SSD."""
     found = tiers(url)
     if not found:
         return 0.0, 0.0
-    return found["computing_seconds"], found["tiers"]["ssd"]["loading_seconds"]
+    return found["computing_seconds"], found["tiers"]["ssd"]["loaded_bytes"]

@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from sgl_ext.bench import stage_process
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.restore_contexts import of_lengths
-from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Restoration
+from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Restoration
 from sgl_ext.engine.stage_model import PAGE, write_part
 from sgl_ext.errors import ExtError
 
@@ -43,18 +43,34 @@ class Stages:
         Raises:
             ExtError: one of them has ended, or does not answer.
         """
-        for each in self._commands:
-            each.send((name, arguments))
-        return [_answer(each, at) for at, each in enumerate(self._commands)]
+        for stage, each in enumerate(self._commands):
+            try:
+                each.send((name, arguments))
+            except OSError:
+                raise _EndedError(stage) from None
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """What each stage says next."""
+        found: dict[int, Any] = {}
+        give_up = time.monotonic() + _DEADLINE_S
+        while len(found) < len(self._commands):
+            waiting = [at for at in range(len(self._commands)) if at not in found]
+            ready = wait([self._commands[at] for at in waiting], give_up - time.monotonic())
+            if not ready:
+                raise ExtError(f"stages {waiting} have not answered in {_DEADLINE_S:g} s")
+            for at in waiting:
+                if self._commands[at] in ready:
+                    try:
+                        found[at] = self._commands[at].recv()
+                    except EOFError:
+                        raise _EndedError(at) from None
+        return [found[at] for at in range(len(self._commands))]
 
 
-def _answer(commands: Connection, stage: int) -> Any:
-    try:
-        if commands.poll(_DEADLINE_S):
-            return commands.recv()
-    except EOFError:
-        raise ExtError(f"the process of stage {stage} has ended; it says above why") from None
-    raise ExtError(f"the process of stage {stage} has not answered in {_DEADLINE_S:g} s")
+class _EndedError(ExtError):
+    def __init__(self, stage: int) -> None:
+        super().__init__(f"the process of stage {stage} has ended; it says above why")
 
 
 @contextmanager
@@ -90,9 +106,12 @@ def stages(model: Path, scratch: Path, tokens: int) -> Iterator[Stages]:
             theirs.close()
             processes.append(process)
             commands.append(ours)
-        for stage, each in enumerate(commands):
-            _answer(each, stage)
-        yield Stages(commands)
+        for ends in between:  # only the stages have them now: if one ends, the other sees it
+            for each in ends:
+                each.close()
+        running = Stages(commands)
+        running.answers()
+        yield running
     finally:
         for process in processes:
             process.kill()
@@ -108,13 +127,16 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
             tempfile.TemporaryDirectory(prefix="sgl_ext-stages-") as scratch,
             stages(model, Path(scratch), len(ids)) as running,
         ):
-            seconds, token_bytes = zip(*running.ask("fill", ids), strict=True)
-            rate = len(ids) * statistics.mean(token_bytes) / statistics.mean(seconds)
-            running.ask("slow_down", rate)
+            running.ask("fill", ids)
+            filled: list[Filled] = running.ask("fill", ids)  # the first forwards are slow
+            computing = statistics.mean(each.seconds for each in filled)
+            rate = len(ids) * statistics.mean(each.token_bytes for each in filled) / computing
             took: dict[str, list[float]] = {mode: [] for mode in _MODES}
             computed: dict[str, list[int]] = {}
             for turn in range(rounds + 1):
-                for mode in _MODES:
+                for at in range(len(_MODES)):
+                    mode = _MODES[(turn + at) % len(_MODES)]
+                    running.ask("slow_down", mode, rate)
                     began = time.monotonic()
                     restored: list[Restoration] = running.ask("restore", ids, mode)
                     _check(restored, len(ids))
@@ -129,6 +151,8 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
                     "tokens": len(ids),
                     "samples": len(each),
                     "computed": computed[mode],
+                    "computing_alone_ms": [1e3 * one.seconds for one in filled],
+                    "loading_alone_ms": [1e3 * len(ids) * one.token_bytes / rate for one in filled],
                 }
                 | summary(each, "restored_ms", 1e3)
             )

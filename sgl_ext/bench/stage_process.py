@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +33,21 @@ CHUNK = 512
 _UNIT = 8
 """Pages of one load."""
 _CAPACITY = 4 << 30
-_DEADLINE_S = 300.0
+DEADLINE_S = 300.0
 KEPT, AS_IT_COMES, IN_SEQUENCE = "boundaries", "as it comes", "in sequence"
 """Where a stage's input comes from while it restores: its store; the stage before, part by part as
 that computes; the stage before, when that has restored its own layers."""
+
+
+class Filled(NamedTuple):
+    """Of one stage."""
+
+    seconds: float
+    """Of computing the prompt."""
+    token_bytes: int
+    """Of a token's KV."""
+    row_bytes: int
+    """Of what goes into the stage for a token."""
 
 
 class Restoration(NamedTuple):
@@ -77,19 +88,16 @@ class Stage:
         self._model = StageModel(folder, tokens, folder.name)
         self._scratch = scratch
         self._undo = ExitStack()
-        self._costs: Costs | None = None
-        self._open(None)
+        self._costs: dict[str, Costs] = {}
+        """By mode; what was learnt goes on from one restoration to the next."""
+        self._open(None, None)
 
-    def fill(self, ids: Sequence[int]) -> tuple[float, int]:
-        """Computes a prompt, as a pipeline does, and keeps KV and inputs.
-
-        Returns:
-            Seconds of computing, and bytes of a token's KV.
-        """
+    def fill(self, ids: Sequence[int]) -> Filled:
+        """Computes a prompt, as a pipeline does, and keeps KV and inputs."""
         seconds, keys = 0.0, _keys(ids)
         for begin in range(0, len(ids), CHUNK):
             end = min(begin + CHUNK, len(ids))
-            came: Inputs = np.array(ids[begin:end]) if self._before is None else self._before.recv()
+            came: Inputs = np.array(ids[begin:end]) if self._before is None else self._receive()
             start = time.monotonic()
             out = self._model.forward(came, begin)
             seconds += time.monotonic() - start
@@ -101,17 +109,23 @@ class Stage:
             if self._after is not None:
                 self._after.send(out)
             places = np.arange(len(some))
-            self._arena.memory[places, : self._model.layout.block_bytes] = self._model.kv(
-                begin, end
-            )
+            pages = self._model.kv(begin, end)
+            self._arena.memory[places, : self._model.layout.block_bytes] = pages
             if not self._tier.tier.store(some, places).all():
                 raise RuntimeError("the tier does not keep what it is given")
         self._expected = self._model.kv(0, len(ids))
-        return seconds, self._model.layout.token_bytes
+        rows = 0 if self._before is None else self._boundaries.row_bytes
+        return Filled(seconds, self._model.layout.token_bytes, rows)
 
-    def slow_down(self, bytes_per_second: float) -> None:
-        """From now on its devices move so much; what they hold stays."""
-        self._open(bytes_per_second)
+    def slow_down(self, mode: str, bytes_per_second: float) -> None:
+        """From now on its device moves so much; what it holds stays.
+
+        KV and boundaries lie on the same one: each has its share of it where both are read.
+        """
+        rows = 0 if self._before is None or mode != KEPT else self._boundaries.row_bytes
+        kv = self._model.layout.token_bytes
+        share = kv / (kv + rows)
+        self._open(bytes_per_second * share, bytes_per_second * (1 - share) or bytes_per_second)
 
     def restore(self, ids: Sequence[int], mode: str) -> Restoration:
         """Restores the prompt that was filled."""
@@ -122,20 +136,21 @@ class Stage:
         over = threading.Event()
 
         def read() -> None:
-            if mode == KEPT:
-                at = 0
-                while at < len(keys) and not over.is_set():
-                    rows = self._boundaries.load(keys[at : at + CHUNK // PAGE])
-                    if not len(rows):
-                        break
-                    came.append(rows.view(np.float32))
-                    at += len(rows) // PAGE
-                    inputs.come(at * PAGE)
-            elif self._before is not None:
-                while (rows := self._before.recv()) is not None:
-                    came.append(rows)
-                    inputs.come(inputs.end + len(rows))
-            inputs.close()
+            try:
+                if mode == KEPT:
+                    while inputs.end < len(ids) and not over.is_set():
+                        first = inputs.end // PAGE
+                        rows = self._boundaries.load(keys[first : first + CHUNK // PAGE])
+                        if not len(rows):
+                            break
+                        came.append(rows.view(np.float32))
+                        inputs.come(inputs.end + len(rows))
+                else:
+                    while (rows := self._receive()) is not None:
+                        came.append(rows)
+                        inputs.come(inputs.end + len(rows))
+            finally:
+                inputs.close()
 
         def compute(begin: int, end: int) -> None:
             wanted: Inputs
@@ -150,54 +165,58 @@ class Stage:
         def adopt(begin: int, end: int, places: Pages) -> None:  # noqa: ARG001
             self._model.adopt(begin, self._arena.memory, places)
 
+        known = self._costs.setdefault(
+            mode, Costs(ComputeCost(), {self._tier.tier.name: LoadCost()}, CHUNK)
+        )
         host = HostPages(self._arena.pages)
         restorer = Restorer(
-            host, [self._tier], Shortest(0.2), self._known(), page=PAGE, unit=_UNIT,
-            wait=_DEADLINE_S, hits=Counter(),
+            host, [self._tier], Shortest(0.2), known, page=PAGE, unit=_UNIT, wait=DEADLINE_S,
+            hits=Counter(),
         )  # fmt: skip
+        reader = threading.Thread(target=read, daemon=True)
         if self._before is None:
             inputs.come(len(ids))
-        reader = threading.Thread(target=read, daemon=True)
-        if self._before is not None:
+        else:
             reader.start()
         try:
-            restore(restorer, keys, inputs, compute, adopt, _DEADLINE_S)
+            restore(restorer, keys, inputs, compute, adopt, DEADLINE_S)
         finally:
             over.set()
             restorer.close()
         ended = time.monotonic()
-        computed = sum(map(len, passed))
         if self._after is not None and mode != KEPT:
-            if mode == IN_SEQUENCE:
+            if mode == IN_SEQUENCE and passed:
                 self._after.send(np.concatenate(passed))
             self._after.send(None)
         if self._before is not None:
-            reader.join(_DEADLINE_S)
+            reader.join(DEADLINE_S)
+            if reader.is_alive():
+                raise RuntimeError(f"the input of a stage has not ended in {DEADLINE_S:g} s")
         difference = np.abs(
             self._model.kv(0, len(ids)).view(np.float32) - self._expected.view(np.float32)
         )
-        return Restoration(ended, computed, float(difference.max()))
+        return Restoration(ended, sum(map(len, passed)), float(difference.max()))
 
     def close(self) -> None:
         self._undo.close()
 
-    def _known(self) -> Costs:
-        """What serving has learnt goes on from one restoration to the next."""
-        if self._costs is None:
-            self._costs = Costs(ComputeCost(), {self._tier.tier.name: LoadCost()}, CHUNK)
-        return self._costs
+    def _receive(self) -> Any:
+        """What the stage before sends next."""
+        if self._before is None or not self._before.poll(DEADLINE_S):
+            raise RuntimeError(f"the stage before has sent nothing in {DEADLINE_S:g} s")
+        return self._before.recv()
 
-    def _open(self, bytes_per_second: float | None) -> None:
+    def _open(self, kv_rate: float | None, row_rate: float | None) -> None:
         self._undo.close()
         engine = TransferEngine()
         self._undo.callback(engine.close)
 
-        def wrap(lane: FileLane) -> Lane:
-            if bytes_per_second is None:
-                return lane
-            return engine.throttled_lane(lane, bytes_per_second=bytes_per_second)
+        def tier(name: str, arena: Arena, rate: float | None) -> SsdTier:
+            def wrap(lane: FileLane) -> Lane:
+                if rate is None:
+                    return lane
+                return engine.throttled_lane(lane, bytes_per_second=rate)
 
-        def tier(name: str, arena: Arena) -> SsdTier:
             engine.register(arena.address, arena.size, owner=arena, pinned=True)
             directory = self._scratch / name
             directory.mkdir(exist_ok=True)
@@ -205,11 +224,11 @@ class Stage:
 
         layout = self._model.layout
         self._arena = Arena(layout, -(-self._tokens // PAGE))
-        self._tier = LowerTier(tier("kv", self._arena), keep_after=1, wake=lambda: None)
+        self._tier = LowerTier(tier("kv", self._arena, kv_rate), keep_after=1, wake=lambda: None)
         self._undo.callback(self._tier.close)
         rows = boundary_layout(self._model.hidden, PAGE, layout.dtype, layout.fingerprint)
         arena = Arena(rows, CHUNK // PAGE)
-        kept = tier("boundaries", arena)
+        kept = tier("boundaries", arena, row_rate)
         self._undo.callback(kept.close)
         self._boundaries = BoundaryStore(kept, arena)
 
@@ -230,11 +249,13 @@ def serve(
         after: to the stage behind; None to the last.
     """
     stage = Stage(before, after, folder, scratch, tokens, core)
-    commands.send(None)
-    while (command := commands.recv()) is not None:
-        name, arguments = command
-        commands.send(getattr(stage, name)(*arguments))
-    stage.close()
+    try:
+        commands.send(None)
+        while (command := commands.recv()) is not None:
+            name, arguments = command
+            commands.send(getattr(stage, name)(*arguments))
+    finally:
+        stage.close()
 
 
 def _keys(ids: Sequence[int]) -> list[Key]:

@@ -17,7 +17,7 @@ from sgl_ext.packages import cache_dir
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
 from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.restore.policies import POLICIES
-from sgl_ext.restore.profile import PROFILES, Subject, find
+from sgl_ext.restore.profile import PROFILES, Subject, devices, find
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.runtime import ExtRuntime
 from sgl_ext.tiers.stack import TierStack
@@ -65,12 +65,13 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
             f"{-(-config.chunk // page) * page} is one"
         )
     wait = ext.config.tiers.wait if ext.config.tiers else 0.0
+    now = devices(ext.config.tiers) if ext.config.tiers else {}
     ext.prefixes = HostPrefixes(stack.host, page)
     ext.restorer = Restorer(
         stack.host,
         stack.lower,
         POLICIES[config.policy](config.ageing),
-        _costs(stack, min(config.chunk, size // page * page)),
+        _costs(stack, now, min(config.chunk, size // page * page)),
         page=page,
         unit=max(_UNIT // page, 1),
         wait=wait,
@@ -83,15 +84,13 @@ def subject_of(layout: Layout) -> Subject:
     return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
 
 
-def _costs(stack: TierStack, chunk: int) -> Costs:
+def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
     """Measured ones; without a profile those that the first forwards and loads will say."""
     tiers = [lower.tier.name for lower in stack.lower]
-    profile = find(subject_of(stack.layout), cache_dir() / PROFILES)
-    costs = None if profile is None else profile.costs(tiers, chunk)
-    if costs is None:
-        logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
-        costs = Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
-    return costs
+    if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
+        return profile.costs({tier: now.get(tier, "") for tier in tiers}, chunk)
+    logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
+    return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
 
 
 def _device() -> str:
@@ -109,7 +108,7 @@ def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
     costs = restorer.costs
     return {
         "subject": msgspec.to_builtins(subject_of(stack.layout)),
-        "measured": costs.measured,
+        "measured": sorted(costs.measured),
         "crossover": costs.crossover,
         "compute": asdict(costs.compute),
         "loads": {name: asdict(load) for name, load in costs.loads.items()},

@@ -10,6 +10,8 @@ _MEMORY = 0.8
 """Weight of what was known before against one more observation."""
 _FARTHEST = 4.0
 """An observation that is more times off counts as this: something else was in the way."""
+COMPUTE = "compute"
+"""What costs are of, beside the names of tiers."""
 CROSSOVER = 512
 """Tokens: L_delta where it was not measured."""
 _OBSERVED = 512
@@ -66,13 +68,14 @@ class Costs:
         compute: of a forward.
         loads: by the name of the tier.
         chunk: tokens of a forward that restores.
-        measured: whether they come from a profile; if not, the first observation says all.
+        measured: what of them comes from a profile, tiers by their name; of the rest the first
+            observation says all.
     """
 
     compute: ComputeCost
     loads: dict[str, LoadCost]
     chunk: int
-    measured: bool = False
+    measured: frozenset[str] = frozenset()
     crossover: int = CROSSOVER
     """Tokens from which on a prefix in host memory is restored by tokens, not layers: L_delta."""
     forwards: deque[tuple[int, int, float]] = field(
@@ -81,13 +84,16 @@ class Costs:
     """The last ones: from which token to which, and the seconds that it took."""
     loaded_lately: dict[str, deque[tuple[int, float]]] = field(default_factory=dict, repr=False)
     """By tier: the tokens of the last loads, and the seconds that each took."""
+    epoch: int = 0
+    """How often something was observed for the first time, which makes all that was estimated
+    before void."""
     _seen: set[str] = field(default_factory=set, repr=False)
 
     def computed(self, begin: int, end: int, seconds: float) -> None:
         """A forward over these tokens took so long."""
         self.forwards.append((begin, end, seconds))
         expected = self.compute.seconds(begin, end)
-        self.compute = self.compute.scaled(self._correction("", seconds / expected))
+        self.compute = self.compute.scaled(self._correction(COMPUTE, seconds / expected))
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         """A load of so many tokens took so long."""
@@ -146,7 +152,8 @@ class Costs:
         return self.compute.in_chunks(front, back, self.chunk) if front < back else 0.0
 
     def _correction(self, what: str, ratio: float) -> float:
-        if not self.measured and what not in self._seen:
+        if what not in self.measured and what not in self._seen:
             self._seen.add(what)
+            self.epoch += 1
             return ratio
         return _MEMORY + (1 - _MEMORY) * min(max(ratio, 1 / _FARTHEST), _FARTHEST)

@@ -1,7 +1,10 @@
-"""How far the next forward of a request that is being restored goes."""
+"""What the next forward of a request that is being restored does, and how far it goes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.costs import Costs
 from sgl_ext.restore.pointers import Pointers
 
@@ -38,3 +41,24 @@ def next_part(
     late = flying_for - costs.loads[flying.tier].seconds(flying.flying * page)
     # If it does not come, waiting has cost at most twice what computing at once would have.
     return end if abs(late) > costs.compute.seconds(begin * page, end * page) else None
+
+
+def plan_of(
+    loaded: Iterable[tuple[int, int]], end: int, page: int, *, stop: int | None = None
+) -> PrefillPlan:
+    """Computes what was not loaded.
+
+    Args:
+        loaded: runs of pages, in order.
+        end: tokens of the prompt.
+        page: tokens.
+        stop: page that the forward does not go beyond.
+    """
+    spans, at = [], 0
+    for first, last in loaded:
+        if at < first * page:
+            spans.append(Span(at, first * page, Compute()))
+        spans.append(Span(first * page, last * page, Load()))
+        at = last * page
+    spans.append(Span(at, end, Compute()))
+    return PrefillPlan(spans, stop=None if stop is None else stop * page)

@@ -6,13 +6,14 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from sgl_ext.restore.costs import CROSSOVER, ComputeCost, Costs, LoadCost
+from sgl_ext.config import Tiers
+from sgl_ext.restore.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
 
 VERSION = 3
 """Of the file, and of what its figures mean."""
@@ -44,6 +45,8 @@ class Profile(msgspec.Struct, frozen=True):
     compute: ComputeCost
     loads: dict[str, LoadCost]
     """By tier."""
+    devices: dict[str, str]
+    """What each tier was when it was measured; see :func:`devices`."""
     crossover: int = CROSSOVER
     """Tokens from which on restoring from host memory is faster by tokens than by layers: L_delta
     (§3.1)."""
@@ -51,13 +54,30 @@ class Profile(msgspec.Struct, frozen=True):
     """Of restoring from host memory, by the strategy: what :attr:`crossover` was found by."""
     version: int = VERSION
 
-    def costs(self, tiers: Iterable[str], chunk: int) -> Costs | None:
-        """For restoring from these tiers; None if one of them was not measured."""
-        if missing := [tier for tier in tiers if tier not in self.loads]:
+    def costs(self, tiers: Mapping[str, str], chunk: int) -> Costs:
+        """For restoring from these tiers.
+
+        Args:
+            tiers: what :func:`devices` says of them now; another device is not believed to be as
+                fast.
+        """
+        known = {name for name in tiers if self.devices.get(name) == tiers[name]}
+        known &= {*self.loads}
+        if missing := sorted({*tiers} - known):
             logger.warning("the restore profile says nothing of %s; run sgl-ext calibrate", missing)
-            return None
-        loads = {tier: self.loads[tier] for tier in tiers}
-        return Costs(self.compute, loads, chunk, measured=True, crossover=self.crossover)
+        loads = {name: self.loads[name] if name in known else LoadCost() for name in tiers}
+        measured = frozenset({COMPUTE, *known})
+        return Costs(self.compute, loads, chunk, measured=measured, crossover=self.crossover)
+
+
+def devices(tiers: Tiers) -> dict[str, str]:
+    """What decides how fast each lower tier is, as far as the configuration tells."""
+    found = {}
+    if tiers.ssd is not None:
+        found["ssd"] = tiers.ssd.model_dump_json(include={"directories", "emulate"})
+    if tiers.remote is not None:
+        found["remote"] = tiers.remote.model_dump_json(include={"master", "host"})
+    return found
 
 
 def path_of(subject: Subject, directory: Path) -> Path:
@@ -90,6 +110,17 @@ def find(subject: Subject, directory: Path) -> Profile | None:
         logger.warning("%s has costs below zero; run sgl-ext calibrate again", path)
         return None
     return found
+
+
+def known(directory: Path) -> Iterable[Profile]:
+    """All profiles of this version."""
+    for path in directory.glob("*.json"):
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=Profile)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if found.version == VERSION:
+            yield found
 
 
 def save(profile: Profile, directory: Path) -> Path:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_ext.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.plan import PrefillPlan
 from sgl_ext.restore.channels import Channels, Restoration
 from sgl_ext.restore.costs import Costs
-from sgl_ext.restore.parts import next_part
+from sgl_ext.restore.parts import next_part, plan_of
 from sgl_ext.restore.policies import Policy, soonest
 from sgl_ext.restore.request import Request, Restored
 from sgl_ext.tiers.arena import Key, Pages
@@ -65,6 +65,9 @@ class Restorer:
         self._unopened: dict[str, Request] = {}
         self._now = time.monotonic()
         """When this step of the scheduler's began."""
+        self._before = self._now
+        """When the step before began."""
+        self._epoch = costs.epoch
         self._leases_seen = 0.0
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
@@ -110,6 +113,14 @@ class Restorer:
         request = self._requests.get(rid)
         return request is not None and request.active is not None
 
+    def loads(self, rid: str) -> bool:
+        """Whether something of the request's prompt is still loaded, or will be."""
+        request = self._requests.get(rid)
+        if request is None or request.active is None:
+            return False
+        with self._channels.lock:
+            return not request.active.pointers.settled
+
     def computes(self, rid: str) -> bool:
         """Whether the first part of the request was computed, or is about to be."""
         request, computing = self._requests.get(rid), self._channels.computing
@@ -123,6 +134,7 @@ class Restorer:
         """
         if (request := self._requests.get(rid)) is None:
             return self._followers.get(rid) not in self._requests
+        request.seen = self._now
         if (active := request.active) is not None and self._chosen:
             return active is self._first and not continuing
         if active is None and not request.answered:
@@ -145,7 +157,7 @@ class Restorer:
 
     def _choose(self) -> None:
         """Decides whose turn it is, among those that the scheduler comes back to."""
-        since = self._now - _SEEN_S
+        since = self._before - _SEEN_S  # the last forward may have taken long
         able = [
             each.active
             for each in self._requests.values()
@@ -164,7 +176,7 @@ class Restorer:
             None if it does nothing: what is on its way comes sooner.
         """
         if (request := self._requests.get(rid)) is None or (active := request.active) is None:
-            return PrefillPlan([Span(0, end, Compute())])
+            return plan_of((), end, self.page)
         pointers, page, now = active.pointers, self.page, time.monotonic()
         with self._channels.lock:
             if self._channels.computing is not active:
@@ -181,14 +193,7 @@ class Restorer:
             if until is None:
                 return None
             loaded = [*pointers.loaded()]
-        spans, at = [], 0
-        for first, last in loaded:
-            if at < first * page:
-                spans.append(Span(at, first * page, Compute()))
-            spans.append(Span(first * page, last * page, Load()))
-            at = last * page
-        spans.append(Span(at, end, Compute()))
-        return PrefillPlan(spans, stop=until * page if until < pointers.end else None)
+        return plan_of(loaded, end, page, stop=until if until < pointers.end else None)
 
     def computing(self, rid: str, until: int) -> None:
         """A forward goes to token ``until``: it is in the batch that runs next."""
@@ -238,7 +243,13 @@ class Restorer:
 
     def advance(self) -> None:
         """Takes every step that can be taken without waiting; once in each of the scheduler's."""
-        self._now = now = time.monotonic()
+        self._before, self._now = self._now, (now := time.monotonic())
+        if self._epoch != self.costs.epoch:
+            self._epoch = self.costs.epoch
+            with self._channels.lock:
+                for request in self._requests.values():
+                    if request.active is not None:
+                        self._channels.changed(request.active)
         self._first, self._chosen = None, self._channels.computing is not None
         self._settle()
         for rid, request in list(self._unopened.items()):
@@ -248,7 +259,7 @@ class Restorer:
         if now > self._leases_seen + _SEEN_S:
             self._leases_seen = now
             for rid, request in list(self._requests.items()):
-                if now > request.seen + _LEASE_S and not self.computes(rid):
+                if self._before > request.seen + _LEASE_S and not self.computes(rid):
                     self.release(rid)
 
     def pending(self) -> bool:

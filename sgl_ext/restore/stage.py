@@ -97,9 +97,12 @@ def restore(
             if isinstance(span.source, Compute):
                 until = min(until, inputs.end, at + restorer.costs.chunk)
                 if until <= at:
-                    if inputs.ended and not restorer.restores(rid):
+                    if not inputs.ended:
+                        inputs.wait(at, _STEP_S)
+                    elif restorer.loads(rid):
+                        time.sleep(_STEP_S)
+                    else:
                         raise ExtError(f"nothing came into a stage behind token {at}")
-                    inputs.wait(at, _STEP_S)
                     continue
             restorer.computing(rid, until)
             if isinstance(span.source, Compute):

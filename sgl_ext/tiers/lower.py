@@ -74,12 +74,13 @@ class LowerTier:
 
         A slow tier is tried again after :data:`_RETRY_S`: its device may have been busy.
         """
-        if self._late_at is not None and time.monotonic() > self._late_at:
+        late_at = self._late_at  # the load's thread changes it
+        if late_at is not None and time.monotonic() > late_at:
             return False  # whatever is asked now waits behind that load
         if self.pages_per_second is None or computed_pages_per_second is None:
             return True
-        late = time.monotonic() - self._last_load > _RETRY_S
-        return late or self.pages_per_second > computed_pages_per_second
+        long_ago = time.monotonic() - self._last_load > _RETRY_S
+        return long_ago or self.pages_per_second > computed_pages_per_second
 
     def lookup(self, keys: Sequence[Key]) -> Future[int]:
         """How many of ``keys``, from the first on, can be loaded."""
@@ -137,7 +138,8 @@ class LowerTier:
         seconds = self._last_load - begin
         count = int(np.count_nonzero(landed))
         self.loaded.add(count, seconds)
-        self.pages_per_second = running_rate(self.pages_per_second, count / max(seconds, 1e-6))
+        if count:  # one that failed says nothing of how fast the others are
+            self.pages_per_second = running_rate(self.pages_per_second, count / max(seconds, 1e-6))
         return landed
 
     def _store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:

@@ -69,10 +69,35 @@ def thread_binding(ranks: int, cores: Sequence[int]) -> str:
 
 
 def computes_bfloat16() -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 faster than it emulates them."""
+    """Whether oneDNN multiplies matrices of bfloat16 on this CPU; torch emulates it elsewhere,
+    element by element."""
     import torch
 
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    known = torch.backends.mkldnn.is_available()
+    return bool(known and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _wants_float32(view: Any) -> bool:
+    """Whether a precision is left to us, and float32 is the one that this CPU computes in."""
+    if view.dtype != "auto" or computes_bfloat16():
+        return False
+    # HiCache's files do not say their precision: a server of another one would read them.
+    return view.hicache_storage_backend is None and not _is_quantized(view)
+
+
+def _is_quantized(view: Any) -> bool:
+    """Whether the weights are; most such methods compute in half precision only."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    if view.quantization:
+        return True
+    try:
+        config = get_config(
+            view.model_path, trust_remote_code=view.trust_remote_code, revision=view.revision
+        )
+    except (OSError, ValueError):
+        return False  # SGLang says what is wrong with it
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
@@ -87,10 +112,10 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     if view.device == "cpu":
         if view.attention_backend is None:
             declare_resolution(server_args, PLATFORM_NAME, attention_backend="torch_native")
-        if view.dtype == "auto" and not computes_bfloat16():
+        if _wants_float32(view):
             _LOG.warning(
-                "this CPU has no bfloat16 instructions: serving in float32, which is many times "
-                "faster here; --dtype asks for another"
+                "torch emulates bfloat16 on this CPU: serving in float32, which is many times "
+                "faster; --dtype asks for another"
             )
             declare_resolution(server_args, PLATFORM_NAME, dtype="float32")
         _bind_threads(view.tp_size * view.pp_size * view.dp_size)
