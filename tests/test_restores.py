@@ -55,7 +55,8 @@ Scheduler.probe = probe
 
 def main():
     model, page, config, options, script, state = json.load(open(sys.argv[1]))
-    waits = ("leaving", "moving", "pinned")  # pages are let go in the next step
+    # Pages are let go in the next step, and stored in those after it.
+    waits = ("leaving", "moving", "pinned", "protected", "places")
 
     async def ask(engine, step):
         manager = engine.tokenizer_manager
