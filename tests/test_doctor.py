@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from sgl_ext import doctor
 from sgl_ext.cli import app
 from sgl_ext.config import SECTIONS, load
+from sgl_ext.restore.costs import ComputeCost
+from sgl_ext.restore.profile import PROFILES, VERSION, Profile, Subject, save
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,23 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     verdicts = {check.name: check for check in doctor.examine(config)}
     assert "on a disk of" in verdicts[f"tiers directory {tmp_path}"].found
     assert "asked" in verdicts["swap host memory"].found
+
+
+def test_a_profile_that_is_missing_or_of_another_version_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cache_dir", lambda: tmp_path)
+    config = load({"tiers": {"host": {"capacity": "1MiB"}}, "restore": {}})
+
+    def noted() -> bool:
+        return any(check.name == "restore profile" for check in doctor.examine(config))
+
+    assert noted()
+    subject = Subject("model", "float32", 16, "device")
+    path = save(Profile(subject, ComputeCost(), {}, {}), tmp_path / PROFILES)
+    assert not noted()
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 1'))
+    assert noted()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")

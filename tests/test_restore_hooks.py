@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 
 from sgl_ext import runtime
 from sgl_ext.config import load
-from sgl_ext.engine import restore_hooks
+from sgl_ext.engine import restore_hooks, restore_setup
+from sgl_ext.engine.hooks import ActivationError
 from sgl_ext.engine.tier_linker import TierLinker
+from sgl_ext.memory.slab import Layout
 from sgl_ext.plan import Compute, PrefillPlan, Span
+from sgl_ext.restore.costs import ComputeCost, Costs
+from sgl_ext.restore.host_prefixes import Strategy
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
@@ -123,3 +129,69 @@ def test_only_forwards_that_compute_one_prompt_say_what_that_costs(
     assert restore_hooks.computes_from(batch, 64) is None
     restore_hooks.computed(48, 64, 0.5)
     assert ext.restorer.asked_for == [(48, 112, 0.5)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("how", "pages", "loading", "chosen"),
+    [
+        ("auto", 40, 1.0, Strategy.TOKENS),  # 640 tokens, beyond L_delta
+        ("auto", 10, 1.0, Strategy.LAYERS),
+        ("auto", 10, 1e-5, None),  # it is there before a layer would be computed
+        ("auto", 10, None, None),  # nobody knows yet
+        ("auto", 0, 1.0, None),
+        ("tokens", 10, 1e-5, Strategy.TOKENS),
+        ("layers", 40, None, Strategy.LAYERS),
+        ("never", 40, 1.0, None),
+    ],
+)
+def test_how_host_memory_is_restored(
+    how: str,
+    pages: int,
+    loading: float | None,
+    chosen: Strategy | None,
+    ext: runtime.ExtRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load({**ext.config.resolved(), "restore": {"host": how}})
+    monkeypatch.setattr(ext, "config", config)
+    costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
+    monkeypatch.setattr(ext.restorer, "costs", costs)
+    seconds = 0.0 if loading is None else 100 * loading
+    stack: Any = SimpleNamespace(
+        loaded=SimpleNamespace(pages=100, seconds=seconds), layout=SimpleNamespace(layers=30)
+    )
+    prompt = restore_hooks.Prompt(0, pages, 1000)
+    assert restore_hooks.strategy(stack, prompt, pages) is chosen
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "message"),
+    [
+        (None, 512, "--chunked-prefill-size is None; give one of 16 or more"),
+        (8, 512, "--chunked-prefill-size is 8; give one of 16 or more"),
+        (512, 100, "restore.chunk is 100 tokens, no multiple of the page of 16; 112 is one"),
+        (512, 128, None),
+    ],
+)
+def test_chunk_page_and_prefill_go_together(
+    size: int | None,
+    chunk: int,
+    message: str | None,
+    ext: runtime.ExtRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt import runtime_context
+
+    schedule = SimpleNamespace(chunked_prefill_size=size)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    config = load({**ext.config.resolved(), "restore": {"chunk": chunk}})
+    monkeypatch.setattr(ext, "config", config)
+    layout = Layout(16, 2, 1, 8, "float32", "a model")
+    stack: Any = SimpleNamespace(layout=layout, lower=[], host=None, hits=Counter())
+    if message is None:
+        restore_setup.open_restoring(ext, stack)
+        assert ext.restorer is not None
+        assert ext.restorer.costs.chunk == chunk
+    else:
+        with pytest.raises(ActivationError, match=re.escape(message)):
+            restore_setup.open_restoring(ext, stack)
