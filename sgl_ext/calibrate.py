@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import requests
 from sgl_ext.bench import server
 from sgl_ext.bench.linked import generate
 from sgl_ext.bench.restore_servers import forget, tiers, wait_until_stored
-from sgl_ext.calibrate_host import crossover_of, host_curves
+from sgl_ext.calibrate_host import POOL, WAYS, crossover_of, host_curves, random_tokens
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
@@ -27,8 +26,6 @@ from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, fit, sa
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Of prompts, from which forwards of these and of a chunk's tokens come."""
 _DEADLINE_S = 600.0
-TOKEN_IDS = (1000, 9000)
-"""That every vocabulary has and no template gives a meaning."""
 
 
 def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
@@ -49,12 +46,12 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
         raise ExtError("there is nothing to calibrate: give a configuration with a restore section")
     found: dict[str, dict[str, Any]] = {}
     loads: dict[str, LoadCost] = {}
+    deadline = config.start_deadline
     with tempfile.TemporaryDirectory(prefix="sgl_ext-calibrate-") as logs:
         for name, alone in _one_by_one(config.tiers):
             with alone as section:
                 only = config.model_copy(update={"tiers": section})
-                systems = [system(name, only, arguments)]
-                deadline = config.start_deadline
+                systems = [_system(name, only, arguments)]
                 with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
                     _ask(running.url)
                     found[name] = tiers(running.url)["restore"]
@@ -64,14 +61,20 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
         subject = msgspec.convert(next(iter(found.values()))["subject"], Subject)
         profile = Profile(subject, fit(forwards), loads, devices(config.tiers))
         if config.tiers.host is not None:
-            only = config.model_copy(update={"tiers": Tiers(host=config.tiers.host)})
-            curves = host_curves(model, only, config.restore, arguments, Path(logs))
+            small = (*arguments, "--max-total-tokens", str(POOL))
+            systems = []
+            for way in WAYS:
+                forced = config.restore.model_copy(update={"host": way})
+                sections = {"tiers": Tiers(host=config.tiers.host), "restore": forced}
+                systems.append(_system(way, config.model_copy(update=sections), small))
+            with server.serve(systems, model, Path(logs), deadline=deadline) as servers:
+                curves = host_curves(servers)
             crossover = crossover_of(curves["tokens"], curves["layers"])
             profile = msgspec.structs.replace(profile, host=curves, crossover=crossover)
     return profile, save(profile, cache_dir() / PROFILES)
 
 
-def system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
+def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
     """A server with what restoring needs of ``config``."""
     resolved = config.resolved()
     sections = {name: resolved[name] for name in ("memory", "tiers", "restore")}
@@ -79,20 +82,15 @@ def system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.Sys
     return server.System(name, command)
 
 
-def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, Any]]:
+def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tiers]]]:
     """Each lower tier by itself, or host memory if there are none; what is seen once is kept."""
     if wanted.ssd is not None:
         yield "ssd", _in_scratch(wanted)
     if wanted.remote is not None:
         remote = wanted.remote.model_copy(update={"keep_after": 1})
-        yield "remote", _as_it_is(Tiers(remote=remote, staging=wanted.staging, wait=wanted.wait))
+        yield "remote", nullcontext(Tiers(remote=remote, staging=wanted.staging, wait=wanted.wait))
     if wanted.ssd is None and wanted.remote is None:
-        yield "host", _as_it_is(wanted)
-
-
-@contextmanager
-def _as_it_is(section: Tiers) -> Iterator[Tiers]:
-    yield section
+        yield "host", nullcontext(wanted)
 
 
 @contextmanager
@@ -127,11 +125,8 @@ def _load_cost(tier: str, samples: Sequence[tuple[int, float]]) -> LoadCost:
 def _ask(url: str) -> None:
     """Prompts that no cache knows; then, when only lower tiers have them, the long ones again."""
     context = requests.get(f"{url}/get_model_info", timeout=_DEADLINE_S).json()
-    choose = random.SystemRandom()
     most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
-    prompts = [
-        [choose.randrange(*TOKEN_IDS) for _ in range(min(length, most))] for length in _LENGTHS
-    ]
+    prompts = [random_tokens(min(length, most)) for length in _LENGTHS]
     for prompt in prompts:
         generate(url, prompt, 1)
     wait_until_stored(url)

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,6 @@ _PAGES = 128
 _STEPS = 300
 _AGEING = 0.2
 _DEADLINE_S = 60.0
-_KEYS: dict[str, list[Key]] = {}
-"""Of each request: made once, as SGLang's are."""
 
 
 class _Asleep:
@@ -70,8 +68,8 @@ def report_planner(report: Report) -> None:
             page=_PAGE, unit=8, wait=60.0, hits=Counter(),
         )  # fmt: skip
         try:
-            rids = _begin(restorer)
-            steps = [_step(restorer, rids) for _ in range(_STEPS)]
+            requests = _begin(restorer)
+            steps = [_step(restorer, requests) for _ in range(_STEPS)]
         finally:
             tier.close()
             restorer.close()
@@ -90,41 +88,41 @@ def report_planner(report: Report) -> None:
             report.figures[figure] = max(report.figures.get(figure, 0.0), seconds * 1e6)
 
 
-def _begin(restorer: Restorer) -> list[str]:
-    """Requests that the tier has most of."""
+def _begin(restorer: Restorer) -> dict[str, list[Key]]:
+    """Requests that the tier has most of, and the keys of their pages."""
     rids = [f"request {number}" for number in range(_REQUESTS)]
-    for rid in rids:
-        _ask(restorer, rid)
+    asked = {rid: [f"{rid} {page}".encode() for page in range(_PAGES)] for rid in rids}
+    for rid, keys in asked.items():
+        _ask(restorer, rid, keys)
     give_up = time.monotonic() + _DEADLINE_S
     while not all(map(restorer.restores, rids)):
         if time.monotonic() > give_up:
             raise ExtError(f"{_REQUESTS} requests were not opened in {_DEADLINE_S:g} s")
         restorer.advance()
         time.sleep(1e-3)
-    return rids
+    return asked
 
 
-def _ask(restorer: Restorer, rid: str) -> None:
-    keys = _KEYS.get(rid) or [f"{rid} {page}".encode() for page in range(_PAGES)]
-    _KEYS[rid] = keys
+def _ask(restorer: Restorer, rid: str, keys: Sequence[Key]) -> None:
     restorer.ask(rid, keys, here=0, first=0, behind=_PAGES * _PAGE + 100)
 
 
-def _step(restorer: Restorer, rids: Sequence[str]) -> tuple[float, float]:
+def _step(restorer: Restorer, requests: Mapping[str, Sequence[Key]]) -> tuple[float, float]:
     """Seconds of one of the scheduler's steps.
 
     Returns:
         Of deciding whose turn it is and what its forward does; of what is called for each request,
         because SGLang looks all of them up in each step.
     """
+    rids = [*requests]
     began = time.perf_counter()
     restorer.advance()
     restorer.turn(rids[-1], continuing=False)
     restorer.plan(rids[0], 0, _PAGES * _PAGE + 100)
     decided = time.perf_counter()
     turns = 0
-    for rid in rids:
-        _ask(restorer, rid)
+    for rid, keys in requests.items():
+        _ask(restorer, rid, keys)
         turns += restorer.turn(rid, continuing=False)
     asked = time.perf_counter()
     if turns != 1:

@@ -20,7 +20,7 @@ from typing import Any
 from sgl_ext.bench import stage_process
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.restore_contexts import of_lengths
-from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Restoration
+from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Place, Restoration
 from sgl_ext.engine.stage_model import PAGE, write_part
 from sgl_ext.errors import ExtError
 
@@ -99,7 +99,7 @@ def stages(model: Path, scratch: Path, tokens: int) -> Iterator[Stages]:
             core = cores[stage % len(cores)]
             process = context.Process(
                 target=stage_process.serve,
-                args=(theirs, before, after, folder, kept, tokens, core),
+                args=(theirs, Place(before, after, folder, kept, tokens, core)),
                 daemon=True,
             )
             process.start()

@@ -39,6 +39,23 @@ KEPT, AS_IT_COMES, IN_SEQUENCE = "boundaries", "as it comes", "in sequence"
 that computes; the stage before, when that has restored its own layers."""
 
 
+class Place(NamedTuple):
+    """Of a stage, in its pipeline and on its machine."""
+
+    before: Connection | None
+    """From which the stage before sends; None to the first stage."""
+    after: Connection | None
+    """To the stage behind; None to the last."""
+    folder: Path
+    """Of its part of the model."""
+    scratch: Path
+    """For what it keeps."""
+    tokens: int
+    """Of the longest prompt."""
+    core: int
+    """That it runs on."""
+
+
 class Filled(NamedTuple):
     """Of one stage."""
 
@@ -62,31 +79,16 @@ class Restoration(NamedTuple):
 
 
 class Stage:
-    """One stage of several; commands come through its connection.
+    """One stage of several; commands come through its connection."""
 
-    Args:
-        before, after: see :func:`serve`.
-        folder: of its part of the model.
-        scratch: for what it keeps.
-        core: that it runs on.
-    """
-
-    def __init__(
-        self,
-        before: Connection | None,
-        after: Connection | None,
-        folder: Path,
-        scratch: Path,
-        tokens: int,
-        core: int,
-    ) -> None:
-        os.sched_setaffinity(0, {core})
+    def __init__(self, place: Place) -> None:
+        os.sched_setaffinity(0, {place.core})
         torch.set_num_threads(1)
-        self._before = before
-        self._after = after
-        self._tokens = tokens
-        self._model = StageModel(folder, tokens, folder.name)
-        self._scratch = scratch
+        self._before = place.before
+        self._after = place.after
+        self._tokens = place.tokens
+        self._model = StageModel(place.folder, place.tokens, place.folder.name)
+        self._scratch = place.scratch
         self._undo = ExitStack()
         self._costs: dict[str, Costs] = {}
         """By mode; what was learnt goes on from one restoration to the next."""
@@ -233,22 +235,9 @@ class Stage:
         self._boundaries = BoundaryStore(kept, arena)
 
 
-def serve(
-    commands: Connection,
-    before: Connection | None,
-    after: Connection | None,
-    folder: Path,
-    scratch: Path,
-    tokens: int,
-    core: int,
-) -> None:
-    """The process: ``(method, arguments)`` in, results out, until None comes.
-
-    Args:
-        before: from which the stage before sends; None to the first stage.
-        after: to the stage behind; None to the last.
-    """
-    stage = Stage(before, after, folder, scratch, tokens, core)
+def serve(commands: Connection, place: Place) -> None:
+    """The process: ``(method, arguments)`` in, results out, until None comes."""
+    stage = Stage(place)
     try:
         commands.send(None)
         while (command := commands.recv()) is not None:

@@ -142,8 +142,8 @@ def considered(req: Any, admitted: bool) -> None:
         return
     if within:
         held = ext.prefixes[req.rid]
-        restored = Restored(loaded={}, computed=0, seconds=time.monotonic() - held.since)
-        held.told = {"power": "restore", "exact": True, **restored}
+        seconds = time.monotonic() - held.since
+        held.told = {"power": "restore", "exact": True, "seconds": seconds}
         tell(req, held.told)  # what has come from where is known when the forward has ended
     elif (found := restorer.report(req.rid)) is not None:
         tell(req, {"power": "restore", "exact": True, **found})
@@ -157,8 +157,9 @@ def _ended_within(ext: ExtRuntime, held: Held) -> None:
     page = ext.tiers.layout.page
     loaded = {"host": len(held.pages) * page - held.computed}
     ext.tiers.hits["host"] += loaded["host"] // page
-    held.told |= {"loaded": loaded, "computed": held.computed}
-    _count(ext, Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"]))
+    restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
+    held.told |= restored
+    _count(ext, restored)
 
 
 def fill(ext: ExtRuntime, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
@@ -203,8 +204,7 @@ def release(ext: ExtRuntime, rid: str) -> None:
         return
     if rid in ext.prefixes:
         _ended_within(ext, ext.prefixes[rid])
-        ext.plans.pop(rid, None)
-    if ext.restorer.restores(rid):
+    if rid in ext.prefixes or ext.restorer.restores(rid):
         ext.plans.pop(rid, None)
     ext.prefixes.release(rid)
     ext.restorer.release(rid)
