@@ -12,7 +12,15 @@ from typing import NamedTuple, get_args
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
+from sgl_ext.bench.linked import (
+    DEFAULT,
+    Contexts,
+    asked,
+    computed_share,
+    generate,
+    nothing_missing,
+    text_of,
+)
 from sgl_ext.bench.needles import needle_prompts
 from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.questions import Question, QuestionSet
@@ -175,9 +183,10 @@ class Accuracy:
 
         def by(method: str) -> _Compared:
             text = text_of(prompt, self._contexts.create(prompt, method)) + prompt.answers[0]
-            linked, meta = distributions(
-                self._ours.url, text, count, begin, top=_TOP, deadline=_DEADLINE_S
-            )
+            with nothing_missing(self._ours.url):
+                linked, meta = distributions(
+                    self._ours.url, text, count, begin, top=_TOP, deadline=_DEADLINE_S
+                )
             each = [divergence(*pair) for pair in zip(right(), linked, strict=True)]
             cost = computed_share(meta, begin + count, self._layers)
             return _Compared(each[0], statistics.mean(each), cost)
@@ -220,5 +229,6 @@ class Accuracy:
             told, _ = generate(self._stock.url, list(prompt.tokens), _NEEDLE_TOKENS)
         else:
             text = text_of(prompt, self._contexts.create(prompt, name))
-            told, _ = generate(self._ours.url, text, _NEEDLE_TOKENS)
+            with nothing_missing(self._ours.url):
+                told, _ = generate(self._ours.url, text, _NEEDLE_TOKENS)
         return code in told

@@ -7,12 +7,22 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 
 import numpy as np
 
 from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts, question_prompts
-from sgl_ext.bench.linked import DEFAULT, Contexts, asked, computed_share, generate, text_of
+from sgl_ext.bench.linked import (
+    DEFAULT,
+    Contexts,
+    asked,
+    computed_share,
+    generate,
+    nothing_missing,
+    text_of,
+)
+from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import ratio_of_medians
 
@@ -36,12 +46,19 @@ class Speed:
     Args:
         stock: computes everything.
         ours: links.
+        partial: what was found earlier.
     """
 
     def __init__(
-        self, stock: server.Server, ours: server.Server, template: Template, sizes: SpeedSizes
+        self,
+        stock: server.Server,
+        ours: server.Server,
+        template: Template,
+        sizes: SpeedSizes,
+        partial: Partial,
     ) -> None:
         self._stock, self._ours = stock, ours
+        self._partial = partial
         self._template = template
         self._sizes = sizes
         self._contexts = Contexts(ours.url, template)
@@ -72,37 +89,49 @@ class Speed:
             )
             for order in range(self._sizes.orders)
         ]  # fmt: skip
-        return self._first_tokens(by_order)
+        return self._first_tokens(f"{length} tokens", by_order)
 
     def _as_they_are(self) -> dict[str, list[float]]:
         most = self._sizes.as_they_are + 1
-        return self._first_tokens(
-            [
-                document_prompts(self._template, self._asked, most, seed=order)
-                for order in range(self._sizes.orders)
-            ]
-        )
+        by_order = [
+            document_prompts(self._template, self._asked, most, seed=order)
+            for order in range(self._sizes.orders)
+        ]
+        return self._first_tokens("as they are", by_order)
 
-    def _first_tokens(self, by_order: Sequence[Sequence[Prompt]]) -> dict[str, list[float]]:
+    def _first_tokens(
+        self, what: str, by_order: Sequence[Sequence[Prompt]]
+    ) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        warm, *others = zip(*by_order, strict=True)
+        names = [f"ttft, {what}, {prompts[0].name}" for prompts in others]
+        if not all(name in self._partial for name in names):
+            self._times(warm[:1], 0)  # the first ones in a process are slow
+        for number, (name, prompts) in enumerate(zip(names, others, strict=True)):
+            times = self._partial.find(name, partial_of(self._times, prompts, number))
+            for system, seconds in times.items():
+                found[system] += seconds
+        return found
+
+    def _times(self, orders: Sequence[Prompt], number: int) -> dict[str, list[float]]:
+        """Seconds to the first token of each order of a prompt, by system."""
         from sgl_ext.engine.load_generator import Request, run
 
         found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
-        for number, prompts in enumerate(zip(*by_order, strict=True)):
-            named = {name: self._contexts.create(prompts[0], name) for name in self._sizes.methods}
+        with nothing_missing(self._ours.url):
+            named = {name: self._contexts.create(orders[0], name) for name in self._sizes.methods}
             # Orders with the same chunk in front would share a prefix.
-            different = {prompt.chunks[0]: prompt for prompt in prompts}.values()
+            different = {prompt.chunks[0]: prompt for prompt in orders}.values()
             for order, prompt in enumerate(different):
                 requests = {"stock": (self._stock.url, Request(list(prompt.tokens), 1))} | {
                     name: (self._ours.url, Request(text_of(prompt, ids), 1))
                     for name, ids in named.items()
                 }
-                names = [*found]
-                first = (number + order) % len(names)
-                for name in names[first:] + names[:first]:
-                    url, request = requests[name]
-                    timing = run(url, [request])[0]
-                    if number:  # the first ones in a process are slow
-                        found[name].append(timing.ttft)
+                systems = [*found]
+                first = (number + order) % len(systems)
+                for system in systems[first:] + systems[:first]:
+                    url, request = requests[system]
+                    found[system].append(run(url, [request])[0].ttft)
         return found
 
     def _limit(self, length: int, stock: float) -> float:

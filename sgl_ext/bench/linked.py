@@ -120,15 +120,21 @@ def _missing(url: str) -> float:
     )
 
 
-def generate(url: str, prompt: str | Sequence[int], tokens: int) -> tuple[str, dict[str, Any]]:
+def generate(
+    url: str, prompt: str | Sequence[int], tokens: int, stop: str | None = None
+) -> tuple[str, dict[str, Any]]:
     """The text that a server goes on with, greedily, and the answer's ``meta_info``.
+
+    Args:
+        tokens: of the answer, at most.
+        stop: it ends before this text, too.
 
     Raises:
         ExtError: the server does not answer or refuses.
     """
     body = {
         "text" if isinstance(prompt, str) else "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens},
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "stop": stop},
     }
     try:
         answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)

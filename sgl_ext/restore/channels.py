@@ -34,6 +34,8 @@ class Restoration:
     behind: int
     """Tokens of its prompt."""
     pointers: Pointers
+    first: int
+    """Page that computing begins with."""
     begin: int
     """The first page of :attr:`keys` and :attr:`places`."""
     keys: Sequence[Key]

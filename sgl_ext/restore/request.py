@@ -40,10 +40,6 @@ class Request:
     """In host memory: of the pages before."""
     arrived: float
     seen: float
-    begin: int = 0
-    """Page that computing begins with."""
-    active: Restoration | None = None
-    """What is being restored, once it is known what there is."""
 
     @property
     def answered(self) -> bool:
@@ -55,39 +51,38 @@ class Request:
         """Whether all tiers have said that they have nothing."""
         return self.answered and not any(result_of(lookup, 0) for _, lookup in self.lookups)
 
-    def open(self, rid: str, host: HostPages, *, scarce: bool) -> bool:
+    def open(self, rid: str, host: HostPages, *, scarce: bool) -> Restoration | None:
         """Takes places in ``host`` for what tiers have, of the last pages if not for all.
 
         Args:
             scarce: fewer places than there could be will do.
 
         Returns:
-            Whether there is something to load now; False, too, if there was before.
+            None if there is nothing to load yet.
         """
-        if self.active is not None or not self.answered:
-            return False
+        if not self.answered:
+            return None
         stretches, end = self._stretches()
         wanted = min(end - self.first, host.capacity)
         if not scarce and wanted > host.room:
-            return False  # others hold them; their turn comes first
+            return None  # others hold them; their turn comes first
         places = host.reserve(min(wanted, host.room))
         if places is None or not len(places):
-            return False
+            return None
         host.refuse(wanted - len(places))
         begin = end - len(places)
         for stretch in stretches:
             stretch.begin = max(stretch.begin, begin)
-        self.begin = self.first
-        self.active = Restoration(
+        return Restoration(
             rid,
             self.arrived,
             self.behind,
             Pointers(self.first, [one for one in stretches if one.begin < one.end]),
+            self.first,
             begin,
             self.keys[begin - self.first : end - self.first],
             places,
         )
-        return True
 
     def _stretches(self) -> tuple[list[Stretch], int]:
         """Of each tier what the ones before it do not have, and where all of it ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class Restorer:
         self._hits = hits
         self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
         self._requests: dict[str, Request] = {}
+        self._opened: dict[str, Restoration] = {}
+        """What is being restored of them."""
         self._owners: dict[Key, str] = {}
         """Of pages that a request restores, or is about to."""
         self._followers: dict[str, str] = {}
@@ -110,21 +112,19 @@ class Restorer:
 
     def restores(self, rid: str) -> bool:
         """Whether something was found of the request's prompt, and it has not left."""
-        request = self._requests.get(rid)
-        return request is not None and request.active is not None
+        return rid in self._opened
 
     def loads(self, rid: str) -> bool:
         """Whether something of the request's prompt is still loaded, or will be."""
-        request = self._requests.get(rid)
-        if request is None or request.active is None:
+        if (active := self._opened.get(rid)) is None:
             return False
         with self._channels.lock:
-            return not request.active.pointers.settled
+            return not active.pointers.settled
 
     def computes(self, rid: str) -> bool:
         """Whether the first part of the request was computed, or is about to be."""
-        request, computing = self._requests.get(rid), self._channels.computing
-        return request is not None and request.active is not None and request.active is computing
+        active = self._opened.get(rid)
+        return active is not None and active is self._channels.computing
 
     def turn(self, rid: str, continuing: bool) -> bool:
         """Whether a request that waits may be computed now.
@@ -135,7 +135,7 @@ class Restorer:
         if (request := self._requests.get(rid)) is None:
             return self._followers.get(rid) not in self._requests
         request.seen = self._now
-        if (active := request.active) is not None and self._chosen:
+        if (active := self._opened.get(rid)) is not None and self._chosen:
             return active is self._first and not continuing
         if active is None and not request.answered:
             if self._now < request.arrived + self._wait:
@@ -149,22 +149,21 @@ class Restorer:
         if active is None and self._first is None:
             # Nobody who has places will give any back: it makes do with those that there are.
             self._open(rid, request, scarce=True)
-            if not self.restores(rid):
+            if (active := self._opened.get(rid)) is None:
                 self.release(rid)
                 return True
-            self._first = active = self._requests[rid].active
+            self._first = active
         return active is not None and self._first is active
 
     def _choose(self) -> None:
         """Decides whose turn it is, among those that the scheduler comes back to."""
         since = self._before - _SEEN_S  # the last forward may have taken long
-        able = [
-            each.active
-            for each in self._requests.values()
-            if each.active is not None and each.seen > since
-        ]
-        self._first = soonest(able) if able else None
-        self._chosen = True
+        able: Collection[Restoration] = self._opened.values()
+        first = soonest(able) if able else None
+        if first is not None and self._requests[first.rid].seen <= since:  # seldom: a look at all
+            able = [one for one in able if self._requests[one.rid].seen > since]
+            first = soonest(able) if able else None
+        self._first, self._chosen = first, True
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
         """What the next forward of a request does, from token ``begin`` on.
@@ -175,12 +174,12 @@ class Restorer:
         Returns:
             None if it does nothing: what is on its way comes sooner.
         """
-        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+        if (active := self._opened.get(rid)) is None:
             return plan_of((), end, self.page)
         pointers, page, now = active.pointers, self.page, time.monotonic()
         with self._channels.lock:
             if self._channels.computing is not active:
-                pointers.front = request.begin = begin // page
+                pointers.front = active.first = begin // page
                 self._channels.changed(active)
             free = pointers.next_free
             until = next_part(
@@ -197,7 +196,7 @@ class Restorer:
 
     def computing(self, rid: str, until: int) -> None:
         """A forward goes to token ``until``: it is in the batch that runs next."""
-        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+        if (active := self._opened.get(rid)) is None:
             return
         with self._channels.lock:
             active.pointers.compute(min(-(-until // self.page), active.pointers.end))
@@ -206,20 +205,18 @@ class Restorer:
 
     def places(self, rid: str, begin: int, end: int) -> Pages:
         """In host memory, of tokens ``begin .. end - 1``, which were loaded."""
-        active = self._requests[rid].active
-        if active is None:
-            raise RuntimeError(f"{rid}: nothing was loaded for tokens {begin} on")
+        active = self._opened[rid]
         return active.places[begin // self.page - active.begin : end // self.page - active.begin]
 
     def report(self, rid: str) -> Restored | None:
         """What has become of a request's prefix, when nothing more will."""
-        if (request := self._requests.get(rid)) is None or (active := request.active) is None:
+        if (active := self._opened.get(rid)) is None:
             return None
         pointers = active.pointers
-        came = sum(map(pointers.came, range(request.begin, pointers.end)))
+        came = sum(map(pointers.came, range(active.first, pointers.end)))
         with self._channels.lock:
             loaded = {name: pages * self.page for name, pages in active.loaded.items()}
-        computed = max(pointers.end - request.begin - came, 0) * self.page
+        computed = max(pointers.end - active.first - came, 0) * self.page
         seconds = time.monotonic() - active.arrived
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 
@@ -233,7 +230,7 @@ class Restorer:
             if self._owners.get(key) == rid:
                 del self._owners[key]
         self._host.unpin(request.pinned)
-        if (active := request.active) is not None:
+        if (active := self._opened.pop(rid, None)) is not None:
             if self._first is active:
                 self._first, self._chosen = None, False
             with self._channels.lock:
@@ -247,9 +244,8 @@ class Restorer:
         if self._epoch != self.costs.epoch:
             self._epoch = self.costs.epoch
             with self._channels.lock:
-                for request in self._requests.values():
-                    if request.active is not None:
-                        self._channels.changed(request.active)
+                for active in self._opened.values():
+                    self._channels.changed(active)
         self._first, self._chosen = None, self._channels.computing is not None
         self._settle()
         for rid, request in list(self._unopened.items()):
@@ -285,10 +281,11 @@ class Restorer:
         """
         if request.nothing:
             self.release(rid)
-        elif request.open(rid, self._host, scarce=scarce) and request.active is not None:
+        elif (active := request.open(rid, self._host, scarce=scarce)) is not None:
             del self._unopened[rid]
+            self._opened[rid] = active
             with self._channels.lock:
-                self._channels.changed(request.active)
+                self._channels.changed(active)
 
     def _settle(self) -> None:
         """Gives places back that nothing will land in any more."""
