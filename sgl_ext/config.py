@@ -35,7 +35,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE = frozenset({"tiers", "chunks", "restore"})
+AVAILABLE = frozenset({"tiers", "chunks", "restore", "swap"})
 """Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
@@ -217,7 +217,22 @@ class Swap(_Section):
     """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
 
     capacity: Bytes
-    """Host memory for swapped requests."""
+    """Of the host tier, for requests that are swapped out; of a host tier of that size if none is
+    given."""
+    policy: Literal[
+        "sglang", "fcfs", "static", "round-robin", "token-counter", "random", "markov"
+    ] = "sglang"
+    """Who gives way: ``sglang``: as its own options say; ``fcfs``: only who came last, and only
+    where memory runs out; ``static``: the lower priority; ``round-robin``: who has had its turn;
+    ``token-counter``: who belongs to the client (``cache_salt``) that was served most (VTC);
+    ``random``, ``markov``: by chance, to measure with."""
+    quantum: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 50
+    """Iterations of a turn (``round-robin``) or until priorities change (``random``, ``markov``);
+    tokens, the generated ones counting twice, that clients may differ by (``token-counter``)."""
+    ageing: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 1000
+    """Iterations of waiting that are worth one priority, to ``static``."""
+    seed: Annotated[int, Field(strict=True)] = 0
+    """Of ``random`` and ``markov``."""
 
 
 class Peer(_Section):
@@ -249,6 +264,21 @@ class ExtConfig(_Section):
     peer: Peer | None = None
     clusters: Clusters | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _swap_to_host_memory(cls, values: object) -> object:
+        """Without a host tier, ``swap`` brings one of its own size."""
+        if not isinstance(values, Mapping):
+            return values
+        swap, tiers = values.get("swap"), values.get("tiers", {})
+        if not (isinstance(swap, Mapping) and isinstance(tiers, Mapping)) or "host" in tiers:
+            return values
+        try:
+            capacity = Swap.model_validate(swap).capacity
+        except ValidationError:
+            return values  # it is told of swap
+        return {**values, "tiers": {**tiers, "host": {"capacity": capacity}}}
+
     @field_validator(*SECTIONS, mode="before")
     @classmethod
     def _not_empty(cls, section: object) -> object:
@@ -260,6 +290,17 @@ class ExtConfig(_Section):
     def _something_to_restore_from(self) -> Self:
         if self.restore and not self.tiers:
             raise ValueError("restore needs something to restore from: give a tiers section")
+        return self
+
+    @model_validator(mode="after")
+    def _part_of_host_memory(self) -> Self:
+        if self.swap is None or self.tiers is None or self.tiers.host is None:
+            return self
+        if self.swap.capacity > self.tiers.host.capacity:
+            raise ValueError(
+                f"swap.capacity ({_written_size(self.swap.capacity)}) is a part of "
+                f"tiers.host.capacity ({_written_size(self.tiers.host.capacity)}), and larger"
+            )
         return self
 
     @model_validator(mode="after")

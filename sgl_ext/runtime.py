@@ -10,11 +10,13 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
 from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.restore.restorer import Restorer
+from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunk_links import ChunkLinks
     from sgl_ext.engine.chunk_metrics import LinkMetrics
+    from sgl_ext.engine.priorities import Priorities
     from sgl_ext.engine.restore_metrics import RestoreMetrics
     from sgl_ext.engine.rows import Split
 
@@ -42,6 +44,12 @@ class ExtRuntime:
     """Of the forward that runs, if it is one of rows."""
     links: ChunkLinks | None = None
     """Chunks in prompts; None without the section."""
+    swap: SwapManager | None = None
+    """Preempted requests; None without the section."""
+    resuming: list[Any] = field(default_factory=list)
+    """SGLang's requests that come back in this step."""
+    priorities: Priorities | None = None
+    """Who gives way; None if that is SGLang's own business."""
     link_metrics: LinkMetrics | None = None
     """What is linked, counted; None if SGLang's metrics are off."""
 

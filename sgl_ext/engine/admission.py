@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, plan_hooks, restore_hooks, tier_hooks
+from sgl_ext.engine import hooks, plan_hooks, restore_hooks, swap_hooks, tier_hooks
 from sgl_ext.engine.meta_info import tell, told
 
 
@@ -19,9 +19,16 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     continuing = kw.get("has_chunked_req", False)
     if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return AddReqResult.CONTINUE
+    back = swap_hooks.take_back(adder, req)
+    if back is AddReqResult.NO_TOKEN and swap_hooks.makes_room(adder, req):
+        back = swap_hooks.take_back(adder, req)
+    if back is not None:
+        return back
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
+    if result is AddReqResult.NO_TOKEN and swap_hooks.makes_room(adder, req):
+        result = original(adder, req, *args, **kw)
     full = result is AddReqResult.NO_TOKEN and _alone(adder)
     if linked is not None and full and ext.links is not None:
         # The chunks that it keeps leave no room for it, and nobody who ends would make any.

@@ -16,7 +16,11 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from sgl_ext.memory.block_groups import BlockGroups, Run
+from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import runs_of
+
+_DEADLINE_S = 60.0
+"""Of a copy within this machine's memory, which a new owner of its blocks waits for."""
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
 """The batch's rows in the request pool, and the tokens that each one gets."""
@@ -49,6 +53,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Told the end of the highest block in use so far."""
         self.on_epoch: Callable[[], None] | None = None
         """Told that blocks have changed their meaning: all were freed, or the pool was resized."""
+        self.in_flight: BlocksInFlight | None = None
+        """Blocks that are read or written for owners that have given them away."""
         self._high = 0
         self._owners: Owners | None = None
 
@@ -232,6 +238,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             blocks = None if runs is None else [run[0].start for run in runs]
         if blocks:
             self._note(max(blocks) + 1)
+            if self.in_flight is not None and self.in_flight.pending:
+                self.in_flight.wait(np.asarray(blocks), _DEADLINE_S)
         return blocks
 
     def _slots(self, runs: Sequence[Run]) -> torch.Tensor:
@@ -239,6 +247,9 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         if not runs:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         self._note(max(start + length for start, length in runs))
+        if self.in_flight is not None and self.in_flight.pending:
+            blocks = [np.arange(start, start + length) for start, length in runs]
+            self.in_flight.wait(np.concatenate(blocks), _DEADLINE_S)
         page = self.page_size
         parts = [torch.arange(start * page, (start + length) * page) for start, length in runs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)

@@ -62,6 +62,8 @@ def prompt_of(req: Any, prefix: int) -> Prompt | None:
         return None
     if req.session is not None or req.multimodal_inputs is not None:
         return None
+    if ext.swap is not None and req.rid in ext.swap:
+        return None
     if ext.links is not None:
         from sgl_ext.engine.link_parameters import composition_of
 

@@ -13,6 +13,7 @@ from sgl_ext.engine import (
     kv_memory,
     meta_info,
     plan_hooks,
+    swap_hooks,
     tier_hooks,
 )
 from sgl_ext.engine.activation import report
@@ -41,6 +42,7 @@ HOOKS = (
     *tier_hooks.HOOKS,
     *plan_hooks.HOOKS,
     *chunk_hooks.HOOKS,
+    *swap_hooks.HOOKS,
 )
 
 

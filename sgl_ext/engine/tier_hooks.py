@@ -151,6 +151,8 @@ def _forget(_wrapper: Any, rid: str) -> None:
     if (ext := runtime.current) is not None and ext.tiers is not None:
         ext.tiers.forget(rid)
         restore_hooks.release(ext, rid)
+        if ext.swap is not None:
+            ext.swap.drop(rid)
         if ext.links is not None:
             ext.links.forget(rid)
 
@@ -170,6 +172,8 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
             "tiers": describe(stack),
             "computing_seconds": stack.computing_seconds,
         }
+        if runtime.current is not None and (swap := runtime.current.swap) is not None:
+            result.internal_state["sgl_ext"]["swap"] = swap.describe()
         if runtime.current is not None and (restorer := runtime.current.restorer) is not None:
             result.internal_state["sgl_ext"]["restore"] = restore_setup.describe(restorer, stack)
     return result

@@ -16,11 +16,13 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import refuse
+from sgl_ext.engine.priorities import priorities_of
 from sgl_ext.engine.restore_hooks import Prompt, give_up, strategy
 from sgl_ext.engine.restore_setup import open_restoring
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
-from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.swap.manager import SwapManager
+from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
 from sgl_ext.tiers.statistics import describe
 
@@ -65,6 +67,11 @@ class TierLinker(UnifiedCacheLinker):
                 )
             ext.tiers = open_stack(ext.config.tiers, ext.slab)
             open_restoring(ext, ext.tiers)
+            params.token_to_kv_pool_allocator.in_flight = ext.tiers.in_flight
+            if ext.config.swap is not None:
+                capacity = ext.config.swap.capacity // stride_of(ext.slab.layout)
+                ext.swap = SwapManager(ext.tiers, capacity)
+                ext.priorities = priorities_of(ext.config.swap)
         except ExtError as error:
             refuse(error)
         self.stack = ext.tiers
@@ -142,6 +149,8 @@ class TierLinker(UnifiedCacheLinker):
 
     def reset(self) -> None:
         give_up()
+        if runtime.current is not None and runtime.current.swap is not None:
+            runtime.current.swap.clear()
         self.stack.clear()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import run_starts
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.transfer import Lane, Priority, Ticket, TransferEngine
@@ -41,6 +42,8 @@ class DeviceCopies:
         self._arena = arena
         self.layout = slab.layout
         """Of a page."""
+        self.in_flight = BlocksInFlight(slab.blocks)
+        """Blocks that a copy reads or writes, whoever owns them meanwhile."""
         self.groups = tuple(layer_groups(slab.layout.layers))
         """``(first, end)`` layers of each group of a load, in order."""
 
@@ -60,7 +63,9 @@ class DeviceCopies:
             block_bytes,
             stride,
         )
-        return self._engine.submit(rows, self._lane, Priority.BULK)
+        ticket = self._engine.submit(rows, self._lane, Priority.BULK)
+        self.in_flight.begin(blocks, ticket)
+        return ticket
 
     def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """As :meth:`load`, the last layer first; the ticket of each layer, by its number."""

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.transfer import State, Ticket
 from sgl_ext.tiers.arena import Key, Pages
@@ -56,6 +57,14 @@ class _Store:
     success: bool | None = None
 
 
+class Saved(NamedTuple):
+    """A copy of blocks that no key names."""
+
+    pages: Pages
+    """In host memory, held."""
+    ticket: Ticket
+
+
 class TierStack:
     """What the scheduler asks. Only its thread calls, and none of it waits for a device.
 
@@ -96,6 +105,10 @@ class TierStack:
         self._queued: dict[str, _Load] = {}
         self._loading: dict[int, list[_Load]] = {}
         self._stores: deque[_Store] = deque()
+        self._presumed = 0
+        self._behind: list[_Store] = []
+        """Popped ones that are not over."""
+        self._dropped: list[Saved] = []
         page_bytes = copies.layout.block_bytes
         self._demotions = [Demotion(at, tier, host, page_bytes) for at, tier in enumerate(lower)]
         self._off: str | None = None
@@ -251,19 +264,50 @@ class TierStack:
     def completed(self) -> int:
         """Stores that are over and wait to be popped, in the order of their beginning."""
         self.poll()
-        return sum(1 for _ in takewhile(lambda store: store.success is not None, self._stores))
+        over = sum(1 for _ in takewhile(lambda store: store.success is not None, self._stores))
+        return max(over, self._presumed)
 
     def pop(self) -> bool:
         """Forgets the oldest store, which is over; whether its pages can be found now."""
-        return bool(self._stores.popleft().success)
+        store = self._stores.popleft()
+        self._presumed = max(self._presumed - 1, 0)
+        if store.success is None:
+            self._behind.append(store)
+            return store.whole
+        return store.success
+
+    def presume(self) -> int:
+        """Takes the stores that are under way for over, so that their blocks can be given to
+        others, who wait for the copies (:attr:`in_flight`); how many wait to be popped."""
+        self._presumed = len(self._stores)
+        return self._presumed
+
+    def save(self, blocks: Pages) -> Saved | None:
+        """Begins to copy ``blocks`` of the device for their owner alone, until :meth:`drop`.
+
+        Returns:
+            None if there is no room.
+        """
+        if self._off is not None or (pages := self.host.reserve(len(blocks))) is None:
+            return None
+        return Saved(pages, self._copies.store(blocks, pages))
+
+    def drop(self, saved: Saved) -> None:
+        """Nobody needs the copy any more."""
+        saved.ticket.cancel()
+        self._dropped.append(saved)
+        self._forget_dropped()
 
     # --- what goes on meanwhile -------------------------------------------------------------------
 
     def poll(self) -> None:
         """Takes note of what has ended. The scheduler calls it once a step at least."""
-        for store in self._stores:
+        for store in (*self._stores, *self._behind):
             if store.success is None and store.ticket is not None and store.ticket.poll():
                 self._settle(store)
+        if self._behind:
+            self._behind = [store for store in self._behind if store.success is None]
+        self._forget_dropped()
         self._waiting.advance()
         for demotion in self._demotions:
             demotion.advance()
@@ -281,7 +325,12 @@ class TierStack:
     @property
     def stores_under_way(self) -> int:
         """Copies from the device that have not ended."""
-        return sum(store.success is None for store in self._stores)
+        return sum(store.success is None for store in (*self._stores, *self._behind))
+
+    @property
+    def in_flight(self) -> BlocksInFlight:
+        """Blocks of the device that are being copied."""
+        return self._copies.in_flight
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A forward took so long for so many new tokens."""
@@ -304,13 +353,15 @@ class TierStack:
             self.cancel(rid)
         for index in list(self._loading):
             self.finish(index)
-        for store in self._stores:
+        for store in (*self._stores, *self._behind):
             if store.success is None and store.ticket is not None:
                 store.ticket.cancel()
                 while not store.ticket.poll():
                     _outwait(store.ticket)
                 self._settle(store)
         self._stores.clear()
+        self._behind.clear()
+        self._presumed = 0
         self.host.clear()
 
     def disable(self, reason: str) -> None:
@@ -330,6 +381,12 @@ class TierStack:
             tier.close()
         for close in self._closing:
             close()
+
+    def _forget_dropped(self) -> None:
+        over = [saved for saved in self._dropped if saved.ticket.poll()]
+        for saved in over:
+            self._dropped.remove(saved)
+            self.host.release(saved.pages)
 
     def _count(self, restored: dict[str, Restored], name: str, pages: int, seconds: float) -> None:
         self.hits[name] += pages

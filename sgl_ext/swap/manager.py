@@ -1,0 +1,158 @@
+"""What host memory keeps of requests that were preempted, until they come back (FastSwitch §3.3).
+
+The pages of a preempted request are pages like any others: the tier stack stores what it does not
+have from earlier turns, or from others with the same prefix, and finds them by their keys. Here
+they are pinned, as far as the budget goes, so that they are there when the request comes back. Only
+its last page, which is not whole and so has no key, is kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from sgl_ext.memory.tickets import Ticket
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.stack import Saved, TierStack
+
+_NOT_PINNED = -1
+
+
+@dataclass(eq=False)
+class Swapped:
+    """A preempted request.
+
+    Attributes:
+        tokens: that it had KV of.
+        keys: of its whole pages.
+        tail: of its last page, if that is not whole; None, too, if there was no room for it.
+    """
+
+    tokens: int
+    keys: Sequence[Key]
+    tail: Saved | None
+    places: Pages = field(init=False)
+    """Of the pages that are pinned; -1 where one is not."""
+
+    def __post_init__(self) -> None:
+        self.places = np.full(len(self.keys), _NOT_PINNED, np.int64)
+
+
+@dataclass
+class Counts:
+    """Since the start."""
+
+    swapped_out: int = 0
+    """Requests."""
+    swapped_in: int = 0
+    recomputed: int = 0
+    """Requests that were preempted and had to be computed again, in part at least."""
+    recomputed_tokens: int = 0
+    loaded_pages: int = 0
+    """From host memory, for requests that came back."""
+
+
+class SwapManager:
+    """Only the scheduler's thread calls.
+
+    Args:
+        capacity: pages of host memory for swapped requests.
+    """
+
+    def __init__(self, stack: TierStack, capacity: int) -> None:
+        self.stack = stack
+        self.counts = Counts()
+        self._capacity = capacity
+        self._used = 0
+        self._swapped: dict[str, Swapped] = {}
+        self._landing: list[Swapped] = []
+        """Those with pages that may still become known to host memory."""
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._swapped
+
+    def get(self, rid: str) -> Swapped | None:
+        return self._swapped.get(rid)
+
+    def save_tail(self, block: int) -> Saved | None:
+        """Begins to copy a page that is not whole; None if there is no room for it."""
+        if self._used >= self._capacity:
+            return None
+        if (saved := self.stack.save(np.array([block]))) is not None:
+            self._used += 1
+        return saved
+
+    def out(self, rid: str, tokens: int, keys: Sequence[Key], tail: Saved | None) -> None:
+        """The request has given way. Its whole pages are stored, or about to be."""
+        self.drop(rid)
+        self._swapped[rid] = swapped = Swapped(tokens, keys, tail)
+        self.counts.swapped_out += 1
+        self._landing.append(swapped)
+        self._pin(swapped)
+
+    def advance(self) -> None:
+        """Pins what has landed; once in each of the scheduler's steps at least."""
+        if not self._landing:
+            return
+        for swapped in self._landing:
+            self._pin(swapped)
+        if not self.stack.stores_under_way:
+            self._landing.clear()
+
+    def load(self, swapped: Swapped, first: int, blocks: Pages) -> list[Ticket]:
+        """Begins to copy the request's pages from number ``first`` on into ``blocks`` of the
+        device, its last one, which is not whole, included.
+
+        Returns:
+            Tickets, to be waited for. None of them is under way if this raises.
+
+        Raises:
+            KeyError: host memory has lost one; nothing was begun.
+        """
+        keys = swapped.keys[first:]
+        tickets = []
+        if keys:
+            tickets.append(self.stack.begin_fill(self.stack.host.use(keys), blocks[: len(keys)]))
+        if swapped.tail is not None:
+            tickets.append(self.stack.begin_fill(swapped.tail.pages, blocks[len(keys) :]))
+        self.counts.loaded_pages += len(blocks)
+        return tickets
+
+    def drop(self, rid: str) -> None:
+        """The request runs again, or is gone."""
+        if (swapped := self._swapped.pop(rid, None)) is None:
+            return
+        pinned = swapped.places[swapped.places != _NOT_PINNED]
+        self.stack.let_go(pinned)
+        self._used -= len(pinned)
+        if swapped.tail is not None:
+            self.stack.drop(swapped.tail)
+            self._used -= 1
+        if swapped in self._landing:
+            self._landing.remove(swapped)
+
+    def clear(self) -> None:
+        for rid in list(self._swapped):
+            self.drop(rid)
+
+    def describe(self) -> dict[str, int | float]:
+        """For ``/server_info``."""
+        flight = self.stack.in_flight
+        return {
+            **asdict(self.counts),
+            "swapped": len(self._swapped),
+            "waits": flight.waited,
+            "waiting_seconds": flight.waited_seconds,
+        }
+
+    def _pin(self, swapped: Swapped) -> None:
+        room = self._capacity - self._used
+        lacking = np.flatnonzero(swapped.places == _NOT_PINNED)[:room].tolist()
+        here = {swapped.keys[at]: at for at in lacking}
+        keys = self.stack.host.present(here)
+        places = self.stack.host.places(keys)
+        self.stack.host.pin(places)
+        swapped.places[[here[key] for key in keys]] = places
+        self._used += len(keys)

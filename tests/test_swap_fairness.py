@@ -1,0 +1,178 @@
+"""Who runs where not all fit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.swap.fairness import (
+    Candidate,
+    FirstCome,
+    Policy,
+    RoundRobin,
+    Static,
+    TokenCounter,
+    Trace,
+)
+
+
+def serve(policy: Policy, requests: list[Candidate], seats: int, steps: int) -> dict[str, int]:
+    """Iterations that each request runs in, where so many can at once."""
+    ran = dict.fromkeys((one.name for one in requests), 0)
+    for _ in range(steps):
+        policy.step(requests)
+        # Displaced only by a higher level: the sort is stable, and who runs comes first.
+        order = sorted(requests, key=lambda one: (-one.level, not one.running))
+        for at, one in enumerate(order):
+            one.running = at < seats
+            if one.running:
+                ran[one.name] += 1
+                one.generated += 1
+    return ran
+
+
+def names(count: int) -> list[Candidate]:
+    return [Candidate(f"r{at}") for at in range(count)]
+
+
+def test_first_come_displaces_nobody() -> None:
+    ran = serve(FirstCome(), names(4), seats=2, steps=100)
+    assert ran == {"r0": 100, "r1": 100, "r2": 0, "r3": 0}
+
+
+def test_static_goes_by_what_was_given() -> None:
+    requests = names(3)
+    requests[2].given = 5
+    ran = serve(Static(ageing=1000), requests, seats=1, steps=100)
+    assert ran == {"r0": 0, "r1": 0, "r2": 100}
+    requests[0].given = 6
+    assert serve(Static(ageing=1000), requests, seats=1, steps=10)["r0"] == 10
+
+
+def test_who_waits_under_static_does_not_starve() -> None:
+    requests = names(2)
+    requests[1].given = 3
+    ran = serve(Static(ageing=10), requests, seats=1, steps=2000)
+    assert ran["r0"] > 500
+
+
+def test_who_has_risen_runs_for_a_while() -> None:
+    requests = names(2)
+    requests[1].given = 1
+    policy = Static(ageing=10)
+    stretches, before = [], None
+    for _ in range(400):
+        policy.step(requests)
+        first = min(requests, key=lambda one: (-one.level, not one.running))
+        for one in requests:
+            one.running = one is first
+        if first is before:
+            stretches[-1] += 1
+        else:
+            stretches.append(1)
+        before = first
+    assert min(stretches[1:-1]) >= 5
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3])
+def test_round_robin_gives_each_as_much(seats: int) -> None:
+    ran = serve(RoundRobin(quantum=10), names(5), seats=seats, steps=1000)
+    assert max(ran.values()) - min(ran.values()) <= 2 * 10
+
+
+def test_round_robin_takes_turns_of_a_quantum() -> None:
+    policy, (one, other) = RoundRobin(quantum=10), names(2)
+    ran = []
+    for _ in range(40):
+        policy.step([one, other])
+        one.running = (one.level, one.running) >= (other.level, other.running)
+        other.running = not one.running
+        ran.append(one.running)
+    assert ran == ([True] * 10 + [False] * 10) * 2
+
+
+def test_who_comes_late_is_not_owed_what_others_had() -> None:
+    policy, (one, late) = RoundRobin(quantum=10), names(2)
+    serve(policy, [one], seats=1, steps=500)
+    ran = serve(policy, [one, late], seats=1, steps=200)
+    assert abs(ran["r0"] - ran["r1"]) <= 2 * 10
+
+
+def test_clients_are_served_alike_however_many_requests_they_send() -> None:
+    requests = [Candidate(f"a{at}", "a") for at in range(9)] + [Candidate("b", "b")]
+    ran = serve(TokenCounter(quantum=20), requests, seats=1, steps=2000)
+    assert ran["b"] == pytest.approx(1000, abs=50)
+
+
+def test_a_prompt_counts_when_it_is_computed() -> None:
+    policy = TokenCounter(quantum=1)
+    one, other = Candidate("a", "a", prompt=100), Candidate("b", "b", prompt=10)
+    policy.step([one, other])
+    assert one.level == other.level == 0
+    one.running = other.running = True
+    policy.step([one, other])
+    assert (one.level, other.level) == (-100, -10)
+    policy.step([one, other])
+    assert (one.level, other.level) == (-100, -10)
+
+
+def test_a_client_that_comes_back_saves_nothing_up() -> None:
+    policy, one, other = TokenCounter(quantum=1), Candidate("a", "a"), Candidate("b", "b")
+    policy.step([one])
+    one.running, one.generated = True, 500
+    policy.step([one])
+    policy.step([one, other])
+    assert other.level == one.level == -1000
+
+
+def test_random_priorities_depend_on_nobody_else() -> None:
+    alone, crowd = names(1), names(8)
+    policies = [Trace("random", 5, seed=3) for _ in range(2)]
+    for _ in range(20):
+        policies[0].step(alone)
+        policies[1].step(random.sample(crowd, len(crowd)))
+        assert alone[0].level == crowd[0].level
+
+
+def test_priorities_change_at_the_given_rate() -> None:
+    policy, (one,) = Trace("random", 25, seed=0), names(1)
+    levels = []
+    for _ in range(100):
+        policy.step([one])
+        levels.append(one.level)
+    changes = [at for at in range(1, 100) if levels[at] != levels[at - 1]]
+    assert changes == [25, 50, 75]
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_markov_keeps_those_that_were_served(seed: int) -> None:
+    policy, requests = Trace("markov", 1, seed), names(40)
+    kept = total = 0
+    for _ in range(100):
+        before = {one for one in requests if one.running}
+        policy.step(requests)
+        for one in requests:
+            one.running = False
+        for one in sorted(requests, key=lambda one: -one.level)[:8]:
+            one.running = True
+            kept += one in before
+        total += len(before)
+    assert kept > 0.3 * total  # of random ones a fifth would stay
+
+
+def test_a_short_swap_is_waited_for() -> None:
+    adaptive = Adaptive()
+    assert adaptive.waits(1 << 30, running=100)  # nothing is known yet
+    for _ in range(5):
+        adaptive.iterated(0.060)
+        adaptive.swapped(1_000_000, 0.010)
+    assert adaptive.waits(1_000_000, running=0)
+    assert adaptive.waits(1_000_000, running=6)
+    assert not adaptive.waits(1_000_000, running=7)
+    assert not adaptive.waits(20_000_000, running=2)
+    assert adaptive.waits(20_000_000, running=1)
