@@ -115,6 +115,8 @@ class EmulatedDevice(_Section):
     bytes_per_second: Bytes
     latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=10)] = 0.0
     """Of every read and write."""
+    operations_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """As many reads and writes at most."""
 
 
 class HostTier(_Section):
@@ -123,6 +125,8 @@ class HostTier(_Section):
     capacity: Bytes
     emulate: EmulatedDevice | None = None
     """Of loads from it."""
+    link: EmulatedDevice | None = None
+    """Between it and the device, both ways."""
 
 
 KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
@@ -213,6 +217,19 @@ class Restore(_Section):
     lower layers, what is faster for its length if anything is, or nothing."""
 
 
+class SwapBaseline(_Section):
+    """Parts of swapping as they were before it (vLLM's, FastSwitch §2.2)."""
+
+    recompute: bool = False
+    """Nothing is swapped: what gives way is computed again, as SGLang does."""
+    by_layer: bool = False
+    """Keys and values of each page and layer are copied by themselves."""
+    wait: bool = False
+    """All wait until what gives way has been copied."""
+    copy_again: bool = False
+    """All pages of a request are copied when it gives way or ends, whatever was copied before."""
+
+
 class Swap(_Section):
     """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
 
@@ -226,6 +243,9 @@ class Swap(_Section):
     where memory runs out; ``static``: the lower priority; ``round-robin``: who has had its turn;
     ``token-counter``: who belongs to the client (``cache_salt``) that was served most (VTC);
     ``random``, ``markov``: by chance, to measure with."""
+    swap_in: Literal["auto", "wait", "overlap"] = "auto"
+    """Whether others decode while a request's KV comes: if that costs fewer tokens than waiting for
+    it, never, or always."""
     quantum: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 50
     """Iterations of a turn (``round-robin``) or until priorities change (``random``, ``markov``);
     tokens, the generated ones counting twice, that clients may differ by (``token-counter``)."""
@@ -233,6 +253,8 @@ class Swap(_Section):
     """Iterations of waiting that are worth one priority, to ``static``."""
     seed: Annotated[int, Field(strict=True)] = 0
     """Of ``random`` and ``markov``."""
+    baseline: SwapBaseline = SwapBaseline()
+    """To measure against; slower."""
 
 
 class Peer(_Section):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.priorities import Priorities
     from sgl_ext.engine.restore_metrics import RestoreMetrics
     from sgl_ext.engine.rows import Split
+    from sgl_ext.engine.swap_ahead import SwapAhead
 
 
 @dataclass
@@ -46,6 +47,8 @@ class ExtRuntime:
     """Chunks in prompts; None without the section."""
     swap: SwapManager | None = None
     """Preempted requests; None without the section."""
+    ahead: SwapAhead | None = None
+    """Their swap-ins that nobody waits for; None without the section."""
     resuming: list[Any] = field(default_factory=list)
     """SGLang's requests that come back in this step."""
     priorities: Priorities | None = None

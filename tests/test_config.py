@@ -108,7 +108,7 @@ def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
 def test_unknown_keys_get_a_suggestion() -> None:
     assert "unknown key 'teirs' (did you mean 'tiers'?)" in error_of({"teirs": {}})
     message = error_of({"tiers": {"host": {"capacity": 1, "colour": "red"}}})
-    assert "unknown key 'tiers.host.colour' (known keys: capacity, emulate)" in message
+    assert "unknown key 'tiers.host.colour' (known keys: capacity, emulate, link)" in message
 
 
 def test_every_problem_is_named_at_once() -> None:

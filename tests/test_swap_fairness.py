@@ -39,9 +39,12 @@ def names(count: int) -> list[Candidate]:
     return [Candidate(f"r{at}") for at in range(count)]
 
 
-def test_first_come_displaces_nobody() -> None:
-    ran = serve(FirstCome(), names(4), seats=2, steps=100)
+def test_who_came_first_stays() -> None:
+    policy, requests = FirstCome(), names(4)
+    ran = serve(policy, requests, seats=2, steps=100)
     assert ran == {"r0": 100, "r1": 100, "r2": 0, "r3": 0}
+    ran = serve(policy, [Candidate("late"), *requests[1:]], seats=2, steps=100)
+    assert ran == {"late": 0, "r1": 100, "r2": 100, "r3": 0}
 
 
 def test_static_goes_by_what_was_given() -> None:

@@ -3,96 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content, keys, places
+from stack_kit import BLOCKS, Machine
+from tier_kit import content, keys, places
 
-from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads, layer_groups
-from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier
-from sgl_ext.tiers.stack import TierStack
-
-BLOCKS = 64
-
-
-class Machine:
-    """A device pool, an arena and a stack; blocks hold the content of the keys put there."""
-
-    def __init__(self, page: int, pages: int, *, keep_after: int = 2, wait: float = 60.0) -> None:
-        self.layout = LAYOUTS[page]
-        self.engine = TransferEngine()
-        self.slab = Slab.create(self.layout, BLOCKS)
-        self.engine.register(self.slab.address, self.slab.size, owner=self.slab)
-        self.arena = arena(self.engine, pages, self.layout)
-        self.blocks = np.asarray(self.slab.mapping)[-self.slab.size :].reshape(BLOCKS, -1)
-        copies = DeviceCopies(self.engine, self.engine.host_lane(), self.slab, self.arena)
-        self.shelf = Shelf(self.arena)
-        wake = threading.Event()
-        self.stack = TierStack(
-            HostPages(pages),
-            copies,
-            LayerLoads(copies.groups, DEADLINE_S),
-            [LowerTier(self.shelf, keep_after=keep_after, wake=wake.set)],
-            wait=wait,
-            wake=wake,
-            closing=[self.engine.close],
-        )
-
-    def compute(self, keys: Sequence[Key], blocks: Pages) -> None:
-        for key, block in zip(keys, blocks, strict=True):
-            self.blocks[block] = content(key, self.layout)
-
-    def right(self, keys: Sequence[Key], blocks: Pages) -> bool:
-        pairs = zip(keys, blocks, strict=True)
-        return all(np.array_equal(self.blocks[b], content(k, self.layout)) for k, b in pairs)
-
-    def store(self, keys: Sequence[Key], blocks: Pages) -> bool:
-        self.compute(keys, blocks)
-        self.stack.store(keys, blocks)
-        self.until(lambda: self.stack.completed() == 1)
-        return self.stack.pop()
-
-    def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
-        self.blocks[blocks] = 0xDD
-        if not self.stack.load(rid, keys, blocks):
-            return False
-        index = self.stack.start()
-        counter = self.stack.loads  # which knows by now what the next forward depends on
-        row = self.layout.token_bytes // self.layout.layers
-        whole = np.array([content(key, self.layout) for key in keys])
-        for layer in range(self.layout.layers):
-            counter.wait_until(layer)
-            shape = (len(keys), self.layout.page, self.layout.layers, row)
-            here = self.blocks[blocks].reshape(shape)[:, :, layer]
-            assert np.array_equal(here, whole.reshape(shape)[:, :, layer])
-        assert self.stack.finish(index)
-        assert self.stack.start() == -1
-        assert counter.consumer_index == -1
-        return self.right(keys, blocks)
-
-    def shelve(self, keys: Sequence[Key]) -> None:
-        """Puts pages on the shelf as if another process had."""
-        for key in keys:
-            page = np.zeros(self.arena.stride, np.uint8)
-            page[: self.layout.block_bytes] = content(key, self.layout)
-            self.shelf.pages[key] = page.tobytes()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline
-            self.stack.wait(0.01)
-            self.stack.poll()
-
-    def settle(self, rid: str) -> None:
-        self.until(lambda: self.stack.ready(rid))
+from sgl_ext.tiers.copies import layer_groups
 
 
 @pytest.fixture(params=[1, 4])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, plan_hooks, restore_hooks, swap_hooks, tier_hooks
+from sgl_ext.engine import hooks, plan_hooks, restore_hooks, swap_hooks, swap_in, tier_hooks
 from sgl_ext.engine.meta_info import tell, told
 
 
@@ -19,22 +19,27 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     continuing = kw.get("has_chunked_req", False)
     if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return AddReqResult.CONTINUE
-    back = swap_hooks.take_back(adder, req)
-    if back is AddReqResult.NO_TOKEN and swap_hooks.makes_room(adder, req):
-        back = swap_hooks.take_back(adder, req)
+    back = swap_in.take_back(adder, req)
+    if back is AddReqResult.NO_TOKEN:
+        # It is looked up anew before it gets the room: what it found may have had to go.
+        swap_hooks.makes_room(adder, req)
     if back is not None:
         return back
+    if ext.swap is not None and swap_in.seats(adder) <= 0:
+        return AddReqResult.OTHER
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
-    if result is AddReqResult.NO_TOKEN and swap_hooks.makes_room(adder, req):
-        result = original(adder, req, *args, **kw)
-    full = result is AddReqResult.NO_TOKEN and _alone(adder)
+    full = result is AddReqResult.NO_TOKEN
+    full = full and not swap_hooks.makes_room(adder, req) and _alone(adder)
     if linked is not None and full and ext.links is not None:
         # The chunks that it keeps leave no room for it, and nobody who ends would make any.
         linked = ext.links.acquire(req, computing=True)
         result = original(adder, req, *args, **kw)
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    if ext.swap is not None and admitted and req.retraction_count:
+        # All but the token that comes next.
+        ext.swap.counts.recomputed_tokens += len(req.full_untruncated_fill_ids) - req.prefix_len - 1
     tier_hooks.considered(adder, req, admitted)
     restore_hooks.considered(req, admitted)
     if linked is not None and admitted and not told(req, "chunks"):  # not after a retraction
@@ -54,10 +59,16 @@ def _alone(adder: Any) -> bool:
 
 def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     """Nobody gives way to a request that could not run yet."""
+    ext = runtime.current
     continuing = getattr(adder, plan_hooks.CONTINUING, False)
     if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return False
-    return original(adder, req)
+    if ext is None or ext.swap is None:
+        return original(adder, req)
+    if swap_in.coming(adder.tree_cache, req) is not True:
+        return False
+    lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
+    return swap_hooks.displace(adder, req, lacking)
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

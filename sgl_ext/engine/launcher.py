@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
-from sgl_ext.engine import activation, chunk_hooks, hooks, run_directory
+from sgl_ext.engine import activation, chunk_hooks, hooks, priority_api, run_directory
 from sgl_ext.engine.activation import carried_by, mark_launch, refuse, report
 from sgl_ext.engine.scheduler import REPORT_KEY
 
@@ -241,6 +241,7 @@ HOOKS = (
         "socket paths come from the global temporary directory and are left behind there",
     ),
     *chunk_hooks.LAUNCHER_HOOKS,
+    *priority_api.LAUNCHER_HOOKS,
 )
 
 SEAMS = (

@@ -41,9 +41,15 @@ class Priorities:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._known: dict[str, Candidate] = {}
+        self._forwards = -1
 
-    def step(self, waiting: Iterable[Any], running: Iterable[Any]) -> None:
-        """An iteration begins with these requests of SGLang's."""
+    def step(self, waiting: Iterable[Any], running: Iterable[Any], forwards: int) -> None:
+        """An iteration may begin with these requests of SGLang's.
+
+        Args:
+            forwards: that were run so far; without a further one it is no further iteration,
+                unless somebody has come.
+        """
         present: dict[str, tuple[Any, Candidate]] = {}
         for runs, reqs in ((False, waiting), (True, running)):
             for req in reqs:
@@ -53,7 +59,9 @@ class Priorities:
                     one = Candidate(req.rid, req.cache_salt, given, prompt)
                 one.generated, one.running = len(req.output_ids), runs
                 present[req.rid] = req, one
-        self._policy.step([one for _, one in present.values()])
+        if forwards != self._forwards or not present.keys() <= self._known.keys():
+            self._forwards = forwards
+            self._policy.step([one for _, one in present.values()])
         for req, one in present.values():
             req.priority = one.level
         self._known = {rid: one for rid, (_, one) in present.items()}

@@ -13,6 +13,7 @@ from sgl_ext.engine import (
     kv_memory,
     meta_info,
     plan_hooks,
+    priority_api,
     swap_hooks,
     tier_hooks,
 )
@@ -43,6 +44,7 @@ HOOKS = (
     *plan_hooks.HOOKS,
     *chunk_hooks.HOOKS,
     *swap_hooks.HOOKS,
+    *priority_api.HOOKS,
 )
 
 

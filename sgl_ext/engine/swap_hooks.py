@@ -8,21 +8,19 @@ slots, and it joins the batch that decodes where it left it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks, penalties
-from sgl_ext.engine.meta_info import tell, told
+from sgl_ext.engine import hooks, penalties, swap_in
 from sgl_ext.engine.unserved import Unserved, require_served
-from sgl_ext.tiers.arena import Key
+from sgl_ext.tiers.arena import Key, Pages
 
 _DEADLINE_S = 60.0
-"""Of a copy within this machine's memory."""
-
+"""Of copies within this machine's memory."""
 
 _UNSERVED: Unserved = (
     ("tp_size", lambda size: size > 1, "tensor parallelism"),
@@ -54,6 +52,7 @@ def declare(server_args: Any, config: ExtConfig) -> None:
         "sgl_ext",
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=0,
+        retraction_policy="priority",
     )
 
 
@@ -64,20 +63,42 @@ def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool
         return original(req, tree, checkpoint=checkpoint)
     # All but the last token, whose KV the next step computes, or is just computing.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
-    if not serves(req) or not req.kv.holds_kv or req.kv.kv_committed_len < tokens:
-        ext.swap.counts.recomputed += 1
-        return original(req, tree, checkpoint=checkpoint)
     swap, page = ext.swap, tree.page_size
-    row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-    tail = None
-    if tokens % page:
-        tail = swap.save_tail(int(row[tokens // page * page]) // page)
+    whole = req.kv.holds_kv and req.kv.kv_committed_len >= tokens
+    # What a load has brought counts when SGLang has processed the forward that needed it.
+    whole = whole and req.rid not in tree.linker.private_load_indices
+    if swap.baseline.recompute or not (whole and serves(req)):
+        swap.counts.recomputed += 1
+        return original(req, tree, checkpoint=checkpoint)
+    blocks = _blocks(req, tree, tokens)
+    tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
     over = min(swap.stack.presume(), len(wrapper.pending_offloads))
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
-    swap.out(req.rid, tokens, _keys(req, tokens // page * page, page), tail)
+    keys = _keys(req, tokens // page * page, page)
+    swap.out(req.rid, tokens, keys, tail)
+    if swap.baseline.copy_again:
+        swap.copy_again(keys, blocks)
+    if swap.baseline.wait:
+        swap.stack.in_flight.wait_for_all(_DEADLINE_S)
     return result
+
+
+def _ended(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    """To measure against: what a turn has had of KV is copied when it ends, too."""
+    ext = runtime.current
+    if ext is None or ext.swap is None or not ext.swap.baseline.copy_again or not req.finished():
+        return
+    tokens = req.kv.kv_committed_len
+    whole = tokens // tree.page_size * tree.page_size
+    ext.swap.copy_again(_keys(req, whole, tree.page_size), _blocks(req, tree, tokens))
+
+
+def _blocks(req: Any, tree: Any, tokens: int) -> Pages:
+    """Of the request's first ``tokens``."""
+    row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    return np.ascontiguousarray(row[: tokens : tree.page_size].long().numpy() // tree.page_size)
 
 
 def serves(req: Any) -> bool:
@@ -92,6 +113,9 @@ def serves(req: Any) -> bool:
         and not (req.return_logprob and _wants_prompt(req))
         and bool(req.output_ids or not (req.return_logprob or penalties.counts(req)))
         and not req.return_hidden_states
+        and not req.return_routed_experts
+        and not req.return_indexer_topk
+        and not req.is_prefill_only
     )
 
 
@@ -112,49 +136,6 @@ def _keys(req: Any, tokens: int, page: int) -> Sequence[Key]:
     return [bytes.fromhex(each) for each in get_storage_hash_str(key, None, page_size=page)]
 
 
-def take_back(adder: Any, req: Any) -> Any:
-    """Takes a request back, if there is room for it.
-
-    Returns:
-        SGLang's ``AddReqResult``; None if it was not swapped, or if host memory has lost something
-        of it and it has to be computed again as SGLang does.
-    """
-    ext = runtime.current
-    if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
-        return None
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    swap, page, tree = ext.swap, adder.page_size, adder.tree_cache
-    whole = len(swapped.keys)
-    here = min(req.prefix_len // page, whole)
-    there = swap.stack.here(swapped.keys[here:])
-    lacks_tail = swapped.tokens % page and swapped.tail is None
-    if here + there < whole or lacks_tail:
-        if not lacks_tail and swap.stack.stores_under_way:
-            return AddReqResult.CONTINUE  # it is about to be known
-        swap.counts.recomputed += 1
-        swap.counts.recomputed_tokens += swapped.tokens - (here + there) * page
-        swap.drop(req.rid)
-        return None
-    pool = tree.req_to_token_pool
-    rows = pool.available_size() - len(ext.resuming) - len(adder.can_run_list)
-    if rows <= 0:
-        return AddReqResult.OTHER
-    needed = -(-swapped.tokens // page) * page - here * page
-    growing = adder._get_running_request_total_token_offset(req) + page
-    with adder._lock_node(req.last_node):
-        room = adder.rem_total_tokens
-    if needed + growing > room:
-        return AddReqResult.NO_TOKEN
-    tree.linker.hit_markers.pop(req.rid, None)
-    req.prefix_len = req.kv.cache_protected_len = here * page
-    req.lock = tree.lock(req.last_node)
-    req.extend_end = swapped.tokens
-    adder.memory_budget.total_offset += needed + growing
-    ext.resuming.append(req)
-    return AddReqResult.CONTINUE
-
-
 def makes_room(adder: Any, req: Any) -> bool:
     """Whether others have given way to a request that there was no memory for; SGLang preempts only
     where there are too many requests."""
@@ -163,9 +144,49 @@ def makes_room(adder: Any, req: Any) -> bool:
     from sglang.srt.runtime_context import get_schedule
 
     schedule = get_schedule()
-    if not schedule.enable_priority_scheduling:
+    if not schedule.enable_priority_scheduling or schedule.disable_priority_preemption:
         return False
-    return not schedule.disable_priority_preemption and adder.preempt_to_schedule(req)
+    with adder._lock_node(req.last_node):
+        lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
+    return displace(adder, req, lacking)
+
+
+def displace(adder: Any, req: Any, lacking: float) -> bool:
+    """Has less urgent requests give way to one that there is no room for; whether there is then.
+
+    As ``PrefillAdder.preempt_to_schedule``, which takes it that a request that gives way leaves
+    only what it would have generated: not its KV, which it holds now.
+
+    Args:
+        lacking: tokens.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    sign = -1 if get_schedule().schedule_low_priority_values_first else 1
+    batch = adder.running_batch
+    running = [one for one in batch.reqs if not one.finished() and one not in adder.preempt_list]
+    running.sort(key=lambda one: (sign * one.priority, -_arrival(one)))
+    victims = []
+    for one in running:
+        if sign * (req.priority - one.priority) <= adder.priority_scheduling_preemption_threshold:
+            break
+        victims.append(one)
+        lacking -= one.kv.kv_allocated_len + adder._get_running_request_total_token_offset(one)
+        if lacking < 0:
+            break
+    if not victims or lacking >= 0:
+        return False
+    kept = []
+    for at, one in enumerate(batch.reqs):
+        if one in victims:
+            offset = adder._get_running_request_total_token_offset(one)
+            adder.memory_budget.total_offset -= offset
+            batch.release_req(at, len(batch.reqs) - len(victims))
+        else:
+            kept.append(at)
+    batch.filter_batch(keep_indices=kept)
+    adder.preempt_list.extend(victims)
+    return True
 
 
 def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
@@ -174,13 +195,18 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     if ext is None or ext.swap is None:
         return original(scheduler, running)
     ext.swap.advance()
+    if ext.ahead is not None:
+        for rid, pages in ext.ahead.land(scheduler.tree_cache):
+            ext.swap.counts.loaded_pages += pages
+            if not pages:
+                ext.swap.drop(rid)  # it is computed again
     if ext.priorities is not None:
         chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
-        ext.priorities.step(scheduler.waiting_queue, (*running.reqs, *chunked))
+        holding = (*running.reqs, *chunked)
+        ext.priorities.step(scheduler.waiting_queue, holding, scheduler.forward_ct)
     plan = original(scheduler, running)
-    if ext.resuming:
-        reqs, ext.resuming = ext.resuming, []
-        for batch in _batches(scheduler, reqs):
+    if reqs := swap_in.back(scheduler):
+        for batch in swap_in.batches(scheduler, reqs):
             if plan.running_batch.is_empty():
                 plan.running_batch = batch
             else:
@@ -190,92 +216,26 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     return plan
 
 
-def _batches(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
-    """One of the requests that depend on nothing before their last token, one of each other."""
-    simple = [req for req in reqs if not penalties.counts(req)]
-    if simple:
-        yield _batch(scheduler, simple)
-    for req in reqs:
-        if penalties.counts(req):
-            batch = _batch(scheduler, [req])
-            penalties.recall(batch)
-            yield batch
-
-
-def _batch(scheduler: Any, reqs: Sequence[Any]) -> Any:
-    """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed."""
-    import torch
-    from sglang.srt.managers.overlap_utils import RelayPayload
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    batch = ScheduleBatch.init_new(
-        list(reqs),
-        scheduler.req_to_token_pool,
-        scheduler.token_to_kv_pool_allocator,
-        scheduler.tree_cache,
-        scheduler.model_config,
-        scheduler.enable_overlap,
-        scheduler.spec_algorithm,
-    )
-    batch.prepare_for_extend()
-    _fill(scheduler, reqs)
-    last = torch.tensor([(req.output_ids or req.origin_input_ids)[-1] for req in reqs])
-    payload = RelayPayload(bonus_tokens=last.to(scheduler.device))
-    scheduler.future_map.stash(batch.req_pool_indices, payload)
-    batch.input_ids = batch.prefill_input_ids_cpu = None
-    return batch
-
-
-def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
-    from sglang.srt.observability.req_time_stats import set_time_batch
-
-    ext = runtime.current
-    if ext is None or ext.swap is None:
-        return
-    set_time_batch(reqs, "set_forward_entry_time")
-    page, table = scheduler.page_size, scheduler.req_to_token_pool.req_to_token
-    tickets = []
-    for req in reqs:
-        if (swapped := ext.swap.get(req.rid)) is None:
-            raise RuntimeError(f"{req.rid} came back without having been swapped")
-        slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
-        blocks = np.ascontiguousarray(slots.long().numpy() // page)
-        tickets += ext.swap.load(swapped, req.prefix_len // page, blocks)
-        _tell(req, swapped.tokens - req.prefix_len)
-    for ticket in tickets:
-        ticket.wait(_DEADLINE_S)
-    for req in reqs:
-        ext.swap.drop(req.rid)
-        ext.swap.counts.swapped_in += 1
-
-
-def _tell(req: Any, loaded: int) -> None:
-    entry: dict[str, Any]
-    if not (before := told(req, "swap")):
-        entry = {"power": "swap", "exact": True, "times": 1, "loaded": loaded}
-        tell(req, entry)
-        return
-    (entry,) = before  # type: ignore[assignment]
-    entry["times"] += 1
-    entry["loaded"] += loaded
-
-
 def _keep_place(original: Callable[..., Any], scheduler: Any, req: Any, **kw: Any) -> Any:
     """Who gives way waits where it did when it came."""
     ext = runtime.current
     if ext is None or ext.swap is None or not req.retraction_count:
         return original(scheduler, req, **kw)
+    from sglang.srt.environ import envs
+
     arrived = req.time_stats.wait_queue_entry_time
     result = original(scheduler, req, **kw)
     queue = scheduler.waiting_queue
     if queue and queue[-1] is req:
+        queue.pop()
+        later = (at for at, one in enumerate(queue) if _arrival(one) > arrived)
+        queue.insert(next(later, len(queue)), req)
+        if envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0:
+            return result  # which is told by the same time
         stats = req.time_stats
         # SGLang orders by this time, and adds what follows on it to the time in the queue.
         stats.queue_duration_s -= stats.wait_queue_entry_time - arrived
         stats.wait_queue_entry_time = arrived
-        queue.pop()
-        later = (at for at, one in enumerate(queue) if _arrival(one) > arrived)
-        queue.insert(next(later, len(queue)), req)
     return result
 
 
@@ -284,8 +244,20 @@ def _arrival(req: Any) -> float:
     return arrived
 
 
+def _held(tokens: int, _observer: Any) -> int:
+    ext = runtime.current
+    return tokens if ext is None or ext.ahead is None else tokens + ext.ahead.tokens
+
+
 HOOKS = (
     *penalties.HOOKS,
+    hooks.Hook(
+        "sglang.srt.managers.scheduler_components.pool_stats_observer."
+        "SchedulerPoolStatsObserver.session_held_tokens",
+        "after",
+        _held,
+        "SGLang's accounting of slots knows those of requests, sessions and its tree",
+    ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         "around",
@@ -297,6 +269,12 @@ HOOKS = (
         "around",
         _keep,
         "SGLang drops the KV of requests that give way",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
+        "before",
+        _ended,
+        "SGLang tells its tree only which requests end",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",

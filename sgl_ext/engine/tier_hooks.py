@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks, restore_hooks, restore_setup
+from sgl_ext.engine import hooks, restore_hooks, restore_setup, swap_in
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.unserved import Unserved, require_served
 
@@ -95,7 +95,9 @@ def _linker(adder: Any) -> Any:
 
 def _sleep_while_waiting(_result: None, _scheduler: Any) -> None:
     """Requests that are held back keep SGLang's loop awake; it leaves the core to their I/O."""
-    if (stack := _stack()) is not None and (stack.pending() or restore_hooks.pending()):
+    if (stack := _stack()) is None:
+        return
+    if stack.pending() or restore_hooks.pending() or swap_in.pending():
         stack.wait(_IDLE_S)
 
 
@@ -105,7 +107,11 @@ def _measure(
     """Says what computing costs: what a tier must beat. A forward on the CPU ends with its call."""
     stack = _stack()
     if stack is None or not batch.forward_mode.is_extend():
-        return original(scheduler, batch, *args, **kw)
+        begin = time.monotonic()
+        result = original(scheduler, batch, *args, **kw)
+        if runtime.current is not None and (ahead := runtime.current.ahead) is not None:
+            ahead.adaptive.iterated(time.monotonic() - begin)
+        return result
     tokens = _computed(batch)  # plans may end with the forward
     first = restore_hooks.computes_from(batch, tokens)
     begin = time.monotonic()

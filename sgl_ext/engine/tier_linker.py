@@ -19,8 +19,10 @@ from sgl_ext.engine.activation import refuse
 from sgl_ext.engine.priorities import priorities_of
 from sgl_ext.engine.restore_hooks import Prompt, give_up, strategy
 from sgl_ext.engine.restore_setup import open_restoring
+from sgl_ext.engine.swap_ahead import SwapAhead
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
+from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
@@ -65,12 +67,14 @@ class TierLinker(UnifiedCacheLinker):
                     "tiers hold the KV of full attention only; this model has more: "
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
-            ext.tiers = open_stack(ext.config.tiers, ext.slab)
+            by_layer = ext.config.swap is not None and ext.config.swap.baseline.by_layer
+            ext.tiers = open_stack(ext.config.tiers, ext.slab, by_layer=by_layer)
             open_restoring(ext, ext.tiers)
             params.token_to_kv_pool_allocator.in_flight = ext.tiers.in_flight
             if ext.config.swap is not None:
                 capacity = ext.config.swap.capacity // stride_of(ext.slab.layout)
-                ext.swap = SwapManager(ext.tiers, capacity)
+                ext.swap = SwapManager(ext.tiers, capacity, ext.config.swap.baseline)
+                ext.ahead = SwapAhead(ext.tiers, Adaptive())
                 ext.priorities = priorities_of(ext.config.swap)
         except ExtError as error:
             refuse(error)
@@ -149,8 +153,10 @@ class TierLinker(UnifiedCacheLinker):
 
     def reset(self) -> None:
         give_up()
-        if runtime.current is not None and runtime.current.swap is not None:
-            runtime.current.swap.clear()
+        if (ext := runtime.current) is not None and ext.swap is not None:
+            if ext.ahead is not None:
+                ext.ahead.clear()
+            ext.swap.clear()
         self.stack.clear()
 
     def close(self) -> None:

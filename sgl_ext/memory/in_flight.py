@@ -77,6 +77,14 @@ class BlocksInFlight:
         finally:
             self.waited_seconds += time.monotonic() - began
 
+    def wait_for_all(self, timeout: float) -> None:
+        """Returns when all transfers are over.
+
+        Raises:
+            TimeoutError: one is not after ``timeout`` seconds.
+        """
+        self.wait(np.arange(len(self._last)), timeout)
+
     @property
     def pending(self) -> int:
         """Transfers that are not over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Literal, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import xxhash
 
@@ -54,11 +54,18 @@ class Policy(Protocol):
 
 
 class FirstCome:
-    """Nobody displaces anybody."""
+    """Who came last gives way."""
+
+    def __init__(self) -> None:
+        self._came = 0
+        self._known: WeakSet[Candidate] = WeakSet()
 
     def step(self, present: Collection[Candidate]) -> None:
         for one in present:
-            one.level = 0
+            if one not in self._known:
+                self._known.add(one)
+                self._came += 1
+                one.level = -self._came
 
 
 class Static:
@@ -136,6 +143,9 @@ class TokenCounter:
         for client in there - self._there:
             before = served.get(client, 0)
             served[client] = before if least is None else max(before, least)
+        if least is not None:  # what others would be lifted to
+            for client in [one for one in served if one not in there and served[one] <= least]:
+                del served[client]
         self._there = there
         for one in present:
             if one not in charged:

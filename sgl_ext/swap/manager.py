@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from sgl_ext.memory.tickets import Ticket
+from sgl_ext.config import SwapBaseline
+from sgl_ext.memory.tickets import State, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import Saved, TierStack
 
@@ -36,6 +37,9 @@ class Swapped:
     places: Pages = field(init=False)
     """Of the pages that are pinned; -1 where one is not."""
 
+    coming: Pages | None = None
+    """Those that are about to be loaded."""
+
     def __post_init__(self) -> None:
         self.places = np.full(len(self.keys), _NOT_PINNED, np.int64)
 
@@ -52,6 +56,8 @@ class Counts:
     recomputed_tokens: int = 0
     loaded_pages: int = 0
     """From host memory, for requests that came back."""
+    copied_again: int = 0
+    """Pages that host memory had already."""
 
 
 class SwapManager:
@@ -59,9 +65,11 @@ class SwapManager:
 
     Args:
         capacity: pages of host memory for swapped requests.
+        baseline: what is done as it was before.
     """
 
-    def __init__(self, stack: TierStack, capacity: int) -> None:
+    def __init__(self, stack: TierStack, capacity: int, baseline: SwapBaseline) -> None:
+        self.baseline = baseline
         self.stack = stack
         self.counts = Counts()
         self._capacity = capacity
@@ -101,29 +109,61 @@ class SwapManager:
         if not self.stack.stores_under_way:
             self._landing.clear()
 
-    def load(self, swapped: Swapped, first: int, blocks: Pages) -> list[Ticket]:
-        """Begins to copy the request's pages from number ``first`` on into ``blocks`` of the
-        device, its last one, which is not whole, included.
+    def readable(self, swapped: Swapped, first: int) -> bool | None:
+        """Whether all pages of the request from number ``first`` on can be read; None if some are
+        still on their way to host memory, False if something is lost."""
+        keys, tail = swapped.keys[first:], swapped.tail
+        if swapped.tokens > len(swapped.keys) * self.stack.layout.page:
+            if tail is None or (tail.ticket.poll() and tail.ticket.state != State.DONE):
+                return False
+            if not tail.ticket.poll():
+                return None
+        there = self.stack.here(keys)
+        if there == len(keys):
+            return True
+        return None if self.stack.storing(keys[there]) else False
+
+    def hold(self, swapped: Swapped, first: int) -> None:
+        """The request's pages from number ``first`` on, which can be read, stay until
+        :meth:`load`, or :meth:`drop`."""
+        swapped.coming = self.stack.host.use(swapped.keys[first:])
+        self.stack.host.pin(swapped.coming)
+
+    def load(self, swapped: Swapped, blocks: Pages) -> list[Ticket]:
+        """Begins to copy the held pages, and the last one, which is not whole, into ``blocks`` of
+        the device.
 
         Returns:
-            Tickets, to be waited for. None of them is under way if this raises.
-
-        Raises:
-            KeyError: host memory has lost one; nothing was begun.
+            Tickets, to be waited for.
         """
-        keys = swapped.keys[first:]
+        pages = swapped.coming
+        if pages is None:
+            raise RuntimeError("pages are loaded that nobody holds")
         tickets = []
-        if keys:
-            tickets.append(self.stack.begin_fill(self.stack.host.use(keys), blocks[: len(keys)]))
+        if len(pages):
+            tickets.append(self.stack.begin_fill(pages, blocks[: len(pages)]))
         if swapped.tail is not None:
-            tickets.append(self.stack.begin_fill(swapped.tail.pages, blocks[len(keys) :]))
+            tickets.append(self.stack.begin_fill(swapped.tail.pages, blocks[len(pages) :]))
         self.counts.loaded_pages += len(blocks)
         return tickets
+
+    def let_go(self, swapped: Swapped | None) -> None:
+        """Held pages were loaded, or will not be."""
+        if swapped is not None and swapped.coming is not None:
+            self.stack.let_go(swapped.coming)
+            swapped.coming = None
+
+    def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
+        """Copies ``blocks`` of ``keys`` to where host memory has them already."""
+        here = [at for at, key in enumerate(keys) if self.stack.host.present([key])]
+        self.stack.copy_again([keys[at] for at in here], blocks[here])
+        self.counts.copied_again += len(here)
 
     def drop(self, rid: str) -> None:
         """The request runs again, or is gone."""
         if (swapped := self._swapped.pop(rid, None)) is None:
             return
+        self.let_go(swapped)
         pinned = swapped.places[swapped.places != _NOT_PINNED]
         self.stack.let_go(pinned)
         self._used -= len(pinned)

@@ -28,12 +28,21 @@ def _emulated(
     if device is None:
         return None
     rate, latency = int(device.bytes_per_second), device.latency
-    logger.warning("a tier's device is slowed down to %d B/s and %.3g s (emulate)", rate, latency)
-    return lambda lane: engine.throttled_lane(lane, bytes_per_second=rate, latency=latency)
+    operations = device.operations_per_second or float("inf")
+    logger.warning(
+        "a tier's device is slowed down to %d B/s, %.3g s and %.3g operations/s",
+        rate, latency, operations,
+    )  # fmt: skip
+    return lambda lane: engine.throttled_lane(
+        lane, bytes_per_second=rate, operations_per_second=operations, latency=latency
+    )
 
 
-def open_stack(config: Tiers, slab: Slab) -> TierStack:
+def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStack:
     """The stack of a scheduler process.
+
+    Args:
+        by_layer: see :class:`~sgl_ext.tiers.copies.DeviceCopies`.
 
     Raises:
         ExtError: a tier cannot be opened: what was asked, what was found, what to do.
@@ -47,9 +56,12 @@ def open_stack(config: Tiers, slab: Slab) -> TierStack:
             logger.warning("host memory for KV gets no huge pages; its copies are slower")
         engine.register(slab.address, slab.size, owner=slab)
         engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
-        lane = engine.host_lane()
-        loads = _emulated(engine, config.host.emulate if config.host else None)
-        copies = DeviceCopies(engine, lane, slab, arena, loads=loads(lane) if loads else lane)
+        lane: Lane = engine.host_lane()
+        if link := _emulated(engine, config.host.link if config.host else None):
+            lane = link(lane)
+        slow = _emulated(engine, config.host.emulate if config.host else None)
+        loads = slow(lane) if slow else lane
+        copies = DeviceCopies(engine, lane, slab, arena, loads=loads, by_layer=by_layer)
         wake = threading.Event()
         lower = []
         if config.ssd is not None:

@@ -24,6 +24,8 @@ class DeviceCopies:
     Args:
         lane: carries copies.
         loads: carries those on the way in; ``lane`` if it is not given.
+        by_layer: whether keys and values of each page and layer are copied by themselves, as from
+            a pool that has a tensor for each layer; to measure against.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class DeviceCopies:
         arena: Arena,
         *,
         loads: Lane | None = None,
+        by_layer: bool = False,
     ) -> None:
+        self._by_layer = by_layer
         self._engine = engine
         self._lane = lane
         self._loads = loads or lane
@@ -53,19 +57,34 @@ class DeviceCopies:
 
     def store(self, blocks: Pages, pages: Pages) -> Ticket:
         """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
-        first = run_starts(blocks, pages)
-        block_bytes, stride = self._slab.layout.block_bytes, self._arena.stride
-        rows = _rows(
-            self._slab.address + blocks[first] * block_bytes,
-            self._arena.address + pages[first] * stride,
-            block_bytes,
-            np.diff(first, append=len(pages)),
-            block_bytes,
-            stride,
-        )
+        device, host, *shape = self._runs(blocks, pages)
+        width, height, pitch, stride = shape
+        rows = _rows(device, host, width, height, pitch, stride)
         ticket = self._engine.submit(rows, self._lane, Priority.BULK)
         self.in_flight.begin(blocks, ticket)
         return ticket
+
+    def fill(self, pages: Pages, blocks: Pages) -> Ticket:
+        """Copies ``pages`` to ``blocks`` of the slab, before everything that is less urgent."""
+        device, host, *shape = self._runs(blocks, pages)
+        width, height, pitch, stride = shape
+        rows = _rows(host, device, width, height, stride, pitch)
+        return self._engine.submit(rows, self._loads, Priority.URGENT)
+
+    def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
+        """What moves ``blocks`` and ``pages``, one copy for each run of both: addresses in the slab
+        and in the arena, bytes of a row, rows, and the pitches of both."""
+        layout, stride = self._slab.layout, self._arena.stride
+        device = self._slab.address + blocks * layout.block_bytes
+        host = self._arena.address + pages * stride
+        if not self._by_layer:
+            first = run_starts(blocks, pages)
+            rows = np.diff(first, append=len(pages))
+            return device[first], host[first], layout.block_bytes, rows, layout.block_bytes, stride
+        half = layout.token_bytes // layout.layers // 2
+        within = half * np.arange(2 * layout.layers)
+        device, host = ((address[:, None] + within).ravel() for address in (device, host))
+        return device, host, half, layout.page, layout.token_bytes, layout.token_bytes
 
     def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """As :meth:`load`, the last layer first; the ticket of each layer, by its number."""

@@ -109,6 +109,7 @@ class TierStack:
         self._behind: list[_Store] = []
         """Popped ones that are not over."""
         self._dropped: list[Saved] = []
+        self._again: list[Saved] = []
         page_bytes = copies.layout.block_bytes
         self._demotions = [Demotion(at, tier, host, page_bytes) for at, tier in enumerate(lower)]
         self._off: str | None = None
@@ -223,8 +224,7 @@ class TierStack:
 
     def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
         """Begins to copy held ``pages`` into ``blocks`` of the device."""
-        (ticket,) = self._copies.load(pages, blocks, [(0, self.layout.layers)])
-        return ticket
+        return self._copies.fill(pages, blocks)
 
     def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """Begins to copy held ``pages`` into ``blocks`` of the device, the last layer first.
@@ -292,6 +292,13 @@ class TierStack:
             return None
         return Saved(pages, self._copies.store(blocks, pages))
 
+    def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
+        """Copies ``blocks`` to the pages of ``keys``, which host memory has; to measure with."""
+        if keys:
+            pages = self.host.places(keys)
+            self.host.pin(pages)
+            self._again.append(Saved(pages, self._copies.store(blocks, pages)))
+
     def drop(self, saved: Saved) -> None:
         """Nobody needs the copy any more."""
         saved.ticket.cancel()
@@ -326,6 +333,11 @@ class TierStack:
     def stores_under_way(self) -> int:
         """Copies from the device that have not ended."""
         return sum(store.success is None for store in (*self._stores, *self._behind))
+
+    def storing(self, key: Key) -> bool:
+        """Whether a page of that key is about to be found."""
+        stores = (*self._stores, *self._behind)
+        return any(store.success is None and key in store.keys for store in stores)
 
     @property
     def in_flight(self) -> BlocksInFlight:
@@ -387,6 +399,9 @@ class TierStack:
         for saved in over:
             self._dropped.remove(saved)
             self.host.release(saved.pages)
+        for saved in [saved for saved in self._again if saved.ticket.poll()]:
+            self._again.remove(saved)
+            self.host.unpin(saved.pages)
 
     def _count(self, restored: dict[str, Restored], name: str, pages: int, seconds: float) -> None:
         self.hits[name] += pages

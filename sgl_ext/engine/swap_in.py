@@ -1,0 +1,217 @@
+"""How requests that were swapped out come back: into new slots, and into the batch that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_ext import runtime
+from sgl_ext.engine import penalties
+from sgl_ext.engine.meta_info import tell, told
+from sgl_ext.engine.swap_ahead import SwapAhead
+
+_DEADLINE_S = 60.0
+"""Of a copy within this machine's memory."""
+
+
+def take_back(adder: Any, req: Any) -> Any:
+    """Takes a request back, if there is room for it.
+
+    Returns:
+        SGLang's ``AddReqResult``; None if it was not swapped, or if host memory has lost something
+        of it and it has to be computed again as SGLang does.
+    """
+    ext = runtime.current
+    if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
+        return None
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    swap, page, tree = ext.swap, adder.page_size, adder.tree_cache
+    if (readable := coming(tree, req)) is None:
+        return AddReqResult.CONTINUE
+    if not readable:
+        swap.counts.recomputed += 1
+        swap.drop(req.rid)
+        return None
+    if seats(adder) <= 0:
+        return AddReqResult.OTHER
+    here = min(req.prefix_len // page, len(swapped.keys))
+    needed = tokens_needed(adder, req)
+    with adder._lock_node(req.last_node):
+        fits = needed < room(adder)
+    if not fits:
+        return AddReqResult.NO_TOKEN
+    tree.linker.hit_markers.pop(req.rid, None)
+    adder.memory_budget.total_offset += needed
+    missing = swapped.keys[here:]
+    if missing and ext.ahead is not None and _goes_ahead(ext.ahead, adder, len(missing)):
+        begun = ext.ahead.begin(tree, req, missing, needed - len(missing) * page)
+        return AddReqResult.CONTINUE if begun else AddReqResult.NO_TOKEN
+    swap.hold(swapped, here)
+    req.prefix_len = req.kv.cache_protected_len = here * page
+    req.lock = tree.lock(req.last_node)
+    req.extend_end = swapped.tokens
+    ext.resuming.append(req)
+    return AddReqResult.CONTINUE
+
+
+def coming(tree: Any, req: Any) -> bool | None:
+    """Whether all that a swapped request had can be read; None if it is still on its way."""
+    ext = runtime.current
+    if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
+        return True
+    if ext.ahead is not None and req.rid in ext.ahead:
+        return None
+    if req.return_logprob:  # SGLang looks up no more than the prompt, to compute what follows
+        from sglang.srt.mem_cache.common import match_kv_cache
+
+        tokens = req.full_untruncated_fill_ids
+        match_kv_cache(req, tree, tokens, max_prefix_len=swapped.tokens)
+    here = min(req.prefix_len // tree.page_size, len(swapped.keys))
+    return ext.swap.readable(swapped, here)
+
+
+def seats(adder: Any) -> int:
+    """Requests that can still be admitted in this step; SGLang does not count those that come
+    back."""
+    ext = runtime.current
+    back = 0 if ext is None else len(ext.resuming)
+    if ext is not None and ext.ahead is not None:
+        back += len(ext.ahead)
+    rowless = sum(not req.kv.holds_kv for req in adder.can_run_list)
+    free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless
+    if adder.max_running_requests is None:
+        return int(free)
+    running = len(adder.running_batch.reqs) + len(adder.can_run_list) + back
+    return int(min(free, adder.max_running_requests - running))
+
+
+def room(adder: Any) -> float:
+    """Tokens that SGLang would give to another request."""
+    ext = runtime.current
+    growth = 0 if ext is None or ext.ahead is None else ext.ahead.growth
+    return float(adder.rem_total_tokens) - growth
+
+
+def tokens_needed(adder: Any, req: Any) -> int:
+    """What SGLang wants to have free before it admits a request."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    lacking = len(req.full_untruncated_fill_ids) - req.prefix_len
+    return int(lacking + min(left, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead)
+
+
+def pending() -> bool:
+    """Whether a request's KV is on its way."""
+    ext = runtime.current
+    return ext is not None and ext.ahead is not None and len(ext.ahead) > 0
+
+
+def _goes_ahead(ahead: SwapAhead, adder: Any, pages: int) -> bool:
+    """Whether others decode while so many pages come."""
+    ext = runtime.current
+    if ext is None or ext.config.swap is None or ext.tiers is None:
+        return False
+    if (how := ext.config.swap.swap_in) != "auto":
+        return how == "overlap"
+    running = len(adder.running_batch.reqs) + len(ext.resuming)
+    return not ahead.adaptive.waits(pages * ext.tiers.layout.block_bytes, running)
+
+
+def back(scheduler: Any) -> list[Any]:
+    """Those that were taken back in this step and for which there is memory; the others wait on.
+
+    The budget that they were taken back by is an estimate, and others have been given memory since.
+    """
+    from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+    ext = runtime.current
+    if ext is None or ext.swap is None:
+        return []
+    reqs, ext.resuming = ext.resuming, []
+    page, tree = scheduler.page_size, scheduler.tree_cache
+    sizes = [-(-req.extend_end // page) * page - req.prefix_len for req in reqs]
+    evict_from_tree_cache(tree, sum(sizes))
+    while sum(sizes) > scheduler.token_to_kv_pool_allocator.available_size():
+        req = reqs.pop()
+        sizes.pop()
+        tree.unlock(req.lock)
+        req.lock = None
+        ext.swap.let_go(ext.swap.get(req.rid))
+    return reqs
+
+
+def batches(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+    """One of the requests that depend on nothing before their last token, one of each other."""
+    simple = [req for req in reqs if not penalties.counts(req)]
+    if simple:
+        yield _batch(scheduler, simple)
+    for req in reqs:
+        if penalties.counts(req):
+            batch = _batch(scheduler, [req])
+            penalties.recall(batch)
+            yield batch
+
+
+def _batch(scheduler: Any, reqs: Sequence[Any]) -> Any:
+    """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed."""
+    import torch
+    from sglang.srt.managers.overlap_utils import RelayPayload
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    batch = ScheduleBatch.init_new(
+        list(reqs),
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+    )
+    batch.prepare_for_extend()
+    _fill(scheduler, reqs)
+    last = torch.tensor([(req.output_ids or req.origin_input_ids)[-1] for req in reqs])
+    payload = RelayPayload(bonus_tokens=last.to(scheduler.device))
+    scheduler.future_map.stash(batch.req_pool_indices, payload)
+    batch.input_ids = batch.prefill_input_ids_cpu = None
+    return batch
+
+
+def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
+    from sglang.srt.observability.req_time_stats import set_time_batch
+
+    ext = runtime.current
+    if ext is None or ext.swap is None:
+        return
+    set_time_batch(reqs, "set_forward_entry_time")
+    page, table = scheduler.page_size, scheduler.req_to_token_pool.req_to_token
+    tickets = []
+    for req in reqs:
+        if (swapped := ext.swap.get(req.rid)) is None:
+            raise RuntimeError(f"{req.rid} came back without having been swapped")
+        slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
+        blocks = np.ascontiguousarray(slots.long().numpy() // page)
+        tickets += ext.swap.load(swapped, blocks)
+        _tell(req, swapped.tokens - req.prefix_len)
+    for ticket in tickets:
+        ticket.wait(_DEADLINE_S)
+    if tickets and ext.ahead is not None:
+        size = sum(ticket.bytes_total for ticket in tickets)
+        ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in tickets))
+    for req in reqs:
+        ext.swap.drop(req.rid)
+        ext.swap.counts.swapped_in += 1
+
+
+def _tell(req: Any, loaded: int) -> None:
+    entry: dict[str, Any]
+    if not (before := told(req, "swap")):
+        entry = {"power": "swap", "exact": True, "times": 1, "loaded": loaded}
+        tell(req, entry)
+        return
+    (entry,) = before  # type: ignore[assignment]
+    entry["times"] += 1
+    entry["loaded"] += loaded

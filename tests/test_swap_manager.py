@@ -1,0 +1,187 @@
+"""Host memory for preempted requests: nothing is read that is not there, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from stack_kit import BLOCKS, Machine
+from tier_kit import DEADLINE_S, key, keys, places
+
+from sgl_ext.config import SwapBaseline
+from sgl_ext.swap.manager import SwapManager, Swapped
+
+PAGE = 4
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = Machine(PAGE, 16)
+    yield machine
+    machine.stack.host.check_integrity()
+    machine.stack.close()
+
+
+def manager_of(machine: Machine, capacity: int = 16) -> SwapManager:
+    return SwapManager(machine.stack, capacity, SwapBaseline())
+
+
+def out(
+    machine: Machine,
+    swap: SwapManager,
+    rid: str,
+    names: list[int],
+    tail: int | None = None,
+    at: int = 0,
+) -> Swapped:
+    """A request gives way whose pages lie in the blocks from ``at`` on, its last one in ``tail``;
+    both are given to it anew."""
+    blocks = at + np.arange(len(names))
+    machine.stack.in_flight.wait(blocks, DEADLINE_S)
+    machine.compute(keys(*names), blocks)
+    saved = None
+    if tail is not None:
+        machine.stack.in_flight.wait(places(tail), DEADLINE_S)
+        machine.compute([key(1000 + tail)], places(tail))
+        saved = swap.save_tail(tail)
+    machine.stack.store(keys(*names), blocks)
+    tokens = len(names) * PAGE + (tail is not None)
+    swap.out(rid, tokens, keys(*names), saved)
+    found = swap.get(rid)
+    assert found is not None
+    return found
+
+
+def settle(machine: Machine, swap: SwapManager) -> None:
+    machine.until(lambda: not machine.stack.stores_under_way)
+    while machine.stack.completed():
+        machine.stack.pop()
+    swap.advance()
+
+
+def back(machine: Machine, swap: SwapManager, swapped: Swapped, first: int) -> None:
+    """The request comes back into the last blocks."""
+    swap.hold(swapped, first)
+    count = len(swapped.keys) - first + (swapped.tail is not None)
+    blocks = np.arange(BLOCKS - count, BLOCKS)
+    machine.stack.in_flight.wait(blocks, DEADLINE_S)
+    machine.blocks[blocks] = 0xDD
+    for ticket in swap.load(swapped, blocks):
+        ticket.wait(DEADLINE_S)
+    whole = blocks[: len(swapped.keys) - first]
+    assert machine.right(swapped.keys[first:], whole)
+
+
+def test_a_request_comes_back_as_it_went(machine: Machine) -> None:
+    swap = manager_of(machine)
+    swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
+    settle(machine, swap)
+    machine.until(lambda: swap.readable(swapped, 0))
+    machine.blocks[:10] = 0xEE
+    back(machine, swap, swapped, 1)
+    assert machine.right([key(1009)], places(BLOCKS - 1))
+    swap.drop("one")
+    assert "one" not in swap
+    assert machine.stack.host._pinned == 0
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_nothing_is_read_before_it_has_been_written(by_layer: bool) -> None:
+    machine = Machine(PAGE, 16, bytes_per_second=1 << 14, by_layer=by_layer)
+    swap = manager_of(machine)
+    swapped = out(machine, swap, "one", [1, 2], tail=9)
+    other = out(machine, swap, "other", [4, 5], at=20)
+    assert swap.readable(swapped, 0) is None
+    assert swap.readable(swapped, 2) is None  # its tail is not there either
+    assert swap.readable(other, 2) is True
+    machine.until(lambda: swap.readable(swapped, 0))
+    back(machine, swap, swapped, 0)
+    assert machine.right([key(1009)], places(BLOCKS - 1))
+    swap.clear()
+    settle(machine, swap)
+    machine.stack.close()
+
+
+def test_what_is_within_the_budget_stays(machine: Machine) -> None:
+    swap = manager_of(machine, capacity=4)
+    kept = out(machine, swap, "kept", [1, 2, 3, 4])
+    settle(machine, swap)
+    lost = out(machine, swap, "lost", [5, 6, 7, 8])
+    settle(machine, swap)
+    for begin in range(20, 60, 8):
+        assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
+    assert swap.readable(kept, 0) is True
+    assert swap.readable(lost, 0) is False
+    assert swap.readable(lost, 4) is True
+    swap.drop("kept")
+    for begin in range(100, 140, 8):
+        assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
+    assert swap.readable(kept, 0) is False
+
+
+def test_what_is_held_stays_whatever_the_budget(machine: Machine) -> None:
+    swap = manager_of(machine, capacity=1)
+    swapped = out(machine, swap, "one", [1, 2, 3, 4])
+    settle(machine, swap)
+    swap.hold(swapped, 0)
+    for begin in range(20, 60, 8):
+        machine.store(keys(*range(begin, begin + 8)), np.arange(8))
+    for ticket in swap.load(swapped, np.arange(60, 64)):
+        ticket.wait(DEADLINE_S)
+    assert machine.right(keys(1, 2, 3, 4), np.arange(60, 64))
+    swap.drop("one")
+    assert machine.stack.host._pinned == 0
+
+
+def test_without_room_for_its_tail_a_request_is_lost(machine: Machine) -> None:
+    swap = manager_of(machine, capacity=0)
+    swapped = out(machine, swap, "one", [1], tail=5)
+    settle(machine, swap)
+    assert swapped.tail is None
+    assert swap.readable(swapped, 0) is False
+
+
+def test_pages_that_are_shared_are_kept_once(machine: Machine) -> None:
+    swap = manager_of(machine)
+    one = out(machine, swap, "one", [1, 2, 3])
+    settle(machine, swap)
+    other = out(machine, swap, "other", [1, 2, 4])
+    settle(machine, swap)
+    assert len(machine.stack.host) == 4
+    swap.drop("one")
+    assert swap.readable(other, 0) is True
+    back(machine, swap, other, 0)
+    swap.drop("other")
+    assert swap.readable(one, 0) is True  # as any page that is not needed elsewhere
+    assert machine.stack.host._pinned == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_leaks(machine: Machine, seed: int) -> None:
+    chance, swap = random.Random(seed), manager_of(machine, capacity=10)  # noqa: S311
+    names = [f"r{at}" for at in range(6)]
+    for _ in range(300):
+        rid = chance.choice(names)
+        swapped = swap.get(rid)
+        if swapped is None:
+            begin, count = chance.randrange(30), chance.randint(0, 5)
+            tail = chance.choice([None, chance.randrange(20, 40)])
+            out(machine, swap, rid, [*range(begin, begin + count)], tail)
+        elif chance.random() < 0.3:
+            swap.drop(rid)
+        elif swap.readable(swapped, first := chance.randint(0, len(swapped.keys))) is True:
+            back(machine, swap, swapped, first)
+            swap.drop(rid)
+        if chance.random() < 0.5:
+            machine.stack.presume()
+        while machine.stack.completed():
+            machine.stack.pop()
+        swap.advance()
+    swap.clear()
+    settle(machine, swap)
+    # The tier below keeps what it is writing.
+    machine.until(lambda: not machine.stack._dropped and not machine.stack.host._pinned)
+    assert swap._used == 0
+    assert machine.stack.host.capacity - machine.stack.host.free == len(machine.stack.host)

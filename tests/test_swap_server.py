@@ -1,0 +1,123 @@
+"""Who is more urgent displaces others where memory runs out, and they answer as if alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.server import Server, System, serve
+
+DEADLINE_S = 240.0
+_TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = {"swap": {"capacity": "256MiB", "policy": "static"}}
+    arguments = ("--max-total-tokens", "1600", "--page-size", "16", "--dtype", "float32")
+    system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
+    with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> list[list[int]]:
+    """Of which two do not fit together."""
+    return [each.prompts[0] for each in conversations(model, 4, turns=1, tokens=(700, 900))]
+
+
+class Asked:
+    """Requests under way, and the order in which they end."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._threads = ThreadPoolExecutor(8)
+        self._lock = threading.Lock()
+        self.begun = threading.Event()
+        """One of them has answered its first token."""
+        self.ended: list[str] = []
+
+    def ask(self, name: str, prompt: list[int], **more: Any) -> Future[dict[str, Any]]:
+        return self._threads.submit(self._ask, name, prompt, more)
+
+    def _ask(self, name: str, prompt: list[int], more: dict[str, Any]) -> dict[str, Any]:
+        body = {
+            "rid": name,
+            "stream": True,
+            "input_ids": prompt,
+            "sampling_params": {
+                "temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True,
+            },
+            **more,
+        }  # fmt: skip
+        found: dict[str, Any] = {}
+        url = f"{self._server.url}/generate"
+        with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    found = json.loads(line.removeprefix(b"data: "))
+                    self.begun.set()
+        with self._lock:
+            self.ended.append(name)
+        return found
+
+
+def load(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = requests.get(f"{server.url}/server_info", timeout=DEADLINE_S).json()
+    return found["internal_states"][0]  # type: ignore[no-any-return]
+
+
+def give(server: Server, rid: object, priority: object) -> requests.Response:
+    body = {"rid": rid, "priority": priority}
+    return requests.post(f"{server.url}/ext/priority", json=body, timeout=DEADLINE_S)
+
+
+def test_the_more_urgent_goes_first_and_the_others_lose_nothing(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    alone = Asked(server).ask("alone", prompts[0]).result()["output_ids"]
+    requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S)
+    asked = Asked(server)
+    low = asked.ask("low", prompts[0])
+    assert asked.begun.wait(DEADLINE_S)
+    high = asked.ask("high", prompts[1], priority=5)
+    answers = low.result(), high.result()
+    assert asked.ended == ["high", "low"]
+    assert answers[0]["output_ids"] == alone
+    swap = load(server)["sgl_ext"]["swap"]
+    assert swap["swapped_in"] >= 1
+    assert swap["recomputed"] == swap["recomputed_tokens"] == 0
+
+
+def test_priorities_change_while_requests_wait_and_run(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    asked = Asked(server)
+    first = asked.ask("first", prompts[0], priority=1)
+    assert asked.begun.wait(DEADLINE_S)
+    waiting = [asked.ask(f"waiting {at}", prompts[at]) for at in (1, 2)]
+    deadline = time.monotonic() + DEADLINE_S
+    while not give(server, "waiting 2", 9).ok:  # it may not have come to the scheduler yet
+        assert time.monotonic() < deadline
+    for each in (first, *waiting):
+        each.result()
+    assert asked.ended == ["waiting 2", "first", "waiting 1"]
+
+
+@pytest.mark.parametrize(
+    ("rid", "priority", "code"),
+    [("nobody", 1, 404), ("x", 1 << 31, 422), ("x", "high", 422), ("", 1, 422), ("x", 1.5, 422)],
+)
+def test_what_cannot_be_given(server: Server, rid: object, priority: object, code: int) -> None:
+    answer = give(server, rid, priority)
+    assert answer.status_code in ({400, 422} if code == 422 else {code})
+    assert "Traceback" not in answer.text
