@@ -44,7 +44,7 @@ def main():
         if abort_after is not None:
             rid = request["rid"] = f"aborted {abort_after}"
             asyncio.get_running_loop().call_later(abort_after, manager.abort_request, rid)
-        ids, seen = [], 0
+        seen = 0
         async for answer in manager.generate_request(GenerateReqInput(**request)):
             seen += 1
         answers = answer if isinstance(answer, list) else [answer]

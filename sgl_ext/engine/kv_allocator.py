@@ -18,9 +18,7 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sgl_ext.memory.block_groups import BlockGroups, Run
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import runs_of
-
-_DEADLINE_S = 60.0
-"""Of a copy within this machine's memory, which a new owner of its blocks waits for."""
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
 """The batch's rows in the request pool, and the tokens that each one gets."""
@@ -239,7 +237,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         if blocks:
             self._note(max(blocks) + 1)
             if self.in_flight is not None and self.in_flight.pending:
-                self.in_flight.wait(np.asarray(blocks), _DEADLINE_S)
+                self.in_flight.wait(np.asarray(blocks), COPY_DEADLINE_S)
         return blocks
 
     def _slots(self, runs: Sequence[Run]) -> torch.Tensor:
@@ -249,7 +247,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         self._note(max(start + length for start, length in runs))
         if self.in_flight is not None and self.in_flight.pending:
             blocks = [np.arange(start, start + length) for start, length in runs]
-            self.in_flight.wait(np.concatenate(blocks), _DEADLINE_S)
+            self.in_flight.wait(np.concatenate(blocks), COPY_DEADLINE_S)
         page = self.page_size
         parts = [torch.arange(start * page, (start + length) * page) for start, length in runs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)

@@ -16,14 +16,11 @@ from sglang.srt.model_executor.forward_context import forward_context, get_forwa
 from sgl_ext.engine import rows
 from sgl_ext.engine.restore_hooks import Coming
 from sgl_ext.engine.rows import Row
-from sgl_ext.memory.tickets import State, Ticket, TransferCancelledError
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
 from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.runtime import ExtRuntime
 from sgl_ext.tiers.stack import TierStack
-
-DEADLINE_S = 60.0
-"""Of a copy within this machine's memory."""
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def restoring(
         runner.attn_backend.init_forward_metadata(second)
         with forward_context(get_forward_context(), forward_batch=second):
             for at in range(layer, len(tickets)):
-                tickets[at].wait(DEADLINE_S)
+                tickets[at].wait(COPY_DEADLINE_S)
                 output = model.forward_split_prefill(
                     second.input_ids, second.positions, second, (at, at + 1)
                 )
@@ -101,5 +98,5 @@ def taken_back(ticket: Ticket) -> bool:
     if not ticket.bytes_done:
         ticket.cancel()
     with suppress(TransferError, TransferCancelledError):
-        ticket.wait(DEADLINE_S)
+        ticket.wait(COPY_DEADLINE_S)
     return ticket.state != State.DONE

@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sgl_ext.memory.tickets import State, Ticket
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket
 from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import TierStack
-
-_DEADLINE_S = 60.0
-"""Of a copy within this machine's memory."""
 
 
 class _Flight(NamedTuple):
@@ -111,7 +108,7 @@ class SwapAhead:
         for flight in self._flights.values():
             flight.ticket.cancel()
             with suppress(Exception):  # it is over, which is all that counts
-                flight.ticket.wait(_DEADLINE_S)
+                flight.ticket.wait(COPY_DEADLINE_S)
             self._stack.let_go(flight.pages)
         self._flights.clear()
 

@@ -17,10 +17,8 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks, penalties, swap_in
 from sgl_ext.engine.unserved import Unserved, require_served
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.tiers.arena import Key, Pages
-
-_DEADLINE_S = 60.0
-"""Of copies within this machine's memory."""
 
 _UNSERVED: Unserved = (
     ("tp_size", lambda size: size > 1, "tensor parallelism"),
@@ -81,7 +79,7 @@ def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool
     if swap.baseline.copy_again:
         swap.copy_again(keys, blocks)
     if swap.baseline.wait:
-        swap.stack.in_flight.wait_for_all(_DEADLINE_S)
+        swap.stack.in_flight.wait_for_all(COPY_DEADLINE_S)
     return result
 
 

@@ -11,9 +11,7 @@ from sgl_ext import runtime
 from sgl_ext.engine import penalties
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
-
-_DEADLINE_S = 60.0
-"""Of a copy within this machine's memory."""
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 
 
 def take_back(adder: Any, req: Any) -> Any:
@@ -197,7 +195,7 @@ def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
         tickets += ext.swap.load(swapped, blocks)
         _tell(req, swapped.tokens - req.prefix_len)
     for ticket in tickets:
-        ticket.wait(_DEADLINE_S)
+        ticket.wait(COPY_DEADLINE_S)
     if tickets and ext.ahead is not None:
         size = sum(ticket.bytes_total for ticket in tickets)
         ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in tickets))

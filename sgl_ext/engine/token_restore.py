@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import rows
-from sgl_ext.engine.layer_restore import DEADLINE_S, taken_back
+from sgl_ext.engine.layer_restore import taken_back
 from sgl_ext.engine.restore_hooks import Coming
 from sgl_ext.engine.rows import Row
-from sgl_ext.memory.tickets import Ticket
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
 from sgl_ext.tiers.stack import TierStack
 
 _UNIT = 128
@@ -62,7 +62,7 @@ def restore(
                 part.return_logprob = False
                 forward(part)
             for load in left:
-                load.ticket.wait(DEADLINE_S)
+                load.ticket.wait(COPY_DEADLINE_S)
     finally:
         for load in loads:
             taken_back(load.ticket)  # nothing writes to blocks that somebody else may have next

@@ -8,6 +8,9 @@ from enum import IntEnum
 from sgl_ext._native import _transfer
 from sgl_ext.errors import ExtError
 
+COPY_DEADLINE_S = 60.0
+"""Of copies within this machine's memory: one that takes longer never ends."""
+
 
 class Priority(IntEnum):
     """Levels of urgency within a lane."""

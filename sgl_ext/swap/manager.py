@@ -155,7 +155,8 @@ class SwapManager:
 
     def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
         """Copies ``blocks`` of ``keys`` to where host memory has them already."""
-        here = [at for at, key in enumerate(keys) if self.stack.host.present([key])]
+        missing = set(self.stack.host.missing(keys))
+        here = [at for at in range(len(keys)) if at not in missing]
         self.stack.copy_again([keys[at] for at in here], blocks[here])
         self.counts.copied_again += len(here)
 

@@ -9,15 +9,13 @@ from contextlib import ExitStack
 
 from sgl_ext.config import EmulatedDevice, Tiers
 from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena, stride_of
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack
-
-_COPY_DEADLINE_S = 60.0
-"""Of a copy within this machine's memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStac
         stack = TierStack(
             HostPages(arena.pages),
             copies,
-            LayerLoads(copies.groups, _COPY_DEADLINE_S),
+            LayerLoads(copies.groups, COPY_DEADLINE_S),
             lower,
             wait=config.wait,
             wake=wake,

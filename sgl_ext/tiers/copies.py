@@ -57,8 +57,7 @@ class DeviceCopies:
 
     def store(self, blocks: Pages, pages: Pages) -> Ticket:
         """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
-        device, host, *shape = self._runs(blocks, pages)
-        width, height, pitch, stride = shape
+        device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = _rows(device, host, width, height, pitch, stride)
         ticket = self._engine.submit(rows, self._lane, Priority.BULK)
         self.in_flight.begin(blocks, ticket)
@@ -66,8 +65,7 @@ class DeviceCopies:
 
     def fill(self, pages: Pages, blocks: Pages) -> Ticket:
         """Copies ``pages`` to ``blocks`` of the slab, before everything that is less urgent."""
-        device, host, *shape = self._runs(blocks, pages)
-        width, height, pitch, stride = shape
+        device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = _rows(host, device, width, height, stride, pitch)
         return self._engine.submit(rows, self._loads, Priority.URGENT)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import State, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
@@ -21,9 +22,6 @@ from sgl_ext.tiers.demotion import Demotion
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, Traffic, running_rate
 from sgl_ext.tiers.waiting import Waiting
-
-_QUIESCE_S = 60.0
-"""Within which copies from the device are over; they are copies within this machine's memory."""
 
 _NO_PAGES: Pages = np.empty(0, np.int64)
 
@@ -220,7 +218,7 @@ class TierStack:
         Raises:
             TimeoutError, TransferError: it is not, and nobody may read the blocks.
         """
-        self.begin_fill(pages, blocks).wait(_QUIESCE_S)
+        self.begin_fill(pages, blocks).wait(COPY_DEADLINE_S)
 
     def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
         """Begins to copy held ``pages`` into ``blocks`` of the device."""
@@ -426,8 +424,8 @@ class TierStack:
 
 def _outwait(ticket: Ticket) -> None:
     try:
-        ticket.wait(_QUIESCE_S)
+        ticket.wait(COPY_DEADLINE_S)
     except TimeoutError:
-        logger.error("a copy from the device has not ended for %s s: %r", _QUIESCE_S, ticket)
+        logger.error("a copy from the device has not ended for %s s: %r", COPY_DEADLINE_S, ticket)
     except Exception as error:  # it has ended, if not well: the store says so
         logger.debug("a copy from the device: %s", error)
