@@ -191,6 +191,6 @@ def test_answers_survive_whatever_happens(
     assert counts["swapped_in"] > 10
     assert counts["loaded_pages"] > 0
     if host == "1GiB":
-        # Logprobs of a prompt come of a prefill.
-        again = counts["recomputed"] * (len(asked[8]["input_ids"]) + 40)
+        # Logprobs of a prompt come of a prefill; an aborted request is computed to its end.
+        again = counts["recomputed"] * (max(len(one["input_ids"]) for one in asked) + 40)
         assert counts["recomputed_tokens"] <= again

@@ -57,12 +57,12 @@ def declare(server_args: Any, config: ExtConfig) -> None:
 def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool) -> Any:
     """SGLang releases the KV of a request that gives way."""
     ext = runtime.current
-    if checkpoint or ext is None or ext.swap is None or req.to_finish is not None:
+    if checkpoint or ext is None or ext.swap is None:
         return original(req, tree, checkpoint=checkpoint)
     # All but the last token, whose KV the next step computes, or is just computing.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     swap, page = ext.swap, tree.page_size
-    whole = req.kv.holds_kv and req.kv.kv_committed_len >= tokens
+    whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
     # What a load has brought counts when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
     if swap.baseline.recompute or not (whole and serves(req)):
