@@ -15,7 +15,7 @@ import requests
 
 from sgl_ext.bench import server
 from sgl_ext.bench.linked import generate
-from sgl_ext.bench.restore_servers import forget, tiers, wait_until_stored
+from sgl_ext.bench.restore_servers import wait_until_stored
 from sgl_ext.calibrate_host import POOL, WAYS, crossover_of, host_curves, random_tokens
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
@@ -54,7 +54,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
                 systems = [_system(name, only, arguments)]
                 with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
                     _ask(running.url)
-                    found[name] = tiers(running.url)["restore"]
+                    found[name] = server.live(running.url)["restore"]
             if name != "host":
                 loads[name] = _load_cost(name, found[name]["loaded"].get(name, ()))
         forwards = [tuple(each) for one in found.values() for each in one["forwards"]]
@@ -132,5 +132,5 @@ def _ask(url: str) -> None:
     wait_until_stored(url)
     for prompt in prompts:
         if len(prompt) >= 1024:
-            forget(url)
+            server.forget(url)
             generate(url, prompt, 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from delayed_copies import DelayedEngine
 from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 
 from sgl_ext.memory.lanes import Lane
@@ -33,7 +35,11 @@ class Machine:
         wait: float = 60.0,
         bytes_per_second: float | None = None,
         by_layer: bool = False,
+        delayed: DelayedEngine | None = None,
     ) -> None:
+        """Args:
+        delayed: says when copies happen; as soon as they can without.
+        """
         self.layout = LAYOUTS[page]
         self.engine = TransferEngine()
         self.slab = Slab.create(self.layout, BLOCKS)
@@ -43,7 +49,10 @@ class Machine:
         lane: Lane = self.engine.host_lane()
         if bytes_per_second is not None:
             lane = self.engine.throttled_lane(lane, bytes_per_second=bytes_per_second)
-        copies = DeviceCopies(self.engine, lane, self.slab, self.arena, by_layer=by_layer)
+        engine: Any = self.engine
+        if delayed is not None:
+            delayed.real, engine = self.engine, delayed
+        copies = DeviceCopies(engine, lane, self.slab, self.arena, by_layer=by_layer)
         self.shelf = Shelf(self.arena)
         wake = threading.Event()
         self.stack = TierStack(

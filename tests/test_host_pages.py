@@ -138,3 +138,39 @@ def test_random_lives(seed: int, capacity: int) -> None:
         assert len(host) == len(model)
         assert host.free == capacity - len(model) - sum(map(len, held))
         assert [name in model for name in names] == [not host.missing([name]) for name in names]
+
+
+def test_what_follows_lies_next_to_what_it_follows() -> None:
+    host = HostPages(64)
+    last = {}
+    for turn in range(3):
+        for name in range(4):
+            pages = host.reserve(2, behind=last.get(name, -1))
+            assert pages is not None
+            if turn:
+                assert pages.tolist() == [last[name] + 1, last[name] + 2]
+            last[name] = int(pages[-1])
+    host.check_integrity()
+
+
+def test_room_that_is_kept_goes_to_who_needs_it() -> None:
+    host = HostPages(16)
+    first = host.reserve(2, behind=-1)
+    assert first is not None
+    assert host.room == 14
+    others = host.reserve(14)
+    assert others is not None
+    host.release(others)
+    again = host.reserve(2, behind=int(first[-1]))
+    assert again is not None
+    host.check_integrity()
+
+
+def test_many_sequences_are_forgotten() -> None:
+    host = HostPages(256)
+    for number in range(200):
+        pages = host.reserve(1, behind=-1)
+        assert pages is not None
+        host.publish(keys(number), pages)
+    assert len(host._groups._active) <= 64
+    host.check_integrity()

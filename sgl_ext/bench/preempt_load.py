@@ -11,15 +11,19 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from sgl_ext.bench.data import sharegpt_conversations
 from sgl_ext.errors import ExtError
 
+_SAME = 0.25
+_AWAY = 4
+"""Iterations of others after which a turn had given way."""
 _DEADLINE_S = 1800.0
 """Of an answer: under overload many wait for long."""
 
@@ -41,29 +45,65 @@ class Talk:
     name: str
     at: float
     turns: tuple[Turn, ...]
+    priority: int | None = None
+    """None: the server's policy decides."""
 
 
 @dataclass
 class Heard:
-    """What the client saw of one turn; seconds."""
+    """What the client saw of one turn; seconds are of the run."""
 
+    name: str
     began: float
-    """From the run's start until it was said."""
-    ttft: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    """Between tokens."""
-    ended: float = 0.0
+    """When it was said."""
+    prompt: int
+    """Tokens, with all that was said before."""
+    times: list[float] = field(default_factory=list)
+    """When each token came."""
+    tokens: list[int] = field(default_factory=list)
+    """Ids."""
+    cached: int = 0
+    """Tokens of the prompt that were not computed."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from its being said to the first token."""
+        return self.times[0] - self.began
+
+
+def gaps_in_service(heard: Sequence[Heard]) -> list[float]:
+    """Seconds between the tokens of a turn, but for those in which it had given way to others.
+
+    Whoever is served gets a token whenever others do, or nearly: a prompt that is computed gives
+    one to its own request. Tokens that come within a fraction of an iteration are of the same one.
+    """
+    times = np.sort(np.concatenate([one.times for one in heard]))
+    apart = np.diff(times)
+    typical = np.median(np.concatenate([np.diff(one.times) for one in heard]))
+    iterations = times[1:][apart > _SAME * typical]
+    found: list[float] = []
+    for one in heard:
+        numbers = np.searchsorted(iterations, one.times, "right")
+        served = np.diff(numbers) <= _AWAY
+        found += np.diff(one.times)[served].tolist()
+    return found
 
 
 def talks(
-    model: Path, count: int, *, longest: int, rate: float, pause: float, seed: int
+    model: Path,
+    count: int,
+    *,
+    longest: int,
+    pause: float,
+    seed: int,
+    levels: Sequence[int | None] = (None,),
 ) -> list[Talk]:
-    """Conversations of at least two turns, which arrive as a Poisson process.
+    """Conversations of at least two turns, which arrive as a Poisson process of one in a second.
 
     Args:
         longest: tokens of a conversation, with its answers, at most.
-        rate: conversations that begin in a second.
         pause: mean of the exponential pause between an answer and the next turn, seconds.
+        levels: priorities, of which each conversation draws one.
     """
     from transformers import AutoTokenizer
 
@@ -84,8 +124,9 @@ def talks(
             turns.append(Turn(said, answer, chance.expovariate(1 / pause) if number else 0.0))
         if len(turns) < 2:
             continue
-        at += chance.expovariate(rate)
-        found.append(Talk(f"{seed}/{len(found)}", at, tuple(turns)))
+        at += chance.expovariate(1)
+        level = chance.choice(levels)
+        found.append(Talk(f"{seed}/{len(found)}", at, tuple(turns), level))
         if len(found) == count:
             return found
     raise ExtError(
@@ -93,16 +134,18 @@ def talks(
     )
 
 
-def run(url: str, said: Sequence[Talk], name: str) -> list[Heard]:
-    """Has them all.
+def at_rate(said: Sequence[Talk], rate: float) -> list[Talk]:
+    """Conversations as of :func:`talks`, of which ``rate`` begin in a second."""
+    return [replace(one, at=one.at / rate) for one in said]
 
-    Args:
-        name: of the run; requests are named after it.
+
+def run(url: str, said: Sequence[Talk]) -> list[Heard]:
+    """Has them all. Requests are named after their conversations, whatever server has them.
 
     Raises:
         ExtError: a request was refused or broken off.
     """
-    return asyncio.run(_run(url, said, name))
+    return asyncio.run(_run(url, said))
 
 
 def _said(tokenizer: Any, text: str, *, first: bool) -> list[int]:
@@ -116,18 +159,16 @@ def _said(tokenizer: Any, text: str, *, first: bool) -> list[int]:
     return ids
 
 
-async def _run(url: str, said: Sequence[Talk], name: str) -> list[Heard]:
+async def _run(url: str, said: Sequence[Talk]) -> list[Heard]:
     timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         start = time.perf_counter()
-        each = await asyncio.gather(*(_talk(session, url, one, name, start) for one in said))
+        each = await asyncio.gather(*(_talk(session, url, one, start) for one in said))
     return [heard for turns in each for heard in turns]
 
 
-async def _talk(
-    session: aiohttp.ClientSession, url: str, talk: Talk, name: str, start: float
-) -> list[Heard]:
+async def _talk(session: aiohttp.ClientSession, url: str, talk: Talk, start: float) -> list[Heard]:
     await asyncio.sleep(start + talk.at - time.perf_counter())
     tokens: list[int] = []
     heard = []
@@ -135,42 +176,36 @@ async def _talk(
         await asyncio.sleep(turn.pause)
         tokens += turn.said
         body = {
-            "rid": f"{name}/{talk.name}/{number}",
+            "rid": f"{talk.name}/{number}",
             "input_ids": tokens,
             "stream": True,
+            "priority": talk.priority,
             "sampling_params": {
                 "temperature": 0, "max_new_tokens": turn.answer, "ignore_eos": True,
             },
         }  # fmt: skip
-        one = Heard(time.perf_counter() - start)
-        tokens += await _answer(session, url, body, one, start)
+        one = Heard(f"{talk.name}/{number}", time.perf_counter() - start, len(tokens))
+        await _answer(session, url, body, one, start)
+        tokens += one.tokens
         heard.append(one)
     return heard
 
 
 async def _answer(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], heard: Heard, start: float
-) -> list[int]:
-    ids: list[int] = []
-    last = start + heard.began
+) -> None:
     async with session.post(f"{url}/generate", json=body) as answer:
         if answer.status != 200:
             raise ExtError(f"{body['rid']}: {await answer.text()}")
         async for line in answer.content:
             if not line.startswith(b"data: {"):
                 continue
-            now = time.perf_counter()
+            now = time.perf_counter() - start
             found = json.loads(line.removeprefix(b"data: "))
             if "error" in found:
                 raise ExtError(f"{body['rid']}: {found['error']}")
-            new = len(found["output_ids"]) - len(ids)
-            if not ids:
-                heard.ttft = now - last
-            elif new:
-                heard.gaps += [(now - last) / new] * new
-            if new:
-                ids, last = found["output_ids"], now
-    if len(ids) != body["sampling_params"]["max_new_tokens"]:
-        raise ExtError(f"{body['rid']} ended after {len(ids)} tokens")
-    heard.ended = last - start
-    return ids
+            heard.times += [now] * (len(found["output_ids"]) - len(heard.tokens))
+            heard.tokens = found["output_ids"]
+            heard.cached = found["meta_info"]["cached_tokens"]
+    if len(heard.tokens) != body["sampling_params"]["max_new_tokens"]:
+        raise ExtError(f"{body['rid']} ended after {len(heard.tokens)} tokens")

@@ -29,7 +29,6 @@ from sgl_ext.bench.restore_servers import (
     RECOMPUTE,
     RECOMPUTE_IN_CHUNKS,
     fill,
-    forget,
     loaded,
     systems,
 )
@@ -143,7 +142,7 @@ def _alone(
         for place, context in enumerate(contexts):
             for at in range(len(servers)):
                 one = servers[(number + place + at) % len(servers)]
-                forget(one.url)
+                server.forget(one.url)
                 (timing,) = send(one.url, [Request(context.tokens, 1)])
                 if one.system.name == LOAD:
                     loaded(context, timing)

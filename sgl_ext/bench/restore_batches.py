@@ -21,9 +21,7 @@ from sgl_ext.bench.restore_servers import (
     OURS,
     RECOMPUTE,
     RECOMPUTE_IN_CHUNKS,
-    forget,
     loaded,
-    tiers,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +139,7 @@ class Batches:
     ) -> None:
         from sgl_ext.engine.load_generator import Request, run
 
-        forget(one.url)
+        server.forget(one.url)
         before = _busy(one.url)
         begin = time.monotonic()
         timings: list[Timing] = run(
@@ -196,7 +194,7 @@ class Batches:
 
 def _busy(url: str) -> tuple[float, float]:
     """Seconds that a server has computed prompts, and bytes that it has loaded from its SSD."""
-    found = tiers(url)
+    found = server.live(url)
     if not found:
         return 0.0, 0.0
     return found["computing_seconds"], found["tiers"]["ssd"]["loaded_bytes"]

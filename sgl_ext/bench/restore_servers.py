@@ -7,9 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import requests
+from typing import TYPE_CHECKING
 
 from sgl_ext.bench import server
 from sgl_ext.bench.linked import generate
@@ -102,28 +100,6 @@ def loaded(context: Context, timing: Timing) -> None:
         )
 
 
-def forget(url: str) -> None:
-    """Device and host memory forget everything; what lies on SSDs stays.
-
-    Raises:
-        ExtError: the server is busy for too long.
-    """
-    give_up = time.monotonic() + _DEADLINE_S
-    while time.monotonic() < give_up:
-        # What has answered may not have ended.
-        if requests.post(f"{url}/flush_cache", timeout=_DEADLINE_S).ok:
-            return
-        time.sleep(0.05)
-    raise ExtError(f"{url} did not forget its KV in {_DEADLINE_S} s")
-
-
-def tiers(url: str) -> dict[str, Any]:
-    """What the server says of its tiers; empty without any."""
-    found = requests.get(f"{url}/server_info", timeout=_DEADLINE_S).json()
-    live: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
-    return live
-
-
 def wait_until_stored(url: str) -> None:
     """Returns when the server's tiers have stored what they were given.
 
@@ -133,7 +109,7 @@ def wait_until_stored(url: str) -> None:
     give_up = time.monotonic() + _DEADLINE_S
     quiet = 0
     while time.monotonic() < give_up:
-        storing = any(tier["queue_depth"] for tier in tiers(url)["tiers"].values())
+        storing = any(tier["queue_depth"] for tier in server.live(url)["tiers"].values())
         quiet = 0 if storing else quiet + 1
         if quiet == 3:
             return

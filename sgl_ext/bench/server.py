@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -22,6 +23,7 @@ from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
 _STOP_DEADLINE_S = 30.0
+_FORGET_DEADLINE_S = 600.0
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang gives to its own sockets while it starts, and the kernel to
 connections."""
@@ -100,6 +102,28 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
         finally:
             _stop(process)
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def forget(url: str) -> None:
+    """Device and host memory forget everything; what lies on SSDs stays.
+
+    Raises:
+        ExtError: the server is busy for too long.
+    """
+    give_up = time.monotonic() + _FORGET_DEADLINE_S
+    while time.monotonic() < give_up:
+        # What has answered may not have ended.
+        if requests.post(f"{url}/flush_cache", timeout=_FORGET_DEADLINE_S).ok:
+            return
+        time.sleep(0.05)
+    raise ExtError(f"{url} did not forget its KV in {_FORGET_DEADLINE_S:g} s")
+
+
+def live(url: str) -> dict[str, Any]:
+    """What the extension says of itself in a running server; empty in a stock one."""
+    found = requests.get(f"{url}/server_info", timeout=_FORGET_DEADLINE_S).json()
+    state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
+    return state
 
 
 def free_port() -> int:

@@ -67,8 +67,9 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         return original(adder, req)
     if swap_in.coming(adder.tree_cache, req) is not True:
         return False
-    lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
-    return swap_hooks.displace(adder, req, lacking)
+    with ext.swap.clock.on():
+        lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
+        return swap_hooks.displace(adder, req, lacking)
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

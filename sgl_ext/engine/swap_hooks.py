@@ -18,6 +18,7 @@ from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks, penalties, swap_in
 from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
 _UNSERVED: Unserved = (
@@ -59,15 +60,20 @@ def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool
     ext = runtime.current
     if checkpoint or ext is None or ext.swap is None:
         return original(req, tree, checkpoint=checkpoint)
+    with ext.swap.clock.on():
+        return _kept(original, req, tree, ext.swap)
+
+
+def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) -> Any:
     # All but the last token, whose KV the next step computes, or is just computing.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
-    swap, page = ext.swap, tree.page_size
+    page = tree.page_size
     whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
     # What a load has brought counts when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
     if swap.baseline.recompute or not (whole and serves(req)):
         swap.counts.recomputed += 1
-        return original(req, tree, checkpoint=checkpoint)
+        return original(req, tree, checkpoint=False)
     blocks = _blocks(req, tree, tokens)
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
@@ -79,7 +85,8 @@ def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool
     if swap.baseline.copy_again:
         swap.copy_again(keys, blocks)
     if swap.baseline.wait:
-        swap.stack.in_flight.wait_for_all(COPY_DEADLINE_S)
+        with swap.clock.off():
+            swap.stack.in_flight.wait_for_all(COPY_DEADLINE_S)
     return result
 
 
@@ -144,9 +151,10 @@ def makes_room(adder: Any, req: Any) -> bool:
     schedule = get_schedule()
     if not schedule.enable_priority_scheduling or schedule.disable_priority_preemption:
         return False
-    with adder._lock_node(req.last_node):
-        lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
-    return displace(adder, req, lacking)
+    with ext.swap.clock.on():
+        with adder._lock_node(req.last_node):
+            lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
+        return displace(adder, req, lacking)
 
 
 def displace(adder: Any, req: Any, lacking: float) -> bool:
@@ -192,25 +200,27 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     ext = runtime.current
     if ext is None or ext.swap is None:
         return original(scheduler, running)
-    ext.swap.advance()
-    if ext.ahead is not None:
-        for rid, pages in ext.ahead.land(scheduler.tree_cache):
-            ext.swap.counts.loaded_pages += pages
-            if not pages:
-                ext.swap.drop(rid)  # it is computed again
-    if ext.priorities is not None:
-        chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
-        holding = (*running.reqs, *chunked)
-        ext.priorities.step(scheduler.waiting_queue, holding, scheduler.forward_ct)
+    with ext.swap.clock.on():
+        ext.swap.advance()
+        if ext.ahead is not None:
+            for rid, pages in ext.ahead.land(scheduler.tree_cache):
+                ext.swap.counts.loaded_pages += pages
+                if not pages:
+                    ext.swap.drop(rid)  # it is computed again
+        if ext.priorities is not None:
+            chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
+            holding = (*running.reqs, *chunked)
+            ext.priorities.step(scheduler.waiting_queue, holding, scheduler.forward_ct)
     plan = original(scheduler, running)
-    if reqs := swap_in.back(scheduler):
-        for batch in swap_in.batches(scheduler, reqs):
-            if plan.running_batch.is_empty():
-                plan.running_batch = batch
-            else:
-                plan.running_batch.merge_batch(batch)
-        gone = set(reqs)
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in gone]
+    with ext.swap.clock.on():
+        if reqs := swap_in.back(scheduler):
+            for batch in swap_in.batches(scheduler, reqs):
+                if plan.running_batch.is_empty():
+                    plan.running_batch = batch
+                else:
+                    plan.running_batch.merge_batch(batch)
+            gone = set(reqs)
+            scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in gone]
     return plan
 
 

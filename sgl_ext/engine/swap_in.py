@@ -12,6 +12,7 @@ from sgl_ext.engine import penalties
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.swap.manager import SwapManager, Swapped
 
 
 def take_back(adder: Any, req: Any) -> Any:
@@ -24,9 +25,16 @@ def take_back(adder: Any, req: Any) -> Any:
     ext = runtime.current
     if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
         return None
+    with ext.swap.clock.on():
+        return _take_back(adder, req, ext, ext.swap, swapped)
+
+
+def _take_back(
+    adder: Any, req: Any, ext: runtime.ExtRuntime, swap: SwapManager, swapped: Swapped
+) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    swap, page, tree = ext.swap, adder.page_size, adder.tree_cache
+    page, tree = adder.page_size, adder.tree_cache
     if (readable := coming(tree, req)) is None:
         return AddReqResult.CONTINUE
     if not readable:
@@ -194,8 +202,9 @@ def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
         tickets += ext.swap.load(swapped, blocks)
         _tell(req, swapped.tokens - req.prefix_len)
-    for ticket in tickets:
-        ticket.wait(COPY_DEADLINE_S)
+    with ext.swap.clock.off():
+        for ticket in tickets:
+            ticket.wait(COPY_DEADLINE_S)
     if tickets and ext.ahead is not None:
         size = sum(ticket.bytes_total for ticket in tickets)
         ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in tickets))

@@ -15,6 +15,7 @@ import numpy as np
 
 from sgl_ext.config import SwapBaseline
 from sgl_ext.memory.tickets import State, Ticket
+from sgl_ext.swap.stopwatch import Stopwatch
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import Saved, TierStack
 
@@ -56,6 +57,8 @@ class Counts:
     recomputed_tokens: int = 0
     loaded_pages: int = 0
     """From host memory, for requests that came back."""
+    tails: int = 0
+    """Pages that were not whole and went to host memory."""
     copied_again: int = 0
     """Pages that host memory had already."""
 
@@ -72,6 +75,8 @@ class SwapManager:
         self.baseline = baseline
         self.stack = stack
         self.counts = Counts()
+        self.clock = Stopwatch()
+        """Of the scheduler's thread in swapping, without its waits."""
         self._capacity = capacity
         self._used = 0
         self._swapped: dict[str, Swapped] = {}
@@ -90,6 +95,7 @@ class SwapManager:
             return None
         if (saved := self.stack.save(np.array([block]))) is not None:
             self._used += 1
+            self.counts.tails += 1
         return saved
 
     def out(self, rid: str, tokens: int, keys: Sequence[Key], tail: Saved | None) -> None:
@@ -184,6 +190,9 @@ class SwapManager:
         return {
             **asdict(self.counts),
             "swapped": len(self._swapped),
+            "stored_pages": self.stack.stored.pages,
+            "stored_bytes": self.stack.stored.pages * self.stack.layout.block_bytes,
+            "busy_seconds": self.clock.seconds,
             "waits": flight.waited,
             "waiting_seconds": flight.waited_seconds,
         }

@@ -16,6 +16,10 @@ from sgl_ext.tiers.arena import Key, Pages
 
 logger = logging.getLogger(__name__)
 
+_CHAINS = 64
+"""Sequences that have room kept behind them: those that grew last."""
+_EXPECTED_PAGES = 60
+"""Of such a sequence, where there is room (FastSwitch §3.1)."""
 _GHOSTS = 4
 """Pages that are remembered after eviction, as a multiple of those that there is room for."""
 
@@ -32,7 +36,11 @@ class HostPages:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._groups = BlockGroups(capacity, page=1, first=0)
+        self._groups = BlockGroups(capacity, page=1, first=0, expected_tokens=_EXPECTED_PAGES)
+        self._chains: OrderedDict[int, None] = OrderedDict()
+        self._chain_of = np.full(capacity, -1, np.int64)
+        """Of each place; of those that nothing follows, any."""
+        self._begun = 0
         self._index: OrderedDict[Key, int] = OrderedDict()
         self._pins = np.zeros(capacity, np.int32)
         self._pinned = 0  # places
@@ -84,17 +92,25 @@ class HostPages:
         self._uses[pages] = np.maximum(self._uses[pages] + (times == 0), times)
         return pages
 
-    def reserve(self, count: int) -> Pages | None:
+    def reserve(self, count: int, behind: int | None = None) -> Pages | None:
         """Holds ``count`` places, as few runs as can be; evicts what must go.
+
+        Args:
+            behind: place of the page that they follow on, next to which they lie if there is room;
+                -1 if they begin a sequence. Room is kept for what will follow on them (FastSwitch
+                §3.3); none is without.
 
         Returns:
             The places; None, with nothing changed, if too many are pinned or held.
         """
         if count > self.capacity or not self._evict(count - self._groups.available):
             return None
-        (runs,) = self._groups.allocate([(None, count)]) or [[]]
-        pages = [np.arange(start, start + length) for start, length in runs]
-        return np.concatenate(pages) if pages else np.empty(0, np.int64)
+        chain = None if behind is None else self._chain(behind)
+        (runs,) = self._groups.allocate([(chain, count)]) or [[]]
+        found = [np.arange(start, start + length) for start, length in runs]
+        pages = np.concatenate(found) if found else np.empty(0, np.int64)
+        self._chain_of[pages] = -1 if chain is None else chain
+        return pages
 
     def refuse(self, count: int) -> None:
         """Takes note of pages that cannot be held; the first time it says so."""
@@ -147,6 +163,17 @@ class HostPages:
         """Forgets every page that is not pinned."""
         self._remove([key for key, page in self._index.items() if not self._pins[page]])
         self._ghosts.clear()
+
+    def _chain(self, behind: int) -> int:
+        """The owner of the room behind a place."""
+        chain = int(self._chain_of[behind]) if behind >= 0 else -1
+        if chain not in self._chains:
+            chain, self._begun = self._begun, self._begun + 1
+        self._chains[chain] = None
+        self._chains.move_to_end(chain)
+        if len(self._chains) > _CHAINS:
+            self._groups.close(self._chains.popitem(last=False)[0])
+        return chain
 
     def _evict(self, count: int) -> bool:
         if count <= 0:

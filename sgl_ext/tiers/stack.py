@@ -252,7 +252,8 @@ class TierStack:
         missing = wanted[: self.host.room if self._off is None else 0]
         if self._off is None:
             self.host.refuse(len(wanted) - len(missing))
-        if not missing or (pages := self.host.reserve(len(missing))) is None:
+        behind = self._place_before(keys, blocks, missing[0]) if missing else None
+        if not missing or (pages := self.host.reserve(len(missing), behind)) is None:
             self._stores.append(_Store((), _NO_PAGES, None, not wanted, success=not wanted))
             return
         ticket = self._copies.store(blocks[missing], pages)
@@ -391,6 +392,13 @@ class TierStack:
             tier.close()
         for close in self._closing:
             close()
+
+    def _place_before(self, keys: Sequence[Key], blocks: Pages, at: int) -> int:
+        """Where the page before number ``at`` probably lies: a request's blocks mostly follow each
+        other, and its last ones were copied before."""
+        if at:
+            return int(self.host.places(keys[at - 1 : at])[0])
+        return self._copies.place_of(int(blocks[0]) - 1)
 
     def _forget_dropped(self) -> None:
         over = [saved for saved in self._dropped if saved.ticket.poll()]

@@ -1,0 +1,304 @@
+"""Conversations that do not fit the device: recomputing, swapping as vLLM did, FastSwitch's, ours.
+
+ShareGPT's conversations come as a Poisson process, and priorities change all the time, so that
+those that run give way to others. Once with host memory as it is, where a copy costs next to
+nothing against an iteration of a CPU, and once behind a link that is slowed down until swapping a
+request takes as much of an iteration as on the paper's machine.
+
+Loads are shares of what the server would generate if swapping cost nothing: of what it generates
+with host memory as it is when all conversations come at once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sgl_ext.bench import server
+from sgl_ext.bench.partial import Partial
+from sgl_ext.bench.preempt_exact import report_exact
+from sgl_ext.bench.preempt_runs import Run, Workload, mean_answer, mean_pages, measure, warm_up
+from sgl_ext.bench.preempt_systems import (
+    HICACHE,
+    OURS,
+    PAGE,
+    PER_PAGE,
+    RECOMPUTE,
+    STOCK,
+    WITHOUT,
+    WITHOUT_REUSE,
+    Link,
+    systems,
+)
+from sgl_ext.bench.report import Report
+from sgl_ext.models import SMOLLM2, prepare
+
+_AT_ONCE = 1000.0
+"""Conversations in a second."""
+_HEAVY = 1.3
+_LIGHT = 0.4
+_LEVELS = (0, 100)
+_BOUND = 5.0
+"""Times to the first token at light load that P95 may take at the largest load that counts."""
+PARTS = ("link", "loads", "traces", "native", "static", "exact")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    conversations: int
+    longest: int
+    pause: float
+    pool: int
+    """Tokens of the device."""
+    seeds: Sequence[int]
+    few_seeds: Sequence[int]
+    """Of what no figure is asked of each of."""
+    loads: Sequence[float]
+    exact: int
+    """Conversations."""
+
+
+_QUICK = _Sizes(6, 512, 2.0, 1024, (0,), (0,), (_LIGHT, _HEAVY), 6)
+_WHOLE = _Sizes(20, 640, 4.0, 2048, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY), 300)
+
+Runs = Mapping[str, Sequence[Run]]
+"""Of each system, by seed."""
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    sizes = _QUICK if quick else _WHOLE
+    model = prepare(SMOLLM2)
+    config = {"quick": quick, "page": PAGE, "bound": _BOUND, **asdict(sizes)}
+    report = Report("preempt", config)
+    # What the measurements themselves depend on; seeds and loads may be added later.
+    kept = {name: config[name] for name in ("conversations", "longest", "pause", "pool")}
+    bench = _Bench(
+        report,
+        Workload(model, sizes.conversations, sizes.longest, sizes.pause),
+        sizes,
+        out,
+        Partial(out, "preempt", kept, quick=quick),
+    )
+    for part in parts:
+        if part == "exact":
+            report_exact(report, model, out / "logs", sizes.exact, sizes.pool)
+        else:
+            getattr(bench, part)()
+    return report
+
+
+class _Bench:
+    def __init__(
+        self, report: Report, workload: Workload, sizes: _Sizes, out: Path, kept: Partial
+    ) -> None:
+        self._report, self._workload, self._sizes = report, workload, sizes
+        self._logs = out / "logs" / "preempt"
+        self._kept = kept
+
+    def link(self) -> None:
+        """All systems behind the link, at a load that none of them keeps up with."""
+        trace = _trace("random", 50)
+        runs = self._offer(
+            "link", (RECOMPUTE, PER_PAGE, OURS, *WITHOUT), trace, _HEAVY, linked=True
+        )
+        figures, ours = self._report.figures, runs[OURS]
+        figures["p95_ttft_speedup_vs_sync_swap"] = _ratio(runs, PER_PAGE, OURS, _p95)
+        figures["p99_ttft_speedup_vs_sync_swap"] = _ratio(runs, PER_PAGE, OURS, _p99)
+        figures["throughput_ratio"] = _ratio(runs, OURS, PER_PAGE, _throughput)
+        figures["tbt_p99.9_ratio_vs_sync_swap"] = _ratio(
+            runs, OURS, PER_PAGE, lambda one: one.gap["p99.9"]
+        )
+        figures["swap_out_blocks_ratio"] = _ratio(runs, OURS, WITHOUT_REUSE, _stored)
+        figures["call_stack_share"] = max(one.counts["busy_seconds"] / one.seconds for one in ours)
+        figures["recomputed_tokens_share"] = max(_recomputed(one) for one in ours)
+        figures["recomputed_tokens_share_of_recomputing"] = statistics.median(
+            _recomputed(one) for one in runs[RECOMPUTE]
+        )
+
+    def loads(self) -> None:
+        """Behind the link: the largest load at which P95 stays within a bound."""
+        trace, names = _trace("random", 50), (PER_PAGE, OURS)
+        own = self._capacity(PER_PAGE, linked=True) / self._capacity(OURS, linked=False)
+        self._report.figures["sync_swap_capacity"] = own
+        self._offer("own", names, trace, 0.85 * own, linked=True, few=True)
+        p95: dict[str, list[float]] = {name: [] for name in names}
+        for load in self._sizes.loads:
+            runs = self._offer("link", names, trace, load, linked=True, few=True)
+            for name in names:
+                p95[name].append(statistics.median(one.percentile(95) for one in runs[name]))
+        bound = _BOUND * p95[OURS][0]
+        most = {name: _largest(self._sizes.loads, p95[name], bound) for name in names}
+        self._report.figures["slo_ttft_s"] = bound
+        self._report.figures["slo_load_ratio_vs_sync_swap"] = most[OURS] / most[PER_PAGE]
+
+    def traces(self) -> None:
+        """The other priority traces, behind the link."""
+        for pattern, every in (("random", 25), ("markov", 50), ("markov", 25)):
+            runs = self._offer(
+                f"{pattern} {every}", (PER_PAGE, OURS), _trace(pattern, every), _HEAVY, linked=True,
+                few=True,
+            )  # fmt: skip
+            at, figures = f"{pattern}_{every}", self._report.figures
+            figures[f"p95_ttft_speedup_{at}"] = _ratio(runs, PER_PAGE, OURS, _p95)
+            figures[f"p99_ttft_speedup_{at}"] = _ratio(runs, PER_PAGE, OURS, _p99)
+            figures[f"throughput_ratio_{at}"] = _ratio(runs, OURS, PER_PAGE, _throughput)
+
+    def native(self) -> None:
+        """Host memory as it is."""
+        trace, names = _trace("random", 50), (RECOMPUTE, PER_PAGE, OURS)
+        heavy = self._offer("native", names, trace, _HEAVY, linked=False)
+        light = self._offer("native", (PER_PAGE, OURS), trace, _LIGHT, linked=False, few=True)
+        figures = self._report.figures
+        for name, of in ((RECOMPUTE, "stock"), (PER_PAGE, "sync_swap")):
+            figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(heavy, name, OURS, _p95)
+            figures[f"native_throughput_ratio_vs_{of}"] = _ratio(heavy, OURS, name, _throughput)
+        figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(light, OURS, PER_PAGE, _p50)
+
+    def static(self) -> None:
+        """Two priorities, which stock SGLang has, too."""
+        names = (STOCK, HICACHE, PER_PAGE, OURS)
+        policy = {"policy": "static"}
+        runs = self._offer("static", names, policy, 0.9, linked=False, levels=_LEVELS)
+        figures = self._report.figures
+        for name, of in ((STOCK, "stock"), (HICACHE, "hicache")):
+            figures[f"static_p95_ttft_speedup_vs_{of}"] = _ratio(runs, name, OURS, _p95)
+            figures[f"static_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
+
+    def _offer(
+        self,
+        what: str,
+        names: Sequence[str],
+        policy: Mapping[str, Any],
+        load: float,
+        *,
+        linked: bool,
+        levels: Sequence[int | None] = (None,),
+        few: bool = False,
+    ) -> Runs:
+        """The same conversations at the same times to each system, for each seed."""
+        seeds = self._sizes.few_seeds if few else self._sizes.seeds
+        talks = [self._workload.talks(seed, levels) for seed in seeds]
+        ideal, link = self._capacity(OURS, linked=False), self._link() if linked else None
+        names_of = {name: [f"{what}/{load:.3f}/{name}/{seed}" for seed in seeds] for name in names}
+        missing = [name for name in names if any(key not in self._kept for key in names_of[name])]
+        with self._serve(missing, policy, link) as servers:
+            for place, said in enumerate(talks):
+                rate = load * ideal / mean_answer(said)
+                for at in range(len(servers)):
+                    one = servers[(place + at) % len(servers)]
+                    key = names_of[one.system.name][place]
+                    self._run(key, partial(measure, one, said, rate))
+        runs = {name: [self._run(key) for key in keys] for name, keys in names_of.items()}
+        for name, each in runs.items():
+            link_of = "emulated" if linked else "as it is"
+            row = {"what": what, "system": name, "load": load, "link": link_of, **policy}
+            self._report.runs.append(row | _summary(each))
+        return runs
+
+    def _capacity(self, name: str, *, linked: bool) -> float:
+        """Tokens that a system generates in a second when all conversations come at once."""
+        return self._at_once(name, linked=linked).per_second
+
+    def _at_once(self, name: str, *, linked: bool) -> Run:
+        said = self._workload.talks(self._sizes.seeds[0])
+        key = f"at once/{name}/{linked}"
+        if key in self._kept:
+            return self._run(key)
+        with self._serve([name], _trace("random", 50), self._link() if linked else None) as (one,):
+            return self._run(key, partial(measure, one, said, _AT_ONCE))
+
+    def _link(self) -> Link:
+        run = self._at_once(OURS, linked=False)
+        page_bytes = round(run.counts["stored_bytes"] / run.counts["stored_pages"])
+        pages = mean_pages(self._workload.talks(self._sizes.seeds[0]), PAGE)
+        return Link(run.gap["p50"], pages, page_bytes)
+
+    def _run(self, key: str, measure: Callable[[], Run] | None = None) -> Run:
+        if measure is None:
+            return Run(**self._kept.find(key, dict))
+        return Run(**self._kept.find(key, lambda: asdict(measure())))
+
+    @contextmanager
+    def _serve(
+        self, names: Sequence[str], policy: Mapping[str, Any], link: Link | None
+    ) -> Iterator[list[server.Server]]:
+        if not names:
+            yield []
+            return
+        running = systems(names, self._sizes.pool, policy, link)
+        said = self._workload.talks(self._sizes.seeds[0])
+        with server.serve(running, self._workload.model, self._logs) as servers:
+            for one in servers:
+                warm_up(one, said)
+            yield servers
+
+
+def _trace(pattern: str, every: int) -> dict[str, Any]:
+    return {"policy": pattern, "quantum": every}
+
+
+def _ratio(runs: Runs, above: str, below: str, of: Callable[[Run], float]) -> float:
+    """Median of the ratios of each seed."""
+    pairs = zip(runs[above], runs[below], strict=True)
+    return statistics.median(of(one) / of(other) for one, other in pairs)
+
+
+def _p95(run: Run) -> float:
+    return run.percentile(95)
+
+
+def _p99(run: Run) -> float:
+    return run.percentile(99)
+
+
+def _p50(run: Run) -> float:
+    return run.percentile(50)
+
+
+def _throughput(run: Run) -> float:
+    return run.throughput
+
+
+def _stored(run: Run) -> float:
+    """Pages that were copied from the device."""
+    counts = run.counts
+    return counts["stored_pages"] + counts["tails"] + counts["copied_again"]
+
+
+def _recomputed(run: Run) -> float:
+    return run.counts["recomputed_tokens"] / run.computed
+
+
+def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> float:
+    """Largest load, interpolated, below which all stay within ``bound``."""
+    over = next((at for at, value in enumerate(p95) if value > bound), None)
+    if over is None:
+        return loads[-1]
+    if over == 0:
+        return loads[0]
+    logs = [math.log(value) for value in p95[over - 1 : over + 1]]
+    return float(np.interp(math.log(bound), logs, loads[over - 1 : over + 1]))
+
+
+def _summary(runs: Sequence[Run]) -> dict[str, float]:
+    """Medians over seeds."""
+    found: dict[str, Callable[[Run], float]] = {
+        "ttft_p50_s": _p50,
+        "ttft_p95_s": _p95,
+        "ttft_p99_s": _p99,
+        "tokens_per_s": _throughput,
+        "tbt_p99_ms": lambda one: 1e3 * one.gap["p99"],
+        "tbt_p99.9_ms": lambda one: 1e3 * one.gap["p99.9"],
+        "swapped_out": lambda one: one.counts.get("swapped_out", 0),
+        "recomputed_share": lambda one: one.counts.get("recomputed_tokens", 0) / one.computed,
+    }
+    medians = {name: statistics.median(map(of, runs)) for name, of in found.items()}
+    return {"seeds": len(runs), "turns": sum(len(one.ttft) for one in runs), **medians}

@@ -1,0 +1,194 @@
+"""Requests give way, come back, end and are aborted while copies are late, or fail."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from delayed_copies import DelayedEngine
+from stack_kit import BLOCKS, Machine
+from tier_kit import DEADLINE_S, key
+
+from sgl_ext.config import SwapBaseline
+from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.runs import runs_of
+from sgl_ext.swap.manager import SwapManager
+from sgl_ext.tiers.arena import Key
+
+PAGE = 4
+ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0")) or 1000
+
+
+@dataclass
+class Request:
+    """Its KV is that of a prompt that others have, too, and of what it generates."""
+
+    name: int
+    prompt: int
+    tokens: int
+    blocks: list[int] = field(default_factory=list)
+    """Of the device, while it runs."""
+
+    @property
+    def pages(self) -> int:
+        return -(-self.tokens // PAGE)
+
+    def key_of(self, page: int) -> Key:
+        """Of what a page holds; the last one changes with each token."""
+        last = min((page + 1) * PAGE, self.tokens)
+        if last <= self.prompt:
+            return key(page)
+        return key(10_000 * self.name + last)
+
+
+class Scheduler:
+    """What SGLang's does, as far as memory goes."""
+
+    def __init__(
+        self, machine: Machine, delayed: DelayedEngine, chance: random.Random, capacity: int
+    ) -> None:
+        self.machine, self.delayed, self.chance = machine, delayed, chance
+        self.swap = SwapManager(machine.stack, capacity, SwapBaseline())
+        self.groups = BlockGroups(BLOCKS, page=1, first=0)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.came = self.back = self.again = 0
+
+    def step(self) -> None:
+        chance = self.chance
+        self.machine.stack.poll()
+        self.swap.advance()
+        if chance.random() < 0.3:
+            self.come()
+        for one in [*self.running]:
+            if chance.random() < 0.15:
+                self.end(one)
+            elif chance.random() < 0.3:
+                self.give_way(one)
+            else:
+                self.generate(one)
+        for one in [*self.waiting]:
+            if chance.random() < 0.1:
+                self.waiting.remove(one)  # aborted
+                self.swap.drop(str(one.name))
+            elif chance.random() < 0.5:
+                self.take_back(one)
+        self.delayed.let_happen(chance.choice([0, 0, 1, 2, 8]))
+        while self.machine.stack.completed():
+            self.machine.stack.pop()
+
+    def allocate(self, count: int) -> list[int] | None:
+        """As SGLang's allocator hands blocks out here: once nothing reads or writes them."""
+        if (runs := self.groups.allocate([(None, count)])) is None:
+            return None
+        blocks = [start + at for start, length in runs[0] for at in range(length)]
+        self.machine.stack.in_flight.wait(np.array(blocks, np.int64), DEADLINE_S)
+        self.machine.blocks[blocks] = 0xDD
+        return blocks
+
+    def free(self, one: Request) -> None:
+        self.groups.release(runs_of(np.array(one.blocks, np.int64)))
+        one.blocks = []
+
+    def compute(self, one: Request, page: int) -> None:
+        self.machine.compute([one.key_of(page)], np.array([one.blocks[page]]))
+
+    def come(self) -> None:
+        self.came += 1
+        prompt = self.chance.randint(1, 20)
+        one = Request(self.came, prompt, prompt)
+        if (blocks := self.allocate(one.pages)) is not None:
+            one.blocks = blocks
+            for page in range(one.pages):
+                self.compute(one, page)
+            self.running.append(one)
+
+    def generate(self, one: Request) -> None:
+        if one.tokens % PAGE == 0:
+            if (blocks := self.allocate(1)) is None:
+                return self.give_way(one)
+            one.blocks += blocks
+        one.tokens += 1
+        return self.compute(one, one.pages - 1)
+
+    def end(self, one: Request) -> None:
+        """The tree keeps nothing in the device, host memory what it stores meanwhile."""
+        self.running.remove(one)
+        self.store(one)
+        self.free(one)
+
+    def store(self, one: Request) -> list[Key]:
+        whole = one.tokens // PAGE
+        keys = [one.key_of(page) for page in range(whole)]
+        self.machine.stack.store(keys, np.array(one.blocks[:whole], np.int64))
+        self.machine.stack.presume()
+        return keys
+
+    def give_way(self, one: Request) -> None:
+        self.running.remove(one)
+        tail = self.swap.save_tail(one.blocks[-1]) if one.tokens % PAGE else None
+        keys = self.store(one)
+        self.swap.out(str(one.name), one.tokens, keys, tail)
+        self.free(one)
+        self.waiting.append(one)
+
+    def take_back(self, one: Request) -> None:
+        swapped = self.swap.get(str(one.name))
+        assert swapped is not None
+        readable = self.swap.readable(swapped, 0)
+        if readable is None:
+            return
+        if (blocks := self.allocate(one.pages)) is None:
+            return
+        self.waiting.remove(one)
+        self.running.append(one)
+        one.blocks = blocks
+        if readable:
+            self.swap.hold(swapped, 0)
+            for ticket in self.swap.load(swapped, np.array(blocks, np.int64)):
+                ticket.wait(DEADLINE_S)
+        self.swap.drop(str(one.name))
+        self.back += readable
+        self.again += not readable
+        for page in range(one.pages):
+            if not readable:
+                self.compute(one, page)
+            assert self.machine.right([one.key_of(page)], np.array([blocks[page]]))
+
+    def check(self) -> None:
+        """What runs has its own KV, whatever is copied meanwhile."""
+        for one in self.running:
+            for page, block in enumerate(one.blocks):
+                assert self.machine.right([one.key_of(page)], np.array([block]))
+        self.machine.stack.host.check_integrity()
+        self.groups.check_integrity()
+
+
+@pytest.mark.parametrize(("seed", "pages", "failing"), [(0, 96, 0), (1, 24, 0), (2, 96, 5)])
+def test_whatever_the_copies_do(seed: int, pages: int, failing: int) -> None:
+    chance = random.Random(seed)  # noqa: S311
+    delayed = DelayedEngine(chance, failing)
+    machine = Machine(PAGE, pages, delayed=delayed)
+    scheduler = Scheduler(machine, delayed, chance, capacity=pages // 2)
+    for _ in range(ROUNDS):
+        scheduler.step()
+        scheduler.check()
+    assert scheduler.back > ROUNDS / 20
+    if pages > BLOCKS and not failing:
+        assert not scheduler.again  # there was room for all that gave way
+    for one in [*scheduler.running]:
+        scheduler.end(one)
+    scheduler.swap.clear()
+    delayed.let_happen(len(delayed.pending))
+    machine.until(lambda: not machine.stack.stores_under_way)
+    while machine.stack.completed():
+        machine.stack.pop()
+    machine.until(lambda: not machine.stack._dropped and not machine.stack.host._pinned)
+    host = machine.stack.host
+    assert host.capacity - host.free == len(host)
+    assert scheduler.groups.available == BLOCKS
+    assert scheduler.swap._used == 0
+    machine.stack.close()
