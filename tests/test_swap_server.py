@@ -24,6 +24,7 @@ _TOKENS = 150
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {"swap": {"capacity": "256MiB", "policy": "static"}}
     arguments = ("--max-total-tokens", "1600", "--page-size", "16", "--dtype", "float32")
+    arguments += ("--enable-metrics",)
     system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
         yield running
@@ -111,6 +112,19 @@ def test_priorities_change_while_requests_wait_and_run(
     for each in (first, *waiting):
         each.result()
     assert asked.ended == ["waiting 2", "first", "waiting 1"]
+
+
+def test_metrics_count_swaps(server: Server) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    swapped_in = 0
+    while not swapped_in:
+        assert time.monotonic() < deadline
+        found = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+        lines = [line.split() for line in found.splitlines() if line.startswith("sglang_ext:swap_")]
+        numbers = {name.partition("{")[0]: float(value) for name, value in lines}
+        swapped_in = int(numbers.get("sglang_ext:swap_swapped_in_total", 0))
+    assert numbers["sglang_ext:swap_swapped"] == 0
+    assert 0 < numbers["sglang_ext:swap_busy_seconds_total"] < 10
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ class _Bench:
         load: float,
         *,
         linked: bool,
-        levels: Sequence[int | None] = (None,),
+        levels: tuple[int | None, ...] = (None,),
         few: bool = False,
     ) -> Runs:
         """The same conversations at the same times to each system, for each seed."""

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def gaps_in_service(heard: Sequence[Heard]) -> list[float]:
     return found
 
 
+@cache
 def talks(
     model: Path,
     count: int,
@@ -96,8 +98,8 @@ def talks(
     longest: int,
     pause: float,
     seed: int,
-    levels: Sequence[int | None] = (None,),
-) -> list[Talk]:
+    levels: tuple[int | None, ...] = (None,),
+) -> tuple[Talk, ...]:
     """Conversations of at least two turns, which arrive as a Poisson process of one in a second.
 
     Args:
@@ -128,7 +130,7 @@ def talks(
         level = chance.choice(levels)
         found.append(Talk(f"{seed}/{len(found)}", at, tuple(turns), level))
         if len(found) == count:
-            return found
+            return tuple(found)
     raise ExtError(
         f"ShareGPT has {len(found)} conversations of up to {longest} tokens, not {count}"
     )

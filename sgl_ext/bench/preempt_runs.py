@@ -29,7 +29,7 @@ class Workload:
     longest: int
     pause: float
 
-    def talks(self, seed: int, levels: Sequence[int | None] = (None,)) -> list[Talk]:
+    def talks(self, seed: int, levels: tuple[int | None, ...] = (None,)) -> Sequence[Talk]:
         """Of which one begins in a second."""
         return preempt_load.talks(
             self.model, self.conversations, longest=self.longest, pause=self.pause, seed=seed,

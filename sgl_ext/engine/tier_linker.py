@@ -20,6 +20,7 @@ from sgl_ext.engine.priorities import priorities_of
 from sgl_ext.engine.restore_hooks import Prompt, give_up, strategy
 from sgl_ext.engine.restore_setup import open_restoring
 from sgl_ext.engine.swap_ahead import SwapAhead
+from sgl_ext.engine.swap_metrics import SwapMetrics
 from sgl_ext.engine.tier_metrics import TierMetrics
 from sgl_ext.errors import ExtError
 from sgl_ext.swap.adaptive import Adaptive
@@ -85,6 +86,7 @@ class TierLinker(UnifiedCacheLinker):
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._metrics: TierMetrics | None = None
+        self._swap_metrics: SwapMetrics | None = None
         self._has_metrics = get_observability().enable_metrics
         self._uses: OrderedDict[Any, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
@@ -144,9 +146,17 @@ class TierLinker(UnifiedCacheLinker):
                 self._metrics = TierMetrics(get_parallel().tp_rank)
             if self._metrics.due:
                 self._metrics.update(describe(self.stack))
+                self._update_swap()
         if self.restorer is not None:
             self.restorer.advance()
         return self.stack.completed()
+
+    def _update_swap(self) -> None:
+        if (ext := runtime.current) is None or ext.swap is None:
+            return
+        if self._swap_metrics is None:
+            self._swap_metrics = SwapMetrics(get_parallel().tp_rank)
+        self._swap_metrics.update(ext.swap.describe())
 
     def pop_completed_offload(self) -> bool:
         return self.stack.pop()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
+from sgl_ext.engine.totals import Totals
 from sgl_ext.tiers.statistics import TierReport
 
 _INTERVAL_S = 1.0
@@ -46,7 +47,7 @@ class TierMetrics:
             "Pages that could not be loaded or stored, by reason.",
             (*labels, "reason"),
         )
-        self._counted: dict[tuple[str, ...], float] = {}
+        self._totals = Totals()
         self._next = 0.0
 
     @property
@@ -62,11 +63,7 @@ class TierMetrics:
             for name, gauge in self._gauges.items():
                 gauge.labels(self._rank, tier).set(float(numbers[name]))  # type: ignore[arg-type]
             for name, counter in self._counters.items():
-                self._count(counter, float(numbers[name]), tier)  # type: ignore[arg-type]
+                total = float(numbers[name])  # type: ignore[arg-type]
+                self._totals.set(counter, total, self._rank, tier)
             for reason, pages in report["failures"].items():
-                self._count(self._failures, pages, tier, reason)
-
-    def _count(self, counter: Counter, total: float, *labels: str) -> None:
-        key = (str(counter), *labels)
-        counter.labels(self._rank, *labels).inc(max(total - self._counted.get(key, 0.0), 0.0))
-        self._counted[key] = total
+                self._totals.set(self._failures, pages, self._rank, tier, reason)
