@@ -30,17 +30,25 @@ Ids = Mapping[tuple[int, ...], str]
 """Of contexts, by their tokens."""
 
 
+_STOCK_POOL = 65_536
+"""Tokens: 16 of the longest prompts but one."""
+
+
 def systems(pool: int, *arguments: str) -> list[server.System]:
     """SGLang with its radix cache, and with chunks.
 
     Args:
-        pool: tokens that the KV of each server holds.
+        pool: tokens that the KV of the server with chunks holds, by each method; the other one
+            never finds more than a first chunk again.
         arguments: more of them, for both.
     """
-    arguments = ("--max-total-tokens", str(pool), *_ARGUMENTS, *arguments)
+
+    def sized(tokens: int) -> tuple[str, ...]:
+        return ("--max-total-tokens", str(tokens), *_ARGUMENTS, *arguments)
+
     return [
-        server.System("stock", arguments),
-        server.System("chunks", (*arguments, *_EXTENSION)),
+        server.System("stock", sized(min(pool, _STOCK_POOL))),
+        server.System("chunks", (*sized(pool), *_EXTENSION)),
     ]
 
 
