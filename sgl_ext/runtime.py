@@ -49,6 +49,8 @@ class ExtRuntime:
     """Preempted requests; None without the section."""
     ahead: SwapAhead | None = None
     """Their swap-ins that nobody waits for; None without the section."""
+    giving_way: Any = None
+    """SGLang's request whose KV is being released, if that is because it gives way."""
     resuming: list[Any] = field(default_factory=list)
     """SGLang's requests that come back in this step."""
     priorities: Priorities | None = None

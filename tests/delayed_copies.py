@@ -41,7 +41,8 @@ class DelayedTicket:
             raise TransferCancelledError("cancelled")
 
     def cancel(self) -> bool:
-        if waiting := self in self._engine.pending:
+        """By the dice it has begun: then it goes on."""
+        if waiting := self.state == State.PENDING and self._engine.dice.random() < 0.5:
             self._engine.pending.remove(self)
             self._state = State.CANCELLED
         return waiting
@@ -66,7 +67,7 @@ class DelayedEngine:
 
     def __init__(self, chance: random.Random, failing: int = 0) -> None:
         self.pending: list[DelayedTicket] = []
-        self._chance = chance
+        self.dice = chance
         self._failing = failing
 
     def submit(self, *arguments: Any) -> DelayedTicket:
@@ -77,6 +78,6 @@ class DelayedEngine:
     def let_happen(self, count: int) -> None:
         """So many of the pending copies, if there are as many."""
         for _ in range(min(count, len(self.pending))):
-            ticket = self.pending.pop(self._chance.randrange(len(self.pending)))
-            spared = ticket.urgent or self._chance.randrange(100) >= self._failing
+            ticket = self.pending.pop(self.dice.randrange(len(self.pending)))
+            spared = ticket.urgent or self.dice.randrange(100) >= self._failing
             ticket.happen(well=spared)

@@ -42,6 +42,8 @@ def test_the_link_stands_to_an_iteration_as_in_the_paper() -> None:
 
 
 def test_every_system_can_be_configured() -> None:
+    from sglang.srt.server_args import prepare_server_args
+
     names = (STOCK, HICACHE, "recompute", PER_PAGE, OURS, *WITHOUT)
     policy = {"policy": "random", "quantum": 25}
     made = systems(names, 2048, policy, Link(0.05, 20, 1_000_000))
@@ -50,8 +52,10 @@ def test_every_system_can_be_configured() -> None:
         config = ExtConfig.model_validate(json.loads(each.arguments[-1]))
         assert config.swap is not None
         assert config.swap.quantum == 25
-    stock = made[0].arguments
-    assert "--enable-ext" not in stock
+    for each in made[:2]:
+        assert "--enable-ext" not in each.arguments
+        args = prepare_server_args(["--model-path", "none", *each.arguments])
+        assert args.enable_priority_scheduling
 
 
 def test_conversations_are_the_same_at_any_rate(model: Path) -> None:

@@ -50,6 +50,20 @@ def test_only_what_conflicts_is_waited_for() -> None:
     assert flight.pending == 0
 
 
+def test_the_later_of_two_copies_may_end_first() -> None:
+    flight, one, other = BlocksInFlight(10), Copy(), Copy()
+    flight.begin(blocks(1, 2), one)
+    flight.begin(blocks(2, 3), other)
+    other.end()
+    flight.wait(blocks(4), 0.0)
+    for block in (1, 2):
+        with pytest.raises(TimeoutError):
+            flight.wait(blocks(block), 0.0)
+    one.end()
+    flight.wait(blocks(1, 2, 3), 0.0)
+    assert flight.pending == 0
+
+
 def test_who_waits_goes_on_when_the_copy_ends() -> None:
     flight, copy = BlocksInFlight(4), Copy()
     flight.begin(blocks(0), copy)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from delayed_copies import DelayedEngine
 from stack_kit import BLOCKS, Machine
-from tier_kit import DEADLINE_S, key
+from tier_kit import DEADLINE_S, holds, key
 
 from sgl_ext.config import SwapBaseline
 from sgl_ext.memory.block_groups import BlockGroups
@@ -55,7 +55,9 @@ class Scheduler:
         self.groups = BlockGroups(BLOCKS, page=1, first=0)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.came = self.back = self.again = 0
+        self.held: list[tuple[Request, int]] = []
+        """Those that come back in the next step, and the pages that the device has of them."""
+        self.came = self.back = self.again = self.early = self.pending_aborts = 0
 
     def step(self) -> None:
         chance = self.chance
@@ -70,13 +72,15 @@ class Scheduler:
                 self.give_way(one)
             else:
                 self.generate(one)
+        for one, first in self.held:
+            self.come_back(one, first)
+        self.held = []
         for one in [*self.waiting]:
-            if chance.random() < 0.1:
-                self.waiting.remove(one)  # aborted
-                self.swap.drop(str(one.name))
+            if chance.random() < 0.2:
+                self.abort(one)
             elif chance.random() < 0.5:
                 self.take_back(one)
-        self.delayed.let_happen(chance.choice([0, 0, 1, 2, 8]))
+        self.delayed.let_happen(chance.choice([0, 0, 0, 0, 1, 2, 12]))
         while self.machine.stack.completed():
             self.machine.stack.pop()
 
@@ -118,43 +122,66 @@ class Scheduler:
         """The tree keeps nothing in the device, host memory what it stores meanwhile."""
         self.running.remove(one)
         self.store(one)
+        self.machine.stack.presume()
         self.free(one)
+
+    def abort(self, one: Request) -> None:
+        swapped = self.swap.get(str(one.name))
+        assert swapped is not None
+        self.pending_aborts += swapped.tail is not None and not swapped.tail.ticket.poll()
+        self.waiting.remove(one)
+        self.swap.drop(str(one.name))
 
     def store(self, one: Request) -> list[Key]:
         whole = one.tokens // PAGE
         keys = [one.key_of(page) for page in range(whole)]
         self.machine.stack.store(keys, np.array(one.blocks[:whole], np.int64))
-        self.machine.stack.presume()
         return keys
 
     def give_way(self, one: Request) -> None:
         self.running.remove(one)
         tail = self.swap.save_tail(one.blocks[-1]) if one.tokens % PAGE else None
         keys = self.store(one)
+        self.machine.stack.presume()
         self.swap.out(str(one.name), one.tokens, keys, tail)
         self.free(one)
         self.waiting.append(one)
 
     def take_back(self, one: Request) -> None:
+        """As if the device still had its first pages."""
         swapped = self.swap.get(str(one.name))
         assert swapped is not None
-        readable = self.swap.readable(swapped, 0)
+        first = self.chance.choice([0, 0, self.chance.randint(0, one.tokens // PAGE)])
+        readable = self.swap.readable(swapped, first)
         if readable is None:
+            self.early += 1
             return
-        if (blocks := self.allocate(one.pages)) is None:
-            return
+        if readable:
+            self.swap.hold(swapped, first)
+        else:
+            self.swap.drop(str(one.name))
         self.waiting.remove(one)
+        self.held.append((one, first))
+
+    def come_back(self, one: Request, first: int) -> None:
+        swapped = self.swap.get(str(one.name))
+        if (blocks := self.allocate(one.pages)) is None:
+            self.swap.let_go(swapped)
+            if swapped is not None:
+                self.waiting.append(one)
+            return
         self.running.append(one)
         one.blocks = blocks
-        if readable:
-            self.swap.hold(swapped, 0)
-            for ticket in self.swap.load(swapped, np.array(blocks, np.int64)):
+        if swapped is not None:
+            for page in range(first):
+                self.compute(one, page)
+            for ticket in self.swap.load(swapped, np.array(blocks[first:], np.int64)):
                 ticket.wait(DEADLINE_S)
-        self.swap.drop(str(one.name))
-        self.back += readable
-        self.again += not readable
+            self.swap.drop(str(one.name))
+        self.back += swapped is not None
+        self.again += swapped is None
         for page in range(one.pages):
-            if not readable:
+            if swapped is None:
                 self.compute(one, page)
             assert self.machine.right([one.key_of(page)], np.array([blocks[page]]))
 
@@ -163,7 +190,10 @@ class Scheduler:
         for one in self.running:
             for page, block in enumerate(one.blocks):
                 assert self.machine.right([one.key_of(page)], np.array([block]))
-        self.machine.stack.host.check_integrity()
+        host = self.machine.stack.host
+        keys = list(host._index)
+        assert holds(self.machine.arena, keys, host.places(keys)).all()
+        host.check_integrity()
         self.groups.check_integrity()
 
 
@@ -171,14 +201,16 @@ class Scheduler:
 def test_whatever_the_copies_do(seed: int, pages: int, failing: int) -> None:
     chance = random.Random(seed)  # noqa: S311
     delayed = DelayedEngine(chance, failing)
-    machine = Machine(PAGE, pages, delayed=delayed)
+    machine = Machine(PAGE, pages, delayed=delayed, keep_after=1 << 30)
     scheduler = Scheduler(machine, delayed, chance, capacity=pages // 2)
     for _ in range(ROUNDS):
         scheduler.step()
         scheduler.check()
     assert scheduler.back > ROUNDS / 20
-    if pages > BLOCKS and not failing:
-        assert not scheduler.again  # there was room for all that gave way
+    assert scheduler.early > ROUNDS / 50
+    assert scheduler.pending_aborts
+    assert machine.stack.in_flight.waited
+    assert bool(scheduler.again) == (pages < BLOCKS or failing > 0)
     for one in [*scheduler.running]:
         scheduler.end(one)
     scheduler.swap.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _TOKENS = 150
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {"swap": {"capacity": "256MiB", "policy": "static"}}
     arguments = ("--max-total-tokens", "1600", "--page-size", "16", "--dtype", "float32")
-    arguments += ("--enable-metrics",)
+    arguments += ("--enable-metrics", "--chunked-prefill-size", "512")
     system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
         yield running
@@ -77,6 +78,13 @@ def load(server: Server) -> dict[str, Any]:
     return found["internal_states"][0]  # type: ignore[no-any-return]
 
 
+def metrics(server: Server) -> dict[str, float]:
+    """Of swapping."""
+    found = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    pattern = r"^sglang_ext:swap_(\w+){[^}]*} (\S+)$"
+    return {name: float(value) for name, value in re.findall(pattern, found, re.MULTILINE)}
+
+
 def give(server: Server, rid: object, priority: object) -> requests.Response:
     body = {"rid": rid, "priority": priority}
     return requests.post(f"{server.url}/ext/priority", json=body, timeout=DEADLINE_S)
@@ -114,17 +122,38 @@ def test_priorities_change_while_requests_wait_and_run(
     assert asked.ended == ["waiting 2", "first", "waiting 1"]
 
 
-def test_metrics_count_swaps(server: Server) -> None:
+def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    before = load(server)["sgl_ext"]["swap"]
+    prompt = (prompts[2] + prompts[3])[:1025]  # two chunks, and one token
+    for number, delay in enumerate((0.1, 0.5, 1.0, 2.0, 3.0)):
+        requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S)
+        asked = Asked(server).ask(f"aborted {number}", prompt)
+        time.sleep(delay)
+        body = {"rid": f"aborted {number}"}
+        requests.post(f"{server.url}/abort_request", json=body, timeout=DEADLINE_S)
+        asked.result()
+    after = load(server)["sgl_ext"]["swap"]
+    assert after["swapped"] == 0
+    assert [after[name] - before[name] for name in ("swapped_out", "recomputed")] == [0, 0]
+
+
+def test_metrics_count_swaps(server: Server, prompts: list[list[int]]) -> None:
+    asked = Asked(server)
+    low = asked.ask("low", prompts[0])
+    assert asked.begun.wait(DEADLINE_S)
+    for each in (asked.ask("high", prompts[1], priority=5), low):
+        each.result()
+    swap = load(server)["sgl_ext"]["swap"]
+    assert swap["swapped_in"] > 0
     deadline = time.monotonic() + DEADLINE_S
-    swapped_in = 0
-    while not swapped_in:
-        assert time.monotonic() < deadline
-        found = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
-        lines = [line.split() for line in found.splitlines() if line.startswith("sglang_ext:swap_")]
-        numbers = {name.partition("{")[0]: float(value) for name, value in lines}
-        swapped_in = int(numbers.get("sglang_ext:swap_swapped_in_total", 0))
-    assert numbers["sglang_ext:swap_swapped"] == 0
-    assert 0 < numbers["sglang_ext:swap_busy_seconds_total"] < 10
+    while (found := metrics(server)).get("swapped_in_total") != swap["swapped_in"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert found["swapped"] == 0
+    assert found["busy_seconds_total"] > 0
+    assert found["recomputed_total"] == swap["recomputed"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sgl_ext.bench import preempt_load, server
+from sgl_ext.bench.linked import EXACT
 from sgl_ext.bench.preempt_load import at_rate, talks
 from sgl_ext.bench.preempt_systems import OURS, PAGE, STOCK
 from sgl_ext.bench.report import Report
@@ -29,9 +30,9 @@ def report_exact(report: Report, model: Path, logs: Path, count: int, pool: int)
         count: conversations.
         pool: tokens of the device that preempts.
     """
-    swap = {"capacity": "1536MiB", "policy": "random", "quantum": _QUANTUM}
-    config = json.dumps({"tiers": {"host": {"capacity": "2GiB"}}, "swap": swap})
-    page = ("--page-size", str(PAGE))
+    swap = {"capacity": "1GiB", "policy": "random", "quantum": _QUANTUM}
+    config = json.dumps({"tiers": {"host": {"capacity": "1536MiB"}}, "swap": swap})
+    page = ("--page-size", str(PAGE), *EXACT)
     room = ("--max-total-tokens", str(2 * _AT_ONCE * _LONGEST))
     little = ("--max-total-tokens", str(pool), "--enable-ext", "--ext-config", config)
     running = [

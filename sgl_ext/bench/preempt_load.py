@@ -147,7 +147,10 @@ def run(url: str, said: Sequence[Talk]) -> list[Heard]:
     Raises:
         ExtError: a request was refused or broken off.
     """
-    return asyncio.run(_run(url, said))
+    try:
+        return asyncio.run(_run(url, said))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ExtError(f"{url} broke off: {error!r}") from error
 
 
 def _said(tokenizer: Any, text: str, *, first: bool) -> list[int]:

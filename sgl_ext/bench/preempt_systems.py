@@ -1,4 +1,10 @@
-"""Servers that handle preempted requests in different ways, behind a link of the paper's terms."""
+"""Servers that handle preempted requests in different ways, behind a link of the paper's terms.
+
+What swaps page by page does so as FastSwitch describes vLLM (§2.2, §3.3): keys and values of each
+layer by themselves, all pages of a request, when it gives way and when a turn ends, whatever host
+memory had of them; all others wait until who gives way is out, and until who comes back is in. What
+recomputes is SGLang without host memory, with the same policy of who gives way.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,14 @@ from typing import Any
 from sgl_ext.bench import server
 
 PAGE = 16
-HOST = "1536MiB"
+HOST = "768MiB"
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
 STOCK, HICACHE = "stock", "stock with hicache"
-WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_REUSE = WITHOUT = (
+WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REUSE = WITHOUT = (
     "ours, page by page",
     "ours, swap-out waits",
     "ours, swap-in waits",
+    "ours, swap-in never waits",
     "ours, no reuse",
 )
 _SWAP: Mapping[str, Mapping[str, Any]] = {
@@ -29,6 +36,7 @@ _SWAP: Mapping[str, Mapping[str, Any]] = {
     WITHOUT_GROUPS: {"baseline": {"by_layer": True}},
     WITHOUT_ASYNC_OUT: {"baseline": {"wait": True}},
     WITHOUT_ASYNC_IN: {"swap_in": "wait"},
+    WITHOUT_CHOICE: {"swap_in": "overlap"},
     WITHOUT_REUSE: {"baseline": {"copy_again": True}},
 }
 _COPIES_OF_A_PAGE = 60
@@ -63,6 +71,10 @@ class Link:
         }
 
 
+DEFINITIONS = {"host": HOST, "swap": _SWAP, "link": (Link.PER_PAGE, Link.BYTES)}
+"""What decides the measurements, beside the workload."""
+
+
 def systems(
     names: Sequence[str], pool: int, policy: Mapping[str, Any], link: Link | None
 ) -> list[server.System]:
@@ -77,7 +89,7 @@ def systems(
     found = []
     for name in names:
         if name in (STOCK, HICACHE):
-            more = ("--enable-hierarchical-cache", "--hicache-size", "1.5")
+            more = ("--enable-hierarchical-cache", "--hicache-size", "1")
             arguments = (*base, "--enable-priority-scheduling", *(more if name == HICACHE else ()))
             found.append(server.System(name, arguments))
             continue

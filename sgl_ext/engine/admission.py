@@ -16,6 +16,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
         return original(adder, req, *args, **kw)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
+    swap_in.expect(adder)
     continuing = kw.get("has_chunked_req", False)
     if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return AddReqResult.CONTINUE
@@ -65,6 +66,7 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         return False
     if ext is None or ext.swap is None:
         return original(adder, req)
+    swap_in.expect(adder)
     if swap_in.coming(adder.tree_cache, req) is not True:
         return False
     with ext.swap.clock.on():

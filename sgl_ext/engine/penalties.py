@@ -42,6 +42,11 @@ def recall(batch: Any) -> None:
         orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
 
 
+def forget(req: Any) -> None:
+    """The request gives way again."""
+    req.__dict__.pop(_LAGS, None)
+
+
 def _feed(original: Callable[..., None], batch: Any) -> None:
     """In the first step after a request has come back its last token is known already."""
     lagging = [req for req in batch.reqs if getattr(req, _LAGS, False)]

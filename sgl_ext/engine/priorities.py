@@ -32,14 +32,19 @@ def priorities_of(config: Swap) -> Priorities | None:
         "markov": lambda: Trace("markov", config.quantum, config.seed),
     }
     make = policies.get(config.policy)
-    return None if make is None else Priorities(make())
+    return None if make is None else Priorities(make)
 
 
 class Priorities:
     """Of the requests of a scheduler."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self._make = make
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins anew: a workload that is offered again finds the same trace."""
+        self._policy = self._make()
         self._known: dict[str, Candidate] = {}
         self._forwards = -1
 

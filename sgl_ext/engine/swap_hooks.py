@@ -17,7 +17,7 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks, penalties, swap_in
 from sgl_ext.engine.unserved import Unserved, require_served
-from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
@@ -55,10 +55,20 @@ def declare(server_args: Any, config: ExtConfig) -> None:
     )
 
 
+def _gives_way(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
+    if (ext := runtime.current) is None:
+        return original(req=req, **kw)
+    ext.giving_way = req
+    try:
+        return original(req=req, **kw)
+    finally:
+        ext.giving_way = None
+
+
 def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool) -> Any:
-    """SGLang releases the KV of a request that gives way."""
+    """SGLang releases the KV of a request: of one that gives way, but of others, too."""
     ext = runtime.current
-    if checkpoint or ext is None or ext.swap is None:
+    if checkpoint or ext is None or ext.swap is None or ext.giving_way is not req:
         return original(req, tree, checkpoint=checkpoint)
     with ext.swap.clock.on():
         return _kept(original, req, tree, ext.swap)
@@ -75,6 +85,9 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
         swap.counts.recomputed += 1
         return original(req, tree, checkpoint=False)
     blocks = _blocks(req, tree, tokens)
+    penalties.forget(req)
+    if swap.baseline.wait:
+        swap.stack.stores = Priority.URGENT
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
@@ -85,8 +98,8 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
     if swap.baseline.copy_again:
         swap.copy_again(keys, blocks)
     if swap.baseline.wait:
-        with swap.clock.off():
-            swap.stack.in_flight.wait_for_all(COPY_DEADLINE_S)
+        swap.stack.in_flight.wait(blocks, COPY_DEADLINE_S)
+        swap.stack.stores = Priority.BULK
     return result
 
 
@@ -206,7 +219,8 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
             for rid, pages in ext.ahead.land(scheduler.tree_cache):
                 ext.swap.counts.loaded_pages += pages
                 if not pages:
-                    ext.swap.drop(rid)  # it is computed again
+                    ext.swap.counts.recomputed += 1
+                    ext.swap.drop(rid)
         if ext.priorities is not None:
             chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
             holding = (*running.reqs, *chunked)
@@ -277,6 +291,12 @@ HOOKS = (
         "around",
         _keep,
         "SGLang drops the KV of requests that give way",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.schedule_batch.release_req",
+        "around",
+        _gives_way,
+        "SGLang releases KV of requests that give way as it does that of others",
     ),
     hooks.Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",

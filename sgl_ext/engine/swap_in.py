@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.swap.manager import SwapManager, Swapped
+
+_EXPECTING = "_sgl_ext_expecting"
+"""Attribute of an adder that knows of swap-ins under way."""
 
 
 def take_back(adder: Any, req: Any) -> Any:
@@ -50,11 +54,14 @@ def _take_back(
     if not fits:
         return AddReqResult.NO_TOKEN
     tree.linker.hit_markers.pop(req.rid, None)
-    adder.memory_budget.total_offset += needed
     missing = swapped.keys[here:]
     if missing and ext.ahead is not None and _goes_ahead(ext.ahead, adder, len(missing)):
-        begun = ext.ahead.begin(tree, req, missing, needed - len(missing) * page)
-        return AddReqResult.CONTINUE if begun else AddReqResult.NO_TOKEN
+        growth = needed - len(missing) * page  # its slots are taken at once
+        if not ext.ahead.begin(tree, req, missing, growth):
+            return AddReqResult.NO_TOKEN
+        adder.memory_budget.total_offset += growth
+        return AddReqResult.CONTINUE
+    adder.memory_budget.total_offset += needed
     swap.hold(swapped, here)
     req.prefix_len = req.kv.cache_protected_len = here * page
     req.lock = tree.lock(req.last_node)
@@ -96,9 +103,17 @@ def seats(adder: Any) -> int:
 
 def room(adder: Any) -> float:
     """Tokens that SGLang would give to another request."""
+    return float(adder.rem_total_tokens)
+
+
+def expect(adder: Any) -> None:
+    """Has SGLang keep room for those whose KV is on its way; once in a step, at its first
+    request."""
     ext = runtime.current
-    growth = 0 if ext is None or ext.ahead is None else ext.ahead.growth
-    return float(adder.rem_total_tokens) - growth
+    if ext is None or ext.ahead is None or getattr(adder, _EXPECTING, False):
+        return
+    setattr(adder, _EXPECTING, True)
+    adder.memory_budget.total_offset += ext.ahead.growth
 
 
 def tokens_needed(adder: Any, req: Any) -> int:
@@ -202,9 +217,11 @@ def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
         tickets += ext.swap.load(swapped, blocks)
         _tell(req, swapped.tokens - req.prefix_len)
+    began = time.perf_counter()
     with ext.swap.clock.off():
         for ticket in tickets:
             ticket.wait(COPY_DEADLINE_S)
+    ext.swap.counts.loading_seconds += time.perf_counter() - began
     if tickets and ext.ahead is not None:
         size = sum(ticket.bytes_total for ticket in tickets)
         ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in tickets))

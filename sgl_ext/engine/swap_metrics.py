@@ -16,6 +16,7 @@ _COUNTERS = {
     "loaded_pages": "Pages that came back from host memory.",
     "waits": "Times that blocks of the device were not free yet of a copy that read them.",
     "waiting_seconds": "Seconds that the scheduler waited for such copies.",
+    "loading_seconds": "Seconds that all waited for requests to come back.",
     "busy_seconds": "Seconds that the scheduler's thread spent in swapping, without waits.",
 }
 

@@ -153,6 +153,11 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
     return original(wrapper, key, req, result)
 
 
+def _offloading(wrapper: Any, node: int, _transfers: Any) -> None:
+    before = wrapper.cache.get_prefix_hash_values(node)
+    wrapper.cache_linker.parent = bytes.fromhex(before[-1]) if before else None
+
+
 def _forget(_wrapper: Any, rid: str) -> None:
     if (ext := runtime.current) is not None and ext.tiers is not None:
         ext.tiers.forget(rid)
@@ -188,6 +193,12 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
+    hooks.Hook(
+        f"{_WRAPPER}._offload_node",
+        "before",
+        _offloading,
+        "SGLang does not say what an offloaded node follows on, next to which it should lie",
+    ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "after",

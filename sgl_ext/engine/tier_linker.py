@@ -83,6 +83,8 @@ class TierLinker(UnifiedCacheLinker):
         self.restorer, self.prefixes = ext.restorer, ext.prefixes
         self.asking: Prompt | None = None
         """That the next look-up is for, if its prefix may be restored."""
+        self.parent: Key | None = None
+        """Of the next node that is offloaded: the last page before it."""
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._metrics: TierMetrics | None = None
@@ -136,7 +138,8 @@ class TierLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
         # Ranks may differ in whether they have room. All take the offload on, and SGLang takes the
         # node for stored only if all of them say so in the end.
-        self.stack.store(_keys(transfers[0]), self._blocks(transfers[0]))
+        parent, self.parent = self.parent, None
+        self.stack.store(_keys(transfers[0]), self._blocks(transfers[0]), parent)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -167,6 +170,8 @@ class TierLinker(UnifiedCacheLinker):
             if ext.ahead is not None:
                 ext.ahead.clear()
             ext.swap.clear()
+            if ext.priorities is not None:
+                ext.priorities.clear()
         self.stack.clear()
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ class BlocksInFlight:
     def __init__(self, blocks: int) -> None:
         self._last = np.zeros(blocks, np.int64)
         """Number of the last transfer of each block; 0 for none."""
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, tuple[Transfer, ...]] = {}
+        """With those before it that touch some of its blocks: they may end later."""
         self._order: deque[int] = deque()
         self._begun = 0
         self.waited = 0
@@ -49,11 +50,12 @@ class BlocksInFlight:
 
     def begin(self, blocks: Blocks, transfer: Transfer) -> None:
         """``transfer`` touches ``blocks`` until it is over."""
+        self._settle()
+        earlier = self._touching(blocks)
         self._begun += 1
         self._last[blocks] = self._begun
-        self._transfers[self._begun] = transfer
+        self._transfers[self._begun] = (transfer, *earlier)
         self._order.append(self._begun)
-        self._settle()
 
     def wait(self, blocks: Blocks, timeout: float) -> None:
         """Returns when no transfer touches ``blocks``.
@@ -65,9 +67,7 @@ class BlocksInFlight:
         if not self._transfers:
             return
         give_up = time.monotonic() + timeout
-        conflicting = [self._transfers.get(number) for number in set(self._last[blocks].tolist())]
-        unfinished = [one for one in conflicting if one is not None and not one.poll()]
-        if not unfinished:
+        if not (unfinished := self._touching(blocks)):
             return
         began = time.monotonic()
         self.waited += 1
@@ -77,23 +77,21 @@ class BlocksInFlight:
         finally:
             self.waited_seconds += time.monotonic() - began
 
-    def wait_for_all(self, timeout: float) -> None:
-        """Returns when all transfers are over.
-
-        Raises:
-            TimeoutError: one is not after ``timeout`` seconds.
-        """
-        self.wait(np.arange(len(self._last)), timeout)
-
     @property
     def pending(self) -> int:
         """Transfers that are not over."""
         self._settle()
         return len(self._transfers)
 
+    def _touching(self, blocks: Blocks) -> list[Transfer]:
+        """Those that are not over, each once."""
+        numbers = set(self._last[blocks].tolist()) & self._transfers.keys()
+        found = {one: None for number in numbers for one in self._transfers[number]}
+        return [one for one in found if not one.poll()]
+
     def _settle(self) -> None:
         """Forgets what is over, as far as it ended in the order of its beginning."""
-        while self._order and self._transfers[self._order[0]].poll():
+        while self._order and all(one.poll() for one in self._transfers[self._order[0]]):
             del self._transfers[self._order.popleft()]
 
 

@@ -179,8 +179,6 @@ class Trace:
         """Since the last update."""
 
     def step(self, present: Collection[Candidate]) -> None:
-        if not any(one in self._served for one in present):
-            self._iteration = 0  # a workload that is offered again finds the same trace
         update, at = divmod(self._iteration, self._every)
         self._iteration += 1
         for one in present:

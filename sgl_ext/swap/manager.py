@@ -59,6 +59,8 @@ class Counts:
     """From host memory, for requests that came back."""
     tails: int = 0
     """Pages that were not whole and went to host memory."""
+    loading_seconds: float = 0.0
+    """That all waited for requests to come back."""
     copied_again: int = 0
     """Pages that host memory had already."""
 
@@ -75,7 +77,7 @@ class SwapManager:
         self.baseline = baseline
         self.stack = stack
         self.counts = Counts()
-        self.clock = Stopwatch()
+        self.clock = Stopwatch(lambda: stack.in_flight.waited_seconds)
         """Of the scheduler's thread in swapping, without its waits."""
         self._capacity = capacity
         self._used = 0
@@ -199,9 +201,9 @@ class SwapManager:
 
     def _pin(self, swapped: Swapped) -> None:
         room = self._capacity - self._used
-        lacking = np.flatnonzero(swapped.places == _NOT_PINNED)[:room].tolist()
+        lacking = np.flatnonzero(swapped.places == _NOT_PINNED).tolist()
         here = {swapped.keys[at]: at for at in lacking}
-        keys = self.stack.host.present(here)
+        keys = self.stack.host.present(here)[:room]
         places = self.stack.host.places(keys)
         self.stack.host.pin(places)
         swapped.places[[here[key] for key in keys]] = places

@@ -48,8 +48,6 @@ class DeviceCopies:
         """Of a page."""
         self.in_flight = BlocksInFlight(slab.blocks)
         """Blocks that a copy reads or writes, whoever owns them meanwhile."""
-        self._places = np.full(slab.blocks, -1, np.int64)
-        """In the arena, of what each block had last."""
         self.groups = tuple(layer_groups(slab.layout.layers))
         """``(first, end)`` layers of each group of a load, in order."""
 
@@ -57,16 +55,11 @@ class DeviceCopies:
         """Of the first byte of each of ``pages``."""
         return self._arena.address + pages * self._arena.stride
 
-    def place_of(self, block: int) -> int:
-        """The page that a block was last copied to or from; -1 for none."""
-        return int(self._places[block]) if block >= 0 else -1
-
-    def store(self, blocks: Pages, pages: Pages) -> Ticket:
+    def store(self, blocks: Pages, pages: Pages, priority: Priority = Priority.BULK) -> Ticket:
         """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = _rows(device, host, width, height, pitch, stride)
-        self._places[blocks] = pages
-        ticket = self._engine.submit(rows, self._lane, Priority.BULK)
+        ticket = self._engine.submit(rows, self._lane, priority)
         self.in_flight.begin(blocks, ticket)
         return ticket
 
@@ -74,7 +67,6 @@ class DeviceCopies:
         """Copies ``pages`` to ``blocks`` of the slab, before everything that is less urgent."""
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = _rows(host, device, width, height, stride, pitch)
-        self._places[blocks] = pages
         return self._engine.submit(rows, self._loads, Priority.URGENT)
 
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
@@ -106,7 +98,6 @@ class DeviceCopies:
             groups: ``(first, end)``, in their order; :attr:`groups` if not given.
         """
         layout, stride = self._slab.layout, self._arena.stride
-        self._places[blocks] = pages
         layer_bytes = layout.token_bytes // layout.layers
         if layout.page == 1:  # tokens that follow each other on both sides are rows of one copy
             first = run_starts(blocks, pages)

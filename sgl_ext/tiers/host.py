@@ -81,6 +81,10 @@ class HostPages:
         """Where ``keys``, which are all here, lie."""
         return np.fromiter(map(self._index.__getitem__, keys), np.int64, len(keys))
 
+    def place(self, key: Key | None) -> int:
+        """Where a page lies; -1 if it is not here."""
+        return -1 if key is None else self._index.get(key, -1)
+
     def use(self, keys: Sequence[Key], times: int = 0) -> Pages:
         """Places of ``keys``, which are all here and are from now on the most recently used.
 
@@ -163,6 +167,9 @@ class HostPages:
         """Forgets every page that is not pinned."""
         self._remove([key for key, page in self._index.items() if not self._pins[page]])
         self._ghosts.clear()
+        for chain in self._chains:
+            self._groups.close(chain)
+        self._chains.clear()
 
     def _chain(self, behind: int) -> int:
         """The owner of the room behind a place."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
-from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.memory.transfer import State, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
@@ -95,6 +95,8 @@ class TierStack:
         """To the device."""
         self.stored = Traffic()
         """From the device."""
+        self.stores = Priority.BULK
+        """Of copies that begin now."""
         self._copies = copies
         self._wake = wake
         self._closing = closing
@@ -246,17 +248,22 @@ class TierStack:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[Key], blocks: Pages) -> None:
-        """Begins to copy ``blocks`` of the device, which must not change before :meth:`pop`."""
+    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
+        """Begins to copy ``blocks`` of the device, which must not change before :meth:`pop`.
+
+        Args:
+            parent: of the page before; None if there is none.
+        """
         wanted = self.host.missing(keys)
         missing = wanted[: self.host.room if self._off is None else 0]
         if self._off is None:
             self.host.refuse(len(wanted) - len(missing))
-        behind = self._place_before(keys, blocks, missing[0]) if missing else None
+        before = keys[missing[0] - 1] if missing and missing[0] else parent
+        behind = self.host.place(before)
         if not missing or (pages := self.host.reserve(len(missing), behind)) is None:
             self._stores.append(_Store((), _NO_PAGES, None, not wanted, success=not wanted))
             return
-        ticket = self._copies.store(blocks[missing], pages)
+        ticket = self._copies.store(blocks[missing], pages, self.stores)
         names = [keys[at] for at in missing]
         self._stores.append(_Store(names, pages, ticket, len(missing) == len(wanted)))
 
@@ -289,14 +296,14 @@ class TierStack:
         """
         if self._off is not None or (pages := self.host.reserve(len(blocks))) is None:
             return None
-        return Saved(pages, self._copies.store(blocks, pages))
+        return Saved(pages, self._copies.store(blocks, pages, self.stores))
 
     def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
         """Copies ``blocks`` to the pages of ``keys``, which host memory has; to measure with."""
         if keys:
             pages = self.host.places(keys)
             self.host.pin(pages)
-            self._again.append(Saved(pages, self._copies.store(blocks, pages)))
+            self._again.append(Saved(pages, self._copies.store(blocks, pages, self.stores)))
 
     def drop(self, saved: Saved) -> None:
         """Nobody needs the copy any more."""
@@ -370,6 +377,10 @@ class TierStack:
                 while not store.ticket.poll():
                     _outwait(store.ticket)
                 self._settle(store)
+        for saved in self._again:
+            while not saved.ticket.poll():
+                _outwait(saved.ticket)
+        self._forget_dropped()
         self._stores.clear()
         self._behind.clear()
         self._presumed = 0
@@ -392,13 +403,6 @@ class TierStack:
             tier.close()
         for close in self._closing:
             close()
-
-    def _place_before(self, keys: Sequence[Key], blocks: Pages, at: int) -> int:
-        """Where the page before number ``at`` probably lies: a request's blocks mostly follow each
-        other, and its last ones were copied before."""
-        if at:
-            return int(self.host.places(keys[at - 1 : at])[0])
-        return self._copies.place_of(int(blocks[0]) - 1)
 
     def _forget_dropped(self) -> None:
         over = [saved for saved in self._dropped if saved.ticket.poll()]
