@@ -49,6 +49,8 @@ _LIGHT = 0.4
 _LEVELS = (0, 100)
 _BOUND = 5.0
 """Times to the first token at light load that P95 may take at the largest load that counts."""
+_START_DEADLINE_S = 900.0
+"""Of eight servers side by side."""
 PARTS = ("link", "loads", "traces", "native", "static", "exact")
 
 
@@ -240,7 +242,9 @@ class _Bench:
             return
         running = systems(names, self._sizes.pool, policy, link)
         said = self._workload.talks(self._sizes.seeds[0])
-        with server.serve(running, self._workload.model, self._logs) as servers:
+        with server.serve(
+            running, self._workload.model, self._logs, deadline=_START_DEADLINE_S
+        ) as servers:
             for one in servers:
                 warm_up(one, said)
             yield servers

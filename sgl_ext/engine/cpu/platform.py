@@ -172,10 +172,11 @@ def _platform_class() -> type:
             return "torch_native"
 
         def init_backend(self) -> None:
-            from sgl_ext.engine.cpu import attention, hicache
+            from sgl_ext.engine.cpu import attention, hicache, packed_linear
 
             attention.install()
             hicache.install()
+            packed_linear.install()
 
     register_resolution_hook("handle_cpu_backends")(_cpu_defaults)
     register_resolution_hook("handle_hicache")(_hicache_defaults)

@@ -1,0 +1,112 @@
+"""Linear layers of float32 over weights in the order in which oneDNN's kernels read them.
+
+torch hands a product of a few rows to a library that, depending on the processor, reads weights at
+a fraction of the memory's rate; a decode step is such products. A packed weight is a second copy,
+so that only the first ``LIMIT`` bytes of a model are packed, whatever the machine has free: servers
+that are compared compute alike. When weights change the copies go, and torch's product serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+LIMIT = 2 << 30
+"""Bytes of a model's weights, in the order in which they are loaded."""
+_ROWS = 64
+"""That the packing is made for; it serves any number."""
+_HEADS = (ParallelLMHead, VocabParallelEmbedding)
+_CHANGES = (
+    "begin_weight_update",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "resume_memory_occupation",
+)
+
+logger = logging.getLogger(__name__)
+
+_packed: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
+_left = LIMIT
+
+_torch_apply = UnquantizedLinearMethod.apply
+_torch_process = UnquantizedLinearMethod.process_weights_after_loading
+_torch_head = LogitsProcessor._compute_lm_head
+
+
+def _pack(layer: Any) -> None:
+    global _left
+    weight = layer.weight
+    size = weight.numel() * weight.element_size()
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or size > _left:
+        return
+    _left -= size
+    _packed[layer] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+@functools.wraps(_torch_process)
+def _process(method: Any, layer: torch.nn.Module) -> None:
+    _torch_process(method, layer)
+    _packed.pop(layer, None)
+    _pack(layer)
+
+
+@functools.wraps(_torch_apply)
+def _apply(
+    method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    weight = _packed.get(layer)
+    if weight is None or x.dtype != torch.float32:
+        return _torch_apply(method, layer, x, bias)
+    return _product(x, weight, bias)
+
+
+@functools.wraps(_torch_head)
+def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: Any, **kw: Any) -> Any:
+    """Of a head that may be the embedding, too, which is known only where it is used."""
+    if hidden.dtype == torch.float32 and type(lm_head) in _HEADS:
+        if lm_head not in _packed:
+            _pack(lm_head)
+        if (weight := _packed.get(lm_head)) is not None and not processor.rl_on_policy_target:
+            return _product(hidden, weight, None)
+    return _torch_head(processor, hidden, lm_head, *args, **kw)
+
+
+def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def change(*args: Any, **kwargs: Any) -> Any:
+        global _left
+        if _packed:
+            logger.info("the model's weights change: they are not packed from now on")
+        _packed.clear()
+        _left = 0
+        return original(*args, **kwargs)
+
+    return change
+
+
+def install() -> None:
+    """Packs the weights of models that are loaded from now on, where torch has oneDNN."""
+    if not torch.backends.mkldnn.is_available() or UnquantizedLinearMethod.apply is _apply:
+        return
+    UnquantizedLinearMethod.apply = _apply
+    UnquantizedLinearMethod.process_weights_after_loading = _process
+    LogitsProcessor._compute_lm_head = _head
+    for name in _CHANGES:
+        original = getattr(SchedulerWeightUpdaterManager, name)
+        setattr(SchedulerWeightUpdaterManager, name, _changing(original))
