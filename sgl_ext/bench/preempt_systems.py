@@ -39,6 +39,8 @@ _SWAP: Mapping[str, Mapping[str, Any]] = {
     WITHOUT_CHOICE: {"swap_in": "overlap"},
     WITHOUT_REUSE: {"baseline": {"copy_again": True}},
 }
+_BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
+"""SGLang takes what others load meanwhile for its own weights."""
 _COPIES_OF_A_PAGE = 60
 """Keys and values of each of 30 layers."""
 
@@ -85,7 +87,7 @@ def systems(
         policy: of all that swap: ``policy``, ``quantum``.
         link: None: host memory as it is.
     """
-    base = ("--max-total-tokens", str(pool), "--page-size", str(PAGE))
+    base = ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *_BESIDE_OTHERS)
     found = []
     for name in names:
         if name in (STOCK, HICACHE):
