@@ -70,7 +70,7 @@ class _Sizes:
 
 
 _QUICK = _Sizes(6, 512, 2.0, 1024, (0,), (0,), (_LIGHT, _HEAVY), 6)
-_WHOLE = _Sizes(12, 640, 4.0, 2048, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY), 300)
+_WHOLE = _Sizes(48, 320, 2.0, 3072, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY), 300)
 
 Runs = Mapping[str, Sequence[Run]]
 """Of each system, by seed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sgl_ext.bench import preempt_load, server
-from sgl_ext.bench.preempt_load import Heard, Talk
+from sgl_ext.bench.preempt_load import Heard, Talk, Turn
 
 _SETTLED = 0.8
 """Tokens at the end of a run come of a batch that empties."""
@@ -85,7 +85,9 @@ def mean_answer(talks: Sequence[Talk]) -> float:
 
 def warm_up(one: server.Server, talks: Sequence[Talk]) -> None:
     """The first requests of a process are slow."""
-    preempt_load.run(one.url, preempt_load.at_rate(talks[:2], 100))
+    short = [Turn(turn.said, 8) for talk in talks[:4] for turn in talk.turns[:1]]
+    beginnings = [Talk(f"warm {at}", 0.0, (turn,)) for at, turn in enumerate(short)]
+    preempt_load.run(one.url, beginnings)
 
 
 def measure(one: server.Server, talks: Sequence[Talk], rate: float) -> Run:
