@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from delayed_copies import DelayedEngine
 from stack_kit import BLOCKS, Machine
 from tier_kit import DEADLINE_S, key, keys, places
 
@@ -133,6 +134,29 @@ def test_what_is_held_stays_whatever_the_budget(machine: Machine) -> None:
     assert machine.right(keys(1, 2, 3, 4), np.arange(60, 64))
     swap.drop("one")
     assert machine.stack.host._pinned == 0
+
+
+def test_pages_that_are_copied_again_stay_until_then() -> None:
+    delayed = DelayedEngine(random.Random(0))  # noqa: S311
+    machine = Machine(PAGE, 16, delayed=delayed)
+    swap = manager_of(machine)
+    for name, first in (("one", 1), ("other", 4)):
+        out(machine, swap, name, [first, first + 1, first + 2], at=first)
+        delayed.let_happen(1)
+        settle(machine, swap)
+    swap.clear()
+    for first in (1, 4):
+        swap.copy_again(keys(first, first + 1, first + 2), first + np.arange(3))
+    assert swap.counts.copied_again == 6
+    assert machine.stack.host._pinned == 6
+    last = delayed.pending.pop()
+    last.happen(well=True)
+    machine.stack.poll()
+    assert machine.stack.host._pinned == 3
+    delayed.let_happen(1)
+    machine.stack.poll()
+    assert machine.stack.host._pinned == 0
+    machine.stack.close()
 
 
 def test_without_room_for_its_tail_a_request_is_lost(machine: Machine) -> None:

@@ -55,7 +55,8 @@ class _Store:
     success: bool | None = None
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Saved:
     """A copy of blocks that no key names."""
 
     pages: Pages
