@@ -80,7 +80,6 @@ def test_a_failed_copy_touches_nothing_any_more() -> None:
 
 
 def test_the_last_copy_of_a_block_counts() -> None:
-    """A lane ends the copies of a block in the order of their beginning."""
     flight, first, last = BlocksInFlight(4), Copy(), Copy()
     flight.begin(blocks(0, 1), first)
     flight.begin(blocks(1, 2), last)

@@ -136,7 +136,7 @@ class _Bench:
         for load in self._sizes.loads:
             runs = self._offer("link", names, trace, load, linked=True, few=True)
             for name in names:
-                p95[name].append(statistics.median(one.percentile(95) for one in runs[name]))
+                p95[name].append(statistics.median(map(_p95, runs[name])))
         bound = _BOUND * p95[OURS][0]
         most = {name: _largest(self._sizes.loads, p95[name], bound) for name in names}
         self._report.figures["slo_ttft_s"] = bound
@@ -287,7 +287,7 @@ def _stored(run: Run) -> float:
 
 
 def _recomputed(run: Run) -> float:
-    return run.counts["recomputed_tokens"] / run.computed
+    return run.counts.get("recomputed_tokens", 0) / run.computed
 
 
 def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> float:
@@ -311,7 +311,7 @@ def _summary(runs: Sequence[Run]) -> dict[str, float]:
         "tbt_p99.9_ms": lambda one: 1e3 * one.gap["p99.9"],
         "swapped_out": lambda one: one.counts.get("swapped_out", 0),
         "pages_out_each": lambda one: _stored(one) / max(one.counts.get("swapped_out", 0), 1),
-        "recomputed_share": lambda one: one.counts.get("recomputed_tokens", 0) / one.computed,
+        "recomputed_share": _recomputed,
     }
     medians = {name: statistics.median(map(of, runs)) for name, of in found.items()}
     ttft = [seconds for one in runs for seconds in one.ttft]

@@ -70,8 +70,7 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     if swap_in.coming(adder.tree_cache, req) is not True:
         return False
     with ext.swap.clock.on():
-        lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
-        return swap_hooks.displace(adder, req, lacking)
+        return swap_hooks.displace(adder, req, swap_in.lacking(adder, req))
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

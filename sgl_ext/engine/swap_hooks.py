@@ -166,7 +166,7 @@ def makes_room(adder: Any, req: Any) -> bool:
         return False
     with ext.swap.clock.on():
         with adder._lock_node(req.last_node):
-            lacking = swap_in.tokens_needed(adder, req) - swap_in.room(adder)
+            lacking = swap_in.lacking(adder, req)
         return displace(adder, req, lacking)
 
 

@@ -50,7 +50,7 @@ def _take_back(
     here = min(req.prefix_len // page, len(swapped.keys))
     needed = tokens_needed(adder, req)
     with adder._lock_node(req.last_node):
-        fits = needed < room(adder)
+        fits = needed < adder.rem_total_tokens
     if not fits:
         return AddReqResult.NO_TOKEN
     tree.linker.hit_markers.pop(req.rid, None)
@@ -101,11 +101,6 @@ def seats(adder: Any) -> int:
     return int(min(free, adder.max_running_requests - running))
 
 
-def room(adder: Any) -> float:
-    """Tokens that SGLang would give to another request."""
-    return float(adder.rem_total_tokens)
-
-
 def expect(adder: Any) -> None:
     """Has SGLang keep room for those whose KV is on its way; once in a step, at its first
     request."""
@@ -121,8 +116,13 @@ def tokens_needed(adder: Any, req: Any) -> int:
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    lacking = len(req.full_untruncated_fill_ids) - req.prefix_len
-    return int(lacking + min(left, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead)
+    uncached = len(req.full_untruncated_fill_ids) - req.prefix_len
+    return int(uncached + min(left, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead)
+
+
+def lacking(adder: Any, req: Any) -> float:
+    """Tokens that SGLang would have to have beside those that it can give to the request."""
+    return float(tokens_needed(adder, req) - adder.rem_total_tokens)
 
 
 def pending() -> bool:

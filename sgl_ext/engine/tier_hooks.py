@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks, restore_hooks, restore_setup, swap_in
+from sgl_ext.engine import hooks, restore_hooks, restore_setup, swap_in, weight_updates
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.unserved import Unserved, require_served
 
@@ -191,7 +191,6 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
 
 
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = (
     hooks.Hook(
         f"{_WRAPPER}._offload_node",
@@ -244,18 +243,11 @@ HOOKS = (
     ),
     *(
         hooks.Hook(
-            f"{_UPDATER}.{method}",
+            f"{weight_updates.UPDATER}.{method}",
             "before",
             _weights_changed,
             "an external cache is not told that the weights change",
         )
-        for method in (
-            "begin_weight_update",
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-            "resume_memory_occupation",
-        )
+        for method in weight_updates.METHODS
     ),
 )

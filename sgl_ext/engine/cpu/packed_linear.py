@@ -20,19 +20,13 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+from sgl_ext.engine import weight_updates
+
 LIMIT = 2 << 30
 """Bytes of a model's weights, in the order in which they are loaded."""
 _ROWS = 64
 """That the packing is made for; it serves any number."""
 _HEADS = (ParallelLMHead, VocabParallelEmbedding)
-_CHANGES = (
-    "begin_weight_update",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "resume_memory_occupation",
-)
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +101,6 @@ def install() -> None:
     UnquantizedLinearMethod.apply = _apply
     UnquantizedLinearMethod.process_weights_after_loading = _process
     LogitsProcessor._compute_lm_head = _head
-    for name in _CHANGES:
+    for name in weight_updates.METHODS:
         original = getattr(SchedulerWeightUpdaterManager, name)
         setattr(SchedulerWeightUpdaterManager, name, _changing(original))
