@@ -35,7 +35,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE = frozenset({"tiers", "chunks", "restore", "swap"})
+AVAILABLE = frozenset({"tiers", "chunks", "restore", "swap", "peer"})
 """Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
@@ -92,6 +92,11 @@ def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
     return tuple(resolved)
 
 
+def _named(directory: Path) -> Path:
+    return _distinct((directory,))[0]
+
+
+Directory = Annotated[Path, AfterValidator(_named)]
 Directories = Annotated[tuple[Path, ...], Field(min_length=1), AfterValidator(_distinct)]
 
 
@@ -261,8 +266,28 @@ class Peer(_Section):
     """Engines of one host lend each other KV memory (exact; SwiftCache)."""
 
     role: Literal["master", "worker"]
-    lend: Bytes | None = None
-    """Largest share of its own pool a worker lends."""
+    """A master borrows, its workers lend; their models may differ."""
+    directory: Directory
+    """Private to the user; engines that name the same one find each other. It has one master."""
+    capacity: Bytes | None = None
+    """Most that a master borrows of all, which it must say, or that a worker lends."""
+    granularity: Literal["auto", "unit", "block"] = "auto"
+    """What a worker lends at a time: whole blocks of both models (the minimum elastic unit), any
+    number of its own, or what suits the sizes."""
+    keep: Annotated[int, Field(ge=0, le=1 << 40, strict=True)] = 0
+    """Tokens that a worker does not lend, whatever it needs."""
+    window: Seconds = 60.0
+    """What a worker's requests have needed together is not lent for so long."""
+    deadline: Seconds = 10.0
+    """In which a master leaves what a worker asks back; then other memory takes its place."""
+    lease: Seconds = 10.0
+    """Who is not heard of for so long is taken for lost."""
+
+    @model_validator(mode="after")
+    def _master_says_how_much(self) -> Self:
+        if self.role == "master" and self.capacity is None:
+            raise ValueError("a master says how much it borrows at most: give capacity")
+        return self
 
 
 class Clusters(_Section):

@@ -16,6 +16,7 @@ from sgl_ext.tiers.stack import TierStack
 if TYPE_CHECKING:
     from sgl_ext.engine.chunk_links import ChunkLinks
     from sgl_ext.engine.chunk_metrics import LinkMetrics
+    from sgl_ext.engine.peer_side import PeerSide
     from sgl_ext.engine.priorities import Priorities
     from sgl_ext.engine.restore_metrics import RestoreMetrics
     from sgl_ext.engine.rows import Split
@@ -55,6 +56,8 @@ class ExtRuntime:
     """SGLang's requests that come back in this step."""
     priorities: Priorities | None = None
     """Who gives way; None if that is SGLang's own business."""
+    peer: PeerSide | None = None
+    """This process's side of lending and borrowing; None without the section."""
     link_metrics: LinkMetrics | None = None
     """What is linked, counted; None if SGLang's metrics are off."""
 
@@ -65,7 +68,7 @@ class ExtRuntime:
         layout = self.slab.layout
         return {
             "layout": "block_major",
-            "blocks": self.slab.blocks,
+            "blocks": self.slab.own,
             "page": layout.page,
             "block_bytes": layout.block_bytes,
             "dtype": layout.dtype,

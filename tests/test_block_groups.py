@@ -245,11 +245,11 @@ def test_unused_parts_in_the_tail_are_given_up() -> None:
 
 def test_resizing_does_not_touch_the_pool() -> None:
     groups = BlockGroups(1_000_000, capacity=1_000_100)
-    usage = groups._in_use
+    usage = groups._state
     before = bytes(usage)
     groups.grow(100)
     assert groups.shrink(600)
-    assert groups._in_use is usage
+    assert groups._state is usage
     assert bytes(usage) == before
     assert groups.free_runs() == [(1, 999_500)]
 
@@ -280,11 +280,11 @@ def test_the_pool_is_checked(arguments: dict[str, int], problem: str) -> None:
 
 
 def break_in_use(groups: BlockGroups) -> None:
-    groups._in_use[3] ^= 1
+    groups._state[3] ^= 1
 
 
 def break_beyond(groups: BlockGroups) -> None:
-    groups._in_use[0] = 1
+    groups._state[0] = 1
 
 
 def break_available(groups: BlockGroups) -> None:
@@ -354,9 +354,14 @@ class Model:
 
     def __init__(self, blocks: int, capacity: int, expected: int) -> None:
         self.real = BlockGroups(blocks, page=1, capacity=capacity, expected_tokens=expected)
-        self.blocks, self.capacity = blocks, capacity
+        self.end, self.capacity = blocks, capacity
         self.in_use: set[int] = set()
+        self.absent: set[int] = set()
         self.last: dict[int, int] = {}  # owner -> its latest block
+
+    @property
+    def blocks(self) -> int:
+        return self.end - len(self.absent)
 
     @property
     def available(self) -> int:
@@ -416,22 +421,31 @@ class Model:
         assert owner not in self.real.unused_runs()
 
     def shrink(self, blocks: int) -> None:
-        tail = self.blocks - max(self.in_use, default=0)
+        tail = self.end - max(self.in_use | self.absent, default=0)
         assert self.real.tail_free == tail
         before = self._state()
         assert self.real.shrink(blocks) == (blocks <= tail)
         if blocks <= tail:
-            self.blocks -= blocks
+            self.end -= blocks
         else:
             assert self._state() == before
 
     def grow(self, blocks: int) -> None:
-        if self.blocks + blocks <= self.capacity:
+        if self.end + blocks <= self.capacity:
             self.real.grow(blocks)
-            self.blocks += blocks
+            self.end += blocks
             return
         with pytest.raises(ValueError, match="cannot grow"):
             self.real.grow(blocks)
+
+    def withdraw(self, start: int, end: int) -> None:
+        blocks = set(range(start, end))
+        assert self.real.withdraw(start, end) == len(blocks & self.in_use)
+        self.absent |= blocks - self.in_use
+
+    def restore(self, start: int, end: int) -> None:
+        self.real.restore(start, end)
+        self.absent -= set(range(start, end))
 
     def clear(self) -> None:
         self.real.clear()
@@ -443,12 +457,14 @@ class Model:
         assert (self.real.blocks, self.real.available) == (self.blocks, self.available)
         assert self.real.unused_runs().keys() <= self.last.keys()
         reachable = blocks_of([*self.real.free_runs(), *self.real.unused_runs().values()])
-        assert sorted(reachable) == [b for b in range(1, self.blocks + 1) if b not in self.in_use]
+        there = range(1, self.end + 1)
+        assert sorted(reachable) == [b for b in there if b not in self.in_use | self.absent]
 
     def _take(self, owner: int | None, blocks: list[int]) -> None:
         assert len(set(blocks)) == len(blocks)
         assert self.in_use.isdisjoint(blocks)
-        assert all(1 <= block <= self.blocks for block in blocks)
+        assert all(1 <= block <= self.end for block in blocks)
+        assert self.absent.isdisjoint(blocks)
         self.in_use.update(blocks)
         if owner is not None and blocks:
             self.last[owner] = blocks[-1]
@@ -464,7 +480,7 @@ class Model:
             behind = self.last[owner] + 1
             if self.last[owner] in self.in_use and behind in dict(self.real.free_runs()):
                 return (behind,)
-        return range(1, self.blocks + 1)
+        return range(1, self.end + 1)
 
     def _most_runs(self, request: tuple[int | None, int]) -> int:
         """The fewest pieces that hold a request that has no group yet."""
@@ -481,10 +497,44 @@ class Model:
 
     def _state(self) -> object:
         real = self.real
-        return real.free_runs(), real.unused_runs(), real.available, bytes(real._in_use)
+        return real.free_runs(), real.unused_runs(), real.available, bytes(real._state)
 
 
 LIVES, OPERATIONS = 40, 2500
+
+
+def test_withdrawn_blocks_leave_unused_parts_and_free_groups() -> None:
+    groups = BlockGroups(100, page=1, expected_tokens=20)
+    one(groups, 7, 5)
+    assert groups.unused_runs() == {7: (6, 15)}
+    assert groups.withdraw(10, 30) == 0
+    groups.check_integrity()
+    assert groups.unused_runs() == {7: (6, 4)}
+    assert groups.free_runs() == [(30, 71)]
+    assert (groups.blocks, groups.available, groups.used) == (80, 75, 5)
+    assert groups.withdraw(4, 6) == 2
+    with pytest.raises(ValueError, match="block 10 is withdrawn"):
+        groups.release([(10, 1)])
+    with pytest.raises(ValueError, match="no blocks 90 to 101"):
+        groups.withdraw(90, 102)
+    groups.clear()
+    groups.check_integrity()
+    assert groups.free_runs() == [(1, 9), (30, 71)]
+    assert groups.withdraw(50, 52) == 0
+    groups.restore(5, 60)
+    groups.check_integrity()
+    assert groups.free_runs() == [(1, 100)]
+
+
+def test_near_blocks_come_first() -> None:
+    groups = BlockGroups(100, page=1, expected_tokens=10, near=40)
+    groups.withdraw(41, 42)  # near and far groups never touch
+    one(groups, None, 40)
+    groups.release([(3, 2), (20, 4)])
+    assert one(groups, 1, 4) == [(20, 4)]
+    assert one(groups, 2, 5) == [(3, 2), (42, 3)]
+    groups.release([(30, 1)])
+    assert one(groups, 3, 1) == [(30, 1)]
 
 
 @given(
@@ -514,11 +564,15 @@ def test_random_lives(seed: int, blocks: int, expected: int, owners: int, larges
             model.release(choose.sample(sorted(model.in_use), some))
         elif action < 0.85:  # a stretch of what is in use, or more than that
             start = choose.randrange(1, blocks)
-            stretch = range(start, min(start + some, model.blocks + 1))
+            stretch = range(start, min(start + some, model.end + 1))
             only = action < 0.83
             model.release([block for block in stretch if block in model.in_use or not only])
-        elif action < 0.92:
+        elif action < 0.90:
             model.close(choose.randrange(owners))
+        elif action < 0.92 and model.end:
+            start = choose.randrange(1, model.end + 1)
+            end = min(start + choose.randrange(6), model.end + 1)
+            (model.restore if start in model.absent else model.withdraw)(start, end)
         elif action < 0.955:
             model.shrink(choose.randrange(8))
         elif action < 0.999:

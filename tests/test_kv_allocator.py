@@ -193,17 +193,6 @@ def test_freeing_twice_is_an_error() -> None:
     assert paged.available_size() == 32
 
 
-def test_clearing_announces_a_new_epoch() -> None:
-    allocator = ours(64, 1)
-    told: list[None] = []
-    allocator.on_epoch = lambda: told.append(None)
-    allocator.alloc(4)
-    allocator.clear()
-    assert len(told) == 1
-    assert allocator.available_size() == 64
-    assert len(allocator.free_pages) == 64
-
-
 def test_the_highest_block_is_announced_once() -> None:
     allocator = ours(64, 1)
     told: list[int] = []

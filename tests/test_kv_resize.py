@@ -15,26 +15,21 @@ PAGE, BLOCKS = 4, 20
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 
 
-def request(prompt: int, new: int, finished: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        origin_input_ids=[0] * prompt,
-        sampling_params=SimpleNamespace(max_new_tokens=new),
-        finished=lambda: finished,
-    )
-
-
-@pytest.fixture
-def scheduler() -> SimpleNamespace:
+def scheduler_of(beyond: int = 0) -> SimpleNamespace:
     size = BLOCKS * PAGE
     allocator = BlockGroupAllocator(
-        size, PAGE, torch.bfloat16, "cpu", None, False, expected_tokens=PAGE
+        size, PAGE, torch.bfloat16, "cpu", None, False, expected_tokens=PAGE, beyond=beyond
     )
     holders = {name: SimpleNamespace(max_total_num_tokens=size) for name in HOLDERS}
     return SimpleNamespace(
         token_to_kv_pool_allocator=allocator, max_total_num_tokens=size, max_req_len=60,
-        max_req_input_len=55, waiting_queue=[], chunked_req=None, last_batch=None,
-        running_batch=SimpleNamespace(reqs=[]), **holders,
+        max_req_input_len=55, model_config=SimpleNamespace(context_len=61), **holders,
     )  # fmt: skip
+
+
+@pytest.fixture
+def scheduler() -> SimpleNamespace:
+    return scheduler_of()
 
 
 def counts(scheduler: SimpleNamespace) -> set[int]:
@@ -51,15 +46,12 @@ def counts(scheduler: SimpleNamespace) -> set[int]:
 
 def test_every_count_follows(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
-    epochs: list[None] = []
-    scheduler.token_to_kv_pool_allocator.on_epoch = lambda: epochs.append(None)
     assert resizer.shrink(8)
     assert counts(scheduler) == {12 * PAGE}
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (47, 42)
     resizer.grow(8)
     assert counts(scheduler) == {BLOCKS * PAGE}
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (60, 55)
-    assert len(epochs) == 2
 
 
 def test_blocks_in_use_stay(scheduler: SimpleNamespace) -> None:
@@ -73,26 +65,33 @@ def test_blocks_in_use_stay(scheduler: SimpleNamespace) -> None:
     assert not resizer.shrink(BLOCKS)
     assert not resizer.shrink(BLOCKS - 1)  # no input would be short enough
     assert resizer.shrink(BLOCKS - 2)
-    with pytest.raises(ExtError, match="resized already"):
-        KVResizer(scheduler)
 
 
-@pytest.mark.parametrize("where", ["waiting", "chunked", "running", "last"])
-def test_accepted_requests_keep_their_room(scheduler: SimpleNamespace, where: str) -> None:
-    long, done = request(30, 9), request(60, 9, finished=True)
-    match where:
-        case "waiting":
-            scheduler.waiting_queue = [done, long]
-        case "chunked":
-            scheduler.chunked_req = long
-        case "running":
-            scheduler.running_batch.reqs = [long, done]
-        case "last":
-            scheduler.last_batch = SimpleNamespace(reqs=[long])
+def test_what_is_promised_is_accepted(scheduler: SimpleNamespace) -> None:
+    resizer = KVResizer(scheduler, promised=BLOCKS)
+    assert resizer.shrink(15)
+    assert counts(scheduler) == {5 * PAGE}
+    assert (scheduler.max_req_len, scheduler.max_req_input_len) == (60, 55)
+
+
+def test_blocks_beyond_come_and_go() -> None:
+    scheduler = scheduler_of(beyond=30)
     resizer = KVResizer(scheduler)
-    assert not resizer.shrink(11)
     assert counts(scheduler) == {BLOCKS * PAGE}
-    assert resizer.shrink(10)
+    resizer.restore(30, 40)
+    assert counts(scheduler) == {(BLOCKS + 10) * PAGE}
+    assert scheduler.max_req_len == 60  # the model's limit
+    allocator = scheduler.token_to_kv_pool_allocator
+    own, theirs = allocator.alloc(BLOCKS * PAGE), allocator.alloc(PAGE)
+    assert own.max() < 21 * PAGE
+    assert theirs.tolist() == list(range(30 * PAGE, 31 * PAGE))
+    assert resizer.withdraw(30, 35) == 1
+    allocator.free(theirs)
+    assert resizer.withdraw(30, 35) == 0
+    allocator.free(own)
+    assert counts(scheduler) == {(BLOCKS + 5) * PAGE}
+    allocator.clear()
+    assert counts(scheduler) == {(BLOCKS + 5) * PAGE}
 
 
 def test_bad_counts_change_nothing(scheduler: SimpleNamespace) -> None:

@@ -1,4 +1,4 @@
-"""The slab: its geometry, and what another process may do with it."""
+"""The slab: its geometry, its memory, its end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import copy
 import errno
 import os
 import pickle
-import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,8 +19,8 @@ import torch
 
 from sgl_ext.memory import backing, limits
 from sgl_ext.memory import slab as slab_module
-from sgl_ext.memory.mapping import HUGE_PAGE
-from sgl_ext.memory.slab import DTYPES, Layout, Slab, SlabError, SlabHandle
+from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, create
+from sgl_ext.memory.slab import DTYPES, Layout, Slab, SlabError
 
 LAYOUT = Layout(
     page=16, layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", fingerprint="0123456789abcdef"
@@ -69,9 +66,8 @@ def test_slabs_leave_nothing_behind() -> None:
     before = psutil.Process().num_fds(), mapped()
     for _ in range(20):
         slab = Slab.create(LAYOUT, 4)
-        other = Slab.attach(slab.handle, LAYOUT)
-        assert other.tensor().shape == slab.tensor().shape
-        del slab, other
+        assert slab.tensor().shape[0] == 4
+        del slab
     assert (psutil.Process().num_fds(), mapped()) == before
 
 
@@ -134,7 +130,7 @@ def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -
         (msgspec.structs.replace(LAYOUT, head_dim=float("nan")), 2, "head_dim nan"),
         (msgspec.structs.replace(LAYOUT, fingerprint="y" * 3_000_000), 2, "fingerprint"),
         (msgspec.structs.replace(LAYOUT, fingerprint="\ud800"), 2, "fingerprint"),
-        (LAYOUT, 1 << 40, f"needs {(2 << 20) + (1 << 40) * LAYOUT.block_bytes:,} B of memory"),
+        (LAYOUT, 1 << 40, f"needs {(1 << 40) * LAYOUT.block_bytes:,} B of memory"),
     ],
 )
 def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str) -> None:
@@ -144,132 +140,10 @@ def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str)
     assert psutil.Process().num_fds() == before
 
 
-# --- other processes -----------------------------------------------------------------------------
-
-OTHER = """
-import sys, msgspec, torch
-from sgl_ext.memory.slab import *
-{prepare}
-for line in sys.stdin:
-    try:
-        print(eval(line), flush=True)
-    except SlabError as error:
-        print("refused:", error, flush=True)
-"""
-
-
-class Other:
-    """A second process that evaluates expressions."""
-
-    def __init__(self, prepare: str = "") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER.format(prepare=prepare)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def __call__(self, expression: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(expression + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-
-def attaching(slab: Slab, writable: bool, expected: Layout = LAYOUT) -> str:
-    return f"slab = Slab.attach({slab.handle!r}, {expected!r}, writable={writable})"
-
-
-@pytest.fixture
-def other() -> Iterator[Callable[..., Other]]:
-    started: list[Other] = []
-
-    def start(prepare: str = "") -> Other:
-        started.append(Other(prepare))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.process.kill()
-        each.process.wait(30)
-        each.process.stdin.close()
-        each.process.stdout.close()
-
-
-def test_another_process_reads_and_writes(other: Callable[..., Other]) -> None:
-    slab = Slab.create(LAYOUT, 6)
-    slab.tensor()[2] = 3.0
-    them = other(attaching(slab, writable=True))
-    assert them("slab.tensor()[2].min().item(), slab.epoch") == "(3.0, 0)"
-    assert them("slab.tensor()[4].fill_(5.0).shape") == "torch.Size([16, 3, 2, 2, 8])"
-    assert slab.tensor()[4].min() == 5.0
-    assert slab.begin_epoch() == 1
-    assert them("slab.epoch") == "1"
-
-
-def test_a_read_only_attachment_cannot_write(other: Callable[..., Other]) -> None:
-    slab = Slab.create(LAYOUT, 6)
-    them = other(attaching(slab, writable=False))
-    assert them("slab.tensor()[2].max().item()") == "0.0"
-    assert them("slab.tensor().fill_(1.0)") == ""
-    assert them.process.wait(30) == -signal.SIGSEGV
-    assert not slab.tensor().any()
-
-
-def test_only_the_owner_hands_out_and_ends_epochs() -> None:
-    slab = Slab.create(LAYOUT, 6)
-    attached = Slab.attach(slab.handle, LAYOUT, writable=True)
-    with pytest.raises(SlabError, match="only the owner"):
-        _ = attached.handle
-    with pytest.raises(SlabError, match="only the owner"):
-        attached.begin_epoch()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("page", 1), ("layers", 4), ("kv_heads", 3), ("head_dim", 16), ("dtype", "float16"),
-     ("fingerprint", "another")],
-)  # fmt: skip
-def test_another_geometry_or_model_is_refused(field: str, value: object) -> None:
-    slab = Slab.create(LAYOUT, 6)
-    expected = msgspec.structs.replace(LAYOUT, **{field: value})
-    found = getattr(LAYOUT, field)
-    with pytest.raises(SlabError, match=f"{field}: expected {value}, found {found}$"):
-        Slab.attach(slab.handle, expected)
-
-
-def test_stale_and_foreign_handles_are_refused() -> None:
-    slab = Slab.create(LAYOUT, 6)
-    handle = slab.handle
-    slab.begin_epoch()
-    with pytest.raises(SlabError, match="is in epoch 1, the handle is of epoch 0"):
-        Slab.attach(handle, LAYOUT)
-    handle = slab.handle
-    with pytest.raises(SlabError, match="is not the one the handle was made for"):
-        Slab.attach(msgspec.structs.replace(handle, nonce=b"x" * 16), LAYOUT)
-    with pytest.raises(SlabError, match=r"12 blocks of 3,072 B need 2,134,016 B"):
-        Slab.attach(msgspec.structs.replace(handle, blocks=12), LAYOUT)
-    with pytest.raises(SlabError, match="cannot attach the slab of process"):
-        Slab.attach(msgspec.structs.replace(handle, fd=9999), LAYOUT)
-    assert Slab.attach(handle, LAYOUT).blocks == 6
-
-
-def test_a_new_epoch_during_an_attach_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = Slab.create(LAYOUT, 6)
-    map_it = slab_module.Mapping
-
-    def slowly(*args: object, **kwargs: object) -> object:
-        slab.begin_epoch()
-        return map_it(*args, **kwargs)
-
-    monkeypatch.setattr(slab_module, "Mapping", slowly)
-    with pytest.raises(SlabError, match="is in epoch 1, the handle is of epoch 0"):
-        Slab.attach(slab.handle, LAYOUT)
-
-
-def test_slabs_are_not_sent_but_attached() -> None:
+def test_slabs_are_not_sent() -> None:
     slab = Slab.create(LAYOUT, 6)
     for send in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="send SlabHandle and attach"):
+        with pytest.raises(TypeError, match="a mapping belongs to its process"):
             send(slab)
 
 
@@ -278,34 +152,6 @@ def test_ranges_of_blocks_are_checked() -> None:
     for start, end in ((-1, 3), (3, 2), (0, 7)):
         with pytest.raises(SlabError, match=f"blocks {start} to {end} of 6"):
             slab.back_with_huge_pages(start, end)
-
-
-def test_a_file_that_is_no_slab_is_refused() -> None:
-    fd = os.memfd_create("other")
-    try:
-        prefix = struct.pack("<8sIIQ16s", b"sglxslab", 1, 60, 0, b"x" * 16)
-        for content in (b"", b"x" * 100, b"sglxslab" + b"\0" * 100, prefix + b"\xff" * 60):
-            os.pwrite(fd, content, 0)
-            with pytest.raises(SlabError, match=r"no slab|version 0"):
-                Slab.attach(SlabHandle(os.getpid(), fd, 6, 0, b"x" * 16), LAYOUT)
-    finally:
-        os.close(fd)
-
-
-def test_a_number_that_is_another_file_by_now(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    opened = [os.open(tmp_path, os.O_RDONLY), os.open(fifo, os.O_RDWR), *os.pipe()]
-    try:
-        for fd in opened:
-            for writable in (False, True):
-                with pytest.raises(SlabError, match=r"is no slab|cannot attach"):
-                    Slab.attach(
-                        SlabHandle(os.getpid(), fd, 6, 0, b"x" * 16), LAYOUT, writable=writable
-                    )
-    finally:
-        for fd in opened:
-            os.close(fd)
 
 
 def test_a_mapping_that_fails_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +177,7 @@ def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(Path, "read_text", lambda p, *a: files.get(str(p)) or real(p, *a))
     assert limits.available_memory() == 4_000_000
     with pytest.raises(SlabError, match="4,000,000 B are available"):
-        Slab.create(LAYOUT, 1000)
+        Slab.create(LAYOUT, 2000)
 
 
 EXIT = """
@@ -364,25 +210,28 @@ def test_exit_with_a_copy_in_flight_and_a_late_reader() -> None:
     assert int(result.stdout) > 0
 
 
-def test_a_dead_owner(other: Callable[..., Other]) -> None:
-    them = other(f"slab = Slab.create({LAYOUT!r}, 6); slab.tensor()[1] = 4.0")
-    handle: SlabHandle = eval(them("slab.handle"))  # noqa: S307
-    attached = Slab.attach(handle, LAYOUT)
-    them.process.kill()
-    them.process.wait(30)
-    assert attached.tensor()[1].min() == 4.0  # what is mapped stays
-    with pytest.raises(SlabError, match=f"process {handle.pid} .*ask its successor"):
-        Slab.attach(handle, LAYOUT)
-
-
 def test_no_process_can_shrink_a_slab() -> None:
     slab = Slab.create(LAYOUT, 6)
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(slab.fd, size)
-    assert np.asarray(slab.mapping).shape == (HUGE_PAGE + slab.size,)
+    assert np.asarray(slab.mapping).shape == (slab.size,)
 
 
-def test_handles_are_plain_data() -> None:
-    handle = Slab.create(LAYOUT, 6).handle
-    assert msgspec.json.decode(msgspec.json.encode(handle), type=SlabHandle) == handle
+def test_blocks_beyond_the_own_ones_have_addresses() -> None:
+    slab = Slab.create(LAYOUT, 4, beyond=400)
+    assert (slab.own, slab.blocks) == (4, 404)
+    assert (slab.size, slab.reach) == (4 * LAYOUT.block_bytes, 404 * LAYOUT.block_bytes)
+    tensor = slab.tensor()
+    assert tensor.shape[0] == 404
+    tensor[3] = 1.0
+    fd = create("sgl_ext-other", 4 * PAGE)
+    slab.mapping.put(300 * PAGE, fd, PAGE, 3 * PAGE)  # four blocks of 3 KiB
+    os.close(fd)
+    tensor[400:] = 2.0
+    assert tensor[400:].min() == 2.0
+    assert tensor[:4].max() == 1.0
+    with pytest.raises(SlabError, match="0 to 5 of 4"):
+        slab.back_with_huge_pages(0, 5)
+    with pytest.raises(SlabError, match="0 or more blocks beyond"):
+        Slab.create(LAYOUT, 4, beyond=-1)

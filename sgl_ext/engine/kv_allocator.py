@@ -41,16 +41,22 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         need_sort: bool,
         *,
         expected_tokens: int,
+        beyond: int = 0,
     ) -> None:
+        """Takes what SGLang's allocators take, and:
+
+        expected_tokens: see :class:`~sgl_ext.memory.block_groups.BlockGroups`.
+        beyond: blocks behind these that may come later.
+        """
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         self.num_pages = size // page_size
         self.groups = BlockGroups(
-            self.num_pages, page=page_size, first=1, expected_tokens=expected_tokens
-        )
+            self.num_pages + beyond, page=page_size, first=1, expected_tokens=expected_tokens,
+            near=self.num_pages if beyond else None,
+        )  # fmt: skip
+        self.groups.withdraw(1 + self.num_pages, 1 + self.num_pages + beyond)
         self.on_allocate: Callable[[int], None] | None = None
         """Told the end of the highest block in use so far."""
-        self.on_epoch: Callable[[], None] | None = None
-        """Told that blocks have changed their meaning: all were freed, or the pool was resized."""
         self.in_flight: BlocksInFlight | None = None
         """Blocks that are read or written for owners that have given them away."""
         self._high = 0
@@ -70,10 +76,15 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         for row in rows:
             self.groups.close(row)
 
-    def begin_epoch(self) -> None:
-        """Blocks have changed their meaning to others than the requests that hold them."""
-        if self.on_epoch is not None:
-            self.on_epoch()
+    def withdraw(self, start: int, end: int) -> int:
+        """Removes those of blocks ``[start, end)`` that are not in use; returns how many are.
+
+        Waits for copies that still read or write what is removed.
+        """
+        in_use = self.groups.withdraw(start, end)
+        if self.in_flight is not None and self.in_flight.pending:
+            self.in_flight.wait(np.arange(start, end), COPY_DEADLINE_S)
+        return in_use
 
     # --- SGLang's interface ----------------------------------------------------------------------
 
@@ -99,7 +110,6 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def clear(self) -> None:
         self.free_group: list[torch.Tensor] | None = None
         self.groups.clear()
-        self.begin_epoch()
 
     def resize(self, config: Any) -> None:
         raise NotImplementedError(

@@ -104,7 +104,9 @@ def _build_pool(
     from sgl_ext.engine.kv_pool import SlabKVPool
 
     identity = fingerprint(configurator.model, _identity(configurator))
-    pool = build(partial(SlabKVPool, fingerprint=identity))
+    peer = ext.config.peer
+    borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
+    pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows))
     ext.slab = pool.slab
     return pool
 
@@ -129,10 +131,10 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     ours = BlockGroupAllocator(
         allocator.size, allocator.page_size, allocator.dtype, allocator.device, pool,
         allocator.need_sort, expected_tokens=ext.config.memory.first_group,
+        beyond=slab.blocks - slab.own,
     )  # fmt: skip
     setattr(kwargs["req_to_token_pool"], _OWNER, ours)
     ours.on_allocate = Backing(slab).need
-    ours.on_epoch = slab.begin_epoch
     return ours
 
 

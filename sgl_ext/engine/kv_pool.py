@@ -6,7 +6,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.peer.regions import blocks_for
 
 
 class SlabKVPool(MHATokenToKVPool):
@@ -19,8 +21,13 @@ class SlabKVPool(MHATokenToKVPool):
 
     slab: Slab
 
-    def __init__(self, *args: Any, fingerprint: str, **kwargs: Any) -> None:
-        self._fingerprint = fingerprint
+    def __init__(self, *args: Any, fingerprint: str, borrows: int = 0, **kwargs: Any) -> None:
+        """Also takes:
+
+        fingerprint: identifies the model, as :class:`~sgl_ext.memory.slab.Layout` has it.
+        borrows: bytes of other processes' memory to have addresses for.
+        """
+        self._fingerprint, self._borrows = fingerprint, borrows
         # The tiled copy of slots takes the stride between rows for their width.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
         self.use_native_move_kv_cache = True
@@ -35,8 +42,9 @@ class SlabKVPool(MHATokenToKVPool):
             fingerprint=self._fingerprint,
         )
         rows = self.size + self.page_size  # the first block takes the writes of padding tokens
-        self.slab = Slab.create(layout, -(-rows // self.page_size))
-        tokens = self.slab.tensor().flatten(0, 1)[:rows]
+        beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
+        self.slab = Slab.create(layout, -(-rows // self.page_size), beyond=beyond)
+        tokens = self.slab.tensor().flatten(0, 1)
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
 

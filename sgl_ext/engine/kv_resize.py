@@ -1,4 +1,4 @@
-"""Takes blocks from the slab's tail and gives them back, with SGLang's accounting kept true.
+"""Changes how many blocks there are while SGLang serves, with its accounting kept true.
 
 SGLang copies its pool's size into several objects when it starts, and compares the free, cached
 and used slots with it after every step. All copies change here, together with the allocator, in
@@ -7,7 +7,6 @@ one call on the scheduler's thread between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from sgl_ext.engine.kv_allocator import BlockGroupAllocator
@@ -20,18 +19,20 @@ _INPUT_MARGIN = 5
 
 
 class KVResizer:
-    """A scheduler's blocks, as :class:`~sgl_ext.memory.elastic.ElasticPool` resizes them.
+    """A scheduler's blocks.
 
-    Every call is O(1) in the size of the pool.
+    Every call is O(1) in the size of the pool, but for the free blocks of a range.
 
     Args:
-        scheduler: SGLang's, whose pool has its full size.
+        scheduler: SGLang's.
+        promised: blocks that a request can count on, though they may come only when it waits for
+            them: as long as those are the requests that are accepted.
 
     Raises:
         ExtError: SGLang does not run on the slab, or lacks one of the counts.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, promised: int = 0) -> None:
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, BlockGroupAllocator):
             raise ExtError(
@@ -40,13 +41,12 @@ class KVResizer:
             )
         self._scheduler = scheduler
         self._allocator = allocator
+        self._promised = promised
         self._holders = [getattr(scheduler, name, None) for name in _HOLDERS]
         for name, holder in zip(_HOLDERS, self._holders, strict=True):
             if not hasattr(holder, "max_total_num_tokens"):
                 raise ExtError(f"this SGLang's scheduler has no size in {name}; it cannot follow")
-        if allocator.groups.blocks != allocator.groups.capacity:
-            raise ExtError("the pool is resized already; use the resizer that did it")
-        self._longest_request: int = scheduler.max_req_len
+        self._longest_request: int = scheduler.model_config.context_len - 1
 
     @property
     def blocks(self) -> int:
@@ -62,15 +62,13 @@ class KVResizer:
         """Removes the last ``blocks`` blocks.
 
         Returns:
-            False, with nothing changed, if one is in use, if no request would fit any more, or
-            not all that SGLang has accepted.
+            False, with nothing changed, if one is in use, or no request would fit any more.
 
         Raises:
             ValueError: fewer than none.
         """
         left = (self.blocks - blocks) * self._allocator.page_size
-        needed = max(self._needs(), default=_INPUT_MARGIN + 1)
-        if (blocks > 0 and needed >= left) or not self._allocator.groups.shrink(blocks):
+        if (blocks > 0 and left <= _INPUT_MARGIN + 1) or not self._allocator.groups.shrink(blocks):
             return False
         self._account()
         return True
@@ -84,26 +82,28 @@ class KVResizer:
         self._allocator.groups.grow(blocks)
         self._account()
 
-    def _needs(self) -> Iterator[int]:
-        """Tokens that each accepted request may come to have."""
-        scheduler = self._scheduler
-        batches = (scheduler.running_batch, scheduler.last_batch)
-        waiting = [*scheduler.waiting_queue, scheduler.chunked_req]
-        for req in [
-            *waiting,
-            *(req for batch in batches if batch is not None for req in batch.reqs),
-        ]:
-            if req is not None and not req.finished():
-                yield len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+    def restore(self, start: int, end: int) -> None:
+        """Blocks ``[start, end)`` have memory."""
+        self._allocator.groups.restore(start, end)
+        self._account()
+
+    def withdraw(self, start: int, end: int) -> int:
+        """Takes those of blocks ``[start, end)`` that are not in use; returns how many are.
+
+        What is taken is read and written by nobody any more.
+        """
+        in_use = self._allocator.withdraw(start, end)
+        self._account()
+        return in_use
 
     def _account(self) -> None:
         allocator, scheduler = self._allocator, self._scheduler
         allocator.num_pages = self.blocks
         allocator.size = tokens = self.blocks * allocator.page_size
         scheduler.max_total_num_tokens = tokens
-        scheduler.max_req_len = min(self._longest_request, tokens - 1)
+        reachable = max(self.blocks, self._promised) * allocator.page_size
+        scheduler.max_req_len = min(self._longest_request, reachable - 1)
         scheduler.max_req_input_len = scheduler.max_req_len - _INPUT_MARGIN
         for holder in self._holders:
             # Some are frozen, for SGLang's pools never change their size while serving.
             object.__setattr__(holder, "max_total_num_tokens", tokens)
-        allocator.begin_epoch()

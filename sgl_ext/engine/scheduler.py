@@ -12,6 +12,7 @@ from sgl_ext.engine import (
     hooks,
     kv_memory,
     meta_info,
+    peer_hooks,
     plan_hooks,
     priority_api,
     swap_hooks,
@@ -45,6 +46,7 @@ HOOKS = (
     *chunk_hooks.HOOKS,
     *swap_hooks.HOOKS,
     *priority_api.HOOKS,
+    *peer_hooks.HOOKS,
 )
 
 

@@ -87,7 +87,14 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         if config is None:
             return original(server_args)
         setattr(server_args, CARRIED, Carried(config))
-    from sgl_ext.engine import chunk_hooks, launcher, restore_setup, swap_hooks, tier_hooks
+    from sgl_ext.engine import (
+        chunk_hooks,
+        launcher,
+        peer_hooks,
+        restore_setup,
+        swap_hooks,
+        tier_hooks,
+    )
 
     try:
         launcher.require_existing_model(server_args)
@@ -95,6 +102,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         chunk_hooks.declare(server_args, config)
         restore_setup.declare(server_args, config)
         swap_hooks.declare(server_args, config)
+        peer_hooks.declare(server_args, config)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about(server_args):

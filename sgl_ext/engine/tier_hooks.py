@@ -179,10 +179,9 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
     if (stack := _stack()) is not None:
         from sgl_ext.tiers.statistics import describe
 
-        result.internal_state["sgl_ext"] = {
-            "tiers": describe(stack),
-            "computing_seconds": stack.computing_seconds,
-        }
+        result.internal_state.setdefault("sgl_ext", {}).update(
+            tiers=describe(stack), computing_seconds=stack.computing_seconds
+        )
         if runtime.current is not None and (swap := runtime.current.swap) is not None:
             result.internal_state["sgl_ext"]["swap"] = swap.describe()
         if runtime.current is not None and (restorer := runtime.current.restorer) is not None:

@@ -67,7 +67,7 @@ class Backing:
                 self._changed.wait_for(lambda: self._closed or self.backed < self._target())
                 if self._closed:
                     return
-            end = min(self.backed + step, self._slab.blocks)
+            end = min(self.backed + step, self._slab.own)
             if code := self._back(end):
                 self.refused = True
                 logger.warning(
@@ -89,4 +89,4 @@ class Backing:
         return code
 
     def _target(self) -> int:
-        return min(self._wanted, self._slab.blocks)
+        return min(self._wanted, self._slab.own)

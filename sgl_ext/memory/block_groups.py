@@ -19,6 +19,7 @@ EXPECTED_TOKENS = 1000
 """Tokens that a group is made for where there is room (FastSwitch §3.1: 60 blocks of 16)."""
 
 _FITS = 16  # free lengths among which the lowest address is sought
+_FREE, _IN_USE, _ABSENT = b"\0", b"\1", b"\2"  # of a block; unused parts are free here
 
 
 class Run(NamedTuple):
@@ -41,9 +42,9 @@ class _Group:
 class BlockGroups:
     """Allocates blocks ``first .. first + blocks - 1``; those below ``first`` are not its own.
 
-    Every block is in use, free, or in the unused part of one active group. An owner is the row of
-    a running request; who holds a block in use, the caller knows. Costs are logarithmic in the
-    number of free groups and independent of the number of blocks. Not thread-safe.
+    Every block is in use, free, in the unused part of one active group, or withdrawn. An owner is
+    the row of a running request; who holds a block in use, the caller knows. Costs are logarithmic
+    in the number of free groups and independent of the number of blocks. Not thread-safe.
 
     Args:
         blocks: how many there are at the start.
@@ -51,9 +52,10 @@ class BlockGroups:
         first: the lowest block (the pool pads with block 0).
         capacity: how many there can ever be (see ``grow``); ``blocks`` if not given.
         expected_tokens: tokens that a group is made for where there is room.
+        near: how many blocks from the first one on are handed out before any other.
 
     Attributes:
-        blocks: how many there are.
+        blocks: how many there are, without those withdrawn.
         available: how many of them can be handed out: all that are not in use.
         expected: blocks of a group where there is room.
     """
@@ -66,6 +68,7 @@ class BlockGroups:
         first: int = 1,
         capacity: int | None = None,
         expected_tokens: int = EXPECTED_TOKENS,
+        near: int | None = None,
     ) -> None:
         capacity = blocks if capacity is None else capacity
         if not 0 <= blocks <= capacity:
@@ -79,12 +82,14 @@ class BlockGroups:
         self.capacity = capacity
         self.blocks = blocks
         self.expected = -(-expected_tokens // page)
+        self._near = None if near is None else first + near
+        self._end = first + blocks
+        self._state = bytearray(first + capacity)
         self.clear()
 
     def clear(self) -> None:
-        """Frees every block and forgets every owner. O(capacity)."""
-        self._in_use = bytearray(self.first + self.capacity)
-        self._end = self.first + self.blocks
+        """Frees every block and forgets every owner; what is withdrawn stays so. O(capacity)."""
+        self._state = self._state.replace(_IN_USE, _FREE)
         self._free = FreeGroups()
         self._active: dict[int, _Group] = {}  # by owner
         self._unused_ends: dict[int, _Group] = {}  # end of an unused part -> its group
@@ -92,8 +97,13 @@ class BlockGroups:
         # entry is an upper bound, corrected when met.
         self._longest_unused: list[tuple[int, int]] = []
         self.available = self.blocks
-        if self.blocks:
-            self._free.add(self.first, self._end)
+        start = self.first
+        while start < self._end:
+            if (end := self._state.find(_ABSENT, start, self._end)) < 0:
+                end = self._end
+            if start < end:
+                self._free.add(start, end)
+            start = end + 1
 
     def allocate(self, requests: Sequence[tuple[int | None, int]]) -> list[list[Run]] | None:
         """Hands out blocks to each ``(owner, blocks)``, in the order of the sequence's tokens.
@@ -127,7 +137,7 @@ class BlockGroups:
         if len(owners) > self.available:
             return None
         self.available -= len(owners)
-        active, in_use = self._active, self._in_use
+        active, state = self._active, self._state
         blocks = []
         for owner in owners:
             group = active.get(owner)
@@ -138,7 +148,7 @@ class BlockGroups:
             group.next = block + 1
             if block + 1 == group.end:
                 del self._unused_ends[group.end]
-            in_use[block] = 1
+            state[block] = 1
             blocks.append(block)
         return blocks
 
@@ -151,17 +161,19 @@ class BlockGroups:
             ValueError: a block is out of range, not in use, or named twice; nothing has changed.
         """
         spans = [(index(start), index(start) + index(length)) for start, length in runs]
-        in_use = self._in_use
+        state = self._state
         for position, (start, end) in enumerate(spans):
             if not self.first <= start <= end <= self._end:
                 problem = f"blocks {self.first} to {self._end - 1} exist"
-            elif (unused := in_use.find(0, start, end)) >= 0:
+            elif (unused := state.find(_FREE, start, end)) >= 0:
                 problem = f"block {unused} is not in use; was it released twice?"
+            elif (absent := state.find(_ABSENT, start, end)) >= 0:
+                problem = f"block {absent} is withdrawn"
             else:
-                in_use[start:end] = bytes(end - start)
+                state[start:end] = _FREE * (end - start)
                 continue
             for undo_start, undo_end in spans[:position]:
-                in_use[undo_start:undo_end] = b"\1" * (undo_end - undo_start)
+                state[undo_start:undo_end] = _IN_USE * (undo_end - undo_start)
             raise ValueError(f"cannot release {end - start} blocks from {start}: {problem}")
         for start, end in spans:
             if start < end:
@@ -185,9 +197,10 @@ class BlockGroups:
             ValueError: that would exceed ``capacity``; nothing has changed.
         """
         blocks = index(blocks)
-        if not 0 <= blocks <= self.capacity - self.blocks:
+        there = self._end - self.first
+        if not 0 <= blocks <= self.capacity - there:
             raise ValueError(
-                f"cannot grow by {blocks} blocks: {self.blocks} of at most {self.capacity} exist"
+                f"cannot grow by {blocks} blocks: {there} of at most {self.capacity} exist"
             )
         if blocks:
             self._free.add(self._end, self._end + blocks)
@@ -216,6 +229,61 @@ class BlockGroups:
         self.blocks -= blocks
         self.available -= blocks
         return True
+
+    def withdraw(self, start: int, end: int) -> int:
+        """Removes those of the blocks ``[start, end)`` that are not in use, until ``restore``.
+
+        Costs grow with the number of free groups.
+
+        Returns:
+            How many are in use: to be called again when they have been released.
+
+        Raises:
+            ValueError: there are no such blocks; nothing has changed.
+        """
+        self._check_range(start, end)
+        if start == end:
+            return 0
+        for group in list(self._unused_ends.values()):
+            if group.next < end and group.end > start:
+                rest = group.end
+                self._cut_back(group, max(group.next, min(start, rest)))
+                self._free.add(group.end, rest)
+        for run in self.free_runs():
+            low, high = max(run.start, start), min(run.start + run.length, end)
+            if low < high:
+                self._free.take(run.start, run.length)
+                if run.start < low:
+                    self._free.add(run.start, low)
+                if high < run.start + run.length:
+                    self._free.add(high, run.start + run.length)
+                self._state[low:high] = _ABSENT * (high - low)
+                self.blocks -= high - low
+                self.available -= high - low
+        return self._state.count(_IN_USE, start, end)
+
+    def restore(self, start: int, end: int) -> None:
+        """Adds those of the blocks ``[start, end)`` that are withdrawn, as free ones.
+
+        Raises:
+            ValueError: there are no such blocks; nothing has changed.
+        """
+        self._check_range(start, end)
+        while (low := self._state.find(_ABSENT, start, end)) >= 0:
+            there = self._state[low:end].lstrip(_ABSENT)
+            high = end - len(there)
+            self._state[low:high] = _FREE * (high - low)
+            self._free.add(low, high)
+            self.blocks += high - low
+            self.available += high - low
+            start = high
+
+    def _check_range(self, start: int, end: int) -> None:
+        if not self.first <= index(start) <= index(end) <= self._end:
+            raise ValueError(
+                f"there are no blocks {start} to {end - 1}: those from {self.first} to "
+                f"{self._end - 1} exist"
+            )
 
     @property
     def tail_free(self) -> int:
@@ -258,24 +326,25 @@ class BlockGroups:
         bounds: dict[int, int] = {}  # the most that the heap says of the part that ends there
         for length, end in self._longest_unused:
             bounds[end] = max(bounds.get(end, 0), -length)
-        state = bytearray(self._in_use)
+        state = bytearray(self._state)
         for start, length in [*self.free_runs(), *unused.values()]:
             if start < self.first or start + length > self._end:
                 raise AssertionError(f"run {start}+{length} leaves the pool's range")
             if any(state[start : start + length]):
                 raise AssertionError(f"run {start}+{length} is in use, or also elsewhere")
-            state[start : start + length] = b"\2" * length
+            state[start : start + length] = b"\3" * length
         for owner, (start, length) in unused.items():
             if bounds.get(start + length, 0) < length:
                 raise AssertionError(f"the heap misses owner {owner}'s part {start}+{length}")
-        if (lost := state.find(0, self.first, self._end)) >= 0:
+        if (lost := state.find(_FREE, self.first, self._end)) >= 0:
             raise AssertionError(f"block {lost} is neither in use nor free nor in an unused part")
         if any(state[: self.first]) or any(state[self._end :]):
             raise AssertionError("a block outside the pool's range is in use")
-        if self._end != self.first + self.blocks or self.used != state.count(1):
+        absent = state.count(_ABSENT)
+        if self._end - absent != self.first + self.blocks or self.used != state.count(_IN_USE):
             raise AssertionError(
                 f"{self.used} of {self.blocks} blocks should be in use, "
-                f"{state.count(1)} of {self._end - self.first} are"
+                f"{state.count(_IN_USE)} of {self._end - self.first - absent} are"
             )
 
     def _hand_out(self, owner: int | None, blocks: int) -> list[Run]:
@@ -293,7 +362,7 @@ class BlockGroups:
                 self._unused_ends[end] = group
             start = group.next
             group.next = end = min(start + blocks, group.end)
-            self._in_use[start:end] = b"\1" * (end - start)
+            self._state[start:end] = _IN_USE * (end - start)
             blocks -= end - start
             if end == group.end:
                 del self._unused_ends[end]
@@ -317,6 +386,8 @@ class BlockGroups:
             return self._free.take(group.end, min(length, want))  # extends in place
         # Best fit keeps large groups for large requests. While much is available, low addresses
         # matter more: they keep the tail free.
+        if self._near is not None and (near := self._free.below(self._near, want)) is not None:
+            return self._free.take(near, min(self._free.length_at[near], want))
         candidates = _FITS if 4 * self.available >= self.blocks else 1
         if (fit := self._free.fit(want, candidates)) is not None:
             return self._free.take(fit, want)

@@ -81,6 +81,15 @@ class FreeGroups:
         fitting = self._lengths[first : first + candidates]
         return min(map(self.lowest, fitting), default=None)
 
+    def below(self, limit: int, blocks: int) -> int | None:
+        """Start of a run that begins below ``limit``: of the shortest one that has ``blocks``, else
+        of the longest."""
+        first = bisect_left(self._lengths, blocks)
+        for length in (*self._lengths[first:], *reversed(self._lengths[:first])):
+            if (start := self.lowest(length)) < limit:
+                return start
+        return None
+
     def lowest(self, length: int) -> int:
         """Start of the lowest run of exactly ``length`` blocks, which must exist."""
         starts = self._starts[length]

@@ -13,6 +13,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.limits import available_memory
 
 HUGE_PAGE = 2 << 20
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
@@ -54,23 +55,65 @@ class Mapping:
     """A shared mapping of a whole file, aligned to huge pages; unmapped with its last array.
 
     numpy takes it as a ``uint8`` array (``numpy.asarray``) that keeps the mapping alive.
+
+    Args:
+        fd: the file, of ``size`` bytes.
+        reach: bytes of addresses to have, if more: nothing is there until it is :meth:`put` there.
+
+    Attributes:
+        size: bytes of addresses.
     """
 
-    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        self.size = size
-        self.address = _map(fd, size, _PROT_READ | (_PROT_WRITE if writable else 0))
+    def __init__(self, fd: int, size: int, *, writable: bool, reach: int = 0) -> None:
+        self.size = max(size, reach)
+        protection = _PROT_READ | (_PROT_WRITE if writable else 0)
+        self.address = _map(fd, size, self.size, protection)
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "typestr": "|u1",
-            "shape": (size,),
+            "shape": (self.size,),
             "data": (self.address, not writable),
         }
         # Not at exit: threads and exit handlers may still use the memory, and the kernel unmaps.
-        weakref.finalize(self, _libc.munmap, self.address, size).atexit = False
-        _libc.madvise(self.address, size, _MADV_HUGEPAGE)
+        weakref.finalize(self, _libc.munmap, self.address, self.size).atexit = False
+        _libc.madvise(self.address, self.size, _MADV_HUGEPAGE)
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        raise TypeError("a mapping belongs to its process; send SlabHandle and attach there")
+        raise TypeError("a mapping belongs to its process; send what others can map")
+
+    def put(self, offset: int, fd: int, start: int, size: int) -> None:
+        """Maps bytes ``[start, start + size)`` of a file at ``offset``, in place of what is there.
+
+        All are multiples of :data:`PAGE`. What this process reads or writes at that moment is the
+        old memory or the new one.
+
+        Raises:
+            ValueError: not whole pages, or not all within this mapping; nothing has changed.
+            OSError: the kernel cannot; what was there may be gone.
+        """
+        self._replace(offset, fd, start, size, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+
+    def drop(self, offset: int, size: int) -> None:
+        """There is nothing at ``[offset, offset + size)`` any more; its addresses stay taken.
+
+        Raises:
+            ValueError, OSError: as :meth:`put`.
+        """
+        self._replace(offset, -1, 0, size, 0, _MAP_PRIVATE | _MAP_ANONYMOUS)
+
+    def _replace(
+        self, offset: int, fd: int, start: int, size: int, protection: int, flags: int
+    ) -> None:
+        whole = not (offset % PAGE or start % PAGE or size % PAGE)
+        if not (whole and start >= 0 < size and 0 <= offset <= self.size - size):
+            raise ValueError(
+                f"cannot map {size:,} B from {start:,} on at {offset:,} of {self.size:,} B: "
+                f"whole pages of {PAGE:,} B within it can be"
+            )
+        at = self.address + offset
+        if _libc.mmap(at, size, protection, flags | _MAP_FIXED, fd, start) == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {size:,} B: {os.strerror(code)}")
 
     def collapse(self, start: int, end: int) -> int:
         """Backs ``[start, end)`` (multiples of HUGE_PAGE within) with huge pages; contents stay.
@@ -89,22 +132,22 @@ class Mapping:
         return ctypes.get_errno()
 
 
-def _map(fd: int, size: int, protection: int) -> int:
+def _map(fd: int, size: int, reach: int, protection: int) -> int:
     # Huge pages need an address that is congruent to the file offset: reserve more than is
     # asked, map at the first such address within, give the rest back.
-    reserved = size + HUGE_PAGE
+    reserved = reach + HUGE_PAGE
     base: int = _libc.mmap(None, reserved, 0, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
     if base == _MAP_FAILED:
         raise OSError(errno.ENOMEM, f"no address space for {reserved:,} B")
     address: int = -(-base // HUGE_PAGE) * HUGE_PAGE
     mapped: int = _libc.mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, fd, 0)
     code = ctypes.get_errno()
-    end = -(-(address + size) // os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PAGE_SIZE")
+    end = -(-(address + reach) // PAGE) * PAGE
     if address > base:
         _libc.munmap(base, address - base)
     if base + reserved > end:
         _libc.munmap(end, base + reserved - end)
     if mapped == _MAP_FAILED:
-        _libc.munmap(address, size)
+        _libc.munmap(address, reach)
         raise OSError(code, f"cannot map {size:,} B: {os.strerror(code)}")
     return address

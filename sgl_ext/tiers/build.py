@@ -52,7 +52,7 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStac
         arena = Arena(slab.layout, capacity // stride_of(slab.layout))
         if arena.back():
             logger.warning("host memory for KV gets no huge pages; its copies are slower")
-        engine.register(slab.address, slab.size, owner=slab)
+        engine.register(slab.address, slab.reach, owner=slab)
         engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
         lane: Lane = engine.host_lane()
         if link := _emulated(engine, config.host.link if config.host else None):

@@ -1,0 +1,175 @@
+"""Memory of one process in the hands of another: the end of a slab, as files that can be mapped.
+
+Whoever maps such a file keeps its memory as long as it likes, and cannot be made to let go. So an
+owner that must have its memory back puts other memory in its place: what the other one still reads
+is what it has written, and what it still writes reaches nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.mapping import PAGE, Mapping, create
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a file in memory that its owner has open."""
+
+    name: str
+    """Of the file; no two have the same."""
+    fd: int
+    """In the owner."""
+    offset: int
+    size: int
+
+
+def unique_name(kind: str) -> str:
+    """For :func:`~.mapping.create`: a name that no other file in memory has."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+class LentMemoryError(ExtError):
+    """Memory of another process cannot be mapped, or one's own not be replaced."""
+
+
+class Lendable:
+    """The end of a process's own memory, as others can map it.
+
+    Args:
+        mapping: of the memory.
+        fd: its file; stays open as long as this object.
+        name: of the file.
+        start: bytes that are never lent.
+        end: of the memory.
+    """
+
+    def __init__(self, mapping: Mapping, fd: int, name: str, start: int, end: int) -> None:
+        self._mapping = mapping
+        self._end = end // PAGE * PAGE
+        start = min(-(-start // PAGE) * PAGE, self._end)
+        self.extents: tuple[Extent, ...] = ()
+        """By address; whole pages."""
+        if start < self._end:
+            self.extents = (Extent(name, fd, start, self._end - start),)
+        self._first = fd
+        self._retired: list[Extent] = []
+        self._files: set[int] = set()
+        weakref.finalize(self, _close, self._files).atexit = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(extent.size for extent in self.extents)
+
+    @property
+    def end(self) -> int:
+        """Where it ends, in the mapping."""
+        return self._end
+
+    def replace(self, size: int) -> None:
+        """Puts other, zeroed memory in the place of the last ``size`` bytes, or pages that have
+        them. The old memory is kept for those who have mapped it, until :meth:`discard`.
+
+        Raises:
+            LentMemoryError: this machine has not so much memory; nothing has changed.
+        """
+        size = min(-(-size // PAGE) * PAGE, self.size)
+        if size == 0:
+            return
+        name = unique_name("sgl_ext-kv")
+        try:
+            fd = create(name, size)
+        except (OSError, ExtError) as error:
+            raise LentMemoryError(f"lent memory cannot be replaced: {error}") from None
+        self._files.add(fd)
+        self._mapping.put(self._end - size, fd, 0, size)
+        kept: list[Extent] = []
+        left = self.size - size
+        for extent in self.extents:
+            own = min(extent.size, left)
+            left -= own
+            if own:
+                kept.append(msgspec.structs.replace(extent, size=own))
+            if rest := extent.size - own:
+                offset = extent.offset + own
+                self._retired.append(msgspec.structs.replace(extent, offset=offset, size=rest))
+        self.extents = (*kept, Extent(name, fd, 0, size))
+
+    @property
+    def retired(self) -> int:
+        """Bytes that others may still have mapped, and nobody else uses."""
+        return sum(extent.size for extent in self._retired)
+
+    def discard(self) -> None:
+        """Nobody has what was replaced any more: its memory is given back."""
+        for extent in self._retired:
+            _libc.fallocate(extent.fd, _KEEP_SIZE | _PUNCH_HOLE, extent.offset, extent.size)
+        for fd in self._files - {extent.fd for extent in self.extents}:
+            os.close(fd)
+            self._files.discard(fd)
+        self._retired.clear()
+
+
+def _close(files: set[int]) -> None:
+    for fd in files:
+        os.close(fd)
+
+
+def map_memory(mapping: Mapping, offset: int, pid: int, extents: Sequence[Extent]) -> None:
+    """Maps memory of another process of this user at ``offset``, one extent behind the other.
+
+    Raises:
+        LentMemoryError: it is not what it is said to be, or cannot be mapped.
+    """
+    with ExitStack() as opened:
+        fds = [_open(pid, extent, opened) for extent in extents]
+        for fd, extent in zip(fds, extents, strict=True):
+            try:
+                mapping.put(offset, fd, extent.offset, extent.size)
+            except (OSError, ValueError) as error:
+                raise LentMemoryError(
+                    f"memory of process {pid} cannot be mapped: {error}"
+                ) from None
+            offset += extent.size
+
+
+def _open(pid: int, extent: Extent, opened: ExitStack) -> int:
+    path = f"/proc/{pid}/fd/{extent.fd}"
+    try:
+        # The number may be another process's by now, and its file anything: a pipe must not block.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened.callback(os.close, fd)
+        found = Path(f"/proc/self/fd/{fd}").readlink()
+    except OSError as error:
+        raise LentMemoryError(
+            f"memory of process {pid} cannot be opened ({error.strerror}); has it ended?"
+        ) from None
+    status = os.fstat(fd)
+    if str(found) != f"/memfd:{extent.name} (deleted)" or not stat.S_ISREG(status.st_mode):
+        raise LentMemoryError(f"file {extent.fd} of process {pid} is {found}, not {extent.name}")
+    if status.st_uid != os.getuid():
+        raise LentMemoryError(f"memory of process {pid} is user {status.st_uid}'s")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise LentMemoryError(f"memory of process {pid} can shrink while it is mapped")
+    if extent.offset < 0 or extent.size < 0 or extent.offset + extent.size > status.st_size:
+        raise LentMemoryError(
+            f"process {pid} lends bytes {extent.offset:,} to {extent.offset + extent.size:,} of a "
+            f"file of {status.st_size:,}"
+        )
+    return fd

@@ -1,0 +1,1 @@
+"""Engines of one host lend each other KV memory (SwiftCache)."""

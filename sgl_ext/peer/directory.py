@@ -1,0 +1,73 @@
+"""The directory in which engines of one user on one host find each other."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+from sgl_ext.errors import ExtError
+
+_SOCKET, _LOCK = "master", "lock"
+_LONGEST_SOCKET_PATH = 107
+
+
+class DirectoryError(ExtError):
+    """A socket directory cannot be used: what was found, what to do."""
+
+
+def address(directory: Path) -> str:
+    """Where the directory's master is reached.
+
+    Raises:
+        DirectoryError: others could reach or replace it, or the path is too long.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise DirectoryError(
+            f"the socket directory {directory} cannot be made: {error.strerror}"
+        ) from None
+    if status.st_uid != os.getuid():
+        raise DirectoryError(
+            f"the socket directory {directory} belongs to user {status.st_uid}, this is user "
+            f"{os.getuid()}; engines of one user lend to each other: name another directory"
+        )
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        raise DirectoryError(
+            f"the socket directory {directory} has mode {mode:04o}, so that others can reach it; "
+            f"chmod 700 it"
+        )
+    path = directory.resolve() / _SOCKET
+    if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+        raise DirectoryError(
+            f"{path} is too long for a socket (at most {_LONGEST_SOCKET_PATH} bytes); "
+            "name a shorter directory"
+        )
+    return f"ipc://{path}"
+
+
+def lock(directory: Path) -> IO[str]:
+    """Makes this process the directory's master, as long as what is returned is open.
+
+    Raises:
+        DirectoryError: there is one already.
+    """
+    file = (directory / _LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise DirectoryError(
+            f"the socket directory {directory} has a master already (process {holder}); "
+            "name another directory, or make this engine a worker"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,0 +1,144 @@
+"""Carries messages between a master and its workers, on a thread of its own.
+
+What is said is sent at once and then at every beat, so that nothing need arrive; what was not
+fetched is replaced by what comes later from the same side.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Literal
+
+import zmq
+
+from sgl_ext.peer.messages import Keep, Lend, Message, MisunderstoodError, decode, encode
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+_NAME = b"w"  # ZeroMQ's names do not begin with 0
+_QUEUE = 16
+"""Messages that wait for a side that does not read; later ones are lost."""
+
+
+class Link:
+    """One side of the conversation.
+
+    Args:
+        role: a master listens, a worker calls.
+        address: of the master.
+        beat: seconds after which all is said again.
+
+    Raises:
+        zmq.ZMQError: the address cannot be used.
+    """
+
+    def __init__(
+        self, role: Literal["master", "worker"], address: str, *, beat: float = BEAT_S
+    ) -> None:
+        self._master = role == "master"
+        self._beat = beat
+        self._lock = threading.Lock()
+        self._said: dict[bytes, Message] = {}
+        self._heard: dict[bytes, Message] = {}
+        self._closed = False
+        self._strange = ""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER if self._master else zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, _QUEUE)
+        self._socket.set(zmq.RCVHWM, _QUEUE)
+        if self._master:
+            self._socket.set(zmq.ROUTER_HANDOVER, 1)
+            self._socket.bind(address)
+        else:
+            self._socket.set(zmq.RECONNECT_IVL, 100)
+            self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+            self._address = address
+        self._thread = threading.Thread(target=self._run, name="sgl_ext-peer", daemon=True)
+        self._thread.start()
+
+    def say(self, messages: Iterable[Message]) -> None:
+        """What is said from now on, to each worker or to the master. Returns at once."""
+        said = {message.worker: message for message in messages}
+        with self._lock:
+            if said == self._said:
+                return
+            self._said = said
+        os.eventfd_write(self._wake, 1)
+
+    def heard(self) -> list[Message]:
+        """The latest of each side since the last call. Returns at once."""
+        if not self._heard:
+            return []
+        with self._lock:
+            heard, self._heard = self._heard, {}
+        return list(heard.values())
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Ends; what was said last is sent. Returns whether the thread has ended in time."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        calling = self._master
+        beat = time.monotonic()
+        while not self._closed:
+            pause = max(beat - time.monotonic(), 0.0)
+            events = dict(poller.poll(math.ceil(pause * 1000)))
+            if self._socket in events:
+                self._receive()
+            changed = self._wake in events
+            if changed:
+                os.eventfd_read(self._wake)
+            if not calling and self._said:
+                # The master tells workers apart by the name they call with.
+                self._socket.set(zmq.IDENTITY, _NAME + next(iter(self._said)))
+                self._socket.connect(self._address)
+                calling = True
+            if calling and (changed or time.monotonic() >= beat):
+                self._send()
+            if time.monotonic() >= beat:
+                beat = time.monotonic() + self._beat
+        self._socket.close()
+        self._context.term()
+        os.close(self._wake)
+
+    def _receive(self) -> None:
+        for _ in range(_QUEUE):
+            try:
+                *_sender, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode(data)
+            except MisunderstoodError as error:
+                if str(error) != self._strange:
+                    logger.warning("%s", error)
+                self._strange = str(error)
+                continue
+            if isinstance(message, Lend if self._master else Keep):
+                with self._lock:
+                    self._heard[message.worker] = message
+
+    def _send(self) -> None:
+        with self._lock:
+            messages = list(self._said.values())
+        for message in messages:
+            frames = [encode(message)]
+            if self._master:
+                frames.insert(0, _NAME + message.worker)
+            with suppress(zmq.ZMQError):  # nobody there, or not reading: it is said again
+                self._socket.send_multipart(frames, zmq.NOBLOCK)

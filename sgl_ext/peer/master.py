@@ -1,0 +1,196 @@
+"""A master: serves requests in memory that workers lend it (SwiftCache §3.2, §3.5).
+
+Decides between two steps of its engine, and waits for nobody. Times are seconds of any monotonic
+clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.lent import Extent
+from sgl_ext.peer.loan import Borrower
+from sgl_ext.peer.messages import Keep, Lend
+from sgl_ext.peer.process import Process
+from sgl_ext.peer.regions import Region, Regions
+
+logger = logging.getLogger(__name__)
+
+
+class Addresses(Protocol):
+    """Where workers' memory is mapped."""
+
+    def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
+        """Maps memory of a process; raises ExtError if that cannot be."""
+
+    def unmap(self, region: Region) -> None:
+        """There is nothing any more."""
+
+
+class Blocks(Protocol):
+    """The engine's KV blocks; ranges are ``[start, end)``."""
+
+    def restore(self, start: int, end: int) -> None:
+        """They can be used."""
+
+    def withdraw(self, start: int, end: int) -> int:
+        """They cannot be used any more, but for those in use; returns how many these are."""
+
+    def vacate(self, start: int, end: int) -> None:
+        """Whatever uses them is to leave them: at once, or when it can."""
+
+
+@dataclass
+class Loan:
+    """What one worker lends.
+
+    Attributes:
+        heard: when it was.
+        region: where its memory is mapped; None while it is not.
+        first: the first block that is used, or may be; the region's end if there is none.
+        leaving: whether blocks from ``first`` on are being left.
+        tried: bytes of a grant that could not be taken.
+    """
+
+    borrower: Borrower
+    process: Process
+    heard: float
+    session: int = 0
+    region: Region | None = None
+    first: int = 0
+    leaving: bool = False
+    tried: int = 0
+
+
+class Master:
+    """One process that borrows.
+
+    Args:
+        block: bytes of a block.
+        lease: a worker that is not heard of for so long may need its memory: it is left.
+        process: tells whether a process runs.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        blocks: Blocks,
+        regions: Regions,
+        *,
+        block: int,
+        lease: float,
+        process: Callable[[int], Process] = Process,
+    ) -> None:
+        self._addresses, self._blocks, self._regions = addresses, blocks, regions
+        self._block, self._lease = block, lease
+        self._process_of = process
+        self._name = os.urandom(8)
+        self._loans: dict[bytes, Loan] = {}
+        self._closed = False
+
+    @property
+    def loans(self) -> Sequence[Loan]:
+        """Of all workers that there are."""
+        return list(self._loans.values())
+
+    @property
+    def borrowed(self) -> int:
+        """Bytes that are used."""
+        return sum(loan.borrower.used for loan in self._loans.values())
+
+    def messages(self) -> Iterator[Keep]:
+        """One for each worker; to be sent when they change, and again and again."""
+        for loan in self._loans.values():
+            yield loan.borrower.message
+
+    def hear(self, lend: Lend, now: float) -> None:
+        """What a worker says."""
+        if (loan := self._loans.get(lend.worker)) is None:
+            borrower = Borrower(self._name, os.getpid(), self._block, lend)
+            loan = Loan(borrower, self._process_of(lend.pid), now, lend.session)
+            self._loans[lend.worker] = loan
+        loan.borrower.hear(lend)
+        loan.heard = now
+
+    def step(self, now: float) -> None:
+        """Between two steps of the engine: leaves what is asked back, takes what is lent."""
+        for worker, loan in list(self._loans.items()):
+            borrower = loan.borrower
+            gone = not loan.process.alive()
+            if gone or self._closed or now - loan.heard > self._lease:
+                borrower.silent()
+            if loan.region is not None and borrower.excess:
+                self._leave(loan, loan.region)
+            if loan.region is not None and loan.session != borrower.session:
+                self._drop(loan, loan.region)
+            loan.session = borrower.session
+            if borrower.size > borrower.used or (loan.leaving and not borrower.excess):
+                self._take(loan)
+            if not borrower.size:
+                loan.tried = 0
+            if gone and not borrower.used:
+                if loan.region is not None:
+                    self._drop(loan, loan.region)
+                del self._loans[worker]
+
+    def close(self) -> None:
+        """Nothing is taken any more; what is used is left in the next steps."""
+        self._closed = True
+
+    def _leave(self, loan: Loan, region: Region) -> None:
+        first = region.blocks(loan.borrower.size, self._block)
+        if loan.leaving:  # more than before, perhaps
+            self._blocks.restore(first, region.end)
+        if self._blocks.withdraw(loan.first, first):
+            self._blocks.vacate(loan.first, first)
+            if self._blocks.withdraw(loan.first, first):
+                loan.leaving = True
+                return
+        loan.first, loan.leaving = first, False
+        loan.borrower.used = loan.borrower.size
+
+    def _take(self, loan: Loan) -> None:
+        borrower = loan.borrower
+        if loan.region is None:
+            loan.region = self._map(loan)
+        if (region := loan.region) is None:
+            return
+        first = region.blocks(borrower.size, self._block)
+        self._blocks.restore(first, region.end)
+        loan.first, loan.leaving = first, False
+        borrower.used = borrower.size
+
+    def _map(self, loan: Loan) -> Region | None:
+        borrower = loan.borrower
+        if loan.tried == borrower.size:
+            return None
+        loan.tried = borrower.size
+        size = sum(extent.size for extent in borrower.memory)
+        region = self._regions.take(size)
+        if region is None:
+            borrower.refused = (
+                f"{size:,} B do not fit: this master has addresses for {self._regions.largest:,} B "
+                "more; raise peer.capacity"
+            )
+            return None
+        try:
+            self._addresses.map(region, borrower.pid, borrower.memory)
+        except ExtError as error:
+            self._regions.give(region)
+            logger.warning("memory of worker process %d is refused: %s", borrower.pid, error)
+            borrower.refused = str(error)
+            return None
+        borrower.refused = ""
+        loan.first = region.end
+        return region
+
+    def _drop(self, loan: Loan, region: Region) -> None:
+        """Nothing of it is used."""
+        self._addresses.unmap(region)
+        self._regions.give(region)
+        loan.region = None

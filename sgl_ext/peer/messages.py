@@ -1,0 +1,91 @@
+"""What a worker and its master say to each other: one message each, with all that its sender knows.
+
+So messages may be lost, doubled and overtake each other; each is sent when something changes, and
+again and again, which also shows that its sender lives.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sgl_ext.memory.lent import Extent
+
+PROTOCOL = 1
+"""Of these messages and of what they mean."""
+
+
+class Lend(msgspec.Struct, frozen=True, tag="lend"):
+    """From a worker: what its master may use, counted from the end of the worker's memory."""
+
+    worker: bytes
+    """Names the process; another one of the same name has never been."""
+    session: int
+    """Of this worker. A new one has nothing to do with those before, which are over."""
+    master: bytes
+    """Whom this session is with; empty before a master has answered."""
+    number: int
+    """Grants of a session are numbered from 1."""
+    size: int
+    """Bytes."""
+    pid: int
+    memory: tuple[Extent, ...]
+    """What may be lent at most, by address; a grant is the last bytes of it."""
+    protocol: int = PROTOCOL
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """From a master: it uses no more than the grants from this number on allow."""
+
+    worker: bytes
+    session: int
+    master: bytes
+    number: int
+    pid: int
+    block: int
+    """Bytes of a block of the master."""
+    used: int = 0
+    """Bytes; to be shown."""
+    refused: str = ""
+    """Why it takes nothing from this worker."""
+    protocol: int = PROTOCOL
+
+
+class Stranger(msgspec.Struct, frozen=True):
+    """Any message, of this protocol or of another."""
+
+    protocol: int = 0
+
+
+Message = Lend | Keep
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_stranger = msgspec.msgpack.Decoder(Stranger)
+
+
+class MisunderstoodError(ValueError):
+    """What came is no message of this protocol."""
+
+
+def encode(message: Message) -> bytes:
+    """The message on the wire."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message on the wire, understood.
+
+    Raises:
+        MisunderstoodError: it is of another protocol, or none.
+    """
+    try:
+        protocol = _stranger.decode(data).protocol
+        if protocol != PROTOCOL:
+            raise MisunderstoodError(
+                f"a peer speaks protocol {protocol}, this is protocol {PROTOCOL}; "
+                "run the same sgl_ext on both sides"
+            )
+        message: Message = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise MisunderstoodError(f"a peer sent what is no message: {error}") from None
+    return message

@@ -1,0 +1,47 @@
+"""What a worker has needed of late."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+
+class NeedWindow:
+    """The largest need of the last ``seconds``. Amortized O(1) a need."""
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"a window of {seconds} seconds sees nothing; it must be positive")
+        self.seconds = seconds
+        # Times rise, needs fall: what a larger, later need hides is not kept.
+        self._largest: deque[tuple[float, int]] = deque()
+        self._now = -math.inf
+
+    def add(self, tokens: int, now: float) -> None:
+        """So much was needed at ``now`` (seconds of any monotonic clock).
+
+        Raises:
+            ValueError: ``now`` lies before an earlier call's; nothing has changed.
+        """
+        if not tokens >= 0:
+            raise ValueError(f"0 tokens or more are needed, not {tokens}")
+        self._advance(now)
+        while self._largest and self._largest[-1][1] <= tokens:
+            self._largest.pop()
+        self._largest.append((now, tokens))
+
+    def largest(self, now: float) -> int:
+        """Tokens of the largest need since ``now - seconds``; 0 if there was none.
+
+        Raises:
+            ValueError: ``now`` lies before an earlier call's; nothing has changed.
+        """
+        self._advance(now)
+        return self._largest[0][1] if self._largest else 0
+
+    def _advance(self, now: float) -> None:
+        if not now >= self._now:
+            raise ValueError(f"time went from {self._now} to {now}; use one monotonic clock")
+        self._now = now
+        while self._largest and self._largest[0][0] < now - self.seconds:
+            self._largest.popleft()

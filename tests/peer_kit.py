@@ -1,0 +1,146 @@
+"""Light masters and workers: real memory, messages and blocks, "requests" that fill them with
+patterns and look whether these are still there; no model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.lent import Extent, Lendable, map_memory
+from sgl_ext.memory.mapping import PAGE
+from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.peer.master import Master
+from sgl_ext.peer.regions import Region, Regions
+from sgl_ext.peer.worker import Terms, Worker
+
+MASTER = Layout(page=4, layers=3, kv_heads=1, head_dim=32, dtype="float32", fingerprint="master")
+"""Blocks of 3 KiB."""
+WORKER = Layout(page=4, layers=5, kv_heads=1, head_dim=32, dtype="float32", fingerprint="worker")
+"""Blocks of 5 KiB."""
+
+
+class Light:
+    """An engine whose requests are random, and hold random blocks for a while."""
+
+    def __init__(self, slab: Slab, groups: BlockGroups, seed: int) -> None:
+        self.slab, self.groups = slab, groups
+        self.bytes = np.asarray(slab.mapping).view(np.uint64)
+        self.words = slab.layout.block_bytes // 8
+        self.choose = random.Random(seed)  # noqa: S311
+        self.requests: dict[int, tuple[int, list[int]]] = {}
+        """Owner -> its pattern and blocks."""
+        self.served = 0
+
+    def block(self, number: int) -> np.ndarray:
+        return self.bytes[number * self.words : (number + 1) * self.words]
+
+    def begin(self, blocks: int) -> bool:
+        owner = self.choose.randrange(1 << 40)
+        runs = self.groups.allocate([(owner, blocks)])
+        if runs is None:
+            return False
+        held = [b for start, length in runs[0] for b in range(start, start + length)]
+        pattern = self.choose.randrange(1, 1 << 60)
+        for number in held:
+            self.block(number)[:] = pattern + number
+        self.requests[owner] = pattern, held
+        return True
+
+    def end(self, owner: int) -> None:
+        self.check(owner)
+        _, held = self.requests.pop(owner)
+        self.groups.release([(number, 1) for number in held])
+        self.groups.close(owner)
+        self.served += 1
+
+    def check(self, owner: int) -> None:
+        pattern, held = self.requests[owner]
+        for number in held:
+            found = self.block(number)
+            assert (found == pattern + number).all(), (owner, number, found[0], pattern + number)
+
+    def serve(self, most: int) -> None:
+        """Ends some requests, begins others, checks one."""
+        while self.requests and self.choose.random() < 0.5:
+            self.end(self.choose.choice(list(self.requests)))
+        if self.choose.random() < 0.7:
+            self.begin(self.choose.randrange(1, most))
+        if self.requests:
+            self.check(self.choose.choice(list(self.requests)))
+
+    @property
+    def held(self) -> int:
+        return sum(len(held) for _, held in self.requests.values())
+
+
+class LightWorker(Light):
+    """Half of its requests' needs it does not know before."""
+
+    def __init__(self, blocks: int, terms: Terms, seed: int = 0, process: object = None) -> None:
+        slab = Slab.create(WORKER, 1 + blocks)
+        super().__init__(slab, BlockGroups(blocks, page=WORKER.page, expected_tokens=1), seed)
+        self.memory = Lendable(slab.mapping, slab.fd, slab.name, 2 * WORKER.block_bytes, slab.size)
+        options = {} if process is None else {"process": process}
+        self.worker = Worker(
+            self.memory, self, terms, block=WORKER.block_bytes, page=WORKER.page, first=1,
+            memory_page=PAGE, **options,
+        )  # fmt: skip
+        self.wanted = 0
+        """Blocks that requests wait for."""
+
+    @property
+    def blocks(self) -> int:
+        return self.groups.blocks
+
+    def vacate(self, blocks: int) -> int:
+        return self.groups.blocks - self.groups.tail_free
+
+    def shrink(self, blocks: int) -> bool:
+        return self.groups.shrink(blocks)
+
+    def grow(self, blocks: int) -> None:
+        self.groups.grow(blocks)
+
+    def step(self, now: float) -> None:
+        self.worker.step((self.held + self.wanted) * WORKER.page, now)
+        if self.wanted and self.begin(self.wanted):
+            self.wanted = 0
+
+
+class LightMaster(Light):
+    """Prefers its own blocks; when others are to be left, the requests in them begin anew."""
+
+    def __init__(
+        self, blocks: int, beyond: int, lease: float, seed: int = 0, process: object = None
+    ) -> None:
+        slab = Slab.create(MASTER, 1 + blocks, beyond=beyond)
+        groups = BlockGroups(blocks + beyond, page=MASTER.page, expected_tokens=1, near=blocks)
+        groups.withdraw(1 + blocks, 1 + blocks + beyond)
+        super().__init__(slab, groups, seed)
+        regions = Regions(1 + blocks, slab.blocks, MASTER.block_bytes, PAGE)
+        options = {} if process is None else {"process": process}
+        self.master = Master(self, self, regions, block=MASTER.block_bytes, lease=lease, **options)
+        self.slow = False
+        """Whether requests stay in what they should leave."""
+
+    def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
+        map_memory(self.slab.mapping, region.offset, pid, extents)
+
+    def unmap(self, region: Region) -> None:
+        self.slab.mapping.drop(region.offset, region.size)
+
+    def restore(self, start: int, end: int) -> None:
+        self.groups.restore(start, end)
+
+    def withdraw(self, start: int, end: int) -> int:
+        return self.groups.withdraw(start, end)
+
+    def vacate(self, start: int, end: int) -> None:
+        if self.slow:
+            return
+        for owner, (_, held) in list(self.requests.items()):
+            if any(start <= number < end for number in held):
+                self.end(owner)

@@ -1,0 +1,149 @@
+"""Ranges of blocks are left: in SGLang's own radix tree, and of requests that run."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_ext.engine import kv_vacate
+from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+
+PAGE, BLOCKS = 4, 100
+
+
+class Tree:
+    """SGLang's, over our allocator."""
+
+    def __init__(self, backend: str) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        self.allocator = BlockGroupAllocator(
+            BLOCKS * PAGE, PAGE, torch.float32, "cpu", None, False, expected_tokens=PAGE
+        )
+        parameters = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,  # type: ignore[arg-type]
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=backend,
+        )
+        self.cache = UnifiedRadixCache(parameters)
+
+    def insert(self, *blocks: int) -> None:
+        """A sequence of blocks of equal tokens each, of which what is known is not kept twice."""
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+        slots = self.allocator.alloc(len(blocks) * PAGE)
+        self.cache.insert(InsertParams(key=self._key(blocks), value=slots))
+
+    def match(self, *blocks: int) -> Any:
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        return self.cache.match_prefix(MatchPrefixParams(key=self._key(blocks)))
+
+    def kept(self, *blocks: int) -> list[int]:
+        """Where the longest known prefix lies."""
+        core = self.cache.tree_core
+        node = self.match(*blocks).last_device_node
+        slots = core.collect_full_device_indices(node, self.cache.root_node_handle(None))
+        return (slots[::PAGE] // PAGE).tolist()
+
+    def evict(self, start: int, end: int) -> None:
+        kv_vacate.evict(self.cache, start * PAGE, end * PAGE)
+
+    @staticmethod
+    def _key(blocks: tuple[int, ...]) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(array("q", [block for block in blocks for _ in range(PAGE)]), None)
+
+
+@pytest.fixture(params=["rust", "python"])
+def tree(request: pytest.FixtureRequest) -> Tree:
+    tree = Tree(request.param)
+    tree.insert(1, 2, 3, 4)  # blocks 1 to 4
+    tree.insert(1, 2, 5, 6)  # 7 and 8 behind 1 and 2
+    tree.insert(7, 8)
+    assert tree.kept(1, 2, 3, 4) == [1, 2, 3, 4]
+    assert tree.kept(1, 2, 5, 6) == [1, 2, 7, 8]
+    return tree
+
+
+def test_only_what_lies_there_goes(tree: Tree) -> None:
+    where = tree.kept(7, 8)
+    tree.evict(7, 9)
+    left = [] if set(where) & {7, 8} else where
+    assert tree.kept(1, 2, 3, 4) == [1, 2, 3, 4]
+    assert tree.kept(1, 2, 5, 6) == [1, 2]
+    assert tree.kept(7, 8) == left
+
+
+def test_what_is_behind_goes_along(tree: Tree) -> None:
+    before = tree.kept(7, 8)
+    tree.evict(2, 3)
+    assert tree.kept(1, 2, 3, 4) == []
+    assert tree.kept(1, 2, 5, 6) == []
+    assert tree.kept(7, 8) == before
+    assert tree.allocator.groups.withdraw(1, 5) == 0
+
+
+def test_all_can_go(tree: Tree) -> None:
+    tree.evict(1, 1 + BLOCKS)
+    assert tree.cache.total_size()[0] == 0
+    assert tree.allocator.groups.withdraw(1, 1 + BLOCKS) == 0
+
+
+def test_what_is_locked_stays(tree: Tree) -> None:
+    lock = tree.cache.lock(tree.match(1, 2, 3, 4).last_device_node)
+    tree.evict(1, 1 + BLOCKS)
+    assert tree.kept(1, 2, 3, 4) == [1, 2, 3, 4]
+    assert tree.kept(7, 8) == []
+    assert tree.allocator.groups.withdraw(1, 5) == 4
+    tree.cache.unlock(lock)
+    tree.evict(1, 2)
+    assert tree.allocator.groups.withdraw(1, 5) == 0
+
+
+class Batch:
+    def __init__(self, reqs: list[SimpleNamespace]) -> None:
+        self.reqs = reqs
+        self.released: list[SimpleNamespace] = []
+        self.batch_is_full = True
+
+    def release_req(self, at: int, _remaining: int) -> None:
+        self.released.append(self.reqs[at])
+
+    def filter_batch(self, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[at] for at in keep_indices]
+
+
+def test_requests_that_hold_a_block_give_way() -> None:
+    table = torch.tensor([[8, 9, 40, 41], [12, 13, 0, 44], [40, 41, 42, 0], [40, 0, 0, 0]])
+    lengths = [4, 2, 3, 1]  # what is behind is not theirs
+    reqs = [
+        SimpleNamespace(
+            name=row,
+            finished=lambda row=row: row == 3,
+            beam_group=None,
+            kv=SimpleNamespace(req_pool_idx=row, kv_allocated_len=length),
+        )
+        for row, length in enumerate(lengths)
+    ]
+    queue: list[SimpleNamespace] = []
+    scheduler = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        _add_request_to_queue=lambda req, **_: queue.append(req),
+    )
+    batch = Batch(list(reqs))
+    assert kv_vacate.retract(scheduler, batch, 40, 48) == 2
+    assert [req.name for req in batch.released] == [req.name for req in queue] == [0, 2]
+    assert [req.name for req in batch.reqs] == [1, 3]
+    assert not batch.batch_is_full
+    assert kv_vacate.retract(scheduler, batch, 40, 48) == 0

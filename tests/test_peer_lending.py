@@ -1,0 +1,249 @@
+"""How much a worker lends: units, Algorithm 1 in bytes, what of late was needed, who gets where."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_ext.memory.slab import DTYPES, Layout
+from sgl_ext.peer.lending import ElasticUnits, Lending, Unit, choose_unit, minimum_elastic_units
+from sgl_ext.peer.need import NeedWindow
+from sgl_ext.peer.regions import Region, Regions
+
+
+def model(
+    layers: int, kv_heads: int, head_dim: int, page: int = 16, dtype: str = "float16"
+) -> Layout:
+    return Layout(page, layers, kv_heads, head_dim, dtype, fingerprint="a model")
+
+
+# SwiftCache, Table 2 (float16), with 16-token blocks.
+LWM = model(layers=32, kv_heads=32, head_dim=128)
+QWEN3_8B = model(layers=36, kv_heads=8, head_dim=128)
+QWEN3_14B = model(layers=40, kv_heads=8, head_dim=128)
+QWEN3_32B = model(layers=64, kv_heads=8, head_dim=128)
+SMOLLM2 = model(layers=30, kv_heads=3, head_dim=64)
+
+PAGE = 4096
+small = st.integers(1, 12)
+geometries = st.builds(
+    model,
+    layers=small,
+    kv_heads=small,
+    head_dim=small,
+    page=st.sampled_from([1, 2, 16]),
+    dtype=st.sampled_from(sorted(DTYPES)),
+)
+
+
+def units_of(worker: Layout, master: Layout) -> ElasticUnits:
+    return minimum_elastic_units(worker.block_bytes, master.block_bytes)
+
+
+@pytest.mark.parametrize(
+    ("model", "megabytes"), [(LWM, 0.5), (QWEN3_8B, 0.141), (QWEN3_14B, 0.156), (QWEN3_32B, 0.25)]
+)
+def test_bytes_of_a_token_are_those_of_table_2(model: Layout, megabytes: float) -> None:
+    assert round(model.block_bytes / model.page / 2**20, 3) == megabytes
+
+
+@pytest.mark.parametrize(
+    ("worker", "master", "units"),
+    [
+        (QWEN3_8B, LWM, ElasticUnits(worker=32, master=9)),
+        (QWEN3_14B, LWM, ElasticUnits(worker=16, master=5)),
+        (QWEN3_32B, LWM, ElasticUnits(worker=2, master=1)),
+        (QWEN3_14B, QWEN3_8B, ElasticUnits(worker=9, master=10)),
+        (LWM, LWM, ElasticUnits(worker=1, master=1)),
+        (LWM, SMOLLM2, ElasticUnits(worker=45, master=1024)),
+    ],
+)
+def test_units_of_known_models(worker: Layout, master: Layout, units: ElasticUnits) -> None:
+    assert units_of(worker, master) == units
+
+
+def test_the_papers_element_counts_give_the_same_units_for_one_dtype() -> None:
+    def elements(model: Layout) -> int:  # Eq. 6-7
+        return model.layers * model.page * model.kv_heads * model.head_dim
+
+    for master in (LWM, SMOLLM2, QWEN3_8B):
+        for worker in (QWEN3_32B, QWEN3_14B, LWM):
+            common = math.lcm(elements(master), elements(worker))
+            expected = (common // elements(worker), common // elements(master))
+            assert units_of(worker, master) == expected
+
+
+@given(geometries, geometries)
+def test_units_have_equal_bytes_and_are_minimal(worker: Layout, master: Layout) -> None:
+    units = units_of(worker, master)
+    assert units.worker * worker.block_bytes == units.master * master.block_bytes
+    assert not any(
+        blocks * worker.block_bytes % master.block_bytes == 0 for blocks in range(1, units.worker)
+    )
+    assert units_of(master, worker) == units[::-1]
+
+
+def test_units_out_of_proportion_give_way_to_pages() -> None:
+    lwm, smollm2 = LWM.block_bytes, SMOLLM2.block_bytes
+    assert choose_unit(lwm, smollm2, 360 << 24, PAGE, "auto") == Unit(360 << 20, True, 0)
+    assert choose_unit(lwm, smollm2, 360 << 23, PAGE, "auto") == Unit(PAGE, False, smollm2)
+    assert choose_unit(lwm, smollm2, 1, PAGE, "unit") == Unit(360 << 20, True, 0)
+    assert choose_unit(lwm, smollm2, 360 << 30, PAGE, "block") == Unit(PAGE, False, smollm2)
+    assert choose_unit(6, 10, 1 << 30, PAGE, "auto").size == 15 * PAGE  # of both blocks, and pages
+
+
+def lending(unit: int, *, size: int = 90, blocks: int = 100, block: int = 10) -> Lending:
+    """Blocks of 10 bytes and 16 tokens, one of them before the pool."""
+    return Lending(size * block, blocks * block, block, 16, 1, Unit(unit, False, 0))
+
+
+@pytest.mark.parametrize(
+    ("lent", "need", "left"),
+    [
+        (900, 9 * 16, 900),  # nine blocks stay: exactly full
+        (900, 9 * 16 + 1, 880),  # one block short: a whole unit of two
+        (900, 11 * 16, 880),
+        (900, 11 * 16 + 1, 860),
+        (900, 10**6, 0),
+        (100, 10**6, 0),
+        (0, 10**6, 0),
+        (860, 9 * 16, 860),  # it never lends more here
+    ],
+)
+def test_scale_up_is_algorithm_1(lent: int, need: int, left: int) -> None:
+    assert lending(20).scale_up(lent, need) == left
+
+
+@pytest.mark.parametrize(
+    ("lent", "need", "used", "more"),
+    [
+        (0, 99 * 16, 0, 0),
+        (0, 10**6, 0, 0),
+        (0, 98 * 16, 0, 0),  # one to spare: no whole unit
+        (0, 97 * 16, 0, 20),
+        (0, 50 * 16, 0, 480),
+        (0, 0, 0, 900),  # not more than may be lent
+        (0, 0, 50, 480),  # in use
+        (600, 50 * 16, 0, 600),  # it takes nothing back here
+    ],
+)
+def test_scale_down_is_algorithm_1(lent: int, need: int, used: int, more: int) -> None:
+    assert lending(20).scale_down(lent, need, used) == more
+
+
+@given(
+    unit=st.integers(1, 300),
+    block=st.integers(1, 40),
+    need=st.integers(0, 3000),
+    lent=st.integers(0, 100),
+    used=st.integers(0, 120),
+)
+def test_steps_suffice_and_are_minimal(
+    unit: int, block: int, need: int, lent: int, used: int
+) -> None:
+    policy = lending(unit, block=block)
+    lent = min(lent * unit, policy.size // unit * unit)
+    up = policy.scale_up(lent, need)
+    assert up % unit == 0
+    assert up == 0 or policy.local(up) * 16 >= need
+    assert up == lent or policy.local(up + unit) * 16 < need or up + unit > lent
+    down = policy.scale_down(lent, need, used)
+    assert down % unit == 0
+    assert down == lent or (policy.local(down) * 16 >= need and policy.local(down) >= used)
+    fits = policy.local(down + unit) * 16 >= need and policy.local(down + unit) >= used
+    assert not fits or down + unit > policy.size
+
+
+def test_the_window_forgets() -> None:
+    window = NeedWindow(60)
+    assert window.largest(0) == 0
+    window.add(500, 0)
+    window.add(100, 30)
+    window.add(200, 40)
+    assert window.largest(60) == 500  # sixty seconds old: still in the window
+    assert window.largest(60.5) == 200  # the 100 before it was hidden by it
+    assert window.largest(100.5) == 0
+
+
+def test_time_does_not_go_back() -> None:
+    window = NeedWindow(60)
+    window.add(5, 10)
+    with pytest.raises(ValueError, match="time went from 10 to 9"):
+        window.add(7, 9)
+    with pytest.raises(ValueError, match="time went from 10 to nan"):
+        window.largest(math.nan)
+    with pytest.raises(ValueError, match="0 tokens or more"):
+        window.add(-1, 11)
+    assert window.largest(10) == 5
+    with pytest.raises(ValueError, match="must be positive"):
+        NeedWindow(0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans())), st.integers(1, 60)
+)
+def test_the_window_is_the_maximum_over_it(
+    steps: list[tuple[int, int, bool]], seconds: int
+) -> None:
+    window, seen, now = NeedWindow(seconds), [], 0
+    for pause, tokens, is_request in steps:
+        now += pause
+        if is_request:
+            window.add(tokens, now)
+            seen.append((now, tokens))
+        recent = [tokens for time, tokens in seen if time >= now - seconds]
+        assert window.largest(now) == max(recent, default=0)
+
+
+def test_a_region_ends_with_a_block_and_a_page() -> None:
+    regions = Regions(10, 1000, 6144, PAGE)  # two blocks are three pages
+    first = regions.take(7 * PAGE)
+    assert first == Region(12, 16, 16 * 6144 - 7 * PAGE, 7 * PAGE)
+    assert first.blocks(7 * PAGE, 6144) == 12
+    assert first.blocks(2 * 6144 - 1, 6144) == 15
+    assert first.blocks(0, 6144) == 16
+    second = regions.take(3 * PAGE)
+    assert second is not None
+    assert second.offset >= first.offset + first.size
+    assert second.end % 2 == 0
+    assert regions.take(10**9) is None
+    regions.give(first)
+    assert regions.take(3 * PAGE) == Region(12, 14, 14 * 6144 - 3 * PAGE, 3 * PAGE)
+
+
+@given(
+    block=st.sampled_from([1, 100, 4096, 6144, 46080, 737280]),
+    first=st.integers(0, 50),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_regions_never_touch(block: int, first: int, seed: int) -> None:
+    choose = random.Random(seed)  # noqa: S311
+    end = first + 40 * PAGE
+    regions = Regions(first, end, block, PAGE)
+    taken: list[Region] = []
+    for _ in range(30):
+        largest = regions.largest
+        if taken and choose.random() < 0.4:
+            regions.give(taken.pop(choose.randrange(len(taken))))
+            continue
+        if largest and choose.random() < 0.2:
+            size = largest
+        else:
+            size = PAGE * choose.randrange(1, 40 * block)
+        region = regions.take(size)
+        assert (region is not None) == (size <= largest)
+        if region is not None:
+            taken.append(region)
+            assert region.size == size
+            assert region.end * block % PAGE == region.offset % PAGE == 0
+            assert region.end <= end
+            assert region.end - region.first == size // block
+        low = (first + 1) * block
+        for each in sorted(taken):
+            assert each.offset >= low
+            low = (each.end + 1) * block

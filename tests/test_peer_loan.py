@@ -1,0 +1,219 @@
+"""Every order in which messages are lost, doubled and overtaken, and either side ends: nobody uses
+memory that its owner takes for its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sgl_ext.memory.lent import Extent
+from sgl_ext.peer.loan import Borrower, Lender
+from sgl_ext.peer.messages import Keep, Lend, MisunderstoodError, decode, encode
+
+SIZES = (0, 1, 2)
+GRANTS, WIRE, SESSIONS = 2, 2, 2
+
+
+def memory(generation: int) -> tuple[Extent, ...]:
+    """Each generation of a worker's memory is another file."""
+    return (Extent(name=str(generation), fd=generation, offset=0, size=max(SIZES)),)
+
+
+def _copy(value: Any) -> Any:
+    """Shallow, and faster than ``copy.copy``: there are a million of them."""
+    twin = object.__new__(type(value))
+    twin.__dict__.update(vars(value))
+    return twin
+
+
+def _fixed(value: object) -> object:
+    return tuple(value) if isinstance(value, deque) else value
+
+
+class World:
+    """One worker, the masters that there have been, and what is on its way between them."""
+
+    def __init__(self) -> None:
+        self.generation = self.grants = self.masters = 0
+        self.lender = Lender(b"worker", 1, memory(0))
+        self.borrowers: tuple[Borrower | None, ...] = (None,)
+        """By master; all but the last one have been replaced."""
+        self.wire: frozenset[Lend | Keep] = frozenset()
+
+    def state(self) -> object:
+        sides = [self.lender, *self.borrowers]
+        known = [side and tuple(map(_fixed, vars(side).values())) for side in sides]
+        return self.generation, self.grants, *known, self.wire
+
+    def copy(self) -> World:
+        """As deep as anything changes."""
+        world = _copy(self)
+        world.lender = _copy(self.lender)
+        world.lender._open = self.lender._open.copy()
+        world.borrowers = tuple(each and _copy(each) for each in self.borrowers)
+        return world
+
+    def replace_memory(self) -> None:
+        """The worker ends the session, with other memory if a master may be using its own."""
+        self.generation += self.lender.bound > 0
+        self.lender.end(memory(self.generation))
+
+    def lender_hears(self, keep: Keep) -> None:
+        if self.lender.hear(keep):
+            self.replace_memory()
+            assert not self.lender.hear(keep)
+
+    def borrower_hears(self, at: int, lend: Lend) -> None:
+        borrower = self.borrowers[at] or Borrower(bytes([at]), 2, 1, lend)
+        borrower.hear(lend)
+        self.borrowers = (*self.borrowers[:at], borrower, *self.borrowers[at + 1 :])
+
+    def next(self) -> Iterator[World]:
+        if self.lender.message.session > SESSIONS:
+            return
+        if self.lender.master and self.grants < GRANTS:
+            for size in SIZES:
+                if size != self.lender.granted:
+                    world = self.copy()
+                    world.lender.grant(size)
+                    world.grants += 1
+                    yield world
+        if self.lender.master:  # a lease or a deadline has passed
+            world = self.copy()
+            world.replace_memory()
+            yield world
+        if len(self.borrowers) < 2:  # the master ends and another one begins, or seems to
+            world = self.copy()
+            world.borrowers = (*world.borrowers, None)
+            yield world
+        for at, borrower in enumerate(self.borrowers):
+            if borrower is None:
+                continue
+            for size in SIZES:
+                if size < borrower.used or borrower.used < size <= borrower.size:
+                    world = self.copy()
+                    world.borrowers[at].used = size  # type: ignore[union-attr]
+                    yield world
+            if borrower.size:
+                world = self.copy()
+                world.borrowers[at].silent()  # type: ignore[union-attr]
+                yield world
+        yield from self._talk()
+
+    def _talk(self) -> Iterator[World]:
+        heard = [replace(each.message, used=0) for each in self.borrowers if each]
+        said = {self.lender.message, *heard}
+        if len(self.wire) < WIRE:
+            for message in said - self.wire:
+                world = self.copy()
+                world.wire |= {message}
+                yield world
+        for message in self.wire:
+            lost = self.copy()
+            lost.wire -= {message}
+            yield lost
+            for left in (self.wire, lost.wire):  # it may come once more
+                for at in range(len(self.borrowers)) if isinstance(message, Lend) else (0,):
+                    world = self.copy()
+                    world.wire = left
+                    if isinstance(message, Lend):
+                        world.borrower_hears(at, message)
+                    else:
+                        world.lender_hears(message)
+                    yield world
+
+    def check(self) -> None:
+        assert 0 <= self.lender.granted <= self.lender.bound <= max(SIZES)
+        for borrower in self.borrowers:
+            if borrower is not None and borrower.memory == memory(self.generation):
+                assert borrower.used <= self.lender.bound, vars(borrower)
+
+    def settle(self) -> None:
+        """When messages arrive and the master leaves, both agree."""
+        at = len(self.borrowers) - 1
+        for _ in range(4):
+            self.borrower_hears(at, self.lender.message)
+            borrower = self.borrowers[at]
+            assert borrower is not None
+            borrower.used = min(borrower.used, borrower.size)
+            self.lender_hears(borrower.message)
+        assert self.lender.settled
+        assert self.lender.master == bytes([at])
+        assert borrower.size == self.lender.granted
+
+
+def test_nobody_uses_what_is_not_lent_in_any_order_of_events() -> None:
+    start = World()
+    seen = {start.state()}
+    todo = [start]
+    while todo:
+        world = todo.pop()
+        world.check()
+        for following in world.next():
+            if (state := following.state()) not in seen:
+                seen.add(state)
+                todo.append(following)
+        if len(seen) % 8 == 0:
+            world.settle()
+    assert len(seen) > 80_000
+
+
+def test_more_grants_than_messages_are_on_their_way() -> None:
+    """A worker that changes its mind faster than it is heard."""
+    lender = Lender(b"worker", 1, memory(0))
+    borrower = Borrower(b"master", 2, 1, lender.message)
+    assert not lender.hear(borrower.message)
+    for size in (2, 0, 1):
+        lender.grant(size)
+    assert (lender.granted, lender.bound) == (1, 2)
+    borrower.hear(lender.message)
+    borrower.used = 1
+    assert not lender.hear(borrower.message)
+    assert lender.settled
+
+
+def test_what_is_not_there_is_not_lent() -> None:
+    lender = Lender(b"worker", 1, memory(0))
+    with pytest.raises(ValueError, match="no master"):
+        lender.grant(1)
+    lender.hear(Borrower(b"master", 2, 1, lender.message).message)
+    for size in (-1, 3):
+        with pytest.raises(ValueError, match="cannot lend"):
+            lender.grant(size)
+    lender.grant(2)
+    borrower = Borrower(b"master", 2, 1, lender.message)
+    with pytest.raises(ValueError, match="3 B are more than the 2 B"):
+        borrower.used = 3
+
+
+def test_a_silent_worker_is_left_until_it_is_heard() -> None:
+    lender = Lender(b"worker", 1, memory(0))
+    borrower = Borrower(b"master", 2, 1, lender.message)
+    lender.hear(borrower.message)
+    lender.grant(2)
+    borrower.hear(lender.message)
+    borrower.used = 2
+    borrower.silent()
+    assert borrower.excess == 2
+    borrower.used = 0
+    borrower.hear(lender.message)
+    assert borrower.size == 2
+
+
+def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
+    lender = Lender(b"worker", 1, memory(0))
+    borrower = Borrower(b"master", 2, 1, lender.message)
+    for message in (lender.message, borrower.message):
+        assert decode(encode(message)) == message
+    for data, reason in (
+        (b"", "no message"),
+        (b"\xc1", "no message"),
+        (encode(replace(lender.message, protocol=7)), "protocol 7"),
+        (encode(replace(lender.message, size="much")), "no message"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(MisunderstoodError, match=reason):
+            decode(data)

@@ -1,0 +1,255 @@
+"""Masters and workers together, in one process and on one clock: who has which memory, when."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from peer_kit import MASTER, WORKER, LightMaster, LightWorker
+
+from sgl_ext.peer.worker import Terms
+
+TERMS = Terms(granularity="block", window=20, interval=1, deadline=5, lease=10)
+BLOCKS = 60
+
+
+class Alive:
+    """A process that is an object here."""
+
+    dead = False
+
+    def alive(self) -> bool:
+        return not self.dead
+
+
+class Lives(list[Alive]):
+    """All that were asked for, in turn."""
+
+    def __call__(self, pid: int) -> Alive:
+        self.append(Alive())
+        return self[-1]
+
+
+class Pair:
+    """A master, a worker, and messages that come at once, or not at all."""
+
+    def __init__(self, terms: Terms = TERMS, beyond: int = 400) -> None:
+        self.master_lives, self.worker_lives = Lives(), Lives()
+        self.master = LightMaster(20, beyond, lease=10, process=self.worker_lives)
+        self.worker = LightWorker(BLOCKS, terms, process=self.master_lives)
+        self.now = 0.0
+        self.deaf = False
+
+    def step(self, seconds: float = 1.0, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += seconds
+            self.worker.step(self.now)
+            if not self.deaf:
+                self.master.master.hear(self.worker.worker.message, self.now)
+            self.master.master.step(self.now)
+            if not self.deaf:
+                for keep in self.master.master.messages():
+                    self.worker.worker.hear(keep, self.now)
+            self.check()
+
+    def check(self) -> None:
+        self.worker.groups.check_integrity()
+        self.master.groups.check_integrity()
+        for light in (self.worker, self.master):
+            for owner in light.requests:
+                light.check(owner)
+
+    @property
+    def lent(self) -> int:
+        return self.worker.worker.lent
+
+
+def test_an_idle_worker_lends_all_that_it_may() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    assert pair.lent == pair.worker.memory.size
+    assert pair.worker.worker.used == pair.lent
+    assert pair.worker.blocks == 1
+    assert pair.master.groups.blocks == 20 + pair.lent // MASTER.block_bytes
+    assert pair.master.begin(70)  # three blocks of which are its own
+
+
+def test_what_is_needed_comes_back() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    before = pair.master.groups.blocks
+    pair.worker.wanted = 30
+    pair.step(times=2)
+    assert pair.worker.held == 30
+    assert pair.master.groups.blocks < before
+    assert pair.master.requests  # the others stay where they are
+    pair.worker.end(next(iter(pair.worker.requests)))
+    pair.step(times=25)  # a need is expected again for 20 seconds
+    assert pair.master.groups.blocks == before
+
+
+def test_a_master_that_does_not_leave_loses_nothing_but_the_worker_has_memory() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    pair.master.slow = True
+    pair.worker.wanted = 30
+    pair.step(times=4)
+    assert pair.worker.held == 0
+    pair.step(times=4)
+    assert pair.worker.held == 30
+    assert pair.worker.worker.counts.replaced == 1
+    assert pair.worker.memory.retired > 0
+    pair.step(times=10)
+    assert pair.lent == 0  # nothing new while the old is not left
+    pair.master.slow = False
+    pair.step(times=4)
+    assert pair.worker.memory.retired == 0
+    assert pair.master.groups.blocks >= 20
+    pair.worker.end(next(iter(pair.worker.requests)))
+    pair.step(times=30)
+    assert pair.lent == pair.worker.memory.size
+
+
+def test_a_master_that_is_not_heard_of_and_comes_back() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    pair.deaf = True
+    for _ in range(11):  # paused: it does not even step
+        pair.now += 1
+        pair.worker.step(pair.now)
+    assert pair.lent == 0
+    assert pair.worker.blocks == BLOCKS
+    assert pair.worker.begin(BLOCKS)
+    pair.check()
+    pair.deaf = False
+    pair.step(times=4)
+    assert pair.worker.memory.retired == 0
+    assert pair.master.groups.blocks == 20
+
+
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_a_worker_that_ends_or_falls_silent_is_left(how: str) -> None:
+    pair = Pair()
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    if how == "dead":
+        pair.worker_lives[0].dead = True
+        pair.master.master.step(pair.now)
+        assert not pair.master.master.loans
+    else:
+        pair.master.master.step(pair.now + 10.5)
+        assert pair.master.master.borrowed == 0
+    assert pair.master.groups.blocks == 20
+    pair.check()
+    if how == "silent":
+        pair.step(12)  # the lease has passed for the worker too
+        pair.step(times=4)
+        assert pair.lent == pair.worker.memory.size
+
+
+def test_a_master_that_ends_returns_everything_at_once() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    pair.master_lives[0].dead = True
+    pair.now += 0.1
+    pair.worker.step(pair.now)
+    assert pair.worker.blocks == BLOCKS
+    assert pair.worker.worker.counts.replaced == 0
+
+
+def test_another_master_takes_over() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    old = pair.master
+    pair.master = LightMaster(20, 400, lease=10, process=pair.worker_lives)
+    pair.step(times=4)
+    assert pair.lent == pair.worker.memory.size
+    while pair.master.begin(10):
+        pass
+    pair.check()
+    for owner in old.requests:  # it was taken for alive
+        old.check(owner)
+    assert pair.worker.memory.retired > 0
+    pair.master_lives[0].dead = True
+    pair.worker.step(pair.now)
+    assert pair.worker.memory.retired == 0
+
+
+def test_a_clean_leave() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    pair.worker.worker.close()
+    pair.step(times=2)
+    assert pair.lent == 0
+    assert pair.worker.blocks == BLOCKS
+    pair = Pair()
+    pair.step(times=4)
+    pair.master.master.close()
+    pair.step(times=2)
+    assert pair.master.master.borrowed == 0
+
+
+def test_a_master_without_addresses_refuses_and_says_why() -> None:
+    pair = Pair(beyond=40)
+    pair.step(times=4)
+    assert pair.lent == 0
+    assert pair.worker.blocks == BLOCKS
+    (loan,) = pair.master.master.loans
+    assert "raise peer.capacity" in loan.borrower.refused
+    pair.step(times=30)
+    assert pair.worker.blocks == BLOCKS
+
+
+def test_whole_units_move() -> None:
+    pair = Pair(Terms(granularity="unit", window=20, interval=1, deadline=5, lease=10))
+    pair.step(times=4)
+    unit = 60 << 10  # of blocks of 3 and 5 KiB, and pages
+    assert pair.lent == pair.worker.memory.size // unit * unit
+    assert unit % WORKER.block_bytes == unit % MASTER.block_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives(seed: int) -> None:
+    """Requests of both sides, lost messages, pauses, ends: each finds what it has written."""
+    choose = random.Random(seed)  # noqa: S311
+    pair = Pair()
+    pair.worker.choose.seed(seed)
+    pair.master.choose.seed(seed + 100)
+    most = 0
+    for _ in range(400):
+        pair.deaf = choose.random() < 0.3
+        pair.master.slow = choose.random() < 0.3
+        if not pair.worker.wanted and choose.random() < 0.3:
+            pair.worker.wanted = choose.randrange(1, 40)
+        pair.worker.serve(8)
+        pair.master.serve(30)
+        if choose.random() < 0.1:  # the master is paused
+            for _ in range(choose.randrange(15)):
+                pair.now += 1
+                pair.worker.step(pair.now)
+        if choose.random() < 0.02:
+            pair.master = LightMaster(20, 400, lease=10, seed=seed, process=pair.worker_lives)
+            for lives in pair.master_lives:
+                lives.dead = choose.random() < 0.8
+        pair.step(choose.choice([0.1, 1, 3]))
+        most = max(most, pair.master.groups.blocks)
+    pair.deaf = pair.master.slow = False
+    for owner in list(pair.worker.requests):
+        pair.worker.end(owner)
+    pair.worker.wanted = 0
+    pair.step(times=60)
+    for lives in pair.master_lives[:-1]:
+        lives.dead = True
+    pair.step()
+    assert pair.lent == pair.worker.memory.size
+    assert pair.worker.memory.retired == 0
+    assert most > 40
