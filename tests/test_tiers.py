@@ -66,7 +66,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_the_same_answers_from_every_tier(page: int, model: Path, tmp_path: Path) -> None:
-    held = conversations(model, 6, turns=2, tokens=(300, 520))
+    held = conversations(model, 4, turns=2, tokens=(300, 520))
     rounds = [[each.prompts[turn] for each in held] for turn in range(2)]
     rounds.append(rounds[1])
     (tmp_path / "ssd").mkdir()

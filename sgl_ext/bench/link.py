@@ -53,7 +53,7 @@ _QUICK = _Sizes(
 _WHOLE = _Sizes(
     300_000,
     SpeedSizes({1024: 4, 2048: 4, 4096: 4, 7168: 3}, orders=3, methods=_METHODS, as_they_are=4),
-    LoadSizes(requests=24, rounds=3, methods=_COMPARED),
+    LoadSizes(requests=16, rounds=3, methods=_COMPARED),
     AccuracySizes(
         _COMPARED,
         _METHODS,
@@ -79,8 +79,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
     report = Report("link", config)
-    # Too small a pool ends the run, and decides nothing else.
-    deciding = {name: value for name, value in config.items() if name != "pool"}
+    # Too small a pool ends the run, and decides nothing else; load is measured anew.
+    deciding = {name: value for name, value in config.items() if name not in ("pool", "load")}
     partial = Partial(out, "link", deciding, quick=quick)
     if {"speed", "load"} & {*parts}:
         with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):

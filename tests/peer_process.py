@@ -1,0 +1,75 @@
+"""A light master or worker as a process of its own: ``python peer_process.py ROLE DIRECTORY SEED``.
+
+Says how many requests it has served whenever it is asked for a line; ends with an error if one of
+them has not found what it has written.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+from peer_kit import LightMaster, LightWorker
+
+from sgl_ext.peer import directory
+from sgl_ext.peer.link import Link
+from sgl_ext.peer.messages import Keep, Lend
+from sgl_ext.peer.worker import Terms
+
+BLOCKS = 120
+TERMS = Terms("block", window=0.2, interval=0.02, deadline=0.3, lease=0.5)
+
+
+def asked() -> bool:
+    """Whether the parent wants to know."""
+    if not select.select([sys.stdin], [], [], 0)[0]:
+        return False
+    if not os.read(0, 4096):
+        sys.exit(0)
+    return True
+
+
+def master(path: Path, seed: int) -> None:
+    address = directory.address(path)
+    with directory.lock(path):
+        light = LightMaster(40, 1000, TERMS.lease, seed)
+        link = Link("master", address, beat=0.05)
+        while True:
+            now = time.monotonic()
+            for message in link.heard():
+                if isinstance(message, Lend):
+                    light.master.hear(message, now)
+            light.serve(40)
+            light.slow = light.choose.random() < 0.5
+            light.master.step(now)
+            link.say(light.master.messages())
+            if asked():
+                print(light.served, light.groups.blocks - 40, 0, flush=True)
+            time.sleep(0.002)
+
+
+def worker(path: Path, seed: int) -> None:
+    light = LightWorker(BLOCKS, TERMS, seed)
+    link = Link("worker", directory.address(path), beat=0.05)
+    while True:
+        now = time.monotonic()
+        for message in link.heard():
+            if isinstance(message, Keep):
+                light.worker.hear(message, now)
+        light.serve(6)
+        if not light.wanted and light.choose.random() < 0.02:
+            light.wanted = light.choose.randrange(BLOCKS - light.held + 1)
+        light.step(now)
+        link.say([light.worker.message])
+        if asked():
+            replaced = light.worker.counts.replaced
+            print(light.served, light.worker.lent, replaced, flush=True)
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    role, path, seed = sys.argv[1:]
+    (master if role == "master" else worker)(Path(path), int(seed))
