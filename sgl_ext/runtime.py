@@ -16,6 +16,7 @@ from sgl_ext.tiers.stack import TierStack
 if TYPE_CHECKING:
     from sgl_ext.engine.chunk_links import ChunkLinks
     from sgl_ext.engine.chunk_metrics import LinkMetrics
+    from sgl_ext.engine.layer_stream import LayerStream
     from sgl_ext.engine.peer_side import PeerSide
     from sgl_ext.engine.priorities import Priorities
     from sgl_ext.engine.restore_metrics import RestoreMetrics
@@ -58,6 +59,8 @@ class ExtRuntime:
     """Who gives way; None if that is SGLang's own business."""
     peer: PeerSide | None = None
     """This process's side of lending and borrowing; None without the section."""
+    stream: LayerStream | None = None
+    """Layer buffers of a master; None if it reads workers' memory where it is."""
     link_metrics: LinkMetrics | None = None
     """What is linked, counted; None if SGLang's metrics are off."""
 

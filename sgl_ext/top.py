@@ -1,13 +1,13 @@
-"""``sgl-ext top``: what a running server's tiers do, once a second."""
+"""``sgl-ext top``: what running servers' tiers do and what they lend, once a second."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import requests
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -16,50 +16,101 @@ from sgl_ext.errors import ExtError
 
 _TIMEOUT_S = 10.0
 
+State = Mapping[str, Any]
+"""What one scheduler says of itself."""
 
-def tiers_of(url: str) -> list[dict[str, Mapping[str, Any]]]:
-    """The tiers of each scheduler of the server at ``url``, by name.
+
+def states_of(url: str) -> list[State]:
+    """What each scheduler of the server at ``url`` says.
 
     Raises:
-        ExtError: no server there, or one without tiers.
+        ExtError: no server there, or one with neither tiers nor peers.
     """
     try:
         answer = requests.get(f"{url}/server_info", timeout=_TIMEOUT_S)
         answer.raise_for_status()
-        states = answer.json()["internal_states"]
-        tiers = [state["sgl_ext"]["tiers"] for state in states if "sgl_ext" in state]
-    except (requests.RequestException, ValueError, KeyError, TypeError) as error:
+        states = [state.get("sgl_ext", {}) for state in answer.json()["internal_states"]]
+        found = [state for state in states if "tiers" in state or "peer" in state]
+    except (requests.RequestException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExtError(
             f"cannot ask {url}/server_info: {error}; is a server running there?"
         ) from None
-    if not tiers:
+    if not found:
         raise ExtError(
-            f"the server at {url} has no tiers; start it with --enable-ext and a tiers section"
+            f"the server at {url} has no tiers and no peers; start it with --enable-ext and a "
+            "section of these"
         )
-    return tiers
+    return found
 
 
-def watch(url: str, *, interval: float = 1.0, once: bool = False) -> None:
-    """Shows a table until it is interrupted; rates are over the last interval.
+def watch(urls: Sequence[str], *, interval: float = 1.0, once: bool = False) -> None:
+    """Shows tables until it is interrupted; rates are over the last interval.
 
     Raises:
-        ExtError: see :func:`tiers_of`.
+        ExtError: see :func:`states_of`.
     """
-    before, then = tiers_of(url), time.monotonic()
+
+    def ask() -> list[State]:
+        return [state for url in urls for state in states_of(url)]
+
+    before, then = ask(), time.monotonic()
     if once:
-        Console().print(_table(before, before, 1.0))
+        Console().print(_tables(before, before, 1.0))
         return
-    with Live(_table(before, before, 1.0), refresh_per_second=4) as live:
+    with Live(_tables(before, before, 1.0), refresh_per_second=4) as live:
         while True:
             time.sleep(interval)
-            now, at = tiers_of(url), time.monotonic()
-            live.update(_table(now, before, at - then))
+            now, at = ask(), time.monotonic()
+            live.update(_tables(now, before, at - then))
             before, then = now, at
 
 
+def _tables(now: list[State], before: list[State], seconds: float) -> Group:
+    tables = []
+    if any("tiers" in state for state in now):
+        tiers, old = ([each.get("tiers", {}) for each in states] for states in (now, before))
+        tables.append(_table(tiers, old, seconds))
+    if any("peer" in state for state in now):
+        tables.append(_peers(now))
+    return Group(*tables)
+
+
+def _peers(states: list[State]) -> Table:
+    table = Table(
+        "scheduler", "role", "lent MiB", "used MiB", "of MiB", "unit", "reclaimed MiB", "remarks",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+
+    def mib(size: int) -> str:
+        return f"{size / 2**20:,.1f}"
+
+    for number, state in enumerate(states):
+        if (peer := state.get("peer")) is None:
+            continue
+        if peer["role"] == "worker":
+            unit = peer["unit"] or {"bytes": 0, "whole": False}
+            kind = "unit" if unit["whole"] else "pages"
+            lost = f"memory replaced {peer['replaced']} times" if peer["replaced"] else ""
+            table.add_row(
+                str(number), "worker", mib(peer["lent_bytes"]), mib(peer["used_bytes"]),
+                mib(peer["lendable_bytes"]), f"{kind} of {unit['bytes']:,} B",
+                mib(peer["reclaimed"]), lost or escape(peer["refused"]),
+            )  # fmt: skip
+            continue
+        for worker in peer["workers"]:
+            table.add_row(
+                str(number), f"master of {worker['pid']}", mib(worker["lent_bytes"]),
+                mib(worker["used_bytes"]), "", f"{worker['blocks']:,} blocks", "",
+                escape(worker["refused"]),
+            )  # fmt: skip
+        if not peer["workers"]:
+            table.add_row(str(number), "master", "", "", "", "", "", "no worker")
+    return table
+
+
 def _table(
-    now: list[dict[str, Mapping[str, Any]]],
-    before: list[dict[str, Mapping[str, Any]]],
+    now: list[Mapping[str, Any]],
+    before: list[Mapping[str, Any]],
     seconds: float,
 ) -> Table:
     table = Table(

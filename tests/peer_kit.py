@@ -122,7 +122,10 @@ class LightMaster(Light):
         super().__init__(slab, groups, seed)
         regions = Regions(1 + blocks, slab.blocks, MASTER.block_bytes, PAGE)
         options = {} if process is None else {"process": process}
-        self.master = Master(self, self, regions, block=MASTER.block_bytes, lease=lease, **options)
+        self.master = Master(
+            self, self, regions, block=MASTER.block_bytes, capacity=beyond * MASTER.block_bytes,
+            lease=lease, **options,
+        )  # fmt: skip
         self.slow = False
         """Whether requests stay in what they should leave."""
 

@@ -32,6 +32,10 @@ def asked() -> bool:
     return True
 
 
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def master(path: Path, seed: int) -> None:
     address = directory.address(path)
     with directory.lock(path):
@@ -47,7 +51,7 @@ def master(path: Path, seed: int) -> None:
             light.master.step(now)
             link.say(light.master.messages())
             if asked():
-                print(light.served, light.groups.blocks - 40, 0, flush=True)
+                print(light.served, light.groups.blocks - 40, 0, descriptors(), flush=True)
             time.sleep(0.002)
 
 
@@ -65,8 +69,8 @@ def worker(path: Path, seed: int) -> None:
         light.step(now)
         link.say([light.worker.message])
         if asked():
-            replaced = light.worker.counts.replaced
-            print(light.served, light.worker.lent, replaced, flush=True)
+            retired = light.memory.retired
+            print(light.served, light.worker.lent, retired, descriptors(), flush=True)
         time.sleep(0.002)
 
 

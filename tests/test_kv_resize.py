@@ -68,10 +68,26 @@ def test_blocks_in_use_stay(scheduler: SimpleNamespace) -> None:
 
 
 def test_what_is_promised_is_accepted(scheduler: SimpleNamespace) -> None:
-    resizer = KVResizer(scheduler, promised=BLOCKS)
+    resizer = KVResizer(scheduler)
+    resizer.promise(BLOCKS)
     assert resizer.shrink(15)
     assert counts(scheduler) == {5 * PAGE}
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (60, 55)
+    clip = scheduler.token_to_kv_pool_allocator.max_new_tokens_for_memory
+    options = {"token_capacity": 5 * PAGE, "sliding_window_size": None, "chunk_size": None}
+    assert clip(30, 99, **options) == BLOCKS * PAGE - 32 - PAGE - 1
+    resizer.promise(0)
+    assert scheduler.max_req_len == 19
+    assert clip(30, 99, **options) == 0
+
+
+def test_blocks_that_are_copied_are_not_removed(scheduler: SimpleNamespace) -> None:
+    resizer = KVResizer(scheduler)
+    in_flight = SimpleNamespace(pending=1)
+    scheduler.token_to_kv_pool_allocator.in_flight = in_flight
+    assert not resizer.shrink(2)
+    in_flight.pending = 0
+    assert resizer.shrink(2)
 
 
 def test_blocks_beyond_come_and_go() -> None:

@@ -136,14 +136,12 @@ def test_requests_that_hold_a_block_give_way() -> None:
         )
         for row, length in enumerate(lengths)
     ]
-    queue: list[SimpleNamespace] = []
     scheduler = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        _add_request_to_queue=lambda req, **_: queue.append(req),
+        req_to_token_pool=SimpleNamespace(req_to_token=table), chunked_req=None
     )
     batch = Batch(list(reqs))
-    assert kv_vacate.retract(scheduler, batch, 40, 48) == 2
-    assert [req.name for req in batch.released] == [req.name for req in queue] == [0, 2]
+    out = kv_vacate.retract(scheduler, batch, 40, 48)
+    assert [req.name for req in batch.released] == [req.name for req in out] == [0, 2]
     assert [req.name for req in batch.reqs] == [1, 3]
     assert not batch.batch_is_full
-    assert kv_vacate.retract(scheduler, batch, 40, 48) == 0
+    assert kv_vacate.retract(scheduler, batch, 40, 48) == []

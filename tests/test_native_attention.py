@@ -378,3 +378,29 @@ def test_an_idle_forward() -> None:
     keys = torch.zeros(20, 1, 16)
     out = NativeAttention().attend(batch, torch.zeros(0, 1, 16), keys, keys, scale=1.0)
     assert out.shape == (0, 1, 16)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [([900, 3], [1, 1]), ([900, 40], [300, 7]), ([64], [64])])
+def test_slots_that_lie_elsewhere_give_the_same_bits(
+    isa: str, dtype: torch.dtype, shape: tuple[list[int], list[int]]
+) -> None:
+    contexts, queries = shape
+    slots, kv_heads, head_dim = 1200, 2, 64
+    pool = torch.randn(slots, 2, kv_heads, head_dim).to(dtype)
+    table = torch.stack([torch.randperm(slots)[:900] for _ in contexts]).to(torch.int32)
+    rows = batch_of(table, list(range(len(contexts))), contexts, queries)
+    query = torch.randn(sum(queries), 6, head_dim).to(dtype)
+    attention = NativeAttention(isa)
+    expected = attention.attend(rows, query, pool[:, 0], pool[:, 1], scale=0.125)
+    for boundary in (0, 1, 700, 1199):
+        near = pool.clone()
+        near[boundary:] = math.nan
+        wide = torch.full((slots - boundary, 3, 2, kv_heads, head_dim), math.nan, dtype=dtype)
+        wide[:, 1] = pool[boundary:]
+        for elsewhere in (wide[:, 1], wide[:, 1].contiguous()):
+            found = attention.attend(
+                rows, query, near[:, 0], near[:, 1], scale=0.125, elsewhere=elsewhere
+            )
+            assert torch.equal(found, expected)

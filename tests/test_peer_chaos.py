@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,28 +27,33 @@ class Peer:
     """One process."""
 
     def __init__(self, role: str, directory: Path, seed: int) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), role, str(directory), str(seed)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
 
     def ask(self) -> tuple[int, ...]:
-        """Requests served, blocks or bytes of the other side, times that memory was replaced."""
+        """Requests served, blocks or bytes of the other side, bytes that others may still have
+        mapped, descriptors."""
         process = self.process
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stderr is not None
         try:
             process.stdin.write("?\n")
             process.stdin.flush()
         except BrokenPipeError:
-            pytest.fail(process.stderr.read())
+            pytest.fail(self.errors())
         ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
         assert ready, "it hangs"
         line = process.stdout.readline()
         if not line:
-            pytest.fail(process.stderr.read())
+            pytest.fail(self.errors())
         return tuple(map(int, line.split()))
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
     def progresses(self) -> None:
         """Waits until more requests have been served."""
@@ -58,6 +64,7 @@ class Peer:
             time.sleep(0.01)
 
     def end(self) -> None:
+        assert self.process.poll() is None, self.errors()
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.communicate()
@@ -97,12 +104,23 @@ def test_nobody_reads_what_another_has_written(peers: dict[str, Peer], tmp_path:
         for peer in peers.values():
             peer.progresses()
     lending(peers)
+    settled(peers)
+
+
+def settled(peers: dict[str, Peer]) -> None:
+    """Waits until nothing is left of memory that was replaced."""
+    end = time.monotonic() + DEADLINE_S
+    while any(peer.ask()[2] for peer in peers.values()):
+        assert time.monotonic() < end, {name: peer.ask() for name, peer in peers.items()}
+        time.sleep(0.01)
+    for name, peer in peers.items():
+        assert peer.ask()[3] < 40, name
 
 
 def test_a_directory_has_one_master(peers: dict[str, Peer], tmp_path: Path) -> None:
     lending(peers)
     second = Peer("master", tmp_path / "peers", 1)
-    _, error = second.process.communicate(timeout=DEADLINE_S)
-    assert second.process.returncode != 0
+    assert second.process.wait(DEADLINE_S) != 0
+    error = second.errors()
     assert f"has a master already (process {peers['master'].process.pid})" in error
     lending(peers)

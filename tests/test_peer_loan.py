@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -204,6 +205,11 @@ def test_a_silent_worker_is_left_until_it_is_heard() -> None:
     assert borrower.size == 2
 
 
+def wrong(message: Lend | Keep, **fields: object) -> bytes:
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return msgspec.msgpack.encode({**plain, **fields})
+
+
 def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
@@ -213,7 +219,12 @@ def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
         (b"", "no message"),
         (b"\xc1", "no message"),
         (encode(replace(lender.message, protocol=7)), "protocol 7"),
-        (encode(replace(lender.message, size="much")), "no message"),  # type: ignore[arg-type]
+        (wrong(lender.message, size="much"), "no message"),
+        (wrong(lender.message, size=3), "no message"),
+        (wrong(lender.message, number=-1), "no message"),
+        (wrong(lender.message, pid=0), "no message"),
+        (wrong(borrower.message, block=0), "no message"),
+        (encode(lender.message).replace(b"size", b"\xff\xffze"), "no message"),
     ):
         with pytest.raises(MisunderstoodError, match=reason):
             decode(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 from peer_kit import MASTER, WORKER, LightMaster, LightWorker
 
 from sgl_ext.peer.worker import Terms
@@ -199,14 +200,72 @@ def test_a_clean_leave() -> None:
 
 
 def test_a_master_without_addresses_refuses_and_says_why() -> None:
-    pair = Pair(beyond=40)
+    pair = Pair(beyond=1)
     pair.step(times=4)
     assert pair.lent == 0
     assert pair.worker.blocks == BLOCKS
-    (loan,) = pair.master.master.loans
-    assert "raise peer.capacity" in loan.borrower.refused
+    assert "raise its peer.capacity" in pair.worker.worker.refused
     pair.step(times=30)
     assert pair.worker.blocks == BLOCKS
+    assert pair.worker.worker.counts.replaced == 0
+
+
+def test_a_master_takes_as_much_as_it_can() -> None:
+    pair = Pair(beyond=40)
+    pair.step(times=4)
+    assert 80 << 10 < pair.lent <= 40 * MASTER.block_bytes
+    assert pair.worker.worker.used == pair.lent
+    while pair.master.begin(4):
+        pass
+    pair.worker.wanted = 50
+    pair.step(times=3)
+    assert pair.worker.held == 50
+
+
+def test_a_refusal_of_an_earlier_offer_does_not_count() -> None:
+    pair = Pair(beyond=1)
+    pair.step(times=2)
+    (keep,) = pair.master.master.messages()
+    assert "capacity" in keep.refused
+    pair.master = LightMaster(20, 400, lease=10, process=pair.worker_lives)
+    pair.step(times=30)
+    worker = pair.worker.worker
+    assert pair.lent == pair.worker.memory.size
+    (now_keep,) = pair.master.master.messages()
+    old = replace(now_keep, number=now_keep.number - 1, refused="addresses are full")
+    worker.hear(old, pair.now)
+    pair.step()
+    assert pair.lent == pair.worker.memory.size
+
+
+def test_needs_that_fall_while_they_are_met() -> None:
+    """What came back in a step is the pool's before more is lent in the same one."""
+    pair = Pair(Terms(granularity="block", window=2, interval=1, deadline=50, lease=100))
+    pair.step(times=4)
+    while pair.master.begin(10):
+        pass
+    pair.master.slow = True
+    pair.worker.wanted = 50
+    pair.step()
+    pair.worker.wanted = 0
+    pair.step(times=4)
+    pair.master.slow = False
+    pair.step(times=6)
+    assert pair.lent == pair.worker.memory.size
+
+
+def test_who_leaves_a_little_at_every_question_is_not_late() -> None:
+    pair = Pair(Terms(granularity="block", window=99, interval=1, deadline=5, lease=100))
+    pair.step(times=4)
+    while pair.master.begin(2):
+        pass
+    for blocks in range(1, 50):
+        pair.worker.wanted = blocks
+        pair.worker.worker.step(blocks * WORKER.page, pair.now)  # asks before it is answered
+        pair.step(0.25)
+        for owner in list(pair.worker.requests):
+            pair.worker.end(owner)
+    assert pair.worker.worker.counts.replaced == 0
 
 
 def test_whole_units_move() -> None:

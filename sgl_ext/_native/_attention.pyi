@@ -93,15 +93,21 @@ class Attention:
         out: int,
         tokens: int,
         threads: int,
+        far_slots: int = ...,
+        far_keys: int = ...,
+        far_values: int = ...,
+        far_stride: int = ...,
     ) -> None:
         """Writes ``out [tokens, heads, head_dim]``, contiguous.
 
         ``query`` is ``[tokens, heads, head_dim]``, keys and values are
         ``[slots, kv_heads, head_dim]``; all are contiguous but for the stride of their first
-        dimension. Without the GIL.
+        dimension. Keys and values of slots from ``far_slots`` on are at ``far_keys`` and
+        ``far_values`` instead, ``far_stride`` apart, if these are given. Without the GIL.
 
         Raises:
-            ValueError: the batch has more queries than ``tokens`` or a slot past ``slots``.
+            ValueError: the batch has more queries than ``tokens`` or a slot past ``slots``, or
+                there is no slot ``far_slots``.
         """
 
     @property

@@ -16,6 +16,7 @@ BENCHES = (
     "link_answers",
     "memory",
     "overhead",
+    "peer",
     "preempt",
     "restore",
     "tiers",

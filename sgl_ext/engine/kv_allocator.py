@@ -59,6 +59,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Told the end of the highest block in use so far."""
         self.in_flight: BlocksInFlight | None = None
         """Blocks that are read or written for owners that have given them away."""
+        self.promised = 0
+        """Tokens that a request can count on, though they may come only when it waits for them."""
         self._high = 0
         self._owners: Owners | None = None
 
@@ -75,6 +77,12 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """The requests of these rows have ended; their reservations are free."""
         for row in rows:
             self.groups.close(row)
+
+    def shrink(self, blocks: int) -> bool:
+        """Removes the last ``blocks``; False if one is in use, or may still be copied."""
+        if self.in_flight is not None and self.in_flight.pending:
+            return False
+        return self.groups.shrink(blocks)
 
     def withdraw(self, start: int, end: int) -> int:
         """Removes those of blocks ``[start, end)`` that are not in use; returns how many are.
@@ -99,6 +107,17 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def available_size(self) -> int:
         return self.groups.available * self.page_size
+
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: Any
+    ) -> int | None:
+        clipped: int | None = super().max_new_tokens_for_memory(
+            input_tokens,
+            max_new_tokens,
+            token_capacity=max(token_capacity, self.promised),
+            **kwargs,
+        )
+        return clipped
 
     def get_all_free_pages(self) -> torch.Tensor:
         runs = [*self.groups.free_runs(), *self.groups.unused_runs().values()]

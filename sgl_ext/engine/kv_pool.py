@@ -48,6 +48,12 @@ class SlabKVPool(MHATokenToKVPool):
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
 
+    def _build_kv_buffer_descs(self) -> list[Any]:
+        return []  # of contiguous layers, for what is refused
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        return self.slab.size // 2, self.slab.size // 2
+
     def get_contiguous_buf_infos(self) -> Any:
         raise NotImplementedError("a layer of the block-major slab is no contiguous buffer")
 

@@ -23,16 +23,11 @@ class KVResizer:
 
     Every call is O(1) in the size of the pool, but for the free blocks of a range.
 
-    Args:
-        scheduler: SGLang's.
-        promised: blocks that a request can count on, though they may come only when it waits for
-            them: as long as those are the requests that are accepted.
-
     Raises:
         ExtError: SGLang does not run on the slab, or lacks one of the counts.
     """
 
-    def __init__(self, scheduler: Any, *, promised: int = 0) -> None:
+    def __init__(self, scheduler: Any) -> None:
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, BlockGroupAllocator):
             raise ExtError(
@@ -41,7 +36,6 @@ class KVResizer:
             )
         self._scheduler = scheduler
         self._allocator = allocator
-        self._promised = promised
         self._holders = [getattr(scheduler, name, None) for name in _HOLDERS]
         for name, holder in zip(_HOLDERS, self._holders, strict=True):
             if not hasattr(holder, "max_total_num_tokens"):
@@ -58,17 +52,24 @@ class KVResizer:
         """Blocks behind the last one in use."""
         return self._allocator.groups.tail_free
 
+    def promise(self, blocks: int) -> None:
+        """Requests that need so many are accepted, though they may have to wait for some."""
+        if (tokens := blocks * self._allocator.page_size) != self._allocator.promised:
+            self._allocator.promised = tokens
+            self._account()
+
     def shrink(self, blocks: int) -> bool:
         """Removes the last ``blocks`` blocks.
 
         Returns:
-            False, with nothing changed, if one is in use, or no request would fit any more.
+            False, with nothing changed, if one is in use or still copied, or no request would fit
+            any more.
 
         Raises:
             ValueError: fewer than none.
         """
         left = (self.blocks - blocks) * self._allocator.page_size
-        if (blocks > 0 and left <= _INPUT_MARGIN + 1) or not self._allocator.groups.shrink(blocks):
+        if (blocks > 0 and left <= _INPUT_MARGIN + 1) or not self._allocator.shrink(blocks):
             return False
         self._account()
         return True
@@ -101,7 +102,7 @@ class KVResizer:
         allocator.num_pages = self.blocks
         allocator.size = tokens = self.blocks * allocator.page_size
         scheduler.max_total_num_tokens = tokens
-        reachable = max(self.blocks, self._promised) * allocator.page_size
+        reachable = max(tokens, allocator.promised)
         scheduler.max_req_len = min(self._longest_request, reachable - 1)
         scheduler.max_req_input_len = scheduler.max_req_len - _INPUT_MARGIN
         for holder in self._holders:

@@ -6,9 +6,11 @@ out. Here certain blocks have to be left, and nothing else need be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 
 def evict(tree: Any, start: int, end: int) -> None:
@@ -59,34 +61,89 @@ def _leaves(core: Any) -> list[int]:
     return leaves
 
 
-def retract(scheduler: Any, running: Any, start: int, end: int) -> int:
-    """Has the running requests that hold one of slots ``[start, end)`` give way.
+def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
+    """Has the requests that hold one of slots ``[start, end)`` give way.
 
-    As SGLang's ``retract_decode``, and at the same place of its loop: between two steps, when what
-    the last one has brought is in ``running``.
+    As SGLang's ``retract_decode``: between two steps, when what the last one has brought is in
+    ``running``.
 
     Returns:
-        How many they are.
+        The requests, to be queued again when the next step has been planned: the last one's result
+        may still come, and is ignored as long as they are out.
     """
-    table = scheduler.req_to_token_pool.req_to_token
     going = [
         at
         for at, req in enumerate(running.reqs)
-        if not req.finished()
-        and req.beam_group is None
-        and _any_within(table[req.kv.req_pool_idx, : req.kv.kv_allocated_len], start, end)
+        if not req.finished() and req.beam_group is None and _holds(scheduler, req, start, end)
     ]
-    if not going:
-        return 0
+    reqs = _out(running, going)
+    chunked = scheduler.chunked_req
+    if chunked is not None and _holds(scheduler, chunked, start, end):
+        reqs.append(_retract_chunked(scheduler))
+    return reqs
+
+
+def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
+    """Has requests give way that SGLang has begun with memory that is gone now.
+
+    SGLang counts on the room that there was: a chunk of a prompt that finds none ends it, and the
+    last request that decodes is aborted. Returns as :func:`retract`.
+    """
+    allocator = scheduler.token_to_kv_pool_allocator
+    going = [
+        at
+        for at, req in enumerate(running.reqs)
+        if not req.finished() and req.beam_group is None and not fits(req, allocator)
+    ]
+    reqs = _out(running, going)
+    if (req := scheduler.chunked_req) is not None:
+        rest = len(req.full_untruncated_fill_ids) - req.kv.kv_allocated_len
+        chunk = min(rest, scheduler.chunked_prefill_size or rest) + allocator.page_size
+        room = allocator.available_size() + scheduler.tree_cache.evictable_size()
+        if chunk > room or not fits(req, allocator):
+            reqs.append(_retract_chunked(scheduler))
+    return reqs
+
+
+def fits(req: Any, allocator: Any) -> bool:
+    """Whether SGLang would admit the request if it were alone."""
+    left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
+    longest = len(req.origin_input_ids) + len(req.output_ids) + min(left, CLIP_MAX_NEW_TOKENS)
+    # A page is kept for the last one, which is never full.
+    return bool(longest + allocator.page_size < allocator.size)
+
+
+def _out(running: Any, going: Sequence[int]) -> list[Any]:
+    """The requests at these places of the batch give way."""
     reqs = [running.reqs[at] for at in going]
     for at in going:
         running.release_req(at, 0)
-    gone = set(going)
-    running.filter_batch(keep_indices=[at for at in range(len(running.reqs)) if at not in gone])
-    running.batch_is_full = False
-    for req in reqs:
-        scheduler._add_request_to_queue(req, is_retracted=True)
-    return len(reqs)
+    if going:
+        kept = [at for at in range(len(running.reqs)) if at not in set(going)]
+        running.filter_batch(keep_indices=kept)
+        running.batch_is_full = False
+    return reqs
+
+
+def _retract_chunked(scheduler: Any) -> Any:
+    from sglang.srt.managers import schedule_batch
+
+    req = scheduler.chunked_req
+    scheduler.chunked_req = None
+    schedule_batch.release_req(
+        req=req,
+        remaing_req_count=0,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
+    return req
+
+
+def _holds(scheduler: Any, req: Any, start: int, end: int) -> bool:
+    table = scheduler.req_to_token_pool.req_to_token
+    return _any_within(table[req.kv.req_pool_idx, : req.kv.kv_allocated_len], start, end)
 
 
 def _any_within(slots: torch.Tensor, start: int, end: int) -> bool:

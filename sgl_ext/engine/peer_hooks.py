@@ -39,14 +39,18 @@ def _open(scheduler: Any) -> None:
 
     try:
         ext.peer = open_side(ext.config.peer, scheduler, ext.slab)
+        ext.stream = ext.peer.stream
     except ExtError as error:
         refuse(hooks.ActivationError(f"peer: {error}"))
 
 
 def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
-    if (ext := runtime.current) is not None and ext.peer is not None:
-        ext.peer.step(running)
-    return original(scheduler, running)
+    if (ext := runtime.current) is None or ext.peer is None:
+        return original(scheduler, running)
+    ext.peer.step(running)
+    result = original(scheduler, running)
+    ext.peer.planned()
+    return result
 
 
 def _report(result: Any, _scheduler: Any, _request: Any) -> Any:

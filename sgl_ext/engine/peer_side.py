@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+import torch
+import zmq
 
 from sgl_ext.config import Peer
 from sgl_ext.engine import kv_vacate
 from sgl_ext.engine.kv_resize import KVResizer
+from sgl_ext.engine.layer_stream import LayerStream
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Slab
@@ -17,6 +22,7 @@ from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.messages import Keep, Lend
+from sgl_ext.peer.need import NeedWindow
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -37,20 +43,32 @@ def open_side(config: Peer, scheduler: Any, slab: Slab) -> PeerSide:
 class PeerSide:
     """What both sides share."""
 
-    role: str
+    role: Literal["master", "worker"]
+    stream: LayerStream | None = None
+    """A master's layer buffers, if it has any."""
 
     def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._address = directory.address(config.directory)
         self._link: Link | None = None
+        self._running: Any = None
 
     def step(self, running: Any) -> None:
         """Between two steps of the scheduler, with the batch that decodes."""
         raise NotImplementedError
 
+    def planned(self) -> None:
+        """The next step has been planned."""
+
     def describe(self) -> dict[str, Any]:
         """What it has, for ``/server_info``."""
         raise NotImplementedError
+
+    def _meet(self) -> None:
+        self._link = Link(self.role, self._address)
+        poller = getattr(getattr(self._scheduler, "idle_sleeper", None), "poller", None)
+        if poller is not None:  # a scheduler with nothing to do sleeps for up to a second
+            poller.register(self._link.news, zmq.POLLIN)
 
     def close(self) -> None:
         """Ends the conversation."""
@@ -65,13 +83,14 @@ class PeerSide:
 class WorkerSide(PeerSide):
     """Lends the end of its slab; see :class:`~sgl_ext.peer.worker.Worker`."""
 
-    role = "worker"
+    role: Literal["master", "worker"] = "worker"
 
     def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
         allocator = scheduler.token_to_kv_pool_allocator
         self._first = allocator.groups.first
-        self._resizer = KVResizer(scheduler, promised=allocator.groups.blocks)
+        self._resizer = KVResizer(scheduler)
+        self._resizer.promise(allocator.groups.blocks)
         block = slab.layout.block_bytes
         least = (self._first + 1) * block
         if config.capacity is not None:
@@ -85,7 +104,7 @@ class WorkerSide(PeerSide):
             self._memory, self, terms, block=block, page=slab.layout.page, first=self._first,
             memory_page=PAGE,
         )  # fmt: skip
-        self._link = Link("worker", self._address)
+        self._meet()
 
     @property
     def blocks(self) -> int:
@@ -93,8 +112,19 @@ class WorkerSide(PeerSide):
 
     def vacate(self, blocks: int) -> int:
         end = self._first + self.blocks
-        self._evict(end - blocks, end)
+        # What lies in front of a request's last block stays cached.
+        self._evict(max(end - blocks, self._held(self._running)), end)
         return self.blocks - self._resizer.tail_free
+
+    def _held(self, running: Any) -> int:
+        """End of the blocks that requests hold."""
+        table = self._scheduler.req_to_token_pool.req_to_token
+        ends = [0]
+        for req in self._requests(running):
+            if req.kv.holds_kv and req.kv.kv_allocated_len:
+                slots = table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
+                ends.append(int(slots.max()) // self._slab.layout.page + 1)
+        return max(ends)
 
     def shrink(self, blocks: int) -> bool:
         return self._resizer.shrink(blocks)
@@ -109,23 +139,28 @@ class WorkerSide(PeerSide):
         for message in self._link.heard():
             if isinstance(message, Keep):
                 self._worker.hear(message, now)
+        self._running = running
         self._worker.step(self._need(running), now)
+        self._running = None
         self._link.say([self._worker.message])
 
     def _need(self, running: Any) -> int:
         """Tokens that all requests have, or come to have."""
-        scheduler = self._scheduler
-        reqs = {id(req): req for req in (*running.reqs, *scheduler.waiting_queue)}
-        if scheduler.chunked_req is not None:
-            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
         page = self._slab.layout.page
         need = 0
-        for req in reqs.values():
+        for req in self._requests(running):
             if not req.finished():
                 tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
                 # A request never fills its last page, and SGLang keeps one for each.
                 need += (tokens // page + 2) * page
         return need
+
+    def _requests(self, running: Any) -> Sequence[Any]:
+        scheduler = self._scheduler
+        reqs = {id(req): req for req in (*running.reqs, *scheduler.waiting_queue)}
+        if scheduler.chunked_req is not None:
+            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
+        return list(reqs.values())
 
     def describe(self) -> dict[str, Any]:
         lending = self._worker.lending
@@ -139,33 +174,60 @@ class WorkerSide(PeerSide):
             "lent_bytes": self._worker.lent,
             "used_bytes": self._worker.used,
             "retired_bytes": self._memory.retired,
+            "refused": self._worker.refused,
+            "misunderstood": self._link.strange if self._link else "",
             "unit": units,
             **vars(self._worker.counts),
         }
 
 
+def _require_native(slab: Slab) -> None:
+    from sgl_ext.engine.cpu.native_attention import NativeAttention, native_attention
+
+    layout = slab.layout
+    shape = (1, layout.kv_heads, layout.head_dim)
+    sample = torch.empty(shape, dtype=getattr(torch, layout.dtype))
+    if native_attention() is None or not NativeAttention.serves(sample, sample, sample, 1.0):
+        raise ExtError(
+            f"the compiled attention does not serve {layout.dtype} with heads of "
+            f"{layout.head_dim} here, and torch's knows no layer buffers; set stream to direct"
+        )
+
+
 class MasterSide(PeerSide):
     """Has blocks in its workers' memory; see :class:`~sgl_ext.peer.master.Master`."""
 
-    role = "master"
+    role: Literal["master", "worker"] = "master"
 
     def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)
-        self._running: Any = None
+        self._out: list[Any] = []
+        self._unfit: dict[str, float] = {}
+        self._aside: list[Any] = []
+        self._patience = config.deadline + config.lease
+        # What a worker has taken back for a moment comes again: requests wait for it so long.
+        self._most = NeedWindow(self._patience)
         block = slab.layout.block_bytes
         self._master = Master(
             self, self, Regions(slab.own, slab.blocks, block, PAGE), block=block,
-            lease=config.lease,
+            capacity=config.capacity or 0, lease=config.lease,
         )  # fmt: skip
         self.retracted = 0
-        self._link = Link("master", self._address)
+        if config.stream != "direct":
+            _require_native(slab)
+            buffers = 1 if config.stream == "layer" else 2
+            pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            self.stream = LayerStream(slab, pool, buffers, config.emulate)
+        self._meet()
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
         map_memory(self._slab.mapping, region.offset, pid, extents)
 
     def unmap(self, region: Region) -> None:
+        if self.stream is not None:
+            self.stream.settle()
         self._slab.mapping.drop(region.offset, region.size)
 
     def restore(self, start: int, end: int) -> None:
@@ -176,9 +238,8 @@ class MasterSide(PeerSide):
 
     def vacate(self, start: int, end: int) -> None:
         page = self._slab.layout.page
-        self.retracted += kv_vacate.retract(
-            self._scheduler, self._running, start * page, end * page
-        )
+        slots = start * page, end * page
+        self._out += kv_vacate.retract(self._scheduler, self._running, *slots)
         self._evict(start, end)
 
     def step(self, running: Any) -> None:
@@ -188,17 +249,77 @@ class MasterSide(PeerSide):
         for message in self._link.heard():
             if isinstance(message, Lend):
                 self._master.hear(message, now)
+        before = self._resizer.blocks
         self._running = running
         self._master.step(now)
         self._running = None
+        if self.stream is not None:
+            self.stream.enabled = bool(self._master.borrowed)
+        blocks = self._resizer.blocks
+        if blocks < before:
+            self._out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
+        self._most.add(blocks, now)
+        self._resizer.promise(self._most.largest(now))
         self._link.say(self._master.messages())
+        self._abort_what_cannot_come(now)
+        self._put_aside()
+
+    def _put_aside(self) -> None:
+        """Who waits for memory that is not there keeps nobody waiting that needs none of it."""
+        if self._unfit:
+            queue = self._scheduler.waiting_queue
+            self._aside = [req for req in queue if req.rid in self._unfit]
+            self._scheduler.waiting_queue = [req for req in queue if req.rid not in self._unfit]
+
+    def planned(self) -> None:
+        if self._aside:
+            self._scheduler.waiting_queue = [*self._aside, *self._scheduler.waiting_queue]
+            self._aside = []
+        self.retracted += len(self._out)
+        for req in self._out:
+            self._scheduler._add_request_to_queue(req, is_retracted=True)
+        self._out.clear()
+
+    def _abort_what_cannot_come(self, now: float) -> None:
+        """Requests that were accepted when there was more memory wait for it, but not for ever."""
+        scheduler = self._scheduler
+        if not scheduler.waiting_queue:
+            self._unfit = {}
+            return
+        from sglang.srt.managers.io_struct import AbortReq
+
+        allocator = scheduler.token_to_kv_pool_allocator
+        unfit = {
+            req.rid: self._unfit.get(req.rid, now)
+            for req in scheduler.waiting_queue
+            if not kv_vacate.fits(req, allocator)
+        }
+        self._unfit = unfit
+        for rid, since in unfit.items():
+            if now - since > self._patience:
+                message = (
+                    f"The request needs more KV memory than the {allocator.size} tokens that "
+                    "are left: a peer has taken back what it had lent. Retry later."
+                )
+                reason = {"type": "abort", "status_code": 503, "message": message}
+                scheduler.abort_request(
+                    AbortReq(rid=rid, abort_message=message, finished_reason=reason)
+                )
 
     def describe(self) -> dict[str, Any]:
         block = self._slab.layout.block_bytes
+        streamed = {}
+        if self.stream is not None:
+            streamed = {
+                "stream_bytes": self.stream.forward_bytes,
+                "stream_waited_seconds": self.stream.waited_seconds,
+            }
         return {
             "role": self.role,
+            **streamed,
             "borrowed_bytes": self._master.borrowed,
             "retracted": self.retracted,
+            "misunderstood": self._link.strange if self._link else "",
             "workers": [
                 {
                     "pid": loan.borrower.pid,

@@ -97,8 +97,12 @@ class Lendable:
             fd = create(name, size)
         except (OSError, ExtError) as error:
             raise LentMemoryError(f"lent memory cannot be replaced: {error}") from None
+        try:
+            self._mapping.put(self._end - size, fd, 0, size)
+        except OSError as error:
+            os.close(fd)
+            raise LentMemoryError(f"lent memory cannot be replaced: {error}") from None
         self._files.add(fd)
-        self._mapping.put(self._end - size, fd, 0, size)
         kept: list[Extent] = []
         left = self.size - size
         for extent in self.extents:
@@ -118,12 +122,16 @@ class Lendable:
 
     def discard(self) -> None:
         """Nobody has what was replaced any more: its memory is given back."""
-        for extent in self._retired:
-            _libc.fallocate(extent.fd, _KEEP_SIZE | _PUNCH_HOLE, extent.offset, extent.size)
-        for fd in self._files - {extent.fd for extent in self.extents}:
+        mode = _KEEP_SIZE | _PUNCH_HOLE
+        self._retired = [
+            extent
+            for extent in self._retired
+            if _libc.fallocate(extent.fd, mode, extent.offset, extent.size)
+        ]
+        kept = {extent.fd for extent in (*self.extents, *self._retired)}
+        for fd in self._files - kept:
             os.close(fd)
             self._files.discard(fd)
-        self._retired.clear()
 
 
 def _close(files: set[int]) -> None:

@@ -56,10 +56,13 @@ def lock(directory: Path) -> IO[str]:
     Raises:
         DirectoryError: there is one already.
     """
-    file = (directory / _LOCK).open("a+")
+    try:
+        file = (directory / _LOCK).open("a+")
+    except OSError as error:
+        raise DirectoryError(f"{directory / _LOCK} cannot be opened: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()

@@ -22,6 +22,7 @@ from sgl_ext.peer.messages import Keep, Lend, Message, MisunderstoodError, decod
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
+_LINGER_MS = 200
 _NAME = b"w"  # ZeroMQ's names do not begin with 0
 _QUEUE = 16
 """Messages that wait for a side that does not read; later ones are lost."""
@@ -48,8 +49,12 @@ class Link:
         self._said: dict[bytes, Message] = {}
         self._heard: dict[bytes, Message] = {}
         self._closed = False
-        self._strange = ""
+        self.strange = ""
+        """What came last that could not be understood."""
+        self._latest: dict[bytes, Message] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """A descriptor that is readable when a side has said something new."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if self._master else zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
@@ -69,23 +74,27 @@ class Link:
         """What is said from now on, to each worker or to the master. Returns at once."""
         said = {message.worker: message for message in messages}
         with self._lock:
-            if said == self._said:
+            if said == self._said or self._closed:
                 return
             self._said = said
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
 
     def heard(self) -> list[Message]:
         """The latest of each side since the last call. Returns at once."""
-        if not self._heard:
+        if not self._heard or self._closed:
             return []
         with self._lock:
             heard, self._heard = self._heard, {}
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.news)
         return list(heard.values())
 
     def close(self, timeout: float = 5.0) -> bool:
         """Ends; what was said last is sent. Returns whether the thread has ended in time."""
-        self._closed = True
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.eventfd_write(self._wake, 1)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -112,9 +121,12 @@ class Link:
                 self._send()
             if time.monotonic() >= beat:
                 beat = time.monotonic() + self._beat
-        self._socket.close()
+        if calling:
+            self._send()
+        self._socket.close(linger=_LINGER_MS)
         self._context.term()
         os.close(self._wake)
+        os.close(self.news)
 
     def _receive(self) -> None:
         for _ in range(_QUEUE):
@@ -125,13 +137,18 @@ class Link:
             try:
                 message = decode(data)
             except MisunderstoodError as error:
-                if str(error) != self._strange:
+                if str(error) != self.strange:
                     logger.warning("%s", error)
-                self._strange = str(error)
+                self.strange = str(error)
                 continue
             if isinstance(message, Lend if self._master else Keep):
                 with self._lock:
                     self._heard[message.worker] = message
+                    if self._closed:
+                        continue
+                    if self._latest.get(message.worker) != message:
+                        self._latest[message.worker] = message
+                        os.eventfd_write(self.news, 1)
 
     def _send(self) -> None:
         with self._lock:

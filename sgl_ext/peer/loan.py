@@ -61,6 +61,11 @@ class Lender:
         return sum(extent.size for extent in self._memory)
 
     @property
+    def number(self) -> int:
+        """Of the latest grant."""
+        return self._number
+
+    @property
     def settled(self) -> bool:
         """Whether the master is known to keep to the latest grant."""
         return self.bound == self.granted
@@ -132,6 +137,7 @@ class Borrower:
         size: bytes that may be used, by the latest grant.
         memory: the worker's, in this session.
         over: whether the worker has ended the session: its memory is to be left.
+        most: bytes that can be used at all; set by the owner.
         refused: why nothing is taken from this worker; set by the owner.
     """
 
@@ -139,6 +145,7 @@ class Borrower:
         self._master, self._pid, self._block = master, pid, block
         self.worker = lend.worker
         self.refused = ""
+        self.most = 0
         self._used = 0
         self._begin(lend)
         self.hear(lend)
@@ -187,7 +194,7 @@ class Borrower:
         """All that this side knows."""
         return Keep(
             self.worker, self.session, self._master, self._kept, self._pid, self._block,
-            self._used, self.refused,
+            self.most, self._used, self.refused,
         )  # fmt: skip
 
     def _settle(self) -> None:

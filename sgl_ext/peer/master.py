@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import Extent
 from sgl_ext.peer.loan import Borrower
@@ -72,6 +74,7 @@ class Master:
 
     Args:
         block: bytes of a block.
+        capacity: bytes to borrow at most.
         lease: a worker that is not heard of for so long may need its memory: it is left.
         process: tells whether a process runs.
     """
@@ -83,11 +86,12 @@ class Master:
         regions: Regions,
         *,
         block: int,
+        capacity: int,
         lease: float,
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._addresses, self._blocks, self._regions = addresses, blocks, regions
-        self._block, self._lease = block, lease
+        self._block, self._capacity, self._lease = block, capacity, lease
         self._process_of = process
         self._name = os.urandom(8)
         self._loans: dict[bytes, Loan] = {}
@@ -124,12 +128,14 @@ class Master:
             gone = not loan.process.alive()
             if gone or self._closed or now - loan.heard > self._lease:
                 borrower.silent()
-            if loan.region is not None and borrower.excess:
+            if loan.region is None:
+                self._offer(borrower)
+            elif borrower.excess:
                 self._leave(loan, loan.region)
             if loan.region is not None and loan.session != borrower.session:
                 self._drop(loan, loan.region)
             loan.session = borrower.session
-            if borrower.size > borrower.used or (loan.leaving and not borrower.excess):
+            if self._wanted(loan) > borrower.used or (loan.leaving and not borrower.excess):
                 self._take(loan)
             if not borrower.size:
                 loan.tried = 0
@@ -141,6 +147,22 @@ class Master:
     def close(self) -> None:
         """Nothing is taken any more; what is used is left in the next steps."""
         self._closed = True
+
+    def _offer(self, borrower: Borrower) -> None:
+        """How much could be used of a worker of whom nothing is mapped."""
+        taken = sum(loan.region.size for loan in self._loans.values() if loan.region is not None)
+        most = max(min(self._regions.largest, self._capacity - taken), 0)
+        borrower.most = most // self._regions.page * self._regions.page
+        full = "this master borrows as much as it can; raise its peer.capacity to borrow more"
+        if not borrower.most:
+            borrower.refused = full
+        elif borrower.refused == full:
+            borrower.refused = ""
+
+    def _wanted(self, loan: Loan) -> int:
+        """Bytes to use, of those that are lent."""
+        size = loan.borrower.size
+        return size if loan.region is None else min(size, loan.region.size)
 
     def _leave(self, loan: Loan, region: Region) -> None:
         first = region.blocks(loan.borrower.size, self._block)
@@ -160,32 +182,31 @@ class Master:
             loan.region = self._map(loan)
         if (region := loan.region) is None:
             return
-        first = region.blocks(borrower.size, self._block)
+        wanted = self._wanted(loan)
+        first = region.blocks(wanted, self._block)
         self._blocks.restore(first, region.end)
         loan.first, loan.leaving = first, False
-        borrower.used = borrower.size
+        borrower.used = wanted
 
     def _map(self, loan: Loan) -> Region | None:
         borrower = loan.borrower
         if loan.tried == borrower.size:
             return None
         loan.tried = borrower.size
-        size = sum(extent.size for extent in borrower.memory)
-        region = self._regions.take(size)
+        memory = _last(borrower.memory, borrower.most)
+        region = self._regions.take(sum(extent.size for extent in memory))
         if region is None:
-            borrower.refused = (
-                f"{size:,} B do not fit: this master has addresses for {self._regions.largest:,} B "
-                "more; raise peer.capacity"
-            )
             return None
         try:
-            self._addresses.map(region, borrower.pid, borrower.memory)
+            self._addresses.map(region, borrower.pid, memory)
         except ExtError as error:
+            self._addresses.unmap(region)  # a part of it, perhaps
             self._regions.give(region)
             logger.warning("memory of worker process %d is refused: %s", borrower.pid, error)
             borrower.refused = str(error)
             return None
         borrower.refused = ""
+        borrower.most = region.size
         loan.first = region.end
         return region
 
@@ -194,3 +215,14 @@ class Master:
         self._addresses.unmap(region)
         self._regions.give(region)
         loan.region = None
+
+
+def _last(memory: Sequence[Extent], size: int) -> list[Extent]:
+    """The last ``size`` bytes of it."""
+    parts: list[Extent] = []
+    for extent in reversed(memory):
+        if part := min(extent.size, size):
+            offset = extent.offset + extent.size - part
+            parts.insert(0, replace(extent, offset=offset, size=part))
+        size -= part
+    return parts

@@ -6,6 +6,8 @@ again and again, which also shows that its sender lives.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from sgl_ext.memory.lent import Extent
@@ -14,36 +16,47 @@ PROTOCOL = 1
 """Of these messages and of what they mean."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+
+
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
     """From a worker: what its master may use, counted from the end of the worker's memory."""
 
     worker: bytes
     """Names the process; another one of the same name has never been."""
-    session: int
+    session: _Count
     """Of this worker. A new one has nothing to do with those before, which are over."""
     master: bytes
     """Whom this session is with; empty before a master has answered."""
-    number: int
+    number: _Count
     """Grants of a session are numbered from 1."""
-    size: int
+    size: _Count
     """Bytes."""
-    pid: int
+    pid: _Pid
     memory: tuple[Extent, ...]
     """What may be lent at most, by address; a grant is the last bytes of it."""
     protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        there = sum(extent.size for extent in self.memory)
+        if self.size > there or any(extent.size <= 0 for extent in self.memory):
+            raise ValueError(f"a worker lends {self.size:,} B of {there:,} B")
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """From a master: it uses no more than the grants from this number on allow."""
 
     worker: bytes
-    session: int
+    session: _Count
     master: bytes
-    number: int
-    pid: int
-    block: int
+    number: _Count
+    pid: _Pid
+    block: Annotated[int, msgspec.Meta(gt=0, lt=1 << 62)]
     """Bytes of a block of the master."""
-    used: int = 0
+    most: _Count
+    """Bytes that the master has addresses for, and can use."""
+    used: _Count = 0
     """Bytes; to be shown."""
     refused: str = ""
     """Why it takes nothing from this worker."""
@@ -86,6 +99,6 @@ def decode(data: bytes) -> Message:
                 "run the same sgl_ext on both sides"
             )
         message: Message = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MisunderstoodError(f"a peer sent what is no message: {error}") from None
     return message

@@ -49,7 +49,7 @@ class Regions:
 
     def __init__(self, first: int, end: int, block_bytes: int, page: int) -> None:
         self._first, self._end = first, end
-        self._block, self._page = block_bytes, page
+        self._block, self.page = block_bytes, page
         self._step = page // math.gcd(block_bytes, page)
         self._taken: list[Region] = []
 
@@ -85,5 +85,5 @@ class Regions:
     def _room(self, low: int, high: int) -> tuple[int, int]:
         """Where the last possible region in a gap ends, and its bytes."""
         end = (high - 1) // self._step * self._step
-        pages = (end * self._block - low * self._block) // self._page
-        return end, max(pages * self._page, 0)
+        pages = (end * self._block - low * self._block) // self.page
+        return end, max(pages * self.page, 0)

@@ -118,13 +118,15 @@ class Worker:
         self._process_of = process
         self._master: Process | None = None
         self._needs = NeedWindow(terms.window)
-        self._looked = self._heard = self._asked = float("-inf")
+        self._looked = self._heard = self._asked = self._failed = float("-inf")
         # By name; who has not left in time, and may still use what was replaced.
         self._late: dict[bytes, Process] = {}
         self._closed = False
         self._lender = Lender(os.urandom(8), os.getpid(), memory.extents)
         self.lending: Lending | None = None
         """How much, with the master that there is."""
+        self.refused = ""
+        """Why the master takes nothing."""
         self.counts = Counts()
 
     @property
@@ -144,28 +146,35 @@ class Worker:
 
     def hear(self, keep: Keep, now: float) -> None:
         """What the master says."""
+        before = self._lender.bound
         if self._lender.hear(keep):
-            logger.info("another master has taken the place of the one before")
             if not self._end(now):
                 return
+            logger.info("another master has taken the place of the one before")
             self._lender.hear(keep)
         if self._lender.heard is not keep:
             return
         self._heard = now
-        if keep.refused and self._lender.granted:
-            logger.warning("the master takes no memory of this worker: %s", keep.refused)
-            self._lender.grant(0)
+        if self._lender.bound < before:
+            self._asked = now  # it leaves: what is left to leave has its own time
+        if keep.refused != self.refused:
+            self.refused = keep.refused
+            if keep.refused:
+                logger.warning("the master takes no memory of this worker: %s", keep.refused)
+        # Of the latest grant, and not of one before.
+        if keep.refused and self._lender.granted and keep.number == self._lender.number:
+            self._ask_back(0, now)
             self._looked = now + self._terms.window
         if self._master is None:
             self._master = self._process_of(keep.pid)
         # Who answers in this session has left the one before.
         self._late.pop(keep.master, None)
-        if self.lending is None:
+        most = min(self._memory.size, keep.most)
+        if self.lending is None or self.lending.size != most:
             self.lending = Lending(
-                self._memory.size, self._memory.end, self._block, self._page, self._first,
+                most, self._memory.end, self._block, self._page, self._first,
                 choose_unit(
-                    self._block, keep.block, self._memory.size, self._memory_page,
-                    self._terms.granularity,
+                    self._block, keep.block, most, self._memory_page, self._terms.granularity
                 ),
             )  # fmt: skip
 
@@ -186,22 +195,26 @@ class Worker:
         granted = self._lender.granted
         less = 0 if self._closed else lending.scale_up(granted, need)
         if less < granted:
-            self._asked = now if self._lender.settled else self._asked
-            self._lender.grant(less)
+            self._ask_back(less, now)
         overdue = not self._lender.settled and now - self._asked > self._terms.deadline
         lost = now - self._heard > self._terms.lease or not self._alive()
         if self._lender.bound and (overdue or lost):
             self._end(now)
             return
+        self._take_back()
         idle = self._lender.settled and not (lost or self._closed)
         if idle and now - self._looked >= self._terms.interval:
             self._looked = now
             self._lend_more(lending, now)
-        self._take_back()
 
     def close(self) -> None:
         """Asks everything back in the next steps, and lends nothing any more."""
         self._closed = True
+
+    def _ask_back(self, size: int, now: float) -> None:
+        if self._lender.settled:
+            self._asked = now
+        self._lender.grant(size)
 
     def _alive(self) -> bool:
         return self._master is not None and self._master.alive()
@@ -230,11 +243,12 @@ class Worker:
         """The session is over: the worker has its memory, or other memory in its place."""
         bound = self._lender.bound
         if bound and self._alive():
+            if now - self._failed < self._terms.interval:
+                return False
             try:
                 self._memory.replace(bound)
             except ExtError as error:
-                # Asked for again after another deadline.
-                self._asked = self._heard = now
+                self._failed = now
                 logger.error("the master has not left %s B in time, and: %s", f"{bound:,}", error)
                 return False
             self.counts.replaced += 1

@@ -17,6 +17,7 @@ namespace {
 
 using sgl_ext::attention::Kernels;
 using sgl_ext::attention::Layer;
+using sgl_ext::attention::Pool;
 using sgl_ext::attention::Task;
 
 constexpr int kGroup = kGemmVectors * kWidth;  // keys, or dimensions, of one register block
@@ -130,8 +131,9 @@ inline void prefetch(const char *p, int bytes) {
   for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(p + offset, 0, 2);
 }
 
-inline const char *at_slot(const char *base, std::ptrdiff_t stride, std::int32_t slot) {
-  return base + slot * stride;
+inline const char *at_slot(const Pool &pool, std::int32_t slot) {
+  const bool far = slot >= pool.boundary;
+  return (far ? pool.far : pool.near) + slot * (far ? pool.far_stride : pool.near_stride);
 }
 
 // Row `r` of the task in an array [tokens, heads, head_dim] of T.

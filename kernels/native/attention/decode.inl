@@ -112,8 +112,8 @@ class Decoder {
     const int row = task_.heads / group_ * layer_.head_dim * int(sizeof(T));
     const std::ptrdiff_t offset = std::ptrdiff_t(task_.head / group_) * layer_.head_dim * sizeof(T);
     for (int k = task_.first_key; k < task_.first_key + count; ++k) {
-      prefetch(at_slot(layer_.keys, layer_.key_stride, task_.slots[k]) + offset, row);
-      prefetch(at_slot(layer_.values, layer_.value_stride, task_.slots[k]) + offset, row);
+      prefetch(at_slot(layer_.keys, task_.slots[k]) + offset, row);
+      prefetch(at_slot(layer_.values, task_.slots[k]) + offset, row);
     }
   }
 
@@ -124,10 +124,10 @@ class Decoder {
     for (int k = 0; k < padded; ++k) {
       const std::int32_t slot = task_.slots[smaller(first + k, last)];
       const std::int32_t ahead = task_.slots[smaller(first + k + distance, last)];
-      keys_[k] = at_slot(layer_.keys, layer_.key_stride, slot);
-      values_[k] = at_slot(layer_.values, layer_.value_stride, slot);
-      keys_ahead_[k] = at_slot(layer_.keys, layer_.key_stride, ahead);
-      values_ahead_[k] = at_slot(layer_.values, layer_.value_stride, ahead);
+      keys_[k] = at_slot(layer_.keys, slot);
+      values_[k] = at_slot(layer_.values, slot);
+      keys_ahead_[k] = at_slot(layer_.keys, ahead);
+      values_ahead_[k] = at_slot(layer_.values, ahead);
     }
   }
 

@@ -123,7 +123,7 @@ class Extender {
   void pack() {
     const T *rows[kTile];
     const int padded = round_up(count_, kGroup);
-    point(rows, padded, layer_.keys, layer_.key_stride);
+    point(rows, padded, layer_.keys);
     const int operands = kWidth * P::kPack;
     for (int k = 0; k < padded; k += kWidth) {
       typename P::Operand *out = scratch_.keys + k / kGroup * depth_ * kGroup + k % kGroup;
@@ -137,17 +137,17 @@ class Extender {
           P::store_operands(out + (d / P::kPack + i) * kGroup, block[i]);
       }
     }
-    point(rows, padded, layer_.values, layer_.value_stride);
+    point(rows, padded, layer_.values);
     for (int k = 0; k < padded; k += 2)
       P::pack_values(rows[k], rows[k + 1], scratch_.values + k / P::kPack * layer_.head_dim,
                      layer_.head_dim);
   }
 
-  void point(const T **rows, int padded, const char *base, std::ptrdiff_t stride) const {
+  void point(const T **rows, int padded, const Pool &pool) const {
     const int head = task_.head / task_.heads * layer_.head_dim;
     const std::int32_t *slots = task_.slots + first_;
     for (int k = 0; k < count_; ++k)
-      rows[k] = reinterpret_cast<const T *>(at_slot(base, stride, slots[k])) + head;
+      rows[k] = reinterpret_cast<const T *>(at_slot(pool, slots[k])) + head;
     for (int k = count_; k < padded; ++k) rows[k] = scratch_.zeros;
   }
 
@@ -159,8 +159,8 @@ class Extender {
     const int row = layer_.head_dim * int(sizeof(T));
     const std::ptrdiff_t offset = std::ptrdiff_t(task_.head / task_.heads) * row;
     for (int k = from; k < end; ++k) {
-      prefetch(at_slot(layer_.keys, layer_.key_stride, slots[k]) + offset, row);
-      prefetch(at_slot(layer_.values, layer_.value_stride, slots[k]) + offset, row);
+      prefetch(at_slot(layer_.keys, slots[k]) + offset, row);
+      prefetch(at_slot(layer_.values, slots[k]) + offset, row);
     }
   }
 

@@ -12,16 +12,24 @@ namespace sgl_ext::attention {
 
 constexpr int kUnlimited = 1 << 30;  // as a window; past every context
 
+// Keys or values of one layer. Slots from `boundary` on lie elsewhere than those before it: `far` is
+// where the first slot of all would lie. Strides are in bytes.
+struct Pool {
+  const char *near;
+  std::ptrdiff_t near_stride;
+  const char *far = nullptr;
+  std::ptrdiff_t far_stride = 0;
+  std::int32_t boundary = INT32_MAX;
+};
+
 // One attention layer of one forward. Strides are in bytes; a token's heads, and a slot's, are
 // contiguous.
 struct Layer {
   const char *query;
-  const char *keys;
-  const char *values;
+  Pool keys;
+  Pool values;
   char *out;
   std::ptrdiff_t query_stride;  // per token of the batch
-  std::ptrdiff_t key_stride;    // per slot of the pool
-  std::ptrdiff_t value_stride;
   std::ptrdiff_t out_stride;
   int heads;
   int kv_heads;

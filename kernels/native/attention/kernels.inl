@@ -44,10 +44,10 @@ std::uint64_t read_slots(const Layer &layer, const std::int32_t *slots, int firs
   };
   for (int k = first; k < last; ++k) {
     const std::int32_t ahead = slots[smaller(k + 16, last - 1)];
-    prefetch(at_slot(layer.keys, layer.key_stride, ahead), bytes);
-    prefetch(at_slot(layer.values, layer.value_stride, ahead), bytes);
-    read(at_slot(layer.keys, layer.key_stride, slots[k]));
-    read(at_slot(layer.values, layer.value_stride, slots[k]));
+    prefetch(at_slot(layer.keys, ahead), bytes);
+    prefetch(at_slot(layer.values, ahead), bytes);
+    read(at_slot(layer.keys, slots[k]));
+    read(at_slot(layer.values, slots[k]));
   }
   std::uint64_t total_sum = 0;
   for (int i = 0; i < 8; ++i) total_sum += sum[i];

@@ -45,6 +45,14 @@ void check_slots(const Batch &batch, std::int64_t slots) {
                                 "; the pool has " + std::to_string(slots));
 }
 
+// Where the slots from `slots` on lie, if not in the pool: K, V, elements from one to the next.
+struct Far {
+  std::int64_t slots = 0;
+  std::uintptr_t keys = 0;
+  std::uintptr_t values = 0;
+  std::int64_t stride = 0;
+};
+
 // An attention operator: what its layers have in common.
 class Attention {
  public:
@@ -72,18 +80,20 @@ class Attention {
 
   void run(Batch &batch, std::uintptr_t query, std::int64_t query_stride, std::uintptr_t keys,
            std::int64_t key_stride, std::uintptr_t values, std::int64_t value_stride,
-           std::int64_t slots, std::uintptr_t out, std::int64_t tokens, int threads) const {
+           std::int64_t slots, std::uintptr_t out, std::int64_t tokens, int threads,
+           const Far &far) const {
     check_slots(batch, slots);
+    if (far.slots < 0 || far.slots > slots || far.slots >= INT32_MAX)
+      throw std::invalid_argument("slots from " + std::to_string(far.slots) + " on of " +
+                                  std::to_string(slots) + " cannot lie elsewhere");
     if (batch.tokens() > tokens)
       throw std::invalid_argument("the batch has " + std::to_string(batch.tokens()) +
                                   " queries; " + std::to_string(tokens) + " were given");
     const Layer layer{address(query),
-                      address(keys),
-                      address(values),
+                      pool(keys, key_stride, far.keys, far),
+                      pool(values, value_stride, far.values, far),
                       reinterpret_cast<char *>(out),
                       query_stride * element_,
-                      key_stride * element_,
-                      value_stride * element_,
                       std::ptrdiff_t(shape_.heads) * shape_.head_dim * element_,
                       shape_.heads,
                       shape_.kv_heads,
@@ -96,6 +106,17 @@ class Attention {
   const char *isa() const { return isa_.name; }
 
  private:
+  Pool pool(std::uintptr_t near, std::int64_t near_stride, std::uintptr_t there,
+            const Far &far) const {
+    Pool pool{address(near), near_stride * element_};
+    if (there) {
+      pool.far_stride = far.stride * element_;
+      pool.far = address(there - far.slots * pool.far_stride);
+      pool.boundary = static_cast<std::int32_t>(far.slots);
+    }
+    return pool;
+  }
+
   const Isa &isa_;
   Shape shape_;
   float scale_;
@@ -108,10 +129,8 @@ std::uint64_t read_kv(const Batch &batch, std::uintptr_t keys, std::int64_t key_
                    int row_bytes, int threads) {
   check_slots(batch, slots);
   Layer layer{};
-  layer.keys = address(keys);
-  layer.values = address(values);
-  layer.key_stride = key_stride;
-  layer.value_stride = value_stride;
+  layer.keys = {address(keys), key_stride};
+  layer.values = {address(values), value_stride};
   return read_for_benchmark(batch, layer, *isa_named("").fp32, row_bytes, threads);
 }
 
@@ -143,9 +162,20 @@ NB_MODULE(_attention, m) {
                     const std::string &>(),
            nb::arg("dtype"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("scale"), nb::arg("window").none() = nb::none(), nb::arg("isa") = "")
-      .def("__call__", &Attention::run, nb::arg("batch"), nb::arg("query"),
-           nb::arg("query_stride"), nb::arg("keys"), nb::arg("key_stride"), nb::arg("values"),
-           nb::arg("value_stride"), nb::arg("slots"), nb::arg("out"), nb::arg("tokens"),
-           nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "__call__",
+          [](const Attention &self, Batch &batch, std::uintptr_t query, std::int64_t query_stride,
+             std::uintptr_t keys, std::int64_t key_stride, std::uintptr_t values,
+             std::int64_t value_stride, std::int64_t slots, std::uintptr_t out,
+             std::int64_t tokens, int threads, std::int64_t far_slots, std::uintptr_t far_keys,
+             std::uintptr_t far_values, std::int64_t far_stride) {
+            self.run(batch, query, query_stride, keys, key_stride, values, value_stride, slots,
+                     out, tokens, threads, {far_slots, far_keys, far_values, far_stride});
+          },
+          nb::arg("batch"), nb::arg("query"), nb::arg("query_stride"), nb::arg("keys"),
+          nb::arg("key_stride"), nb::arg("values"), nb::arg("value_stride"), nb::arg("slots"),
+          nb::arg("out"), nb::arg("tokens"), nb::arg("threads"), nb::arg("far_slots") = 0,
+          nb::arg("far_keys") = 0, nb::arg("far_values") = 0, nb::arg("far_stride") = 0,
+          nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("isa", &Attention::isa);
 }

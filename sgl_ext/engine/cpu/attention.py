@@ -24,6 +24,7 @@ from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
+    from sgl_ext.engine.layer_stream import LayerStream
 
 STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
 """Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
@@ -75,6 +76,10 @@ class ForwardRows:
             start += new
         return rows
 
+    def stream(self, stream: LayerStream, written: torch.Tensor) -> None:
+        """Has the K and V come that lie in other processes' memory."""
+        stream.begin(self._table, self._requests, self._contexts, written)
+
     def translated(self, translate: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
         """The rows over another pool, where a token's slot is ``translate`` of its slot here."""
         table = self._table[self._requests, : max(self._contexts, default=0)]
@@ -104,6 +109,8 @@ class CpuAttnBackend(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         self._rows = self._rows_of(forward_batch)
+        if runtime.current is not None and runtime.current.stream is not None:
+            self._rows.stream(runtime.current.stream, forward_batch.out_cache_loc)
         if self.use_sliding_window_kv_pool:
             self._swa_rows = self._rows.translated(
                 self.token_to_kv_pool.translate_loc_from_full_to_swa
@@ -151,11 +158,22 @@ class CpuAttnBackend(TorchNativeAttnBackend):
                 f"layer {layer.layer_id} caps its attention logits at {layer.logit_cap}; the CPU "
                 "attention does not, and would give wrong tokens: serve this model on a GPU"
             )
-        if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        native = self._native
+        if native is not None and not native.serves(query, keys, values, layer.scaling):
+            native = None
+        stream = None if runtime.current is None else runtime.current.stream
+        if native is None or (stream is not None and not stream.active):
+            stream = None
+        number = layer.layer_id - self.token_to_kv_pool.start_layer
+        if save_kv_cache and k is not None and v is not None:
+            where = forward_batch.out_cache_loc
+            if stream is not None:
+                where, k, v = stream.save(number, where, k, v)
+            written = KVWriteLoc(where, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, written, k, v)
         window = layer.sliding_window_size
         window = window if window is not None and window > -1 else None
         in_swa_pool = (
@@ -164,11 +182,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         )
         rows = self._swa_rows if in_swa_pool else self._rows
 
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if self._native and self._native.serves(query, keys, values, layer.scaling):
-            out = self._native.attend(
-                rows.native, query, keys, values, scale=layer.scaling, window=window
-            )
+        if native is not None:
+            out = native.attend(
+                rows.native, query, keys, values, scale=layer.scaling, window=window,
+                elsewhere=None if stream is None else stream.layer(number),
+            )  # fmt: skip
+            if stream is not None:
+                stream.done(number)
         else:
             out = self._gathered(rows.rows, query, keys, values, layer.scaling, window)
         return out.view(query.shape[0], -1)

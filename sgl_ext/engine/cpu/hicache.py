@@ -21,8 +21,13 @@ import psutil
 import torch
 from sglang.srt.mem_cache.pool_host import base, mha, mla
 
+from sgl_ext.engine.cpu import hicache_link
+
 _RESERVE_FRACTION = 8
 
+_ONE_LAYER = 2
+"""Buffers: of K and of V."""
+_link: hicache_link.EmulatedLink | None = None
 _pinning_init = base.HostKVCache.__init__
 
 
@@ -39,6 +44,8 @@ def transfer_kv_direct(
         src_layers, dst_layers: per layer ``[slots, ...]``.
         src_indices, dst_indices: ``[tokens]``, page-aligned runs of ``page_size`` slots.
     """
+    if _link is not None and len(src_layers) == _ONE_LAYER:  # a load; all layers are stored at once
+        _link.moved(src_layers, len(src_indices))
     src_pages = src_indices.cpu()[::page_size] // page_size
     dst_pages = dst_indices.cpu()[::page_size] // page_size
     for src, dst in zip(src_layers, dst_layers, strict=True):
@@ -60,6 +67,8 @@ def _unpinned_init(pool: Any, *args: Any, **kwargs: Any) -> None:
 
 def install() -> None:
     """Puts the three parts in place."""
+    global _link
+    _link = hicache_link.install()
     base.HostKVCache.__init__ = _unpinned_init
     for pool in (mha, mla):
         pool.transfer_kv_direct = transfer_kv_direct

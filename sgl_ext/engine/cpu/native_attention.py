@@ -96,6 +96,14 @@ def batch_of(
     )  # fmt: skip
 
 
+def _far(elsewhere: torch.Tensor | None, slots: int) -> tuple[int, ...]:
+    """First of the slots that lie elsewhere, where its K and V are, and what lies between two."""
+    if elsewhere is None:
+        return ()
+    keys, values = elsewhere[:, 0], elsewhere[:, 1]
+    return slots - len(elsewhere), keys.data_ptr(), values.data_ptr(), elsewhere.stride(0)
+
+
 class NativeAttention:
     """The compiled operators: one for each shape that a model's layers have.
 
@@ -132,6 +140,7 @@ class NativeAttention:
         *,
         scale: float,
         window: int | None = None,
+        elsewhere: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of a batch's rows, whose K and V are in the pool.
 
@@ -140,6 +149,8 @@ class NativeAttention:
             keys: ``[slots, kv_heads, head_dim]``: the pool of one layer, of any slot stride.
             values: as ``keys``.
             window: keys further back than this are not seen; None sees all.
+            elsewhere: ``[slots, 2, kv_heads, head_dim]``: where K and V of the pool's last slots
+                are, if not in the pool.
 
         Returns:
             ``[tokens, heads, head_dim]``; tokens behind the last row's are uninitialised.
@@ -160,7 +171,7 @@ class NativeAttention:
         operator(
             batch, query.data_ptr(), query.stride(0), keys.data_ptr(), key_stride,
             values.data_ptr(), value_stride, slots, out.data_ptr(), tokens,
-            torch.get_num_threads(),
+            torch.get_num_threads(), *_far(elsewhere, slots),
         )  # fmt: skip
         return out
 

@@ -1,0 +1,125 @@
+"""What a worker loses by the traffic over the memory that it has lent (SwiftCache §5.2).
+
+Worker and master have a core each. The worker is asked the same while the master decodes long
+requests in the worker's memory, while another server on the master's core decodes them in its own,
+and while nobody does. The figures compare the first two, as the paper's master computes on a
+device of its own: here a busy neighbour costs something whatever memory it reads. What it costs in
+all is ``…_vs_idle``.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import requests
+
+from sgl_ext.bench.peer_servers import COMMON, Lent, pair
+from sgl_ext.bench.report import Report
+from sgl_ext.bench.server import Server, System
+from sgl_ext.errors import ExtError
+
+_MASTER_CORE, _WORKER_CORE = 0, 1
+_PROMPT, _ANSWER = 512, 32
+_LONG, _MANY = 3000, 2000
+"""Tokens of a master's prompt, and of its answer, which is broken off."""
+_DEADLINE_S = 600.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) -> None:
+    """Adds the worker's times in each situation and the two figures."""
+    own = System(
+        "own",
+        (*COMMON, "--max-total-tokens", str(setup.local + setup.borrowed), "--enable-ext"),
+        _ONE_THREAD,
+    )
+    environments = {"master": _ONE_THREAD, "worker": _ONE_THREAD}
+    with pair(setup, logs, own=8192, beside=(own,), environments=environments) as servers:
+        master, worker, local = servers
+        for server, core in ((master, _MASTER_CORE), (local, _MASTER_CORE), (worker, _WORKER_CORE)):
+            _pin(server, core)
+        situations = {"lent": master, "own": local, "idle": None}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in situations}
+        for round_ in range(rounds + 1):
+            for name in list(situations)[round_ % 3 :] + list(situations)[: round_ % 3]:
+                with _busy(situations[name], round_):
+                    times = _ask(worker, round_)
+                if round_:  # the first one warms up
+                    found[name] += times
+    for name, times in found.items():
+        report.runs.append(
+            {
+                "what": "interference",
+                "master": name,
+                "samples": len(times),
+                "ttft_ms_p50": 1e3 * statistics.median(ttft for ttft, _ in times),
+                "tpot_ms_p50": 1e3 * statistics.median(tpot for _, tpot in times),
+            }
+        )
+    for at, figure in enumerate(("worker_ttft_slowdown", "worker_tpot_slowdown")):
+        median = {name: statistics.median(each[at] for each in found[name]) for name in found}
+        report.figures[figure] = median["lent"] / median["own"]
+        report.figures[f"{figure}_vs_idle"] = median["lent"] / median["idle"]
+
+
+def _ask(worker: Server, seed: int) -> Sequence[tuple[float, float]]:
+    """Times to the first token, and of each further one; seconds."""
+    from sgl_ext.engine.load_generator import Request, run
+
+    chance = random.Random(seed)  # noqa: S311
+    requests_ = [
+        Request([chance.randrange(1000, 40_000) for _ in range(_PROMPT)], _ANSWER) for _ in range(6)
+    ]
+    return [(timing.ttft, timing.tpot) for timing in run(worker.url, requests_, concurrency=1)]
+
+
+@contextmanager
+def _busy(server: Server | None, seed: int) -> Iterator[None]:
+    """The server decodes long requests meanwhile."""
+    if server is None:
+        yield
+        return
+    chance = random.Random(seed)  # noqa: S311
+    begun, over = threading.Event(), threading.Event()
+    prompt = [chance.randrange(1000, 40_000) for _ in range(_LONG)]
+
+    def decode() -> None:
+        body = {
+            "input_ids": prompt,
+            "stream": True,
+            "sampling_params": {"max_new_tokens": _MANY, "ignore_eos": True, "temperature": 0},
+        }
+        with requests.post(
+            f"{server.url}/generate", json=body, stream=True, timeout=_DEADLINE_S
+        ) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(b'data: {"text"'):
+                    begun.set()
+                if over.is_set():
+                    return
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        if not begun.wait(_DEADLINE_S):
+            raise ExtError(f"{server.url} does not begin to answer")
+        yield
+        if not thread.is_alive():
+            raise ExtError(f"{server.url} ended before the worker was measured")
+    finally:
+        over.set()
+        thread.join()
+        requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=_DEADLINE_S)
+
+
+def _pin(server: Server, core: int) -> None:
+    process = psutil.Process(server.process.pid)
+    for each in (process, *process.children(recursive=True)):
+        for thread in each.threads():
+            psutil.Process(thread.id).cpu_affinity([core])

@@ -1,0 +1,197 @@
+"""The layer stream cache: workers' memory comes one layer at a time (SwiftCache §3.2-3.3).
+
+A master reads what workers lend it like its own memory, or, where that is far away, has a buffer
+for the layer that is active: the layer's rows are loaded before its attention, those of new tokens
+are stored after it, while the rest of the layer and the next one are computed. One buffer overlaps
+with what follows the attention, two with a whole layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_ext.config import EmulatedDevice
+from sgl_ext.memory.mapping import Mapping, create
+from sgl_ext.memory.runs import run_starts
+from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
+from sgl_ext.memory.transfer import TransferEngine
+
+
+class _Rows(NamedTuple):
+    """Slots in runs, counted from the first one in workers' memory."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    total: int
+
+    @classmethod
+    def of(cls, slots: NDArray[np.int64]) -> _Rows:
+        first = run_starts(slots)
+        return cls(slots[first], np.diff(first, append=len(slots)), len(slots))
+
+
+class LayerStream:
+    """A scheduler process's layer buffers, and what is on its way to and from them.
+
+    Args:
+        slab: of a master, with addresses for workers' memory.
+        pool: SGLang's, whose layers may still be loaded from other tiers.
+        buffers: layers that have a buffer, 1 or 2.
+        link: what the way to workers' memory is slowed down to.
+    """
+
+    def __init__(
+        self, slab: Slab, pool: Any, buffers: int, link: EmulatedDevice | None = None
+    ) -> None:
+        layout = slab.layout
+        self._slab, self._pool = slab, pool
+        self._first = slab.own * layout.page
+        self._row = layout.token_bytes // layout.layers
+        slots = (slab.blocks - slab.own) * layout.page
+        size = buffers * slots * self._row
+        self._mapping = Mapping(create("sgl_ext-layers", size), size, writable=True)
+        self._buffers: torch.Tensor = (
+            torch.from_numpy(np.asarray(self._mapping))
+            .view(getattr(torch, layout.dtype))
+            .view(buffers, slots, 2, layout.kv_heads, layout.head_dim)
+        )
+        self._engine = TransferEngine()
+        self._engine.register(slab.address, slab.reach, owner=slab)
+        self._engine.register(self._mapping.address, size, owner=self._mapping)
+        self._lane: Any = self._engine.host_lane()
+        if link is not None:
+            self._lane = self._engine.throttled_lane(
+                self._lane,
+                bytes_per_second=link.bytes_per_second,
+                latency=link.latency,
+                operations_per_second=link.operations_per_second or float("inf"),
+            )
+        self.active = False
+        """Whether the forward that runs reads or writes workers' memory."""
+        self.waited_seconds = 0.0
+        """That forwards waited for a layer, or for the last stores."""
+        self.forward_bytes = 0
+        """Loaded and stored so far."""
+        self._loads: dict[int, Ticket] = {}
+        self._stores: dict[int, Ticket] = {}
+        self.enabled = False
+        """Whether anything is borrowed."""
+        self._old = self._new = _Rows.of(np.empty(0, np.int64))
+        self._new_at: torch.Tensor | None = None
+
+    def begin(
+        self,
+        table: torch.Tensor,
+        requests: Sequence[int],
+        contexts: Sequence[int],
+        written: torch.Tensor,
+    ) -> None:
+        """A forward is about to run.
+
+        Args:
+            table: ``[requests, width]`` slots.
+            requests: the line of ``table`` of each row.
+            contexts: tokens of each row.
+            written: ``[tokens]`` slots of the tokens that are computed.
+        """
+        self.settle()  # of a forward that has failed
+        self.active = False
+        if not self.enabled:
+            return
+        needed = torch.zeros(self._buffers.shape[1], dtype=torch.bool)
+        for request, context in dict(sorted(zip(requests, contexts, strict=True))).items():
+            slots = table[request, :context].long()
+            needed[slots[slots >= self._first] - self._first] = True
+        far = written >= self._first
+        new = written[far].long() - self._first
+        needed[new] = False
+        self._old = _Rows.of(needed.nonzero().flatten().numpy())
+        self._new = _Rows.of(torch.sort(new).values.numpy())
+        self._new_at = far if len(new) else None
+        self.active = bool(self._old.total or self._new.total)
+        if self.active:
+            for layer in range(min(len(self._buffers), self._slab.layout.layers)):
+                self._load(layer)
+
+    def save(
+        self, layer: int, written: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Puts K and V of new tokens that belong to workers' memory into the layer's buffer.
+
+        Args:
+            layer: from 0 on.
+            written: ``[tokens]`` slots.
+            keys: ``[tokens, kv_heads, head_dim]``, as ``values``.
+
+        Returns:
+            The rest of the three.
+        """
+        if (far := self._new_at) is None:
+            return written, keys, values
+        place = layer % len(self._buffers)
+        if (store := self._stores.pop(layer - len(self._buffers), None)) is not None:
+            self._wait(store)  # which reads what is written now
+        where = written[far].long() - self._first
+        shape = (-1, *self._buffers.shape[3:])
+        self._buffers[place, where, 0] = keys.view(len(written), *shape[1:])[far]
+        self._buffers[place, where, 1] = values.view(len(written), *shape[1:])[far]
+        near = ~far
+        return written[near], keys[near], values[near]
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """``[slots, 2, kv_heads, head_dim]``: K and V of the slots in workers' memory."""
+        if (ticket := self._loads.pop(layer, None)) is not None:
+            self._wait(ticket)
+        return self._buffers[layer % len(self._buffers)]
+
+    def done(self, layer: int) -> None:
+        """The layer's attention is over."""
+        if self._new.total:
+            self._stores[layer] = self._submit(layer, self._new, stored=True)
+        last = self._slab.layout.layers - 1
+        if layer + len(self._buffers) <= last:
+            self._load(layer + len(self._buffers))
+        elif layer == last:
+            self.settle()
+            self.active = False
+
+    def _load(self, layer: int) -> None:
+        if self._old.total:
+            self._pool.get_key_buffer(layer)  # waits for what comes there from other tiers
+            self._loads[layer] = self._submit(layer, self._old, stored=False)
+
+    def _submit(self, layer: int, slots: _Rows, *, stored: bool) -> Ticket:
+        token, row = self._slab.layout.token_bytes, self._row
+        home = self._slab.address + (self._first + slots.starts) * token + layer * row
+        place = layer % len(self._buffers) * self._buffers.shape[1] * row
+        buffer = self._mapping.address + place + slots.starts * row
+        ends = (buffer, home) if stored else (home, buffer)
+        pitches = (row, token) if stored else (token, row)
+        rows = np.empty((len(slots.starts), 6), np.int64)
+        columns: tuple[NDArray[np.int64] | int, ...] = (*ends, row, slots.lengths, *pitches)
+        for column, value in enumerate(columns):
+            rows[:, column] = value
+        self.forward_bytes += slots.total * row
+        return self._engine.submit(rows, self._lane, Priority.URGENT)
+
+    def settle(self) -> None:
+        """Nothing is on its way any more."""
+        for tickets in (self._loads, self._stores):
+            while tickets:
+                self._wait(tickets.popitem()[1])
+
+    def _wait(self, ticket: Ticket) -> None:
+        began = time.perf_counter()
+        ticket.wait(COPY_DEADLINE_S)
+        self.waited_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._engine.close()

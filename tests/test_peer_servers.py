@@ -1,0 +1,197 @@
+"""Two servers of different models: one's requests run in the other's memory, and answer as in a
+large server of their own, whatever happens to the other one.
+
+``SGL_EXT_STREAMS=direct,layer,layers`` runs all with each way to read the other's memory; they
+take ten minutes each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.models import untrained
+
+DEADLINE_S = 240.0
+LOCAL, BORROWED = 1024, 4096
+"""Tokens of the master."""
+COMMON = ("--page-size", "16", "--dtype", "float32", "--mem-fraction-static", "0.95")
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+
+
+@dataclass
+class Pair:
+    """A master, its worker, and a large server of the master's model without either."""
+
+    large: Server
+    master: Server
+    worker: Server
+
+    def answers(self, server: Server, prompts: list[list[int]], tokens: int = 24) -> list[Any]:
+        """Ids and logprobs, all asked at once."""
+
+        def ask(prompt: list[int]) -> Any:
+            body = {
+                "input_ids": prompt,
+                "return_logprob": True,
+                "sampling_params": {
+                    "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True,
+                },
+            }  # fmt: skip
+            found = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+            assert found.ok, found.text
+            answer = found.json()
+            logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+            return answer["output_ids"], logprobs
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(ask, prompts))
+
+    def same(self, prompts: list[list[int]]) -> None:
+        """Both give the same to all of them."""
+        expected = self.answers(self.large, prompts)
+        found = self.answers(self.master, prompts)
+        for (ids, logprobs), (our_ids, our_logprobs) in zip(expected, found, strict=True):
+            assert our_ids == ids
+            assert our_logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+def peer(role: str, directory: Path, **more: Any) -> str:
+    section = {"role": role, "directory": str(directory), "window": "1s", **more}
+    return json.dumps({"peer": section})
+
+
+def until(what: str, condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def borrowed(pair: Pair) -> int:
+    """Tokens."""
+    return int(live(pair.master.url)["peer"]["borrowed_bytes"]) // TOKEN_BYTES
+
+
+@pytest.fixture(scope="module")
+def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
+    directory = tmp_path_factory.mktemp("peers")
+    directory.chmod(0o700)
+    ours = ("--enable-ext", "--ext-config")
+    # 6 layers of 6 heads of 48: 13,824 B a token.
+    tokens = str(-(-(BORROWED + 1024) * TOKEN_BYTES // 13_824))
+    arguments = ("--model-path", str(untrained()), "--max-total-tokens", tokens, *COMMON)
+    return System("worker", (*arguments, *ours, peer("worker", directory, deadline="20s")))
+
+
+@pytest.fixture(scope="module", params=os.environ.get("SGL_EXT_STREAMS", "direct").split(","))
+def pair(
+    request: pytest.FixtureRequest,
+    worker_system: System,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
+    capacity = f"{BORROWED * TOKEN_BYTES}B"
+    patient = {"deadline": "60s", "lease": "60s"}
+    config = peer("master", directory, capacity=capacity, stream=request.param, **patient)
+    small = ("--max-total-tokens", str(LOCAL), "--chunked-prefill-size", "512", *COMMON)
+    systems = [
+        System("large", ("--max-total-tokens", "8192", "--chunked-prefill-size", "512", *COMMON)),
+        System("master", (*small, "--enable-ext", "--ext-config", config)),
+        worker_system,
+    ]
+    with serve(systems, model, tmp_path_factory.mktemp("logs")) as servers:
+        pair = Pair(*servers)
+        until("the worker lends nothing", lambda: borrowed(pair) >= 0.9 * BORROWED)
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> list[list[int]]:
+    """One that fits the master's own memory, others that do not."""
+    short, *long = [
+        each.prompts[0] for each in conversations(model, 4, turns=1, tokens=(1500, 1900))
+    ]
+    return [short[:400], *long]
+
+
+def test_answers_are_those_of_a_large_server(pair: Pair, prompts: list[list[int]]) -> None:
+    for prompt in prompts[:2]:
+        pair.same([prompt])
+    pair.same(prompts)
+    longer = [prompt + [1] * 40 for prompt in prompts]
+    pair.same(longer)  # of which the master has cached what came before
+
+
+def test_what_the_worker_needs_comes_back_and_goes_again(
+    pair: Pair, prompts: list[list[int]]
+) -> None:
+    chance = random.Random(0)  # noqa: S311
+    stop = threading.Event()
+
+    def storm() -> None:
+        while not stop.is_set():
+            tokens = [chance.randrange(40_000) for _ in range(chance.randrange(200, 7000))]
+            sampling = {"max_new_tokens": 40, "ignore_eos": True}
+            body = {"input_ids": tokens, "sampling_params": sampling}
+            found = requests.post(f"{pair.worker.url}/generate", json=body, timeout=DEADLINE_S)
+            assert found.ok, found.text
+            assert found.json()["meta_info"]["completion_tokens"] == 40
+            time.sleep(chance.random())
+
+    with ThreadPoolExecutor(2) as threads:
+        storms = [threads.submit(storm) for _ in range(2)]
+        try:
+            for round_ in range(2):
+                pair.same([[round_, *prompt] for prompt in prompts[:2]])
+        finally:
+            stop.set()
+        for each in storms:
+            each.result()
+    found = live(pair.worker.url)["peer"]
+    assert found["reclaimed"] > 0
+    until("nothing is lent again", lambda: borrowed(pair) >= 0.9 * BORROWED)
+
+
+def test_a_worker_that_is_killed_is_missed_by_nobody(
+    pair: Pair, worker_system: System, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    expected = pair.answers(pair.large, prompts)
+    with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
+        asked = threads.submit(pair.answers, pair.master, prompts)
+        time.sleep(1)
+        for process in [*pair.worker.process.children(recursive=True), pair.worker.process]:
+            process.send_signal(signal.SIGKILL)
+        until("the dead worker's memory is used", lambda: borrowed(pair) == 0)
+        pair.same(prompts[:1])  # which needs none
+        # The others wait for memory, and begin anew with it.
+        (pair.worker,) = stack.enter_context(serve([worker_system], untrained(), tmp_path))
+        for (ids, _), (our_ids, _) in zip(expected, asked.result(), strict=True):
+            assert our_ids == ids
+        until("nothing is lent again", lambda: borrowed(pair) >= 0.9 * BORROWED)
+        pair.same(prompts)
+
+
+def test_files_of_the_dead_are_gone(pair: Pair) -> None:
+    master = psutil.Process(pair.master.process.pid)
+    schedulers = [p for p in master.children(recursive=True) if "scheduler" in p.name()]
+    (scheduler,) = schedulers
+    maps = Path(f"/proc/{scheduler.pid}/maps").read_text()
+    assert maps.count("memfd:sgl_ext-kv") <= 2  # its own and, perhaps, one worker's
