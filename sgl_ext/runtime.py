@@ -59,10 +59,13 @@ class ExtRuntime:
     """Who gives way; None if that is SGLang's own business."""
     peer: PeerSide | None = None
     """This process's side of lending and borrowing; None without the section."""
-    stream: LayerStream | None = None
-    """Layer buffers of a master; None if it reads workers' memory where it is."""
     link_metrics: LinkMetrics | None = None
     """What is linked, counted; None if SGLang's metrics are off."""
+
+    @property
+    def stream(self) -> LayerStream | None:
+        """Layer buffers of a master; None if it reads workers' memory where it is."""
+        return None if self.peer is None else self.peer.stream
 
     def describe_memory(self) -> dict[str, Any]:
         """Where KV lies, for ``/server_info``."""

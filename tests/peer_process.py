@@ -16,7 +16,6 @@ from peer_kit import LightMaster, LightWorker
 
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
-from sgl_ext.peer.messages import Keep, Lend
 from sgl_ext.peer.worker import Terms
 
 BLOCKS = 120
@@ -43,9 +42,8 @@ def master(path: Path, seed: int) -> None:
         link = Link("master", address, beat=0.05)
         while True:
             now = time.monotonic()
-            for message in link.heard():
-                if isinstance(message, Lend):
-                    light.master.hear(message, now)
+            for lend in link.heard():
+                light.master.hear(lend, now)
             light.serve(40)
             light.slow = light.choose.random() < 0.5
             light.master.step(now)
@@ -60,9 +58,8 @@ def worker(path: Path, seed: int) -> None:
     link = Link("worker", directory.address(path), beat=0.05)
     while True:
         now = time.monotonic()
-        for message in link.heard():
-            if isinstance(message, Keep):
-                light.worker.hear(message, now)
+        for keep in link.heard():
+            light.worker.hear(keep, now)
         light.serve(6)
         if not light.wanted and light.choose.random() < 0.02:
             light.wanted = light.choose.randrange(BLOCKS - light.held + 1)

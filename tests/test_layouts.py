@@ -19,6 +19,7 @@ PROGRAM = """
 import json, sys
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.scheduler import Scheduler
+from sgl_ext.engine.kv_resize import KVResizer
 from sgl_ext.memory.block_groups import BlockGroups
 
 named = 0  # blocks that were asked for in the name of a request
@@ -34,16 +35,12 @@ BlockGroups.append = counting(BlockGroups.append, lambda owners: owners)
 BlockGroups.allocate = counting(
     BlockGroups.allocate, lambda requests: [owner for owner, blocks in requests if blocks])
 
-def probe(self, path, lend=0, reclaim=0):
-    from sgl_ext.engine.kv_resize import KVResizer
-    from sgl_ext.memory.elastic import ElasticPool
+def probe(self, path, gone=0, back=0):
     if hasattr(self.token_to_kv_pool_allocator, "groups"):
-        if not hasattr(self, "elastic"):
-            layout = self.token_to_kv_pool_allocator.get_kvcache().slab.layout
-            self.elastic = ElasticPool(KVResizer(self), layout, layout)
         self.token_to_kv_pool_allocator.groups.check_integrity()
-        assert self.elastic.lend(lend)
-        self.elastic.reclaimed(reclaim)
+        resizer = KVResizer(self)
+        assert resizer.shrink(gone)
+        resizer.grow(back)
     state = {"size": self.max_total_num_tokens, "longest": self.max_req_len, "named": named,
              "available": self.token_to_kv_pool_allocator.available_size()
              + self.tree_cache.evictable_size()}
@@ -75,13 +72,13 @@ def main():
                         enable_ext=True, ext_config={"memory": {"layout": layout}})
         info = engine.get_server_info()["sgl_ext"]["memory"]
         result = {"memory": info, "answers": list(answers(engine, prompts))}
-        # Half of the slab goes, the other half serves, the first half comes back.
+        # Half of the blocks go, the others serve, the first half comes back.
         short = sorted(prompts, key=len)[:2]
         half = 256 // page if layout == "block_major" else 0
         engine.flush_cache()
-        result["states"] = [state(engine, scratch, lend=half)]
+        result["states"] = [state(engine, scratch, gone=half)]
         result["small"] = list(answers(engine, short))
-        result["states"] += [state(engine, scratch), state(engine, scratch, reclaim=half)]
+        result["states"] += [state(engine, scratch), state(engine, scratch, back=half)]
         engine.flush_cache()
         result["again"] = list(answers(engine, short))
         result["states"] += [state(engine, scratch)]

@@ -25,14 +25,13 @@ import pytest
 import requests
 
 from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.peer_servers import COMMON, TOKEN_BYTES, borrowed, peer, worker_tokens
 from sgl_ext.bench.server import Server, System, live, serve
 from sgl_ext.models import untrained
 
 DEADLINE_S = 240.0
 LOCAL, BORROWED = 1024, 4096
 """Tokens of the master."""
-COMMON = ("--page-size", "16", "--dtype", "float32", "--mem-fraction-static", "0.95")
-TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
 
 
 @dataclass
@@ -72,11 +71,6 @@ class Pair:
             assert our_logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
-def peer(role: str, directory: Path, **more: Any) -> str:
-    section = {"role": role, "directory": str(directory), "window": "1s", **more}
-    return json.dumps({"peer": section})
-
-
 def until(what: str, condition: Any) -> None:
     end = time.monotonic() + 60
     while not condition():
@@ -84,20 +78,13 @@ def until(what: str, condition: Any) -> None:
         time.sleep(0.1)
 
 
-def borrowed(pair: Pair) -> int:
-    """Tokens."""
-    return int(live(pair.master.url)["peer"]["borrowed_bytes"]) // TOKEN_BYTES
-
-
 @pytest.fixture(scope="module")
 def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
     directory = tmp_path_factory.mktemp("peers")
     directory.chmod(0o700)
-    ours = ("--enable-ext", "--ext-config")
-    # 6 layers of 6 heads of 48: 13,824 B a token.
-    tokens = str(-(-(BORROWED + 1024) * TOKEN_BYTES // 13_824))
+    tokens = str(worker_tokens(BORROWED + 1024, own=0))
     arguments = ("--model-path", str(untrained()), "--max-total-tokens", tokens, *COMMON)
-    return System("worker", (*arguments, *ours, peer("worker", directory, deadline="20s")))
+    return System("worker", (*arguments, *peer("worker", directory, window="1s", deadline="20s")))
 
 
 @pytest.fixture(scope="module", params=os.environ.get("SGL_EXT_STREAMS", "direct").split(","))
@@ -110,16 +97,15 @@ def pair(
     directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
     capacity = f"{BORROWED * TOKEN_BYTES}B"
     patient = {"deadline": "60s", "lease": "60s"}
-    config = peer("master", directory, capacity=capacity, stream=request.param, **patient)
-    small = ("--max-total-tokens", str(LOCAL), "--chunked-prefill-size", "512", *COMMON)
+    ours = peer("master", directory, capacity=capacity, stream=request.param, **patient)
     systems = [
-        System("large", ("--max-total-tokens", "8192", "--chunked-prefill-size", "512", *COMMON)),
-        System("master", (*small, "--enable-ext", "--ext-config", config)),
+        System("large", ("--max-total-tokens", "8192", *COMMON)),
+        System("master", ("--max-total-tokens", str(LOCAL), *COMMON, *ours)),
         worker_system,
     ]
     with serve(systems, model, tmp_path_factory.mktemp("logs")) as servers:
         pair = Pair(*servers)
-        until("the worker lends nothing", lambda: borrowed(pair) >= 0.9 * BORROWED)
+        until("the worker lends nothing", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
         yield pair
 
 
@@ -167,7 +153,7 @@ def test_what_the_worker_needs_comes_back_and_goes_again(
             each.result()
     found = live(pair.worker.url)["peer"]
     assert found["reclaimed"] > 0
-    until("nothing is lent again", lambda: borrowed(pair) >= 0.9 * BORROWED)
+    until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
 
 
 def test_a_worker_that_is_killed_is_missed_by_nobody(
@@ -179,13 +165,13 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(
         time.sleep(1)
         for process in [*pair.worker.process.children(recursive=True), pair.worker.process]:
             process.send_signal(signal.SIGKILL)
-        until("the dead worker's memory is used", lambda: borrowed(pair) == 0)
+        until("the dead worker's memory is used", lambda: borrowed(pair.master) == 0)
         pair.same(prompts[:1])  # which needs none
         # The others wait for memory, and begin anew with it.
         (pair.worker,) = stack.enter_context(serve([worker_system], untrained(), tmp_path))
         for (ids, _), (our_ids, _) in zip(expected, asked.result(), strict=True):
             assert our_ids == ids
-        until("nothing is lent again", lambda: borrowed(pair) >= 0.9 * BORROWED)
+        until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
         pair.same(prompts)
 
 

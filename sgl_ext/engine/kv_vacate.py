@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from sgl_ext.engine.swap_in import reserved
 
 
 def evict(tree: Any, start: int, end: int) -> None:
@@ -107,8 +108,7 @@ def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
 
 def fits(req: Any, allocator: Any) -> bool:
     """Whether SGLang would admit the request if it were alone."""
-    left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
-    longest = len(req.origin_input_ids) + len(req.output_ids) + min(left, CLIP_MAX_NEW_TOKENS)
+    longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
     # A page is kept for the last one, which is never full.
     return bool(longest + allocator.page_size < allocator.size)
 

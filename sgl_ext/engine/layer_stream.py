@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from sgl_ext.config import EmulatedDevice
 from sgl_ext.memory.mapping import Mapping, create
-from sgl_ext.memory.runs import run_starts
+from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
-from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.memory.transfer import Lane, TransferEngine
+from sgl_ext.tiers.build import emulated
 
 
 class _Rows(NamedTuple):
@@ -65,14 +66,9 @@ class LayerStream:
         self._engine = TransferEngine()
         self._engine.register(slab.address, slab.reach, owner=slab)
         self._engine.register(self._mapping.address, size, owner=self._mapping)
-        self._lane: Any = self._engine.host_lane()
-        if link is not None:
-            self._lane = self._engine.throttled_lane(
-                self._lane,
-                bytes_per_second=link.bytes_per_second,
-                latency=link.latency,
-                operations_per_second=link.operations_per_second or float("inf"),
-            )
+        lane: Lane = self._engine.host_lane()
+        slow = emulated(self._engine, link)
+        self._lane = slow(lane) if slow else lane
         self.active = False
         """Whether the forward that runs reads or writes workers' memory."""
         self.waited_seconds = 0.0
@@ -174,10 +170,7 @@ class LayerStream:
         buffer = self._mapping.address + place + slots.starts * row
         ends = (buffer, home) if stored else (home, buffer)
         pitches = (row, token) if stored else (token, row)
-        rows = np.empty((len(slots.starts), 6), np.int64)
-        columns: tuple[NDArray[np.int64] | int, ...] = (*ends, row, slots.lengths, *pitches)
-        for column, value in enumerate(columns):
-            rows[:, column] = value
+        rows = copy_rows(*ends, row, slots.lengths, *pitches)
         self.forward_bytes += slots.total * row
         return self._engine.submit(rows, self._lane, Priority.URGENT)
 
@@ -191,7 +184,3 @@ class LayerStream:
         began = time.perf_counter()
         ticket.wait(COPY_DEADLINE_S)
         self.waited_seconds += time.perf_counter() - began
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._engine.close()

@@ -39,7 +39,6 @@ def _open(scheduler: Any) -> None:
 
     try:
         ext.peer = open_side(ext.config.peer, scheduler, ext.slab)
-        ext.stream = ext.peer.stream
     except ExtError as error:
         refuse(hooks.ActivationError(f"peer: {error}"))
 

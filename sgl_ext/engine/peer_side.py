@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import IO, Any, Literal
@@ -21,14 +20,9 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.master import Master
-from sgl_ext.peer.messages import Keep, Lend
 from sgl_ext.peer.need import NeedWindow
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
-
-logger = logging.getLogger(__name__)
-
-_TREE = "UnifiedRadixCache"
 
 
 def open_side(config: Peer, scheduler: Any, slab: Slab) -> PeerSide:
@@ -50,7 +44,6 @@ class PeerSide:
     def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._address = directory.address(config.directory)
-        self._link: Link | None = None
         self._running: Any = None
 
     def step(self, running: Any) -> None:
@@ -65,15 +58,11 @@ class PeerSide:
         raise NotImplementedError
 
     def _meet(self) -> None:
+        """Opens the conversation, when all else has been made."""
         self._link = Link(self.role, self._address)
         poller = getattr(getattr(self._scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:  # a scheduler with nothing to do sleeps for up to a second
             poller.register(self._link.news, zmq.POLLIN)
-
-    def close(self) -> None:
-        """Ends the conversation."""
-        if self._link is not None:
-            self._link.close()
 
     def _evict(self, start: int, end: int) -> None:
         page = self._slab.layout.page
@@ -134,11 +123,8 @@ class WorkerSide(PeerSide):
 
     def step(self, running: Any) -> None:
         now = time.monotonic()
-        if self._link is None:
-            return
-        for message in self._link.heard():
-            if isinstance(message, Keep):
-                self._worker.hear(message, now)
+        for keep in self._link.heard():
+            self._worker.hear(keep, now)
         self._running = running
         self._worker.step(self._need(running), now)
         self._running = None
@@ -175,7 +161,7 @@ class WorkerSide(PeerSide):
             "used_bytes": self._worker.used,
             "retired_bytes": self._memory.retired,
             "refused": self._worker.refused,
-            "misunderstood": self._link.strange if self._link else "",
+            "misunderstood": self._link.strange,
             "unit": units,
             **vars(self._worker.counts),
         }
@@ -244,11 +230,8 @@ class MasterSide(PeerSide):
 
     def step(self, running: Any) -> None:
         now = time.monotonic()
-        if self._link is None:
-            return
-        for message in self._link.heard():
-            if isinstance(message, Lend):
-                self._master.hear(message, now)
+        for lend in self._link.heard():
+            self._master.hear(lend, now)
         before = self._resizer.blocks
         self._running = running
         self._master.step(now)
@@ -319,7 +302,7 @@ class MasterSide(PeerSide):
             **streamed,
             "borrowed_bytes": self._master.borrowed,
             "retracted": self.retracted,
-            "misunderstood": self._link.strange if self._link else "",
+            "misunderstood": self._link.strange,
             "workers": [
                 {
                     "pid": loan.borrower.pid,

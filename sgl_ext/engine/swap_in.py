@@ -113,11 +113,16 @@ def expect(adder: Any) -> None:
 
 def tokens_needed(adder: Any, req: Any) -> int:
     """What SGLang wants to have free before it admits a request."""
+    uncached = len(req.full_untruncated_fill_ids) - req.prefix_len
+    return int(uncached + reserved(req) + adder.per_req_token_overhead)
+
+
+def reserved(req: Any) -> int:
+    """Tokens that SGLang keeps for the rest of a request's answer when it admits it."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    left = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    uncached = len(req.full_untruncated_fill_ids) - req.prefix_len
-    return int(uncached + min(left, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead)
+    left = max((req.sampling_params.max_new_tokens or 0) - len(req.output_ids), 0)
+    return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
 def lacking(adder: Any, req: Any) -> float:

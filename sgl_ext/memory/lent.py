@@ -67,7 +67,6 @@ class Lendable:
         """By address; whole pages."""
         if start < self._end:
             self.extents = (Extent(name, fd, start, self._end - start),)
-        self._first = fd
         self._retired: list[Extent] = []
         self._files: set[int] = set()
         weakref.finalize(self, _close, self._files).atexit = False

@@ -22,3 +22,9 @@ def runs_of(blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
     first = run_starts(blocks)
     lengths = np.diff(first, append=len(blocks))
     return list(zip(blocks[first].tolist(), lengths.tolist(), strict=True))
+
+
+def copy_rows(*columns: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    """``[copies, 6]`` for a transfer engine: source, destination, width, height and both pitches,
+    each one for all copies or one of each."""
+    return np.stack(np.broadcast_arrays(*columns), axis=1)

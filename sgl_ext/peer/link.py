@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import zmq
 
@@ -79,8 +79,11 @@ class Link:
             self._said = said
             os.eventfd_write(self._wake, 1)
 
-    def heard(self) -> list[Message]:
-        """The latest of each side since the last call. Returns at once."""
+    def heard(self) -> list[Any]:
+        """The latest of each side since the last call: a master hears ``Lend``, a worker ``Keep``.
+
+        Returns at once.
+        """
         if not self._heard or self._closed:
             return []
         with self._lock:

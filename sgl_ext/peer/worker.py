@@ -221,10 +221,10 @@ class Worker:
 
     def _lend_more(self, lending: Lending, now: float) -> None:
         granted, need = self._lender.granted, self._needs.largest(now)
-        if lending.scale_down(granted, need, 0) == granted:
+        if (most := lending.scale_down(granted, need, 0)) == granted:
             return
-        wanted = self._pool.blocks - lending.local(lending.scale_down(granted, need, 0))
-        more = lending.scale_down(granted, need, self._pool.vacate(wanted))
+        used = self._pool.vacate(self._pool.blocks - lending.local(most))
+        more = lending.scale_down(granted, need, used)
         if more > granted and self._pool.shrink(self._pool.blocks - lending.local(more)):
             self._lender.grant(more)
             self.counts.lent += more - granted

@@ -20,15 +20,16 @@ from sgl_ext.tiers.stack import TierStack
 logger = logging.getLogger(__name__)
 
 
-def _emulated(
+def emulated(
     engine: TransferEngine, device: EmulatedDevice | None
 ) -> Callable[[Lane], Lane] | None:
+    """What makes a lane of the engine as slow as ``device``, and says so; None without one."""
     if device is None:
         return None
     rate, latency = int(device.bytes_per_second), device.latency
     operations = device.operations_per_second or float("inf")
     logger.warning(
-        "a tier's device is slowed down to %d B/s, %.3g s and %.3g operations/s",
+        "a device is slowed down to %d B/s, %.3g s and %.3g operations/s",
         rate, latency, operations,
     )  # fmt: skip
     return lambda lane: engine.throttled_lane(
@@ -55,9 +56,9 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStac
         engine.register(slab.address, slab.reach, owner=slab)
         engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
         lane: Lane = engine.host_lane()
-        if link := _emulated(engine, config.host.link if config.host else None):
+        if link := emulated(engine, config.host.link if config.host else None):
             lane = link(lane)
-        slow = _emulated(engine, config.host.emulate if config.host else None)
+        slow = emulated(engine, config.host.emulate if config.host else None)
         loads = slow(lane) if slow else lane
         copies = DeviceCopies(engine, lane, slab, arena, loads=loads, by_layer=by_layer)
         wake = threading.Event()
@@ -71,7 +72,7 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStac
                 config.ssd.directories,
                 config.ssd.capacity,
                 fsync=config.ssd.fsync,
-                wrap=_emulated(engine, config.ssd.emulate),
+                wrap=emulated(engine, config.ssd.emulate),
             )
             lower.append(LowerTier(ssd, keep_after=config.ssd.keep_after, wake=wake.set))
             undo.callback(lower[-1].close)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.memory.in_flight import BlocksInFlight
-from sgl_ext.memory.runs import run_starts
+from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.transfer import Lane, Priority, Ticket, TransferEngine
 from sgl_ext.tiers.arena import Arena, Pages
@@ -58,7 +58,7 @@ class DeviceCopies:
     def store(self, blocks: Pages, pages: Pages, priority: Priority = Priority.BULK) -> Ticket:
         """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
-        rows = _rows(device, host, width, height, pitch, stride)
+        rows = copy_rows(device, host, width, height, pitch, stride)
         ticket = self._engine.submit(rows, self._lane, priority)
         self.in_flight.begin(blocks, ticket)
         return ticket
@@ -66,7 +66,7 @@ class DeviceCopies:
     def fill(self, pages: Pages, blocks: Pages) -> Ticket:
         """Copies ``pages`` to ``blocks`` of the slab, before everything that is less urgent."""
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
-        rows = _rows(host, device, width, height, stride, pitch)
+        rows = copy_rows(host, device, width, height, stride, pitch)
         return self._engine.submit(rows, self._loads, Priority.URGENT)
 
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
@@ -111,7 +111,7 @@ class DeviceCopies:
         targets = self._slab.address + blocks[first] * layout.block_bytes
         return [
             self._engine.submit(
-                _rows(
+                copy_rows(
                     sources + begin * layer_bytes,
                     targets + begin * layer_bytes,
                     (end - begin) * layer_bytes,
@@ -190,7 +190,3 @@ def _landed(ticket: Ticket, deadline: float) -> bool:
     except Exception:  # failed, cancelled or too slow: the caller says so, to whom it concerns
         return False
     return True
-
-
-def _rows(*columns: NDArray[np.int64] | int) -> NDArray[np.int64]:
-    return np.stack(np.broadcast_arrays(*columns), axis=1)
