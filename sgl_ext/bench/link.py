@@ -48,7 +48,7 @@ _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
-    AccuracySizes(_COMPARED, _COMPARED, as_they_are=4, by_all=4),
+    AccuracySizes(_COMPARED, _COMPARED, as_they_are=4),
 )
 _WHOLE = _Sizes(
     300_000,
@@ -58,11 +58,11 @@ _WHOLE = _Sizes(
         _COMPARED,
         _METHODS,
         as_they_are=200,
-        by_all=30,
+        by_all=10,
         merged=10,
         merged_length=2048,
         needles=60,
-        needle_length=3072,
+        needle_length=2048,
     ),
 )
 

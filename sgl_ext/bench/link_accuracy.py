@@ -29,13 +29,13 @@ from sgl_ext.bench.scores import mean_interval
 from sgl_ext.chunks.divergence import Distribution, divergence
 from sgl_ext.distributions import distributions
 
-PARTS = ("documents", "merged", "needles")
+PARTS = ("documents", "methods", "merged", "needles")
 
 _TOP = 512
 """Tokens whose logprobs are compared."""
 _DEADLINE_S = 600.0
-_NEEDLE_TOKENS = 12
-"""Of an answer: a number and what may come before it."""
+_NEEDLE_TOKENS = 24
+"""Of an answer: six digits, each a token, and the sentence before them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AccuracySizes:
     """All of them, by fewer prompts."""
     as_they_are: int
     """Prompts of each set whose chunks are documents as they are."""
-    by_all: int
+    by_all: int = 0
     """As many of them are linked by all methods."""
     merged: int = 0
     """Prompts of each set whose chunks are documents merged."""
@@ -100,6 +100,13 @@ class Accuracy:
         of_sets = {name: asked(name) for name in get_args(QuestionSet)}
         if "documents" in parts:
             self._report_documents(report, of_sets)
+        if self._sizes.by_all and "methods" in parts:
+            few = [
+                prompt
+                for each in of_sets.values()
+                for prompt in document_prompts(self._template, each, self._sizes.by_all)
+            ]
+            self._divergence(report, "as they are, all methods", few, self._sizes.methods)
         if self._sizes.merged and "merged" in parts:
             merged = [
                 prompt
@@ -124,8 +131,6 @@ class Accuracy:
             name: document_prompts(self._template, each, self._sizes.as_they_are)
             for name, each in of_sets.items()
         }
-        few = [prompt for each in whole.values() for prompt in each[: self._sizes.by_all]]
-        self._divergence(report, "as they are, all methods", few, self._sizes.methods)
         for name, prompts in whole.items():
             self._divergence(report, f"as they are, {name}", prompts, self._sizes.compared)
         every = list(chain.from_iterable(whole.values()))
