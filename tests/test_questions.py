@@ -200,6 +200,16 @@ def test_documents_as_they_are(template: Template, wiki: list[Question]) -> None
         document_prompts(template, wiki[:5], 6)
 
 
+def test_gold_documents_stay_among_few(template: Template) -> None:
+    asked = questions("hotpotqa")[:20]
+    whole = document_prompts(template, asked, 20)
+    few = document_prompts(template, asked, 20, distractors=1)
+    for question, all_of_it, some in zip(asked, whole, few, strict=True):
+        gold = {tuple(template.encode(str(each))) for each in question.documents if each.gold}
+        assert gold < set(some.chunks) < set(all_of_it.chunks)
+        assert len(some.chunks) == len(gold) + 1
+
+
 def test_a_gold_document_may_be_in_any_chunk(template: Template, wiki: list[Question]) -> None:
     places: list[set[int]] = []
     for prompt in question_prompts(template, wiki, 30, length=2000):

@@ -170,9 +170,17 @@ def question_prompts(
 
 
 def document_prompts(
-    template: Template, questions: Sequence[Question], count: int, *, seed: int = 0
+    template: Template,
+    questions: Sequence[Question],
+    count: int,
+    *,
+    distractors: int | None = None,
+    seed: int = 0,
 ) -> list[Prompt]:
     """Prompts of the first ``count`` questions, each of their documents a chunk, as it is.
+
+    Args:
+        distractors: documents beside the gold ones, at most; all if not given.
 
     Raises:
         ExtError: there are fewer questions.
@@ -182,13 +190,20 @@ def document_prompts(
     return [
         template.prompt(
             f"{each.set}/{each.number}",
-            [template.encode(str(document)) for document in each.documents],
+            [template.encode(str(document)) for document in _few(each.documents, distractors)],
             each.question,
             each.answers,
             seed=seed,
         )
         for each in questions[:count]
     ]
+
+
+def _few(documents: Sequence[Document], distractors: int | None) -> list[Document]:
+    """The gold ones, and as many others at most, in the order that they have."""
+    others = [document for document in documents if not document.gold]
+    kept = others[:distractors]
+    return [document for document in documents if document.gold or document in kept]
 
 
 def merged(

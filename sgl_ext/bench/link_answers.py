@@ -1,7 +1,8 @@
 """How right a model's answers are when the documents of its prompts are linked: F1 on HotpotQA.
 
-Each document is a chunk as it is. ``full`` computes the same prompts, on the same server. A whole
-run takes hours; one that was broken off goes on where it was, if it is given the same ``--out``.
+Each document is a chunk as it is: the gold ones and three others, for on a small machine all ten
+take minutes a question. ``full`` computes the same prompts, on the same server. A whole run takes
+hours; one that was broken off goes on where it was, if it is given the same ``--out``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from sgl_ext.bench.scores import exact_match, f1, mean_interval
 from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
 
 _METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
+_DISTRACTORS = 3
 _ANSWER_TOKENS = 24
 _POOL = 60_000
 _START_DEADLINE_S = 900.0
@@ -45,11 +47,12 @@ def run(*, quick: bool, out: Path) -> Report:
     count = 6 if quick else 100
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    prompts = document_prompts(template, asked("hotpotqa"), count)
+    prompts = document_prompts(template, asked("hotpotqa"), count, distractors=_DISTRACTORS)
     config = {
         "model": model.name,
         "arguments": EXACT,
         "questions": count,
+        "distractors": _DISTRACTORS,
         "methods": _METHODS,
         "page": PAGE,
     }
