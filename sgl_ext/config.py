@@ -286,6 +286,9 @@ class Peer(_Section):
     stream: Literal["direct", "layer", "layers"] = "direct"
     """How a master's attention reads workers' memory: where it is, or through buffers for one
     layer, or for two (SwiftCache's layer stream cache)."""
+    busy_rate: Bytes | None = None
+    """Bytes per second, at most, between buffers and the memory of workers while these have
+    requests of their own; as fast as it goes if not given."""
     emulate: EmulatedDevice | None = None
     """Of the way to workers' memory, through buffers."""
 
@@ -293,9 +296,9 @@ class Peer(_Section):
     def _of_the_role(self) -> Self:
         if self.role == "master" and self.capacity is None:
             raise ValueError("a master says how much it borrows at most: give capacity")
-        if self.role == "worker" and (self.stream != "direct" or self.emulate):
-            raise ValueError("stream and emulate are a master's; leave them out")
-        if self.emulate and self.stream == "direct":
+        if self.role == "worker" and (self.stream != "direct" or self.emulate or self.busy_rate):
+            raise ValueError("stream, busy_rate and emulate are a master's; leave them out")
+        if (self.emulate or self.busy_rate) and self.stream == "direct":
             raise ValueError("only what goes through buffers can be slowed down: give stream")
         return self
 

@@ -21,7 +21,7 @@ OWN, BEYOND = 8, 48
 class Engine:
     """A pool of which some blocks are another's, and forwards over it."""
 
-    def __init__(self, buffers: int, link: EmulatedDevice | None = None) -> None:
+    def __init__(self, buffers: int, **options: object) -> None:
         self.slab = Slab.create(LAYOUT, OWN, beyond=BEYOND)
         lender = Slab.create(LAYOUT, 24)
         self.lender = lender  # keeps the file
@@ -33,7 +33,7 @@ class Engine:
         tokens = self.slab.tensor().flatten(0, 1)
         self.pool = SimpleNamespace(get_key_buffer=lambda layer: tokens[:, layer, 0])
         self.tokens = tokens
-        self.stream = LayerStream(self.slab, self.pool, buffers, link)
+        self.stream = LayerStream(self.slab, self.pool, buffers, **options)  # type: ignore[arg-type]
         self.stream.enabled = True
 
     def slots(self, *blocks: int) -> torch.Tensor:
@@ -100,8 +100,12 @@ def test_a_forward_that_failed_leaves_nothing_behind(engine: Engine) -> None:
     forward(engine, table, [8], torch.tensor([4 * first + 7]))
 
 
-def test_a_slow_way_is_waited_for() -> None:
-    engine = Engine(2, EmulatedDevice(bytes_per_second=64 << 10))
+@pytest.mark.parametrize(
+    "slow", [{"link": EmulatedDevice(bytes_per_second=64 << 10)}, {"busy_rate": 64 << 10}]
+)
+def test_a_slow_way_is_waited_for(slow: dict[str, object]) -> None:
+    engine = Engine(2, **slow)
+    engine.stream.sparing = "busy_rate" in slow
     first = engine.blocks[0]
     table = engine.slots(first, first + 1).to(torch.int32).unsqueeze(0)
     engine.tokens[first * 4 : first * 4 + 8] = 1.0

@@ -75,6 +75,22 @@ def test_an_idle_worker_lends_all_that_it_may() -> None:
     assert pair.master.begin(70)  # three blocks of which are its own
 
 
+def test_who_lends_and_has_requests_is_spared() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    assert not pair.master.master.sparing
+    assert pair.worker.begin(1)
+    pair.step()
+    assert pair.master.master.sparing
+    pair.worker.end(next(iter(pair.worker.requests)))
+    pair.step()
+    assert not pair.master.master.sparing
+    pair.worker.wanted = BLOCKS  # all comes back
+    pair.step(times=4)
+    assert pair.lent == 0
+    assert not pair.master.master.sparing
+
+
 def test_what_is_needed_comes_back() -> None:
     pair = Pair()
     pair.step(times=4)

@@ -45,11 +45,17 @@ class LayerStream:
         slab: of a master, with addresses for workers' memory.
         pool: SGLang's, whose layers may still be loaded from other tiers.
         buffers: layers that have a buffer, 1 or 2.
+        busy_rate: bytes per second, at most, while workers are spared.
         link: what the way to workers' memory is slowed down to.
     """
 
     def __init__(
-        self, slab: Slab, pool: Any, buffers: int, link: EmulatedDevice | None = None
+        self,
+        slab: Slab,
+        pool: Any,
+        buffers: int,
+        busy_rate: int | None = None,
+        link: EmulatedDevice | None = None,
     ) -> None:
         layout = slab.layout
         self._slab, self._pool = slab, pool
@@ -68,7 +74,10 @@ class LayerStream:
         self._engine.register(self._mapping.address, size, owner=self._mapping)
         lane: Lane = self._engine.host_lane()
         slow = emulated(self._engine, link)
-        self._lane = slow(lane) if slow else lane
+        self._full = self._lane = slow(lane) if slow else lane
+        self._reduced = self._full
+        if busy_rate is not None:
+            self._reduced = self._engine.throttled_lane(self._full, bytes_per_second=busy_rate)
         self.active = False
         """Whether the forward that runs reads or writes workers' memory."""
         self.waited_seconds = 0.0
@@ -79,6 +88,8 @@ class LayerStream:
         self._stores: dict[int, Ticket] = {}
         self.enabled = False
         """Whether anything is borrowed."""
+        self.sparing = False
+        """Whether workers' own traffic goes first."""
         self._old = self._new = _Rows.of(np.empty(0, np.int64))
         self._new_at: torch.Tensor | None = None
 
@@ -113,6 +124,7 @@ class LayerStream:
         self._new_at = far if len(new) else None
         self.active = bool(self._old.total or self._new.total)
         if self.active:
+            self._lane = self._reduced if self.sparing else self._full
             for layer in range(min(len(self._buffers), self._slab.layout.layers)):
                 self._load(layer)
 

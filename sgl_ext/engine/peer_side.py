@@ -205,7 +205,7 @@ class MasterSide(PeerSide):
             _require_native(slab)
             buffers = 1 if config.stream == "layer" else 2
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-            self.stream = LayerStream(slab, pool, buffers, config.emulate)
+            self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)
         self._meet()
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
@@ -238,6 +238,7 @@ class MasterSide(PeerSide):
         self._running = None
         if self.stream is not None:
             self.stream.enabled = bool(self._master.borrowed)
+            self.stream.sparing = self._master.sparing
         blocks = self._resizer.blocks
         if blocks < before:
             self._out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)

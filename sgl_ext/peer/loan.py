@@ -37,12 +37,14 @@ class Lender:
         granted: bytes, by the latest grant.
         bound: bytes that the master may be using.
         heard: the master's latest message.
+        busy: whether the worker has requests of its own; set by the owner.
     """
 
     def __init__(self, worker: bytes, pid: int, memory: tuple[Extent, ...]) -> None:
         self.worker = worker
         self._pid = pid
         self._session = 0
+        self.busy = False
         self._begin(memory)
 
     def _begin(self, memory: tuple[Extent, ...]) -> None:
@@ -75,7 +77,7 @@ class Lender:
         """All that this side knows."""
         return Lend(
             self.worker, self._session, self.master, self._number, self.granted, self._pid,
-            self._memory,
+            self._memory, self.busy,
         )  # fmt: skip
 
     def grant(self, size: int) -> None:
@@ -137,6 +139,7 @@ class Borrower:
         size: bytes that may be used, by the latest grant.
         memory: the worker's, in this session.
         over: whether the worker has ended the session: its memory is to be left.
+        busy: whether the worker has requests of its own.
         most: bytes that can be used at all; set by the owner.
         refused: why nothing is taken from this worker; set by the owner.
     """
@@ -157,6 +160,7 @@ class Borrower:
 
     def hear(self, lend: Lend) -> None:
         """What the worker says. A new session begins when nothing is used of the one before."""
+        self.busy = lend.busy
         if lend.session > self.session:
             self.over, self.size = True, 0
             if self._used:

@@ -107,6 +107,11 @@ class Master:
         """Bytes that are used."""
         return sum(loan.borrower.used for loan in self._loans.values())
 
+    @property
+    def sparing(self) -> bool:
+        """Whether a worker whose memory is used has requests of its own."""
+        return any(loan.borrower.busy and loan.borrower.used for loan in self._loans.values())
+
     def messages(self) -> Iterator[Keep]:
         """One for each worker; to be sent when they change, and again and again."""
         for loan in self._loans.values():

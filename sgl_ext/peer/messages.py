@@ -36,6 +36,8 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
     pid: _Pid
     memory: tuple[Extent, ...]
     """What may be lent at most, by address; a grant is the last bytes of it."""
+    busy: bool = False
+    """Whether the worker has requests of its own, whose traffic goes first."""
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:

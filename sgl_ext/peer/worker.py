@@ -184,6 +184,7 @@ class Worker:
         Args:
             need: tokens that all requests have, or come to have, together.
         """
+        self._lender.busy = need > 0
         need = max(need, self._terms.keep)
         self._needs.add(need, now)
         if self._memory.retired:
