@@ -1,0 +1,142 @@
+#include "coactivation.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "openmp.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// One clone per instruction set, chosen when the module is loaded.
+#define SGL_EXT_CLONES __attribute__((target_clones("arch=icelake-server", "popcnt", "default")))
+#else
+#define SGL_EXT_CLONES
+#endif
+
+namespace sgl_ext::coactivation {
+namespace {
+
+inline std::int32_t bits_of(const std::uint64_t *row, std::size_t words) {
+  std::int32_t count = 0;
+  for (std::size_t i = 0; i < words; ++i) count += __builtin_popcountll(row[i]);
+  return count;
+}
+
+inline std::int32_t common(const std::uint64_t *a, const std::uint64_t *b, std::size_t words) {
+  std::int32_t count = 0;
+  for (std::size_t i = 0; i < words; ++i) count += __builtin_popcountll(a[i] & b[i]);
+  return count;
+}
+
+inline float distance(std::int32_t shared, std::int32_t a, std::int32_t b) {
+  const std::int32_t either = a + b - shared;
+  return either ? 1.0f - float(shared) / float(either) : 1.0f;
+}
+
+std::vector<std::int32_t> frequencies(const Activations &activations) {
+  std::vector<std::int32_t> counts(activations.entries);
+  for (std::size_t i = 0; i < activations.entries; ++i)
+    counts[i] = bits_of(activations.bits + i * activations.words, activations.words);
+  return counts;
+}
+
+SGL_EXT_CLONES
+void row(const Activations &activations, const std::int32_t *counts, std::size_t from,
+         float *out) {
+  const std::uint64_t *own = activations.bits + from * activations.words;
+  for (std::size_t j = 0; j < activations.entries; ++j)
+    out[j] = distance(common(own, activations.bits + j * activations.words, activations.words),
+                      counts[from], counts[j]);
+}
+
+SGL_EXT_CLONES
+std::int32_t nearer(const Activations &activations, const std::int32_t *counts, std::size_t from,
+                    float radius) {
+  const std::uint64_t *own = activations.bits + from * activations.words;
+  std::int32_t found = 0;
+  for (std::size_t j = 0; j < activations.entries; ++j)
+    found += distance(common(own, activations.bits + j * activations.words, activations.words),
+                      counts[from], counts[j]) < radius;
+  return found - 1;  // without itself
+}
+
+SGL_EXT_CLONES
+float mean_distance(const Activations &activations, const std::int32_t *counts, std::size_t from,
+                    const std::int32_t *members, std::size_t count) {
+  const std::uint64_t *own = activations.bits + from * activations.words;
+  float sum = 0.0f;
+  for (std::size_t m = 0; m < count; ++m) {
+    const auto other = std::size_t(members[m]);
+    sum += distance(common(own, activations.bits + other * activations.words, activations.words),
+                    counts[from], counts[other]);
+  }
+  return sum / float(count);
+}
+
+struct Job {
+  const Activations &activations;
+  const std::int32_t *counts;
+  float radius;
+  std::int32_t *out;
+  std::atomic<std::size_t> next{0};
+};
+
+constexpr std::size_t piece = 64;  // entries that a thread takes at once
+
+void work(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  const std::size_t entries = job.activations.entries;
+  for (std::size_t first; (first = job.next.fetch_add(piece)) < entries;)
+    for (std::size_t i = first; i < std::min(first + piece, entries); ++i)
+      job.out[i] = job.counts[i] ? nearer(job.activations, job.counts, i, job.radius) : 0;
+}
+
+}  // namespace
+
+void density(const Activations &activations, float radius, int threads, std::int32_t *out) {
+  const auto counts = frequencies(activations);
+  Job job{activations, counts.data(), radius, out};
+  sgl_ext::parallel(activations.entries > piece ? threads : 1, work, &job);
+}
+
+void distances(const Activations &activations, std::size_t from, float *out) {
+  row(activations, frequencies(activations).data(), from, out);
+}
+
+Clusters cluster(const Activations &activations, const std::int32_t *order, std::size_t count,
+                 const Rules &rules) {
+  const auto counts = frequencies(activations);
+  std::vector<std::size_t> copies(activations.entries, 0);
+  std::vector<float> far(activations.entries);
+  std::vector<std::int32_t> near;
+  Clusters clusters;
+  clusters.starts.push_back(0);
+  for (std::size_t turn = 0; turn < count; ++turn) {
+    const std::int32_t medoid = order[turn];
+    if (copies[std::size_t(medoid)]) continue;
+    row(activations, counts.data(), std::size_t(medoid), far.data());
+    near.clear();
+    for (std::size_t j = 0; j < activations.entries; ++j)
+      if (far[j] < rules.radius && copies[j] < rules.copies && j != std::size_t(medoid))
+        near.push_back(std::int32_t(j));
+    std::sort(near.begin(), near.end(), [&far](std::int32_t a, std::int32_t b) {
+      const float x = far[std::size_t(a)], y = far[std::size_t(b)];
+      return x < y || (x == y && a < b);
+    });
+    const std::size_t begin = clusters.members.size();
+    clusters.members.push_back(medoid);
+    for (const std::int32_t candidate : near) {
+      const std::size_t size = clusters.members.size() - begin;
+      if (size >= rules.most) break;
+      if (!rules.pairwise ||
+          mean_distance(activations, counts.data(), std::size_t(candidate),
+                        clusters.members.data() + begin, size) < rules.radius)
+        clusters.members.push_back(candidate);
+    }
+    for (std::size_t m = begin; m < clusters.members.size(); ++m)
+      ++copies[std::size_t(clusters.members[m])];
+    clusters.starts.push_back(std::int64_t(clusters.members.size()));
+  }
+  return clusters;
+}
+
+}  // namespace sgl_ext::coactivation

@@ -1,0 +1,73 @@
+// Python face of the clusters of entries that are activated together. See _coactivation.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "coactivation.h"
+
+namespace nb = nanobind;
+using namespace sgl_ext::coactivation;
+
+namespace {
+
+using Bits = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Order = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+nb::ndarray<nb::numpy, T> array(std::vector<T> &&values) {
+  auto *kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), {kept->size()}, owner);
+}
+
+Activations of(const Bits &bits) { return {bits.data(), bits.shape(0), bits.shape(1)}; }
+
+auto density_of(const Bits &bits, float radius, int threads) {
+  std::vector<std::int32_t> out(bits.shape(0));
+  {
+    nb::gil_scoped_release release;
+    density(of(bits), radius, threads, out.data());
+  }
+  return array(std::move(out));
+}
+
+auto distances_from(const Bits &bits, std::size_t entry) {
+  if (entry >= bits.shape(0))
+    throw std::invalid_argument("entry " + std::to_string(entry) + " of " +
+                                std::to_string(bits.shape(0)));
+  std::vector<float> out(bits.shape(0));
+  {
+    nb::gil_scoped_release release;
+    distances(of(bits), entry, out.data());
+  }
+  return array(std::move(out));
+}
+
+auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t most,
+                 std::size_t copies, bool pairwise) {
+  if (!most || !copies) throw std::invalid_argument("a cluster has a member, which is in one");
+  for (std::size_t i = 0; i < order.shape(0); ++i)
+    if (order.data()[i] < 0 || std::size_t(order.data()[i]) >= bits.shape(0))
+      throw std::invalid_argument("entry " + std::to_string(order.data()[i]) + " of " +
+                                  std::to_string(bits.shape(0)));
+  Clusters found;
+  {
+    nb::gil_scoped_release release;
+    found = cluster(of(bits), order.data(), order.shape(0), {radius, most, copies, pairwise});
+  }
+  return std::make_pair(array(std::move(found.starts)), array(std::move(found.members)));
+}
+
+}  // namespace
+
+NB_MODULE(_coactivation, m) {
+  m.doc() = "Clusters of KV entries that are activated together.";
+  m.def("density", &density_of, nb::arg("bits"), nb::arg("radius"), nb::arg("threads"));
+  m.def("distances", &distances_from, nb::arg("bits"), nb::arg("entry"));
+  m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"),
+        nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
+}

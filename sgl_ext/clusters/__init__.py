@@ -1,0 +1,1 @@
+"""Decoding over contexts on SSDs, by entries that are activated together (Swarm)."""

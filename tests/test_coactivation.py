@@ -1,0 +1,163 @@
+"""Clusters of entries against the algorithm as the paper writes it, over all pairs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from sgl_ext._native import _coactivation
+from sgl_ext.clusters.activations import Activations, attention_mass
+from sgl_ext.clusters.clustering import Clusters, Mode, cluster
+
+
+def activations_of(active: NDArray[np.bool_]) -> Activations:
+    """From ``[queries, entries]``."""
+    queries, entries = active.shape
+    padded = np.zeros((entries, -(-queries // 64) * 64), bool)
+    padded[:, :queries] = active.T
+    return Activations(np.packbits(padded, axis=1, bitorder="little").view("<u8"), queries)
+
+
+def all_distances(active: NDArray[np.bool_]) -> NDArray[np.float32]:
+    shared = active.T.astype(np.int32) @ active.astype(np.int32)
+    count = active.sum(axis=0)
+    either = count[:, None] + count[None, :] - shared
+    ratio = shared.astype(np.float32) / np.maximum(either, 1).astype(np.float32)
+    return np.where(either > 0, np.float32(1) - ratio, np.float32(1)).astype(np.float32)
+
+
+def reference(
+    active: NDArray[np.bool_], radius: float, most: int, copies: int, *, pairwise: bool
+) -> list[list[int]]:
+    """Algorithm 1 with sets and a matrix."""
+    distance = all_distances(active)
+    limit = np.float32(radius)
+    entries = active.shape[1]
+    near = (distance < limit).sum(axis=1) - (distance.diagonal() < limit)
+    often = active.sum(axis=0)
+    found: list[list[int]] = []
+    held = [0] * entries
+    for medoid in sorted(range(entries), key=lambda e: (-near[e], -often[e], e)):
+        if held[medoid] or not often[medoid]:
+            continue
+        members = [medoid]
+        for candidate in sorted(range(entries), key=lambda e: (distance[medoid, e], e)):
+            if candidate == medoid or distance[medoid, candidate] >= limit:
+                continue
+            if held[candidate] >= copies or len(members) >= most:
+                continue
+            total = np.float32(0)
+            for member in members:
+                total += distance[candidate, member]
+            if not pairwise or total / np.float32(len(members)) < limit:
+                members.append(candidate)
+        for member in members:
+            held[member] += 1
+        found.append(members)
+    return found + [[entry] for entry in range(entries) if not often[entry]]
+
+
+def as_lists(clusters: Clusters) -> list[list[int]]:
+    return [
+        clusters.members[start:end].tolist()
+        for start, end in zip(clusters.starts, clusters.starts[1:], strict=False)
+    ]
+
+
+shapes = st.tuples(st.integers(1, 130), st.integers(1, 24))
+
+
+@settings(deadline=None, max_examples=150)
+@given(arrays(bool, shapes), st.floats(0.05, 1.0), st.integers(1, 6), st.integers(1, 3))
+def test_clusters_are_those_of_the_paper(
+    active: NDArray[np.bool_], radius: float, most: int, copies: int
+) -> None:
+    entries = active.shape[1]
+    cases: list[tuple[Mode, int, int, bool]] = [
+        ("faithful", entries, entries, True),
+        ("medoid-only", entries, entries, False),
+        ("no-replica", entries, 1, True),
+        ("capped", most, copies, True),
+    ]
+    for mode, bound, replicas, pairwise in cases:
+        found = cluster(activations_of(active), mode, most=most, copies=copies, radius=radius)
+        expected = reference(active, found.radius, bound, replicas, pairwise=pairwise)
+        assert as_lists(found) == expected, mode
+        assert found.copies(entries).min() >= 1
+        assert found.medoids.tolist() == [members[0] for members in expected]
+
+
+def test_a_radius_has_so_many_neighbours() -> None:
+    chance = np.random.default_rng(1)
+    topics = chance.random((40, 12)) < 0.2  # of 40 queries
+    active = topics[:, chance.integers(0, 12, 200)] ^ (chance.random((40, 200)) < 0.05)
+    activations = activations_of(active)
+    for neighbours in (4, 8, 16):
+        radius = activations.radius(neighbours)
+        near, nearer = (
+            np.median(_coactivation.density(activations.bits, limit, 2)[activations.frequency > 0])
+            for limit in (radius, radius - 1e-4)
+        )
+        assert nearer <= neighbours <= near  # many are equally far
+
+
+def test_those_that_go_together_are_found() -> None:
+    chance = np.random.default_rng(2)
+    group = chance.permutation(np.repeat(np.arange(30), 10))
+    wanted = chance.random((256, 30)) < 0.1
+    found = cluster(activations_of(wanted[:, group]), most=16)
+    for members in as_lists(found):
+        assert len({group[member] for member in members}) == 1
+    assert len(found) == 30
+
+
+def test_queries_activate_what_they_attend_to_most() -> None:
+    chance = np.random.default_rng(3)
+    mass = chance.random((70, 50), np.float32)
+    activations = Activations.of(mass, 0.1)
+    assert activations.bits.shape == (50, 2)
+    bits = np.unpackbits(activations.bits.view(np.uint8), axis=1, bitorder="little")[:, :70]
+    for query in range(70):
+        assert set(np.flatnonzero(bits[:, query])) == set(np.argsort(mass[query])[-5:])
+    assert activations.frequency.sum() == 70 * 5
+    assert Activations.of(mass[:, :1], 0.1).frequency.tolist() == [70]
+
+
+def test_mass_is_what_attention_pays() -> None:
+    chance = np.random.default_rng(4)
+    queries = chance.normal(size=(5, 6, 8)).astype(np.float32)
+    keys = chance.normal(size=(40, 2, 8)).astype(np.float32) * 3
+    logits = 0.5 * np.einsum("qhd,ehd->qhe", queries, np.repeat(keys, 3, axis=1))
+    whole = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+    beside = np.log(np.exp(logits[:, :, :10]).sum(axis=2)).astype(np.float32)
+    mass = attention_mass(queries, keys[10:], 0.5, beside)
+    np.testing.assert_allclose(mass, whole[:, :, 10:].sum(axis=1), rtol=1e-4)
+    nothing = np.full((5, 6), -np.inf, np.float32)
+    np.testing.assert_allclose(attention_mass(queries, keys, 0.5, nothing).sum(1), 6.0, rtol=1e-5)
+
+
+def test_bad_input_is_refused() -> None:
+    bits = np.zeros((3, 1), np.uint64)
+    order = np.array([3], np.int32)
+    with pytest.raises(ValueError, match="entry 3 of 3"):
+        _coactivation.distances(bits, 3)
+    with pytest.raises(ValueError, match="entry 3 of 3"):
+        _coactivation.cluster(bits, order, 0.5, 4, 4, pairwise=True)
+    with pytest.raises(ValueError, match="a cluster has a member"):
+        _coactivation.cluster(bits, order, 0.5, 0, 4, pairwise=True)
+
+
+def test_many_entries() -> None:
+    chance = np.random.default_rng(5)
+    active = chance.random((640, 4096)) < 0.08
+    began = time.perf_counter()
+    found = cluster(activations_of(active), threads=2)
+    print(f"4,096 entries: {time.perf_counter() - began:.2f} s, {len(found)} clusters")
+    assert found.sizes.max() <= 16
+    assert found.copies(4096).max() <= 4
