@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from sgl_ext._native import _coactivation
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations, attention_mass
 from sgl_ext.clusters.clustering import Clusters, Mode, cluster
 
@@ -93,6 +91,37 @@ def test_clusters_are_those_of_the_paper(
         assert found.medoids.tolist() == [members[0] for members in expected]
 
 
+def reference_blocks(active: NDArray[np.bool_], block: int) -> list[int]:
+    distance, often = all_distances(active), active.sum(axis=0)
+    left = sorted(range(active.shape[1]), key=lambda e: (-often[e], e))
+    order: list[int] = []
+    while left:
+        begun = order[len(order) // block * block :] or order[-1:]
+        near = [np.float32(0)] * len(left)
+        for member in begun:
+            near = [so_far + distance[member, e] for so_far, e in zip(near, left, strict=True)]
+        best = min(range(len(left)), key=near.__getitem__)
+        order.append(left.pop(best if near[best] < len(begun) else 0))
+    return order
+
+
+@settings(deadline=None, max_examples=150)
+@given(arrays(bool, shapes), st.integers(1, 6))
+def test_blocks_take_the_nearest(active: NDArray[np.bool_], block: int) -> None:
+    found = _clusters.blocks(activations_of(active).bits, block)
+    assert found.tolist() == reference_blocks(active, block)
+
+
+def test_blocks_are_of_those_that_go_together() -> None:
+    chance = np.random.default_rng(6)
+    group = chance.permutation(np.repeat(np.arange(25), 10))
+    wanted = chance.random((256, 25)) < 0.1
+    order = _clusters.blocks(activations_of(wanted[:, group]).bits, 5)
+    assert sorted(order.tolist()) == list(range(250))
+    for block in order.reshape(-1, 5):
+        assert len(set(group[block])) == 1
+
+
 def test_a_radius_has_so_many_neighbours() -> None:
     chance = np.random.default_rng(1)
     topics = chance.random((40, 12)) < 0.2  # of 40 queries
@@ -101,7 +130,7 @@ def test_a_radius_has_so_many_neighbours() -> None:
     for neighbours in (4, 8, 16):
         radius = activations.radius(neighbours)
         near, nearer = (
-            np.median(_coactivation.density(activations.bits, limit, 2)[activations.frequency > 0])
+            np.median(_clusters.density(activations.bits, limit, 2)[activations.frequency > 0])
             for limit in (radius, radius - 1e-4)
         )
         assert nearer <= neighbours <= near  # many are equally far
@@ -146,18 +175,18 @@ def test_bad_input_is_refused() -> None:
     bits = np.zeros((3, 1), np.uint64)
     order = np.array([3], np.int32)
     with pytest.raises(ValueError, match="entry 3 of 3"):
-        _coactivation.distances(bits, 3)
+        _clusters.distances(bits, 3)
     with pytest.raises(ValueError, match="entry 3 of 3"):
-        _coactivation.cluster(bits, order, 0.5, 4, 4, pairwise=True)
+        _clusters.cluster(bits, order, 0.5, 4, 4, pairwise=True)
+    with pytest.raises(ValueError, match="a block has an entry"):
+        _clusters.blocks(bits, 0)
     with pytest.raises(ValueError, match="a cluster has a member"):
-        _coactivation.cluster(bits, order, 0.5, 0, 4, pairwise=True)
+        _clusters.cluster(bits, order, 0.5, 0, 4, pairwise=True)
 
 
 def test_many_entries() -> None:
     chance = np.random.default_rng(5)
     active = chance.random((640, 4096)) < 0.08
-    began = time.perf_counter()
     found = cluster(activations_of(active), threads=2)
-    print(f"4,096 entries: {time.perf_counter() - began:.2f} s, {len(found)} clusters")
     assert found.sizes.max() <= 16
     assert found.copies(4096).max() <= 4

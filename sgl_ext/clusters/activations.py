@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext._native import _coactivation
+from sgl_ext._native import _clusters
 
 _SAMPLE = 256
 _WORD = 64
@@ -69,7 +69,7 @@ class Activations:
         sample = chance.permutation(active)[:_SAMPLE]
         # The nearest is the entry itself.
         nth = [
-            np.partition(_coactivation.distances(self.bits, int(entry)), neighbours)[neighbours]
+            np.partition(_clusters.distances(self.bits, int(entry)), neighbours)[neighbours]
             for entry in sample
         ]
         # Just beyond, for members are nearer than the radius.

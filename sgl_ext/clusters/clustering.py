@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext._native import _coactivation
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations
 
 Mode = Literal["capped", "faithful", "medoid-only", "no-replica"]
@@ -79,13 +79,13 @@ def cluster(
     """
     if radius is None:
         radius = activations.radius(neighbours)
-    near = _coactivation.density(activations.bits, radius, threads)
+    near = _clusters.density(activations.bits, radius, threads)
     frequency = activations.frequency
     # Among equals the one that is activated more often, then the first.
     order = np.lexsort((-frequency, -near)).astype(np.int32)
     seen = frequency > 0
     bound = (most, copies) if mode == "capped" else (_UNBOUNDED, _UNBOUNDED)
-    starts, members = _coactivation.cluster(
+    starts, members = _clusters.cluster(
         activations.bits, order[seen[order]], radius, bound[0],
         1 if mode == "no-replica" else bound[1], mode != "medoid-only",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "openmp.h"
 
@@ -137,6 +138,61 @@ Clusters cluster(const Activations &activations, const std::int32_t *order, std:
     clusters.starts.push_back(std::int64_t(clusters.members.size()));
   }
   return clusters;
+}
+
+namespace {
+
+// Adds each remaining entry's distance from `from` to what it is to the others of its block.
+SGL_EXT_CLONES
+void add_distances(const Activations &activations, const std::int32_t *counts, std::size_t from,
+                   const std::vector<std::int32_t> &left, float *sums) {
+  const std::uint64_t *own = activations.bits + from * activations.words;
+  for (const std::int32_t entry : left) {
+    const auto j = std::size_t(entry);
+    sums[j] += distance(common(own, activations.bits + j * activations.words, activations.words),
+                        counts[from], counts[j]);
+  }
+}
+
+}  // namespace
+
+std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block) {
+  const auto counts = frequencies(activations);
+  std::vector<std::int32_t> left(activations.entries);
+  std::iota(left.begin(), left.end(), 0);
+  std::stable_sort(left.begin(), left.end(), [&counts](std::int32_t a, std::int32_t b) {
+    return counts[std::size_t(a)] > counts[std::size_t(b)];
+  });
+  std::vector<float> sums(activations.entries, 0.0f);
+  std::vector<std::int32_t> order;
+  order.reserve(activations.entries);
+  std::size_t members = 0;  // whose distances are in `sums`
+  while (!left.empty()) {
+    // The first of equals: what is left stays sorted by how often it is activated.
+    std::size_t best = 0;
+    float lowest = float(members);  // which is no nearer than entries that share no query
+    for (std::size_t i = 0; i < left.size(); ++i) {
+      const float sum = sums[std::size_t(left[i])];
+      if (sum < lowest) {
+        lowest = sum;
+        best = i;
+      }
+    }
+    const std::int32_t next = left[best];
+    left.erase(left.begin() + std::ptrdiff_t(best));
+    order.push_back(next);
+    if (order.size() % block == 1 % block) {  // it begins a block
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      members = 0;
+    }
+    if (order.size() % block == 0 && block > 1) {  // the next block's first is near to this one
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      members = 0;
+    }
+    add_distances(activations, counts.data(), std::size_t(next), left, sums.data());
+    ++members;
+  }
+  return order;
 }
 
 }  // namespace sgl_ext::coactivation

@@ -1,4 +1,4 @@
-// Python face of the clusters of entries that are activated together. See _coactivation.pyi.
+// Python face of clusters, blocks and codes of KV entries. See _clusters.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "coactivation.h"
+#include "codes.h"
 
 namespace nb = nanobind;
 using namespace sgl_ext::coactivation;
@@ -62,12 +63,47 @@ auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t
   return std::make_pair(array(std::move(found.starts)), array(std::move(found.members)));
 }
 
+auto blocks_of(const Bits &bits, std::size_t block) {
+  if (!block) throw std::invalid_argument("a block has an entry");
+  std::vector<std::int32_t> order;
+  {
+    nb::gil_scoped_release release;
+    order = blocks(of(bits), block);
+  }
+  return array(std::move(order));
+}
+
+template <std::size_t dims>
+using Floats = nb::ndarray<const float, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
+using CodesOf = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+auto mass_of(const CodesOf &codes, const Floats<4> &tables, const Floats<2> &beside, int threads) {
+  const sgl_ext::codes::Shape shape{codes.shape(1), tables.shape(1), codes.shape(0),
+                                    codes.shape(2)};
+  const std::size_t queries = tables.shape(0);
+  if (!shape.kv_heads || !shape.entries || !shape.subspaces || !shape.heads ||
+      shape.heads % shape.kv_heads || tables.shape(2) != shape.subspaces ||
+      tables.shape(3) != sgl_ext::codes::centroids || beside.shape(0) != queries ||
+      beside.shape(1) != shape.heads)
+    throw std::invalid_argument("codes, tables and beside are of different shapes");
+  auto *out = new float[queries * shape.entries];
+  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<float *>(p); });
+  {
+    nb::gil_scoped_release release;
+    sgl_ext::codes::mass(shape, codes.data(), queries, tables.data(), beside.data(), threads, out);
+  }
+  return nb::ndarray<nb::numpy, float>(out, {queries, shape.entries}, owner);
+}
+
 }  // namespace
 
-NB_MODULE(_coactivation, m) {
-  m.doc() = "Clusters of KV entries that are activated together.";
+NB_MODULE(_clusters, m) {
+  m.doc() = "Clusters and blocks of KV entries that are activated together, and codes of keys.";
   m.def("density", &density_of, nb::arg("bits"), nb::arg("radius"), nb::arg("threads"));
   m.def("distances", &distances_from, nb::arg("bits"), nb::arg("entry"));
   m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"),
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
+  m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"));
+  m.def("mass", &mass_of, nb::arg("codes"), nb::arg("tables"), nb::arg("beside"),
+        nb::arg("threads"));
 }

@@ -1,4 +1,4 @@
-"""Clusters of KV entries that are activated together."""
+"""Clusters and blocks of KV entries that are activated together, and codes of keys."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,4 +44,39 @@ def cluster(
 
     Raises:
         ValueError: an entry that there is not, or no room for a member.
+    """
+
+def blocks(bits: NDArray[np.uint64], block: int) -> NDArray[np.int32]:
+    """All entries once, so that blocks of them are activated together; without the GIL.
+
+    Each block begins with the entry nearest to the last of the one before and goes on with those
+    nearest to its members on average; where none is near, with what is activated most often.
+
+    Args:
+        block: entries of one.
+
+    Raises:
+        ValueError: none.
+    """
+
+def mass(
+    codes: NDArray[np.uint8],
+    tables: NDArray[np.float32],
+    beside: NDArray[np.float32],
+    threads: int,
+) -> NDArray[np.float32]:
+    """The attention that queries pay to entries, summed over heads; without the GIL.
+
+    Args:
+        codes: ``[kv_heads, entries, subspaces]``.
+        tables: ``[queries, heads, subspaces, 256]`` logits of each centroid; the heads of a KV head
+            follow each other.
+        beside: ``[queries, heads]`` logarithm of the sum of the exponentials of the logits of
+            all that has no codes.
+
+    Returns:
+        ``[queries, entries]``.
+
+    Raises:
+        ValueError: shapes that do not belong together.
     """

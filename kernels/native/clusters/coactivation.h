@@ -38,4 +38,9 @@ void distances(const Activations &activations, std::size_t from, float *out);
 Clusters cluster(const Activations &activations, const std::int32_t *order, std::size_t count,
                  const Rules &rules);
 
+// All entries once, so that `block` of them that follow each other are activated together as far as
+// can be: each block begins with the entry nearest to the last of the one before, and takes those
+// nearest to its members on average. Where none is near, what is activated most often comes next.
+std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block);
+
 }  // namespace sgl_ext::coactivation
