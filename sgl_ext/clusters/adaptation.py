@@ -1,0 +1,80 @@
+"""How clusters and what is kept of them in memory follow what is asked (Swarm §6.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def joined(
+    active: NDArray[np.bool_], medoids: NDArray[np.bool_], radius: float
+) -> list[NDArray[np.int64]]:
+    """The clusters that each new entry joins when it leaves the local window (Eq. 9).
+
+    Args:
+        active: ``[steps, new]``: which of the new entries each step of the window activated.
+        medoids: ``[steps, clusters]``: which clusters' medoids.
+        radius: that an entry and the medoid of its cluster are apart, at most.
+
+    Returns:
+        Of each new entry its clusters, nearest first; none if it is near to none.
+    """
+    new, old = active.astype(np.float32), medoids.astype(np.float32)
+    shared = new.T @ old
+    either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
+    distance = np.where(either > 0, 1 - shared / np.maximum(either, 1), 1.0)
+    order = np.argsort(distance, axis=1, kind="stable")
+    near = np.take_along_axis(distance, order, axis=1) < radius
+    return [row[: int(count)] for row, count in zip(order, near.sum(axis=1), strict=True)]
+
+
+class HotBlocks:
+    """Which blocks of a layer are kept in memory: those that are activated most often.
+
+    A block's frequency is one more for every step that activates it, and one less for every step
+    that does not while it is in memory. Blocks are equally large, so that by Eq. 6 the frequency
+    alone says which of them are worth it.
+
+    Args:
+        frequency: ``[blocks]``, of the profile.
+        capacity: blocks in memory.
+    """
+
+    def __init__(self, frequency: NDArray[np.int64], capacity: int) -> None:
+        self._frequency = frequency.astype(np.int64, copy=True)
+        self._capacity = min(capacity, len(frequency))
+        best = np.argsort(-frequency, kind="stable")[: self._capacity]
+        self.place = np.full(len(frequency), -1, np.int64)
+        """Of each block in memory; -1 where it is not."""
+        self.place[best] = np.arange(self._capacity)
+        self._held = best.astype(np.int64)
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """``[capacity]`` the block in each place."""
+        return self._held
+
+    def step(self, activated: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A step has activated some blocks, none of them twice.
+
+        Returns:
+            ``[blocks]`` of those that have come into memory, whose places are to be filled.
+        """
+        if not self._capacity:
+            return np.empty(0, np.int64)
+        cold = np.ones(self._capacity, bool)
+        self._frequency[activated] += 1
+        places = self.place[activated]
+        cold[places[places >= 0]] = False
+        self._frequency[self._held[cold]] -= 1
+        outside = activated[places < 0]
+        outside = outside[np.argsort(-self._frequency[outside], kind="stable")]
+        inside = np.argsort(self._frequency[self._held], kind="stable")[: len(outside)]
+        outside = outside[: len(inside)]
+        better = self._frequency[outside] > self._frequency[self._held[inside]]
+        # The best of those outside against the worst inside: once one loses, the rest does.
+        coming, places = outside[better], inside[better]
+        self.place[self._held[places]] = -1
+        self._held[places] = coming
+        self.place[coming] = places
+        return coming

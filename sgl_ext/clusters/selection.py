@@ -1,0 +1,79 @@
+"""Which entries of a context a query is given (Swarm §5.2, §6.1), from what is in memory of them.
+
+Scores are estimated attention mass. The default reads blocks: what lies in one piece of a device is
+activated together, so a block's score is that of all its entries, and every device gives as many
+blocks as the others, the best that it has. The paper's way is to score clusters by their medoids.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.clusters.clustering import Clusters
+
+
+def best_entries(scores: NDArray[np.float32], budget: int) -> NDArray[np.int64]:
+    """The ``budget`` entries of highest score, sorted by number."""
+    if budget >= len(scores):
+        return np.arange(len(scores))
+    found: NDArray[np.int64] = np.argpartition(scores, len(scores) - budget)[-budget:]
+    return np.sort(found)
+
+
+def best_blocks(
+    scores: NDArray[np.float32], share: float, *, block: int, devices: int
+) -> NDArray[np.int64]:
+    """The blocks of highest score, as many of each device.
+
+    Args:
+        scores: ``[entries]``, in the order in which they are stored.
+        share: of the blocks; with 1 all of them.
+        block: entries of one; the last may have fewer.
+        devices: that blocks are dealt out to in turn.
+
+    Returns:
+        Their numbers, sorted.
+    """
+    blocks = -(-len(scores) // block)
+    if share >= 1:
+        return np.arange(blocks)
+    padded = np.zeros(blocks * block, np.float32)
+    padded[: len(scores)] = scores
+    rows = -(-blocks // devices)
+    dealt = np.full(rows * devices, -1.0, np.float32)  # below any score: there is no such block
+    dealt[:blocks] = padded.reshape(blocks, block).sum(axis=1)
+    each = min(max(math.ceil(share * blocks / devices), 1), rows)
+    top = np.argpartition(dealt.reshape(rows, devices), rows - each, axis=0)[rows - each :]
+    numbers = np.sort((top * devices + np.arange(devices)).ravel())
+    return numbers[numbers < blocks]
+
+
+def best_clusters(
+    scores: NDArray[np.float32], clusters: Clusters, budget: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The clusters of highest score until they have ``budget`` entries together, at least.
+
+    Args:
+        scores: ``[clusters]``, of their medoids.
+        budget: entries, each counted once (Eq. 8); all if there are fewer.
+
+    Returns:
+        The clusters, best first, and their entries, sorted.
+    """
+    order = np.argsort(-scores, kind="stable")
+    members = np.concatenate([_members(clusters, int(one)) for one in order])
+    # How many different ones there are up to each member.
+    _, first = np.unique(members, return_index=True)
+    new = np.zeros(len(members), bool)
+    new[first] = True
+    ends = np.cumsum(clusters.sizes[order])
+    reached = np.cumsum(new)[ends - 1]
+    count = int(np.searchsorted(reached, min(budget, reached[-1]))) + 1
+    return order[:count], np.unique(members[: ends[count - 1]])
+
+
+def _members(clusters: Clusters, one: int) -> NDArray[np.int32]:
+    return clusters.members[clusters.starts[one] : clusters.starts[one + 1]]
