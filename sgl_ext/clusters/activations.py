@@ -81,6 +81,7 @@ def attention_mass(
     keys: NDArray[np.float32],
     scale: float,
     beside: NDArray[np.float32],
+    seen: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
     """The attention that queries pay to entries, summed over heads.
 
@@ -91,6 +92,7 @@ def attention_mass(
         scale: of logits.
         beside: ``[queries, heads]`` logarithm of the sum of the exponentials of all logits
             of other entries that the query sees; minus infinity if there are none.
+        seen: ``[queries]`` how many of the first entries each query sees; all if not given.
 
     Returns:
         ``[queries, entries]``.
@@ -99,10 +101,38 @@ def attention_mass(
     entries, kv_heads, _ = keys.shape
     group = heads // kv_heads
     mass = np.zeros((count, entries), np.float32)
+    hidden = None if seen is None else np.arange(entries) >= seen[:, None]
     for head in range(heads):
         logits = (queries[:, head] * scale) @ keys[:, head // group].T
+        if hidden is not None:
+            logits[hidden] = -np.inf
         highest = np.maximum(logits.max(axis=1), beside[:, head])[:, None]
         np.exp(logits - highest, out=logits)
         total = logits.sum(axis=1, keepdims=True) + np.exp(beside[:, head, None] - highest)
         mass += logits / total
     return mass
+
+
+def log_sum(
+    queries: NDArray[np.float32],
+    keys: NDArray[np.float32],
+    scale: float,
+    seen: NDArray[np.int64] | None = None,
+) -> NDArray[np.float32]:
+    """``[queries, heads]``: logarithm of the sum of the exponentials of the logits of some keys.
+
+    Args:
+        queries: as for :func:`attention_mass`, and so are the others.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    logits = np.einsum("qhd,khd->qhk", queries * scale, keys.repeat(group, axis=1))
+    if seen is not None:
+        logits[
+            np.broadcast_to((np.arange(len(keys)) >= seen[:, None])[:, None], logits.shape)
+        ] = -np.inf
+    highest = logits.max(axis=2, initial=np.finfo(np.float32).min)
+    with np.errstate(divide="ignore"):  # of nothing it is minus infinity
+        found: NDArray[np.float32] = highest + np.log(
+            np.exp(logits - highest[..., None]).sum(axis=2)
+        )
+    return found

@@ -1,0 +1,59 @@
+"""Arrays, and what they are of, in a file of safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from sgl_ext.errors import ExtError
+
+VERSION = 1
+_ABOUT = "sgl_ext"
+
+Arrays = dict[str, NDArray[Any]]
+About = TypeVar("About", bound=msgspec.Struct)
+
+
+class _Header(msgspec.Struct):
+    version: int
+    about: msgspec.Raw
+
+
+def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
+    """Writes a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = msgspec.json.encode({"version": VERSION, "about": about}).decode()
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    try:
+        save_file(contiguous, path, metadata={_ABOUT: text})
+    except SafetensorError as error:  # it hides what the system has said
+        raise OSError(f"{path}: {error}") from None
+
+
+def load(path: Path, kind: type[About]) -> tuple[Arrays, About]:
+    """What :func:`save` wrote.
+
+    Raises:
+        ExtError: nothing of the kind is there, or of another version.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=_Header)
+            if header.version != VERSION:
+                raise ExtError(
+                    f"{path} is of version {header.version}, this is version {VERSION}; store the "
+                    "context again"
+                )
+            about = msgspec.json.decode(header.about, type=kind)
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise ExtError(f"{path} is no context of sgl_ext: {error}") from None

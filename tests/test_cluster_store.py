@@ -1,0 +1,176 @@
+"""Contexts on devices: what was written is read, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sgl_ext.clusters.activations import attention_mass, log_sum
+from sgl_ext.clusters.build import Options, build
+from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
+from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove
+from sgl_ext.errors import ExtError
+
+GEOMETRY = Geometry(
+    layers=3, heads=4, kv_heads=2, head_dim=32, dtype="float32", scale=0.2, fingerprint="a model"
+)
+TOKENS, OPTIONS = 700, Options(sinks=4, window=64, subspaces=4, threads=2)
+
+
+def recorded_context(geometry: Geometry = GEOMETRY, tokens: int = TOKENS) -> Recorded:
+    chance = np.random.default_rng(7)
+    values = chance.normal(size=(geometry.layers, tokens, geometry.entry_bytes // 4))
+    shape = (geometry.layers, 90, geometry.heads, geometry.head_dim)
+    return Recorded(
+        geometry,
+        chance.integers(0, 1000, tokens).astype(np.int32),
+        values.astype("<f4").view(np.uint8),
+        chance.normal(size=shape).astype(np.float32),
+        np.concatenate([np.arange(tokens - 60, tokens), np.full(30, tokens)]),
+    )
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / f"device{at}" for at in range(3)]
+    for each in found:
+        each.mkdir()
+    return found
+
+
+def test_every_entry_lies_where_it_should(directories: list[Path]) -> None:
+    recorded, heard = recorded_context(), []
+    build(recorded, "a", directories, OPTIONS, lambda done, of: heard.append((done, of)))
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+    assert list(names(directories)) == ["a"]
+    stored = Stored.open("a", directories, GEOMETRY)
+    assert (stored.tokens == recorded.tokens).all()
+    blocks = stored.about.blocks
+    assert blocks.entries == TOKENS - 4 - 64
+    contents = [file.read_bytes() for file in stored.files]
+    assert max(map(len, contents)) == blocks.file_bytes
+    for at, layer in enumerate(stored.layers):
+        assert sorted(layer.order) == list(range(blocks.entries))
+        expected = np.concatenate([recorded.kv[at, :4], recorded.kv[at, -64:]])
+        assert (layer.resident == expected).all()
+        device, offset = blocks.place(at, np.arange(blocks.blocks))
+        for number in range(blocks.blocks):
+            begin = int(offset[number])
+            raw = np.frombuffer(contents[device[number]], np.uint8)[begin:]
+            first = number * blocks.block
+            for place, entry in enumerate(layer.order[first : first + blocks.block]):
+                here = raw[place * GEOMETRY.entry_bytes :][: GEOMETRY.entry_bytes]
+                assert (here == recorded.kv[at, 4 + entry]).all()
+        assert layer.often.sum() == 90 * round(0.1 * blocks.entries)
+
+
+def test_the_index_tells_what_is_attended_to(directories: list[Path]) -> None:
+    recorded = recorded_context()
+    build(recorded, "a", directories, OPTIONS)
+    stored = Stored.open("a", directories, GEOMETRY)
+    queries = recorded.queries[1, -30:]
+    keys = recorded.keys(1)
+    beside = log_sum(queries, np.concatenate([keys[:4], keys[-64:]]), GEOMETRY.scale)
+    exact = attention_mass(queries, keys[4:-64], GEOMETRY.scale, beside)
+    layer = stored.layers[1]
+    found = np.empty_like(exact)
+    found[:, layer.order] = layer.codes.mass(queries, GEOMETRY.scale, beside)
+    top = np.argpartition(found, -60, axis=1)[:, -60:]
+    best = np.sort(exact, axis=1)[:, -60:].sum()
+    assert np.take_along_axis(exact, top, axis=1).sum() > 0.75 * best
+
+
+def test_queries_are_profiled_by_what_they_see(directories: list[Path]) -> None:
+    recorded = recorded_context()
+    recorded.seen[:] = 4 + 100  # none sees more
+    build(recorded, "a", directories, OPTIONS)
+    stored = Stored.open("a", directories, GEOMETRY)
+    for layer in stored.layers:
+        blocks = stored.about.blocks
+        seen = np.zeros(blocks.blocks * blocks.block, bool)
+        seen[: blocks.entries] = layer.order < 100
+        often = layer.often[~seen.reshape(-1, blocks.block).any(axis=1)]
+        assert (often == 0).all()
+
+
+def test_a_recorded_context_is_read_back(tmp_path: Path) -> None:
+    recorded = recorded_context()
+    recorded.save(tmp_path / "recorded")
+    found = Recorded.load(tmp_path / "recorded")
+    assert found.geometry == GEOMETRY
+    for name in ("tokens", "kv", "queries", "seen"):
+        assert (getattr(found, name) == getattr(recorded, name)).all()
+    (tmp_path / "other").write_bytes(b"nothing of the kind" * 9)
+    for name in ("other", "missing"):
+        with pytest.raises(ExtError, match="is no context of sgl_ext"):
+            Recorded.load(tmp_path / name)
+
+
+def test_numbers_are_read_in_their_dtype() -> None:
+    import torch
+
+    numbers = torch.randn(5, 8)
+    for name in ("bfloat16", "float16", "float32"):
+        typed = numbers.to(getattr(torch, name))
+        raw = typed.view(torch.uint8).numpy()
+        assert (as_float32(raw, name) == typed.float().numpy()).all()
+
+
+def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> None:
+    build(recorded_context(), "a", directories, OPTIONS)
+
+    def refused(match: str, geometry: Geometry = GEOMETRY, name: str = "a") -> None:
+        with pytest.raises(ExtError, match=match):
+            Stored.open(name, directories, geometry)
+
+    refused("there is no context b", name="b")
+    refused(
+        "not of this model .fingerprint: expected another, found a model",
+        replace(GEOMETRY, fingerprint="another"),
+    )
+    with pytest.raises(ExtError, match="lies on 3 devices, 2 directories"):
+        Stored.open("a", directories[:2], GEOMETRY)
+    swapped = [directories[0], directories[2], directories[1]]
+    with pytest.raises(ExtError, match=r"No such file.*store it again"):
+        Stored.open("a", swapped, GEOMETRY)
+    file = block_file(directories[1], "a", 1)
+    whole = file.read_bytes()
+    for harmed in (whole[:-1], whole[:5000] + b"x" + whole[5001:]):
+        file.write_bytes(harmed)
+        refused("is not what was written; store it again")
+    file.unlink()
+    refused("No such file or directory")
+    remove("a", directories)
+    assert not list(names(directories))
+    assert not [path for each in directories for path in each.iterdir()]
+
+
+@pytest.mark.parametrize("at", ["allocate", "write", "index"])
+def test_nothing_is_left_of_what_could_not_be_stored(
+    at: str, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    name = {"allocate": "os.posix_fallocate", "write": "os.pwrite", "index": "os.fsync"}[at]
+    monkeypatch.setattr(name, full)
+    match = "has no room for" if at == "allocate" else "No space left on device"
+    with pytest.raises(ExtError, match=match):
+        build(recorded_context(), "a", directories, OPTIONS)
+    assert not [path for each in directories for path in each.iterdir()]
+
+
+def test_what_cannot_be_stored_is_refused(directories: list[Path]) -> None:
+    with pytest.raises(ExtError, match="has 68 tokens, of which 68 stay in memory"):
+        build(recorded_context(tokens=68), "a", directories, OPTIONS)
+    build(recorded_context(tokens=200), "a", directories, OPTIONS)
+    before = index_file(directories[0], "a").read_bytes()
+    with pytest.raises(ExtError, match="File exists"):  # and it stays what it is
+        build(recorded_context(), "a", directories, OPTIONS)
+    assert index_file(directories[0], "a").read_bytes() == before
+    Stored.open("a", directories, GEOMETRY)
