@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import Options, build
+from sgl_ext.clusters.reader import Device, DeviceError, Reader
 from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
 from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import Priority, TransferEngine
 
 GEOMETRY = Geometry(
     layers=3, heads=4, kv_heads=2, head_dim=32, dtype="float32", scale=0.2, fingerprint="a model"
@@ -174,3 +179,73 @@ def test_what_cannot_be_stored_is_refused(directories: list[Path]) -> None:
         build(recorded_context(), "a", directories, OPTIONS)
     assert index_file(directories[0], "a").read_bytes() == before
     Stored.open("a", directories, GEOMETRY)
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine() as found:
+        yield found
+
+
+def memory(engine: TransferEngine, size: int) -> NDArray[np.uint8]:
+    area = mmap.mmap(-1, size)
+    found = np.frombuffer(area, np.uint8)
+    engine.register(found.ctypes.data, size, owner=area)
+    return found
+
+
+def devices_of(
+    engine: TransferEngine, directories: list[Path], rate: float | None = None
+) -> list[Device]:
+    found = []
+    for each in directories:
+        lane = engine.file_lane(each)
+        slow = lane if rate is None else engine.throttled_lane(lane, bytes_per_second=rate)
+        found.append(Device(each, lane, slow))
+    return found
+
+
+def test_blocks_are_read_from_all_devices(engine: TransferEngine, directories: list[Path]) -> None:
+    recorded = recorded_context()
+    build(recorded, "a", directories, OPTIONS)
+    stored = Stored.open("a", directories, GEOMETRY)
+    reader = Reader(engine, devices_of(engine, directories), stored)
+    blocks = stored.about.blocks
+    area = memory(engine, blocks.blocks * blocks.block_bytes)
+    chance = np.random.default_rng(0)
+    for layer in range(3):
+        for count in (1, 5, blocks.blocks):
+            numbers = np.sort(chance.permutation(blocks.blocks)[:count])
+            area[:] = 255
+            reading = reader.read(layer, numbers, area.ctypes.data, Priority.URGENT)
+            reading.wait(30)
+            assert reading.finished
+            assert sorted(reading.numbers) == numbers.tolist()
+            assert reading.requests <= (len(directories) if count == blocks.blocks else count)
+            order = stored.layers[layer].order
+            for place, number in enumerate(reading.numbers):
+                entries = order[number * blocks.block : (number + 1) * blocks.block]
+                raw = area[place * blocks.block_bytes :][: len(entries) * GEOMETRY.entry_bytes]
+                expected = recorded.kv[layer, 4 + entries].reshape(-1)
+                assert (raw == expected).all()
+    reader.close()
+
+
+def test_a_device_that_fails_is_named(engine: TransferEngine, directories: list[Path]) -> None:
+    build(recorded_context(), "a", directories, OPTIONS)
+    stored = Stored.open("a", directories, GEOMETRY)
+    numbers = np.arange(stored.about.blocks.blocks)
+    area = memory(engine, len(numbers) * stored.about.blocks.block_bytes)
+    slow = Reader(engine, devices_of(engine, directories, 1 << 16), stored)
+    reading = slow.read(0, numbers, area.ctypes.data, Priority.NORMAL)
+    with pytest.raises(DeviceError, match=r"device0 gave [\d,]+ of [\d,]+ B of a context in time"):
+        reading.wait(0.01)
+    engine.wait_any([*reading._tickets], 30)
+    reader = Reader(engine, devices_of(engine, directories), stored)
+    os.truncate(stored.files[1], 0)
+    reading = reader.read(1, numbers, area.ctypes.data, Priority.NORMAL)
+    with pytest.raises(DeviceError, match="device1 cannot be read"):
+        reading.wait(30)
+    stored.files[2].unlink()
+    with pytest.raises(ExtError, match="context a cannot be read"):
+        Reader(engine, devices_of(engine, directories), stored)

@@ -1,0 +1,161 @@
+"""Reads blocks of a context from all its devices at once (Swarm §6.1, §7)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.clusters.stored import Stored
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.runs import copy_rows, run_starts
+from sgl_ext.memory.transfer import (
+    FileLane,
+    Lane,
+    Priority,
+    Ticket,
+    TransferCancelledError,
+    TransferEngine,
+    TransferError,
+)
+
+
+class DeviceError(ExtError):
+    """A device did not give what was asked for: which one, what, and why."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where files of contexts are, and what reads them.
+
+    Attributes:
+        files: opens them.
+        lane: reads them; another one than ``files`` if it is slowed down.
+    """
+
+    directory: Path
+    files: FileLane
+    lane: Lane
+
+
+class Reading:
+    """Blocks that are on their way.
+
+    Attributes:
+        numbers: ``[blocks]``, in the order in which they come to lie in memory.
+        requests: reads that the devices are asked for.
+    """
+
+    def __init__(
+        self, numbers: NDArray[np.int64], requests: int, tickets: dict[Ticket, Device]
+    ) -> None:
+        self.numbers = numbers
+        self.requests = requests
+        self._tickets = tickets
+
+    @property
+    def finished(self) -> bool:
+        """Whether the memory is in use no more, however the reads ended."""
+        return all(ticket.poll() for ticket in self._tickets)
+
+    def wait(self, deadline: float) -> None:
+        """Until all blocks are there.
+
+        Args:
+            deadline: seconds from now.
+
+        Raises:
+            DeviceError: they will not come. What has not started is cancelled; the memory is in
+                use until :attr:`finished`.
+        """
+        end = time.monotonic() + deadline
+        try:
+            for ticket, device in self._tickets.items():
+                self._wait(ticket, device, max(end - time.monotonic(), 0.0))
+        except DeviceError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """What has not started is not read."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def _wait(self, ticket: Ticket, device: Device, timeout: float) -> None:
+        try:
+            ticket.wait(timeout)
+        except TimeoutError:
+            raise DeviceError(
+                f"{device.directory} gave {ticket.bytes_done:,} of {ticket.bytes_total:,} B of a "
+                "context in time; is the device still there?"
+            ) from None
+        except TransferError as error:
+            raise DeviceError(f"{device.directory} cannot be read: {error.strerror}") from None
+        except TransferCancelledError:
+            raise DeviceError(f"reading from {device.directory} was given up") from None
+
+
+class Reader:
+    """The files of a context, open for reading.
+
+    Args:
+        devices: in the order of the context's files.
+
+    Raises:
+        ExtError: a file cannot be opened.
+    """
+
+    def __init__(self, engine: TransferEngine, devices: Sequence[Device], stored: Stored) -> None:
+        self._engine, self._devices = engine, devices
+        self._blocks = stored.about.blocks
+        self._files = []
+        try:
+            for device, path in zip(devices, stored.files, strict=True):
+                self._files.append(
+                    device.files.open(path.relative_to(device.directory), self._blocks.file_bytes)
+                )
+        except OSError as error:
+            self.close()
+            raise ExtError(f"context {stored.name} cannot be read: {error}") from None
+        self._bases = np.array([file.base for file in self._files], np.int64)
+
+    def read(
+        self, layer: int, numbers: NDArray[np.int64], address: int, priority: Priority
+    ) -> Reading:
+        """Begins to read blocks of a layer.
+
+        Args:
+            numbers: of the blocks, none twice.
+            address: of registered memory for all of them, aligned to a sector.
+        """
+        device, offset = self._blocks.place(layer, numbers)
+        order = np.lexsort((offset, device))
+        device, offset = device[order], offset[order]
+        size = self._blocks.block_bytes
+        # Blocks that follow each other on a device do so in memory, and are one request.
+        first = run_starts(device * self._blocks.file_bytes + offset // size)
+        lengths = np.diff(first, append=len(order))
+        rows = copy_rows(
+            self._bases[device[first]] + offset[first], address + first * size, lengths * size,
+            1, 0, 0,
+        )  # fmt: skip
+        tickets: dict[Ticket, Device] = {}
+        for at, one in enumerate(self._devices):
+            mine = rows[device[first] == at]
+            if len(mine):
+                tickets[self._engine.submit(mine, one.lane, priority)] = one
+        return Reading(numbers[order], len(rows), tickets)
+
+    def close(self) -> None:
+        """Closes the files.
+
+        Raises:
+            ExtError: something is still read.
+        """
+        while self._files:
+            self._files[-1].close()
+            self._files.pop()
