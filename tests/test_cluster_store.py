@@ -56,12 +56,14 @@ def test_every_entry_lies_where_it_should(directories: list[Path]) -> None:
     stored = Stored.open("a", directories, GEOMETRY)
     assert (stored.tokens == recorded.tokens).all()
     blocks = stored.about.blocks
-    assert blocks.entries == TOKENS - 4 - 64
+    window = stored.about.window
+    assert 64 <= window < 64 + blocks.block
+    assert blocks.entries == TOKENS - 4 - window == blocks.blocks * blocks.block
     contents = [file.read_bytes() for file in stored.files]
     assert max(map(len, contents)) == blocks.file_bytes
     for at, layer in enumerate(stored.layers):
         assert sorted(layer.order) == list(range(blocks.entries))
-        expected = np.concatenate([recorded.kv[at, :4], recorded.kv[at, -64:]])
+        expected = np.concatenate([recorded.kv[at, :4], recorded.kv[at, -window:]])
         assert (layer.resident == expected).all()
         device, offset = blocks.place(at, np.arange(blocks.blocks))
         for number in range(blocks.blocks):
@@ -79,9 +81,9 @@ def test_the_index_tells_what_is_attended_to(directories: list[Path]) -> None:
     build(recorded, "a", directories, OPTIONS)
     stored = Stored.open("a", directories, GEOMETRY)
     queries = recorded.queries[1, -30:]
-    keys = recorded.keys(1)
-    beside = log_sum(queries, np.concatenate([keys[:4], keys[-64:]]), GEOMETRY.scale)
-    exact = attention_mass(queries, keys[4:-64], GEOMETRY.scale, beside)
+    keys, end = recorded.keys(1), TOKENS - stored.about.window
+    beside = log_sum(queries, np.concatenate([keys[:4], keys[end:]]), GEOMETRY.scale)
+    exact = attention_mass(queries, keys[4:end], GEOMETRY.scale, beside)
     layer = stored.layers[1]
     found = np.empty_like(exact)
     found[:, layer.order] = layer.codes.mass(queries, GEOMETRY.scale, beside)
@@ -97,9 +99,8 @@ def test_queries_are_profiled_by_what_they_see(directories: list[Path]) -> None:
     stored = Stored.open("a", directories, GEOMETRY)
     for layer in stored.layers:
         blocks = stored.about.blocks
-        seen = np.zeros(blocks.blocks * blocks.block, bool)
-        seen[: blocks.entries] = layer.order < 100
-        often = layer.often[~seen.reshape(-1, blocks.block).any(axis=1)]
+        seen = (layer.order < 100).reshape(-1, blocks.block)
+        often = layer.often[~seen.any(axis=1)]
         assert (often == 0).all()
 
 

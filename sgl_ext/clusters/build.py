@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         sinks: first tokens that stay in memory.
-        window: last tokens that do.
+        window: last tokens that do, and up to a block more, so that all blocks are full.
         subspaces: bytes that are kept of a key, of each KV head.
         activated: share of the entries that count as activated by a query.
         threads: layers that are worked on at once.
@@ -66,12 +66,14 @@ def build(
     """
     options = options or Options()
     geometry, tokens = recorded.geometry, len(recorded.tokens)
-    middle = tokens - options.sinks - options.window
+    block = Blocks.fitting(geometry.entry_bytes)
+    middle = (tokens - options.sinks - options.window) // block * block
     if middle < 1:
         raise ExtError(
             f"the context has {tokens} tokens, of which {options.sinks + options.window} stay in "
             "memory: store a longer one"
         )
+    options = replace(options, window=tokens - options.sinks - middle)
     blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers)
     index = index_file(directories[0], name)
     scratch = index.with_suffix(".tmp")
@@ -140,12 +142,11 @@ def _layer(
     order = _clusters.blocks(activations.bits, blocks.block)
     codes = Codes.of(middle[order], queries, options.subspaces, seed=layer)
     _write(recorded, layer, sinks + order, blocks, files)
-    often = np.zeros(blocks.blocks * blocks.block, np.int32)
-    often[: len(order)] = activations.frequency[order]
+    often = activations.frequency[order].reshape(-1, blocks.block)
     kv = recorded.kv[layer]
     return {
         "order": order,
-        "often": often.reshape(-1, blocks.block).sum(axis=1, dtype=np.int32),
+        "often": often.sum(axis=1, dtype=np.int32),
         "codes": codes.codes,
         "centroids": codes.centroids,
         "projection": codes.projection,
@@ -160,10 +161,9 @@ def _write(
     blocks: Blocks,
     files: Sequence[BinaryIO],
 ) -> None:
-    entries = np.zeros((blocks.blocks * blocks.block, blocks.entry_bytes), np.uint8)
-    entries[: len(tokens)] = recorded.kv[layer, tokens]
     padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
-    padded[:, : blocks.block * blocks.entry_bytes] = entries.reshape(blocks.blocks, -1)
+    entries = recorded.kv[layer, tokens].reshape(blocks.blocks, -1)
+    padded[:, : entries.shape[1]] = entries
     device, offset = blocks.place(layer, np.arange(blocks.blocks))
     for at, file in enumerate(files):
         mine = np.flatnonzero(device == at)

@@ -23,7 +23,7 @@ class Blocks:
     """How the entries of all layers of a context lie on devices.
 
     Attributes:
-        entries: of each layer.
+        entries: of each layer; the last block may have room for more.
         entry_bytes: K and V of one.
         devices: as many files.
         layers: each with blocks of its own; they begin where those of the layer before end, on the
@@ -35,10 +35,15 @@ class Blocks:
     devices: int
     layers: int
 
+    @staticmethod
+    def fitting(entry_bytes: int) -> int:
+        """Entries of a block, of so many bytes."""
+        return max(SECTOR // entry_bytes, 1)
+
     @property
     def block(self) -> int:
         """Entries of a block."""
-        return max(SECTOR // self.entry_bytes, 1)
+        return self.fitting(self.entry_bytes)
 
     @property
     def block_bytes(self) -> int:

@@ -141,6 +141,7 @@ class NativeAttention:
         scale: float,
         window: int | None = None,
         elsewhere: torch.Tensor | None = None,
+        beyond: bool = False,
     ) -> torch.Tensor:
         """Attention of a batch's rows, whose K and V are in the pool.
 
@@ -151,6 +152,7 @@ class NativeAttention:
             window: keys further back than this are not seen; None sees all.
             elsewhere: ``[slots, 2, kv_heads, head_dim]``: where K and V of the pool's last slots
                 are, if not in the pool.
+            beyond: these slots come behind the pool's instead.
 
         Returns:
             ``[tokens, heads, head_dim]``; tokens behind the last row's are uninitialised.
@@ -163,6 +165,8 @@ class NativeAttention:
         if query.stride()[1:] != (head_dim, 1):
             query = query.contiguous()
         slots, kv_heads, _ = keys.shape
+        if beyond and elsewhere is not None:
+            slots += len(elsewhere)
         shape = (query.dtype, heads, kv_heads, head_dim, scale, window)
         operator = self._operators.get(shape)
         if operator is None:

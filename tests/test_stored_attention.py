@@ -1,0 +1,156 @@
+"""Attention over a stored context is that over exactly what was selected of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_cluster_store import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
+
+from sgl_ext.clusters.build import build
+from sgl_ext.clusters.reader import DeviceError
+from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.stored import Stored
+from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
+from sgl_ext.engine.stored_attention import Own, StoredAttention
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+
+POOL = 40
+"""Slots for tokens behind the context."""
+
+
+class Setup:
+    """A stored context, and the same in one pool."""
+
+    def __init__(self, directory: Path, engine: TransferEngine, **options: int) -> None:
+        self.directories = [directory / f"device{at}" for at in range(3)]
+        for each in self.directories:
+            each.mkdir()
+        self.recorded: Recorded = recorded_context()
+        build(self.recorded, "a", self.directories, OPTIONS)
+        self.stored = Stored.open("a", self.directories, GEOMETRY)
+        devices = devices_of(engine, self.directories)
+        self.attention = StoredAttention(
+            engine, devices, self.stored, **{"hot": 0, "most": 1000, "deadline": 20, **options}
+        )
+        self.native = NativeAttention()
+        chance = torch.Generator().manual_seed(3)
+        shape = (GEOMETRY.layers, POOL, 2, GEOMETRY.kv_heads, GEOMETRY.head_dim)
+        self.pool = torch.randn(shape, generator=chance)
+        context = torch.from_numpy(self.recorded.kv.copy()).view(torch.float32)
+        self.whole = torch.cat([context.view(GEOMETRY.layers, TOKENS, *shape[2:]), self.pool], 1)
+        self.chance = chance
+
+    def query(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, GEOMETRY.heads, GEOMETRY.head_dim, generator=self.chance)
+
+    def sparse(
+        self, layer: int, query: torch.Tensor, own: Own, share: float
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        keys, values = self.pool[layer].unbind(1)
+        chosen = self.attention._select(layer, query, keys, own, share)
+        found = self.attention.attend(self.native, layer, query, keys, values, own, share)
+        return found, chosen
+
+    def expected(
+        self, layer: int, query: torch.Tensor, own: Own, chosen: np.ndarray
+    ) -> torch.Tensor:
+        """Each row by itself, over slots of one pool that has everything."""
+        about, block = self.stored.about, self.stored.about.blocks.block
+        order = self.stored.layers[layer].order.reshape(-1, block)
+        rows, contexts = [], []
+        for row, length in enumerate(own.lengths):
+            middle = about.sinks + np.sort(order[chosen[row]].ravel())
+            near = np.arange(about.sinks), np.arange(TOKENS - about.window, TOKENS)
+            mine = TOKENS + own.slots[row, :length].numpy()
+            rows.append(np.concatenate([near[0], middle, near[1], mine]))
+            contexts.append(len(rows[-1]))
+        table = torch.zeros(len(rows), max(contexts), dtype=torch.int32)
+        for row, slots in enumerate(rows):
+            table[row, : len(slots)] = torch.from_numpy(slots)
+        keys, values = self.whole[layer].unbind(1)
+        batch = batch_of(table, range(len(rows)), contexts, [1] * len(rows))
+        return self.native.attend(batch, query, keys, values, scale=GEOMETRY.scale)
+
+
+@pytest.fixture
+def engine() -> Iterator[TransferEngine]:
+    with TransferEngine() as found:
+        yield found
+
+
+def own_tokens(rows: int, generator: torch.Generator) -> Own:
+    lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
+    slots = torch.stack([torch.randperm(POOL, generator=generator)[:8] for _ in range(rows)])
+    return Own(slots.int(), lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 30}])
+def test_rows_see_what_was_selected(
+    options: dict[str, int], engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine, **options)
+    for step in range(25):
+        layer, share = step % 3, (0.05, 0.1, 0.25)[step % 3 - step // 9 % 2]
+        own = own_tokens(1 + step % 5, setup.chance)
+        query = setup.query(1 + step % 5) * 3
+        found, chosen = setup.sparse(layer, query, own, share)
+        torch.testing.assert_close(found, setup.expected(layer, query, own, chosen), rtol=0, atol=0)
+    attention = setup.attention
+    assert attention.requests <= attention.fetched
+    assert (attention.hits > 0) == ("hot" in options)
+
+
+def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine, hot=60_000)
+    for layer in range(3):
+        own = own_tokens(3, setup.chance)
+        query = setup.query(3)
+        keys, values = setup.pool[layer].unbind(1)
+        found = setup.attention.attend(setup.native, layer, query, keys, values, own, 1.0)
+        slots = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
+        table = torch.cat([slots, TOKENS + own.slots], 1).contiguous()
+        contexts = [TOKENS + length for length in own.lengths]
+        batch = batch_of(table, range(3), contexts, [1] * 3)
+        keys, values = setup.whole[layer].unbind(1)
+        dense = setup.native.attend(batch, query, keys, values, scale=GEOMETRY.scale)
+        assert torch.equal(found, dense)
+
+
+def test_what_is_asked_often_is_not_read_again(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine, hot=3 * 30 * 16 * GEOMETRY.entry_bytes)
+    own, query = own_tokens(1, setup.chance), setup.query(1)
+    for _ in range(40):
+        setup.sparse(1, query, own, 0.1)
+    before = setup.attention.fetched
+    setup.sparse(1, query, own, 0.1)
+    assert setup.attention.fetched == before
+
+
+def test_a_share_that_does_not_fit_is_refused(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine, most=5)
+    with pytest.raises(ExtError, match=r"is given \d+ blocks of the context, at most 5 fit"):
+        setup.sparse(0, setup.query(1), own_tokens(1, setup.chance), 0.5)
+
+
+def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine)
+    own, query = own_tokens(2, setup.chance), setup.query(2)
+    file = setup.stored.files[1]
+    contents = file.read_bytes()
+    os.truncate(file, 0)
+    with pytest.raises(DeviceError, match="device1 cannot be read"):
+        setup.sparse(0, query, own, 0.3)
+    file.write_bytes(contents)  # it is back
+    found, chosen = setup.sparse(0, query, own, 0.3)
+    assert torch.equal(found, setup.expected(0, query, own, chosen))
+    # A read that is still under way may yet write where the next one would.
+    setup.attention._reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
+    with pytest.raises(DeviceError, match="has not answered an earlier read yet"):
+        setup.sparse(0, query, own, 0.3)
