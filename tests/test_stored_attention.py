@@ -51,7 +51,7 @@ class Setup:
         return torch.randn(rows, GEOMETRY.heads, GEOMETRY.head_dim, generator=self.chance)
 
     def sparse(
-        self, layer: int, query: torch.Tensor, own: Own, share: float
+        self, layer: int, query: torch.Tensor, own: list[Own], share: float
     ) -> tuple[torch.Tensor, np.ndarray]:
         keys, values = self.pool[layer].unbind(1)
         chosen = self.attention._select(layer, query, keys, own, share)
@@ -59,16 +59,17 @@ class Setup:
         return found, chosen
 
     def expected(
-        self, layer: int, query: torch.Tensor, own: Own, chosen: np.ndarray
+        self, layer: int, query: torch.Tensor, own: list[Own], chosen: np.ndarray
     ) -> torch.Tensor:
         """Each row by itself, over slots of one pool that has everything."""
         about, block = self.stored.about, self.stored.about.blocks.block
         order = self.stored.layers[layer].order.reshape(-1, block)
         rows, contexts = [], []
-        for row, length in enumerate(own.lengths):
+        seen = [slots[:length] for slots, lengths in own for length in lengths]
+        for row, slots in enumerate(seen):
             middle = about.sinks + np.sort(order[chosen[row]].ravel())
             near = np.arange(about.sinks), np.arange(TOKENS - about.window, TOKENS)
-            mine = TOKENS + own.slots[row, :length].numpy()
+            mine = TOKENS + slots.numpy()
             rows.append(np.concatenate([near[0], middle, near[1], mine]))
             contexts.append(len(rows[-1]))
         table = torch.zeros(len(rows), max(contexts), dtype=torch.int32)
@@ -85,10 +86,14 @@ def engine() -> Iterator[TransferEngine]:
         yield found
 
 
-def own_tokens(rows: int, generator: torch.Generator) -> Own:
-    lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
-    slots = torch.stack([torch.randperm(POOL, generator=generator)[:8] for _ in range(rows)])
-    return Own(slots.int(), lengths)
+def own_tokens(rows: int, generator: torch.Generator) -> list[Own]:
+    """Of requests with as many rows as there are, and of one with a row."""
+    found = []
+    for count in (rows - 1, 1):
+        begin = int(torch.randint(1, 9, (1,), generator=generator))
+        slots = torch.randperm(POOL, generator=generator)[: begin + count - 1]
+        found.append(Own(slots, range(begin, begin + count)))
+    return [one for one in found if one.lengths]
 
 
 @pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 30}])
@@ -115,8 +120,14 @@ def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) ->
         keys, values = setup.pool[layer].unbind(1)
         found = setup.attention.attend(setup.native, layer, query, keys, values, own, 1.0)
         slots = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
-        table = torch.cat([slots, TOKENS + own.slots], 1).contiguous()
-        contexts = [TOKENS + length for length in own.lengths]
+        width = max(len(one.slots) for one in own)
+        mine = [
+            torch.nn.functional.pad(one.slots, (0, width - len(one.slots)))
+            for one in own
+            for _ in one.lengths
+        ]
+        table = torch.cat([slots, TOKENS + torch.stack(mine).int()], 1).contiguous()
+        contexts = [TOKENS + length for one in own for length in one.lengths]
         batch = batch_of(table, range(3), contexts, [1] * 3)
         keys, values = setup.whole[layer].unbind(1)
         dense = setup.native.attend(batch, query, keys, values, scale=GEOMETRY.scale)

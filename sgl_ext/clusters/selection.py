@@ -45,10 +45,16 @@ def best_blocks(
     rows = -(-blocks // devices)
     dealt = np.full(rows * devices, -1.0, np.float32)  # below any score: there is no such block
     dealt[:blocks] = padded.reshape(blocks, block).sum(axis=1)
-    each = min(max(math.ceil(share * blocks / devices), 1), rows)
+    each = -(-blocks_of(share, blocks, devices) // devices)
     top = np.argpartition(dealt.reshape(rows, devices), rows - each, axis=0)[rows - each :]
     numbers = np.sort((top * devices + np.arange(devices)).ravel())
     return numbers[numbers < blocks]
+
+
+def blocks_of(share: float, blocks: int, devices: int) -> int:
+    """How many blocks :func:`best_blocks` finds, at most."""
+    each = max(math.ceil(share * blocks / devices), 1)
+    return min(each * devices, blocks)
 
 
 def best_clusters(

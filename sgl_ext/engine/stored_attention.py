@@ -8,8 +8,8 @@ the native attention reads as slots behind the pool's.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,22 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.adaptation import HotBlocks
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
-from sgl_ext.clusters.selection import best_blocks
+from sgl_ext.clusters.selection import best_blocks, blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
+_ROWS = 32
+"""That are selected for at once: each has a score of every entry."""
 
-@dataclass(frozen=True)
-class Own:
-    """Rows' own tokens: those behind the context, in the pool.
+
+class Own(NamedTuple):
+    """A request's own tokens: those behind the context, in the pool.
 
     Attributes:
-        slots: ``[rows, width]`` int32, of each row its own tokens' first.
-        lengths: how many each row sees, itself among them.
+        slots: ``[width]`` of all that any of its rows sees.
+        lengths: of each row, how many it sees: the first ones, itself the last.
     """
 
     slots: torch.Tensor
@@ -103,14 +105,15 @@ class StoredAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        own: Own,
+        own: Sequence[Own],
         share: float,
     ) -> torch.Tensor:
         """What rows of one query each see of the context and of their own tokens.
 
         Args:
-            query: ``[rows, heads, head_dim]``.
+            query: ``[rows, heads, head_dim]``, the rows of each request one after the other.
             keys: ``[slots, kv_heads, head_dim]``: the pool of this layer, as ``values``.
+            own: of each request.
             share: of the context's blocks, that each row is given.
 
         Returns:
@@ -119,61 +122,62 @@ class StoredAttention:
         Raises:
             DeviceError: a block does not come.
         """
-        chosen = self._select(layer, query, keys, own, share)
-        rows_at_once = max(self._most // chosen.shape[1], 1)
-        if chosen.shape[1] > self._most:
+        each = blocks_of(share, self._blocks.blocks, self._blocks.devices)
+        if each > self._most:
             raise ExtError(
-                f"a query is given {chosen.shape[1]} blocks of the context, at most {self._most} "
-                "fit into memory at once: ask for a smaller share"
+                f"a query is given {each} blocks of the context, at most {self._most} fit into "
+                "memory at once: ask for a smaller share"
             )
-        parts = []
-        for start in range(0, len(query), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            wanted, places = self._bring(layer, chosen[rows])
-            some = Own(own.slots[rows], own.lengths[rows])
-            table, contexts = self._table(layer, chosen[rows], places, some, len(keys))
+        parts, start = [], 0
+        for some in _groups(own, min(max(self._most // each, 1), _ROWS)):
+            end = start + sum(len(one.lengths) for one in some)
+            asked = query[start:end]
+            chosen = self._select(layer, asked, keys, some, share)
+            wanted, places = self._bring(layer, chosen)
+            table, contexts = self._table(layer, chosen, places, some, len(keys))
             batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
             parts.append(
                 native.attend(
-                    batch, query[rows], keys, values, scale=self._about.geometry.scale,
+                    batch, asked, keys, values, scale=self._about.geometry.scale,
                     elsewhere=self._memory[layer], beyond=True,
                 )
             )  # fmt: skip
             self._keep(layer, wanted, places)
+            start = end
         return torch.cat(parts)
 
     def _select(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own, share: float
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own], share: float
     ) -> NDArray[np.int64]:
         """``[rows, blocks]``, each row's sorted."""
         blocks = self._blocks
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
         asked = query.float()
-        beside = self._beside(layer, asked, keys, own)
         mass = self._stored.layers[layer].codes.mass(
-            asked.numpy(), self._about.geometry.scale, beside.numpy(), torch.get_num_threads()
-        )
-        return np.stack(
-            [best_blocks(row, share, block=blocks.block, devices=blocks.devices) for row in mass]
-        )
+            asked.numpy(), self._about.geometry.scale,
+            self._beside(layer, asked, keys, own).numpy(), torch.get_num_threads(),
+        )  # fmt: skip
+        each = [best_blocks(row, share, block=blocks.block, devices=blocks.devices) for row in mass]
+        return np.stack(each)
 
     def _beside(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own]
     ) -> torch.Tensor:
         """``[rows, heads]`` logarithm of the exponentials' sum over what every row sees anyway."""
         geometry = self._about.geometry
-        rows, heads, head_dim = query.shape
-        grouped = query.view(rows, geometry.kv_heads, -1, head_dim) * geometry.scale
+        grouped = query.view(len(query), geometry.kv_heads, -1, geometry.head_dim) * geometry.scale
         near = self._memory[layer, : self._near, 0].float()
         found = torch.einsum("rkgd,nkd->rkgn", grouped, near).logsumexp(3)
-        width = own.slots.shape[1]
-        mine = keys.index_select(0, own.slots.flatten().long()).float()
-        mine = mine.view(rows, width, geometry.kv_heads, head_dim)
-        logits = torch.einsum("rkgd,rnkd->rkgn", grouped, mine)
-        hidden = torch.arange(width) >= torch.tensor(own.lengths)[:, None]
-        logits.masked_fill_(hidden[:, None, None], -torch.inf)
-        return found.logaddexp(logits.logsumexp(3)).view(rows, heads)
+        start = 0
+        for slots, lengths in own:
+            rows = slice(start, start := start + len(lengths))
+            mine = keys.index_select(0, slots).float()
+            logits = torch.einsum("rkgd,nkd->rkgn", grouped[rows], mine)
+            hidden = torch.arange(len(slots)) >= torch.tensor(lengths)[:, None]
+            logits.masked_fill_(hidden[:, None, None], -torch.inf)
+            found[rows] = found[rows].logaddexp(logits.logsumexp(3))
+        return found.flatten(1)
 
     def _bring(
         self, layer: int, chosen: NDArray[np.int64]
@@ -229,19 +233,40 @@ class StoredAttention:
         layer: int,
         chosen: NDArray[np.int64],
         places: NDArray[np.int64],
-        own: Own,
+        own: Sequence[Own],
         pool: int,
     ) -> tuple[torch.Tensor, list[int]]:
         """Slots of each row in the order of the text, and how many there are."""
         block, sinks = self._blocks.block, self._about.sinks
         rows = len(chosen)
-        within = np.arange(block)
-        slots = (self._near + places[chosen] * block)[:, :, None] + within
+        slots = (self._near + places[chosen] * block)[:, :, None] + np.arange(block)
         tokens = self._stored.layers[layer].order.reshape(-1, block)[chosen]
         text = np.argsort(tokens.reshape(rows, -1), axis=1)
         middle = np.take_along_axis(slots.reshape(rows, -1), text, axis=1)
-        before = np.broadcast_to(np.arange(sinks), (rows, sinks))
-        after = np.broadcast_to(np.arange(sinks, self._near), (rows, self._near - sinks))
-        context = np.concatenate([before, middle, after], axis=1).astype(np.int32)
-        table = torch.cat([torch.from_numpy(context + pool), own.slots.int()], dim=1)
-        return table.contiguous(), [context.shape[1] + length for length in own.lengths]
+        end = sinks + middle.shape[1]
+        begin = end + self._near - sinks
+        table = np.empty((rows, begin + max(len(one.slots) for one in own)), np.int32)
+        table[:, :sinks] = pool + np.arange(sinks)
+        table[:, sinks:end] = pool + middle
+        table[:, end:begin] = pool + np.arange(sinks, self._near)
+        contexts: list[int] = []
+        for one in own:
+            mine = slice(len(contexts), len(contexts) + len(one.lengths))
+            table[mine, begin : begin + len(one.slots)] = one.slots.numpy()
+            contexts += [begin + length for length in one.lengths]
+        return torch.from_numpy(table), contexts
+
+
+def _groups(own: Sequence[Own], most: int) -> Iterator[list[Own]]:
+    """Rows in groups of at most so many."""
+    group: list[Own] = []
+    room = most
+    for slots, lengths in own:
+        for start in range(0, len(lengths), most):
+            part = lengths[start : start + most]
+            if len(part) > room:
+                yield group
+                group, room = [], most
+            group.append(Own(slots[: part[-1]], part))
+            room -= len(part)
+    yield group
