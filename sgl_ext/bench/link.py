@@ -33,6 +33,8 @@ _METHODS = (
     "primed", "primed+head-8", DEFAULT,
 )  # fmt: skip
 _COMPARED = ("lego-16", "blend-15", DEFAULT)
+_COMPARED_POOL = 80_000
+"""Tokens, where prompts come one after the other and none comes again."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             if "load" in parts:
                 Load(stock, ours, template, sizes.load).report(report)
     if {*ACCURACY} & {*parts}:
-        exact, logs = systems(sizes.pool, *EXACT), out / "logs" / "compared"
+        exact, logs = systems(_COMPARED_POOL, *EXACT), out / "logs" / "compared"
         with server.serve(exact, model, logs) as (stock, ours):
             Accuracy(stock, ours, template, sizes.accuracy, layers, partial).report(report, parts)
     if {*parts} == {*PARTS}:
