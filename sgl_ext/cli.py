@@ -89,6 +89,38 @@ def calibrate(
     print(f"wrote {path}")
 
 
+@app.command()
+def cluster(
+    record: Annotated[Path, typer.Argument(help="What a server has written down of a context.")],
+    directories: Annotated[
+        list[Path], typer.Argument(help="One for each device, as clusters.directories.")
+    ],
+    id_: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it)
+        typer.Option("--id", help="That the context is to have; stx- and a name."),
+    ] = None,
+) -> None:
+    """Stores a recorded context on devices, for requests to follow it."""
+    import secrets
+
+    from rich.progress import Progress
+
+    from sgl_ext.clusters.job import store
+
+    id_ = id_ or f"stx-{secrets.token_urlsafe(12)}"
+    try:
+        with Progress() as progress:
+            bar = progress.add_task("layers", total=None)
+            store(
+                record, id_, directories,
+                lambda done, of: progress.update(bar, completed=done, total=of),
+            )  # fmt: skip
+    except ExtError as error:
+        typer.echo(f"sgl_ext: {error}", err=True)
+        raise typer.Exit(1) from None
+    print(id_)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Runs a benchmark, as python -m sgl_ext.bench does: NAME [--quick] [--out DIR]."""

@@ -35,8 +35,6 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
-AVAILABLE = frozenset({"tiers", "chunks", "restore", "swap", "peer"})
-"""Sections this version can start; the others are refused, never ignored."""
 
 _LARGEST_FILE = 1 << 20
 _LONGEST_ECHO = 80
@@ -303,10 +301,32 @@ class Peer(_Section):
         return self
 
 
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
 class Clusters(_Section):
     """Decode over contexts on SSDs by co-activation (approximate; Swarm)."""
 
     directories: Directories
+    """One for each device. Contexts are found again under the same ones in the same order."""
+    sparsity: Share = 0.1
+    """Of a context's blocks, what each query is given, if its request does not say it."""
+    largest: Share = 0.25
+    """That a request may ask for; every open context has memory for so many blocks."""
+    hot: Bytes = ByteSize(64 << 20)
+    """Memory of an open context for the blocks that are wanted most often."""
+    open: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 4
+    """Contexts that are open at once; requests for further ones wait."""
+    deadline: Seconds = 10.0
+    """In which a device has to give the blocks of a layer."""
+    emulate: EmulatedDevice | None = None
+    """Of each directory."""
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if self.sparsity > self.largest:
+            raise ValueError("sparsity is larger than largest; raise largest")
+        return self
 
 
 class ExtConfig(_Section):
@@ -345,6 +365,19 @@ class ExtConfig(_Section):
         if section is None:  # a key without a value, in YAML: on or off?
             raise ValueError("the section is empty: write {} to switch it on, or remove it")
         return section
+
+    @model_validator(mode="after")
+    def _whole_forwards(self) -> Self:
+        if self.clusters and (self.chunks or self.restore):
+            raise ValueError(
+                "chunks and restore go on with other rows in the middle of a forward, which rows "
+                "over stored contexts do not: leave out clusters, or the others"
+            )
+        if self.clusters and self.peer and self.peer.stream != "direct":
+            raise ValueError(
+                "rows over stored contexts do not read layer buffers: set peer.stream to direct"
+            )
+        return self
 
     @model_validator(mode="after")
     def _something_to_restore_from(self) -> Self:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from sgl_ext import SUPPORTED_SGLANG
-from sgl_ext.config import AVAILABLE, SECTIONS, Clusters, ExtConfig, Restore, Swap, Tiers
+from sgl_ext.config import SECTIONS, Clusters, ExtConfig, Restore, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.engine.hooks import installed_sglang
 from sgl_ext.errors import ExtError
@@ -230,15 +230,11 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
     present = config.sections()
     for name in SECTIONS:
         if name not in present:
-            state = "off" if name in AVAILABLE else "off; not in this version yet"
-            yield Check(name, "ok", f"{state} (needs {_NEEDS[name]})")
+            yield Check(name, "ok", f"off (needs {_NEEDS[name]})")
             continue
         section = present[name]
-        if name not in AVAILABLE:
-            yield Check(name, "fail", "not in this version yet", "remove the section")
-        else:
-            probed = "; --model-path looks at the model, too" if name == "chunks" else ""
-            yield Check(name, "ok", f"on{probed}")
+        probed = "; --model-path looks at the model, too" if name == "chunks" else ""
+        yield Check(name, "ok", f"on{probed}")
         if isinstance(section, Restore) and not any(known(cache_dir() / PROFILES)):
             yield Check(
                 "restore profile", "note", "none: servers learn what computing and loading cost",

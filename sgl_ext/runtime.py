@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sgl_ext.engine.priorities import Priorities
     from sgl_ext.engine.restore_metrics import RestoreMetrics
     from sgl_ext.engine.rows import Split
+    from sgl_ext.engine.stored_contexts import StoredContexts
+    from sgl_ext.engine.stored_recorder import Recorder
     from sgl_ext.engine.swap_ahead import SwapAhead
 
 
@@ -59,6 +61,10 @@ class ExtRuntime:
     """Who gives way; None if that is SGLang's own business."""
     peer: PeerSide | None = None
     """This process's side of lending and borrowing; None without the section."""
+    stored: StoredContexts | None = None
+    """Contexts on devices that requests follow; None without the section."""
+    recorder: Recorder | None = None
+    """Writes contexts down that are to be stored; None without the section."""
     link_metrics: LinkMetrics | None = None
     """What is linked, counted; None if SGLang's metrics are off."""
 

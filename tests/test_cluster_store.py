@@ -134,7 +134,7 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
         with pytest.raises(ExtError, match=match):
             Stored.open(name, directories, geometry)
 
-    refused("there is no context b", name="b")
+    refused("there is no stored context b", name="b")
     refused(
         "not of this model .fingerprint: expected another, found a model",
         replace(GEOMETRY, fingerprint="another"),

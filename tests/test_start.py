@@ -52,8 +52,8 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     [
         ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
         (
-            '{"clusters": {"directories": ["/tmp/c"]}}',
-            "switches on clusters, which sgl_ext 0.1.0 does not have",
+            '{"clusters": {"directories": ["/tmp/c"]}, "chunks": {}}',
+            "leave out clusters, or the others",
         ),
         ('{"restore": {}}', "restore needs something to restore from"),
         ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),

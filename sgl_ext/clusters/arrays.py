@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,15 +47,35 @@ def load(path: Path, kind: type[About]) -> tuple[Arrays, About]:
     Raises:
         ExtError: nothing of the kind is there, or of another version.
     """
+    with _opened(path) as file:
+        about = _about(path, file, kind)
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+
+
+def load_about(path: Path, kind: type[About]) -> About:
+    """What the arrays are of; reads none of them.
+
+    Raises:
+        ExtError: see :func:`load`.
+    """
+    with _opened(path) as file:
+        return _about(path, file, kind)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="numpy") as file:
-            header = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=_Header)
-            if header.version != VERSION:
-                raise ExtError(
-                    f"{path} is of version {header.version}, this is version {VERSION}; store the "
-                    "context again"
-                )
-            about = msgspec.json.decode(header.about, type=kind)
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise ExtError(f"{path} is no context of sgl_ext: {error}") from None
+
+
+def _about(path: Path, file: Any, kind: type[About]) -> About:
+    header = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=_Header)
+    if header.version != VERSION:
+        raise ExtError(
+            f"{path} is of version {header.version}, this is version {VERSION}; store the context "
+            "again"
+        )
+    return msgspec.json.decode(header.about, type=kind)

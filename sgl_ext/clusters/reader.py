@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,8 @@ class Reading:
             deadline: seconds from now.
 
         Raises:
-            DeviceError: they will not come. What has not started is cancelled; the memory is in
-                use until :attr:`finished`.
+            DeviceError: they will not come. What has not started is cancelled; if a device is
+                late, the memory is in use until :attr:`finished`.
         """
         end = time.monotonic() + deadline
         try:
@@ -78,6 +79,9 @@ class Reading:
                 self._wait(ticket, device, max(end - time.monotonic(), 0.0))
         except DeviceError:
             self.cancel()
+            for ticket in self._tickets:  # for the memory is used again
+                with suppress(OSError, ExtError):  # TimeoutError is an OSError
+                    ticket.wait(max(end - time.monotonic(), 0.0))
             raise
 
     def cancel(self) -> None:

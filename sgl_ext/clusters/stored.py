@@ -1,6 +1,6 @@
 """A context on devices: files of blocks, and an index that is kept in memory.
 
-``<directory>/<name>.<device>.blocks`` in every directory, and ``<name>.index`` in the first one,
+``<directory>/<name>.<device>.blocks`` is in every directory, and ``<name>.index`` in the first one,
 which is written last: without it the others are nothing. The index has the context's tokens, the K
 and V of its sinks and its window, and of every layer the order in which its entries are stored, how
 often its blocks were activated, and codes of its keys.
@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.arrays import load
+from sgl_ext.clusters.arrays import load, load_about
 from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Geometry
@@ -25,6 +25,12 @@ from sgl_ext.errors import ExtError
 
 _CHUNK = 4 << 20
 _INDEX = ".index"
+
+
+class UnknownContextError(ExtError):
+    """No context of that name is stored."""
+
+    status = 404
 
 
 class About(msgspec.Struct, frozen=True):
@@ -87,13 +93,10 @@ class Stored:
         """Reads the index of a context and makes sure that its blocks are there, unharmed.
 
         Raises:
-            ExtError: it is not there, or of another model; a file is missing or not what was
-                written.
+            UnknownContextError: it is not there.
+            ExtError: it is of another model; a file is missing or not what was written.
         """
-        path = index_file(directories[0], name)
-        if not path.exists():
-            raise ExtError(f"there is no context {name} in {directories[0]}")
-        arrays, about = load(path, About)
+        arrays, about = load(_existing(name, directories), About)
         if difference := geometry.difference(about.geometry):
             raise ExtError(f"context {name} is not of this model ({difference}); store it again")
         if len(about.digests) != len(directories):
@@ -119,6 +122,23 @@ class Stored:
         return cls(name, about, arrays["tokens"], layers, files)
 
 
+def about(name: str, directories: Sequence[Path]) -> About:
+    """What a context is, by the first lines of its index.
+
+    Raises:
+        UnknownContextError: it is not there.
+        ExtError: that is no index.
+    """
+    return load_about(_existing(name, directories), About)
+
+
+def _existing(name: str, directories: Sequence[Path]) -> Path:
+    path = index_file(directories[0], name)
+    if not path.exists():
+        raise UnknownContextError(f"there is no stored context {name}")
+    return path
+
+
 def names(directories: Sequence[Path]) -> Iterator[str]:
     """Of all contexts that have an index."""
     for path in sorted(directories[0].glob(f"*{_INDEX}")):
@@ -126,14 +146,19 @@ def names(directories: Sequence[Path]) -> Iterator[str]:
 
 
 def remove(name: str, directories: Sequence[Path]) -> None:
-    """A context is no more; its index goes first."""
+    """A context is no more, or has not come to be; its index goes first."""
     index_file(directories[0], name).unlink(missing_ok=True)
     for at, directory in enumerate(directories):
         block_file(directory, name, at).unlink(missing_ok=True)
+    recorded_file(directories[0], name).unlink(missing_ok=True)
 
 
 def index_file(directory: Path, name: str) -> Path:
     return directory / f"{name}{_INDEX}"
+
+
+def recorded_file(directory: Path, name: str) -> Path:
+    return directory / f"{name}.recorded"
 
 
 def block_file(directory: Path, name: str, device: int) -> Path:

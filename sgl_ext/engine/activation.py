@@ -14,7 +14,7 @@ import sys
 from typing import Any, NoReturn
 
 from sgl_ext import __version__
-from sgl_ext.config import AVAILABLE, ExtConfig
+from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks
 
 CARRIED = "_ext_config"
@@ -57,16 +57,6 @@ def mark_launch(server_args: Any) -> None:
 def report(config: ExtConfig) -> dict[str, Any]:
     """What a process says is active in it: part of ``/server_info``."""
     return {"version": __version__, "config": config.resolved()}
-
-
-def require_available(config: ExtConfig) -> None:
-    """Raises ActivationError for a section this version cannot start."""
-    unavailable = sorted(set(config.sections()) - AVAILABLE)
-    if unavailable:
-        raise hooks.ActivationError(
-            f"the configuration switches on {', '.join(unavailable)}, which sgl_ext {__version__} "
-            "does not have yet; remove it, `sgl-ext doctor` lists what this version can start"
-        )
 
 
 def refuse(error: Exception) -> NoReturn:

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import hooks, plan_hooks, restore_hooks, swap_hooks, swap_in, tier_hooks
+from sgl_ext.engine import (
+    hooks,
+    plan_hooks,
+    restore_hooks,
+    stored_hooks,
+    swap_hooks,
+    swap_in,
+    tier_hooks,
+)
 from sgl_ext.engine.meta_info import tell, told
 
 
@@ -80,6 +88,7 @@ def _held_back(adder: Any, req: Any, continuing: bool) -> bool:
         return False
     coming = tier_hooks.held_back(adder, req)
     coming = restore_hooks.held_back(adder, req, continuing) or coming
+    coming = not stored_hooks.ready(req) or coming
     return coming or (ext.links is not None and not ext.links.ready(req))
 
 

@@ -17,7 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
-from sgl_ext.engine import activation, chunk_hooks, hooks, priority_api, run_directory
+from sgl_ext.engine import (
+    activation,
+    chunk_hooks,
+    hooks,
+    priority_api,
+    run_directory,
+    stored_hooks,
+)
 from sgl_ext.engine.activation import carried_by, mark_launch, refuse, report
 from sgl_ext.engine.scheduler import REPORT_KEY
 
@@ -242,6 +249,7 @@ HOOKS = (
     ),
     *chunk_hooks.LAUNCHER_HOOKS,
     *priority_api.LAUNCHER_HOOKS,
+    *stored_hooks.LAUNCHER_HOOKS,
 )
 
 SEAMS = (

@@ -15,6 +15,7 @@ from sgl_ext.engine import (
     peer_hooks,
     plan_hooks,
     priority_api,
+    stored_hooks,
     swap_hooks,
     tier_hooks,
 )
@@ -47,6 +48,7 @@ HOOKS = (
     *swap_hooks.HOOKS,
     *priority_api.HOOKS,
     *peer_hooks.HOOKS,
+    *stored_hooks.HOOKS,
 )
 
 

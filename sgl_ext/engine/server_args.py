@@ -19,7 +19,6 @@ from sgl_ext.engine.activation import (
     carried_by,
     in_worker,
     refuse,
-    require_available,
 )
 
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
@@ -72,7 +71,6 @@ def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -
     try:
         hooks.require_supported_sglang()
         config = load(source)
-        require_available(config)
     except (ConfigError, hooks.ActivationError) as error:
         refuse(error)
     return config
@@ -92,6 +90,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         launcher,
         peer_hooks,
         restore_setup,
+        stored_hooks,
         swap_hooks,
         tier_hooks,
     )
@@ -103,6 +102,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         restore_setup.declare(server_args, config)
         swap_hooks.declare(server_args, config)
         peer_hooks.declare(server_args, config)
+        stored_hooks.declare(server_args, config)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about(server_args):

@@ -66,7 +66,7 @@ class StoredAttention:
         about = self._about = stored.about
         blocks = self._blocks = about.blocks
         geometry = about.geometry
-        self._stored, self._deadline = stored, deadline
+        self._engine, self._stored, self._deadline = engine, stored, deadline
         self._near = about.sinks + about.window
         each = blocks.block * blocks.entry_bytes
         kept = min(hot // (each * geometry.layers), blocks.blocks)
@@ -97,6 +97,15 @@ class StoredAttention:
     def tokens(self) -> int:
         """Of the context."""
         return self._about.tokens
+
+    def close(self) -> None:
+        """Gives memory and files back.
+
+        Raises:
+            ExtError: something is still read.
+        """
+        self._reader.close()
+        self._engine.unregister(self._region)
 
     def attend(
         self,

@@ -25,6 +25,9 @@ from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
     from sgl_ext.engine.layer_stream import LayerStream
+    from sgl_ext.engine.stored_contexts import StoredContexts
+    from sgl_ext.engine.stored_forward import StoredForward
+    from sgl_ext.engine.stored_recorder import Recorder
 
 STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
 """Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
@@ -80,6 +83,31 @@ class ForwardRows:
         """Has the K and V come that lie in other processes' memory."""
         stream.begin(self._table, self._requests, self._contexts, written)
 
+    def following(self, stored: StoredContexts, rids: Sequence[str]) -> StoredForward | None:
+        """The rows whose requests follow stored contexts, if any do."""
+        followers = [stored.follower(rid) for rid in rids]
+        if not any(followers):
+            return None
+        from sgl_ext.engine.stored_forward import StoredForward
+
+        return StoredForward(
+            stored, followers, self._table, self._requests, self._contexts, self._lengths
+        )
+
+    def record(self, recorder: Recorder, rids: Sequence[str]) -> None:
+        """Has the queries of some requests written down."""
+        recorder.begin(rids, self._contexts, self._lengths)
+
+    def chosen(self, rows: Sequence[int]) -> ForwardRows:
+        """Some of the rows."""
+        return ForwardRows(
+            self._table,
+            [self._requests[row] for row in rows],
+            [self._contexts[row] for row in rows],
+            [self._lengths[row] for row in rows],
+            [self._wholes[row] for row in rows] if self._wholes else (),
+        )
+
     def translated(self, translate: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
         """The rows over another pool, where a token's slot is ``translate`` of its slot here."""
         table = self._table[self._requests, : max(self._contexts, default=0)]
@@ -105,10 +133,16 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._native = native_attention(kernels)
         self._band = CausalBand()
         self._rows = self._swa_rows = ForwardRows(torch.empty(0, 0, dtype=torch.int32), [], [], [])
+        self._stored: StoredForward | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         self._rows = self._rows_of(forward_batch)
+        self._stored = None
+        if runtime.current is not None and runtime.current.stored is not None:
+            self._stored = self._rows.following(runtime.current.stored, forward_batch.rids)
+        if runtime.current is not None and runtime.current.recorder is not None:
+            self._rows.record(runtime.current.recorder, forward_batch.rids)
         if runtime.current is not None and runtime.current.stream is not None:
             self._rows.stream(runtime.current.stream, forward_batch.out_cache_loc)
         if self.use_sliding_window_kv_pool:
@@ -181,8 +215,12 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         )
         rows = self._swa_rows if in_swa_pool else self._rows
+        if runtime.current is not None and runtime.current.recorder is not None:
+            runtime.current.recorder.take(number, query)
 
-        if native is not None:
+        if self._stored is not None:
+            out = self._with_stored(self._stored, number, query, keys, values, layer.scaling)
+        elif native is not None:
             out = native.attend(
                 rows.native, query, keys, values, scale=layer.scaling, window=window,
                 elsewhere=None if stream is None else stream.layer(number),
@@ -192,6 +230,28 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         else:
             out = self._gathered(rows.rows, query, keys, values, layer.scaling, window)
         return out.view(query.shape[0], -1)
+
+    def _with_stored(
+        self,
+        stored: StoredForward,
+        number: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of which some rows follow stored contexts; the start has seen to it that the
+        native kernels serve the model."""
+        assert self._native is not None  # noqa: S101
+        out = torch.empty_like(query)
+        if len(stored.plain):
+            rows = self._rows.chosen(stored.plain)
+            asked = query[stored.plain_tokens]
+            out[stored.plain_tokens] = self._native.attend(
+                rows.native, asked, keys, values, scale=scale
+            )
+        stored.attend(self._native, number, query, keys, values, out)
+        return out
 
     def _gathered(
         self,

@@ -1,0 +1,50 @@
+"""Stores a recorded context: what a server starts beside itself, and ``sgl-ext cluster`` is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sgl_ext.clusters.build import Options, build
+from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.errors import ExtError
+
+
+def store(
+    record: Path, id_: str, directories: Sequence[Path], progress: Callable[[int, int], None]
+) -> None:
+    """Stores what a server has written down of a context.
+
+    Args:
+        id_: that the context is to have.
+        progress: is told how many layers of how many are done.
+
+    Raises:
+        ExtError: it cannot be stored.
+    """
+    options = Options(threads=len(os.sched_getaffinity(0)))
+    build(Recorded.load(record), id_, directories, options, progress)
+
+
+def main() -> None:
+    """As a process of a server: a line for each layer, and an error in a line."""
+    parser = argparse.ArgumentParser(prog="python -m sgl_ext.clusters.job", description=__doc__)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("id")
+    parser.add_argument("directories", type=Path, nargs="+")
+    options = parser.parse_args()
+    os.nice(10)  # the server goes first
+    try:
+        store(
+            options.record, options.id, options.directories,
+            lambda done, of: print(f"{done}/{of}", flush=True),
+        )  # fmt: skip
+    except ExtError as error:
+        sys.exit(f"sgl_ext: {error}")
+
+
+if __name__ == "__main__":
+    main()

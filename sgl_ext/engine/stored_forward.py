@@ -1,0 +1,109 @@
+"""A forward some of whose rows follow stored contexts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import torch
+
+from sgl_ext.clusters.reader import DeviceError
+from sgl_ext.engine.cpu.native_attention import NativeAttention
+from sgl_ext.engine.stored_attention import Own, StoredAttention
+from sgl_ext.engine.stored_contexts import Follower, StoredContexts
+
+logger = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """Rows that follow one context, each query given the same share of it."""
+
+    context: StoredAttention
+    followers: list[Follower]
+    own: list[Own]
+    tokens: list[torch.Tensor]
+
+
+class StoredForward:
+    """Rows of a forward that follow contexts.
+
+    Args:
+        followers: of each row, what it follows.
+        table: ``[requests, width]`` slots.
+        requests: the line of ``table`` of each row.
+        contexts: tokens of each row, the new ones included.
+        lengths: new tokens of each row.
+    """
+
+    def __init__(
+        self,
+        stored: StoredContexts,
+        followers: Sequence[Follower | None],
+        table: torch.Tensor,
+        requests: Sequence[int],
+        contexts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        self._stored = stored
+        parts: dict[tuple[str, float], _Part] = {}
+        start = 0
+        self.plain = [row for row, follower in enumerate(followers) if follower is None]
+        """Rows that follow none."""
+        plain: list[torch.Tensor] = []
+        rows = zip(followers, requests, contexts, lengths, strict=True)
+        for follower, request, end, new in rows:
+            tokens = torch.arange(start, start := start + new)
+            if follower is None:
+                plain.append(tokens)
+                continue
+            key = follower.id, follower.share
+            part = parts.setdefault(key, _Part(stored.context(follower), [], [], []))
+            part.followers.append(follower)
+            part.own.append(Own(table[request, :end].long(), range(end - new + 1, end + 1)))
+            part.tokens.append(tokens)
+        self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
+        """Where their queries are among the forward's."""
+        self._parts = {key: (part, torch.cat(part.tokens)) for key, part in parts.items()}
+        self._failed: set[tuple[str, float]] = set()
+
+    def attend(
+        self,
+        native: NativeAttention,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of the rows that follow contexts; see :meth:`StoredAttention.attend`.
+
+        Args:
+            query: ``[tokens, heads, head_dim]`` of all rows.
+            out: as ``query``, where theirs is written.
+        """
+        for key, (part, tokens) in self._parts.items():
+            if key not in self._failed:
+                try:
+                    out[tokens] = part.context.attend(
+                        native, layer, query[tokens], keys, values, part.own, key[1]
+                    )
+                    continue
+                except DeviceError as error:
+                    # The others of the batch go on. These end when SGLang looks at what came out,
+                    # which is nothing, and none of it is kept.
+                    logger.error("%s", error)
+                    self._failed.add(key)
+                    for follower in part.followers:
+                        self._stored.given_up.add(follower.req.rid)
+                        _end(follower.req, str(error))
+            out[tokens] = 0
+
+
+def _end(req: Any, message: str) -> None:
+    """A request that runs ends with an error, and leaves no KV behind."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.skip_radix_cache_insert = True
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable")

@@ -1,0 +1,236 @@
+"""Requests that follow a context on devices, on a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from transformers import AutoTokenizer
+
+from sgl_ext.bench.questions import questions
+from sgl_ext.bench.server import Server, System, live, serve
+
+DEADLINE_S = 300.0
+_CONTEXT, _DEVICES = 1500, 3
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [tmp_path_factory.mktemp(f"device{at}") for at in range(_DEVICES)]
+
+
+@pytest.fixture(scope="module")
+def server(
+    model: Path, directories: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    section = {"directories": [*map(str, directories)], "largest": 1.0, "hot": "8MiB"}
+    arguments = (
+        "--max-total-tokens", "12000", "--page-size", "16", "--dtype", "float32",
+        "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
+    )  # fmt: skip
+    system = System("clusters", arguments)
+    with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path) -> tuple[list[int], list[list[int]]]:
+    """A context, and prompts that follow it."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    all_of_them = questions("hotpotqa")[:12]
+    documents = [str(each) for one in all_of_them for each in one.documents if each.gold]
+    context = encode("".join(documents))[:_CONTEXT]
+    return context, [encode(f"\n\nQuestion: {one.question}\nAnswer:") for one in all_of_them[:4]]
+
+
+@pytest.fixture(scope="module")
+def stored(server: Server, asked: tuple[list[int], list[list[int]]]) -> dict[str, Any]:
+    body = {"input_ids": asked[0]}
+    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    assert answer.ok, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def generate(
+    server: Server,
+    prompt: list[int],
+    context: str | None = None,
+    *,
+    told: dict[str, Any] | None = None,
+    **more: Any,
+) -> requests.Response:
+    """What a server answers to a prompt that follows a context."""
+    follows = {} if context is None else {"ext_stored": {"id": context, **more}}
+    body = {
+        "input_ids": prompt,
+        **(told or {"return_logprob": True}),
+        "sampling_params": {
+            "temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "custom_params": follows,
+        },
+    }  # fmt: skip
+    return requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+
+
+def logprobs(answer: dict[str, Any]) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def test_a_context_is_stored(
+    server: Server, stored: dict[str, Any], directories: list[Path]
+) -> None:
+    assert stored["tokens"] == _CONTEXT
+    assert stored["index_bytes"] < stored["bytes"]
+    sizes = [sum(file.stat().st_size for file in each.glob("*.blocks")) for each in directories]
+    assert stored["bytes"] <= sum(sizes) <= 1.01 * stored["bytes"]
+    listed = requests.get(f"{server.url}/ext/stored_contexts/list", timeout=60).json()
+    assert listed == {"contexts": [stored], "storing": {}}
+    one = requests.get(f"{server.url}/ext/stored_contexts/{stored['id']}", timeout=60)
+    assert one.json() == stored
+
+
+def test_all_of_it_answers_as_dense_attention(
+    server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
+) -> None:
+    context, prompts = asked
+    for prompt in prompts[:2]:
+        dense = generate(server, [*context, *prompt]).json()
+        found = generate(server, prompt, stored["id"], sparsity=1.0).json()
+        assert found["output_ids"] == dense["output_ids"]
+        assert logprobs(found) == pytest.approx(logprobs(dense), abs=2e-4)
+        assert found["meta_info"]["ext"] == [
+            {
+                "power": "clusters", "exact": True, "context": stored["id"],
+                "tokens": _CONTEXT, "sparsity": 1.0,
+            }
+        ]  # fmt: skip
+
+
+def test_a_part_of_it_is_near(
+    server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
+) -> None:
+    """The more of it a query is given, the nearer are the logprobs of what follows."""
+    context, prompts = asked
+    off: dict[float, list[float]] = {0.01: [], 0.1: [], 0.4: []}
+    for prompt in prompts:
+        told = {"return_logprob": True, "logprob_start_len": len(context)}
+        dense = generate(server, [*context, *prompt], told=told).json()
+        expected = [entry[0] for entry in dense["meta_info"]["input_token_logprobs"]][1:]
+        for share, found in off.items():
+            told = {"return_logprob": True, "logprob_start_len": 0}
+            answer = generate(server, prompt, stored["id"], told=told, sparsity=share).json()
+            (entry,) = answer["meta_info"]["ext"]
+            assert not entry["exact"]
+            given = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]][1:]
+            assert len(given) == len(expected) == len(prompt) - 1
+            found += [abs(one - other) for one, other in zip(given, expected, strict=True)]
+    mean = {share: statistics.mean(found) for share, found in off.items()}
+    assert mean[0.4] < mean[0.1] < mean[0.01]
+    assert mean[0.1] < 0.3
+    state = live(server.url)["clusters"]["open"][stored["id"]]
+    assert 0 < state["requests"] <= state["fetched"]
+
+
+def test_requests_of_all_kinds_run_together(
+    server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
+) -> None:
+    """Each answers as it does alone; a turn that goes on finds its own tokens."""
+    context, prompts = asked
+    kinds: list[tuple[list[int], dict[str, Any]]] = [
+        ([*context[:200], *prompts[0]], {}),
+        (prompts[1], {"context": stored["id"], "sparsity": 0.2}),
+        (prompts[2], {"context": stored["id"], "sparsity": 0.2}),
+        (prompts[3], {"context": stored["id"], "sparsity": 1.0}),
+    ]
+    alone = [generate(server, prompt, **how).json() for prompt, how in kinds]
+    requests.post(f"{server.url}/flush_cache", timeout=60)
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        together = [
+            future.result().json()
+            for future in [threads.submit(generate, server, p, **how) for p, how in kinds]
+        ]
+    for one, other in zip(alone, together, strict=True):
+        assert other["output_ids"][:4] == one["output_ids"][:4]
+        assert logprobs(other)[:4] == pytest.approx(logprobs(one)[:4], abs=1e-2)
+    longer = [*prompts[2], *together[2]["output_ids"], *prompts[3]]
+    turn = generate(server, longer, stored["id"], sparsity=0.2).json()
+    assert turn["meta_info"]["cached_tokens"] >= len(prompts[2]) // 16 * 16
+    # Under another share nothing of it is found.
+    turn = generate(server, longer, stored["id"], sparsity=0.25).json()
+    assert turn["meta_info"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("follows", "status", "message"),
+    [
+        ({"id": "stx-nothing"}, 404, "there is no stored context stx-nothing"),
+        ({"id": "../x"}, 400, "what is said of a stored context"),
+        ({"sparsity": 2}, 400, "what is said of a stored context"),
+        ({"sparsity": "much"}, 400, "what is said of a stored context"),
+        ({"share": 0.5}, 400, "what is said of a stored context"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    server: Server, stored: dict[str, Any], follows: dict[str, Any], status: int, message: str
+) -> None:
+    more = {"id": stored["id"], **follows}
+    answer = generate(server, [5, 6, 7], more.pop("id"), **more)
+    assert answer.status_code == status, answer.text
+    assert message in answer.text
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": ""}, {"input_ids": [1] * 50}, {"input_ids": [-1] * 900},
+             {"input_ids": [1] * 20_000}, {"text": "a", "input_ids": [1]}],
+)  # fmt: skip
+def test_what_cannot_be_stored_is_refused(
+    server: Server, body: dict[str, Any], directories: list[Path]
+) -> None:
+    before = sorted(path.name for each in directories for path in each.iterdir())
+    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    assert answer.status_code in (400, 422), answer.text
+    assert sorted(path.name for each in directories for path in each.iterdir()) == before
+
+
+def test_a_device_that_fails_ends_those_who_need_it(
+    server: Server,
+    asked: tuple[list[int], list[list[int]]],
+    directories: list[Path],
+) -> None:
+    context, prompts = asked
+    body = {"input_ids": context[:900]}
+    created = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    id_ = created.json()["id"]
+    good = generate(server, prompts[0], id_, sparsity=0.3).json()
+    (file,) = directories[1].glob(f"{id_}.*")
+    contents = file.read_bytes()
+    os.truncate(file, 0)
+    answer = generate(server, prompts[1], id_, sparsity=0.9)
+    assert answer.status_code == 503, answer.text
+    assert "cannot be read" in answer.text
+    assert generate(server, prompts[1]).ok
+    file.write_bytes(contents)
+    again = generate(server, prompts[1], id_, sparsity=0.9)
+    assert again.ok
+    assert again.json()["meta_info"]["cached_tokens"] == 0  # nothing of the failed one is kept
+    assert (
+        generate(server, prompts[0], id_, sparsity=0.3).json()["output_ids"] == good["output_ids"]
+    )
+    deleted = requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60)
+    assert deleted.ok
+    assert not [path for each in directories for path in each.glob(f"{id_}*")]
+    assert generate(server, prompts[0], id_).status_code == 404
+    gone = requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60)
+    assert gone.status_code == 404
