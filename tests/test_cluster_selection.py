@@ -23,7 +23,7 @@ seeds = st.integers(0, 1 << 16)
 def some_clusters(entries: int, most: int, seed: int) -> Clusters:
     chance = np.random.default_rng(seed)
     mass = chance.gamma(0.3, size=(64, entries)).astype(np.float32)
-    return cluster(Activations.of(mass, 0.1), most=most)
+    return cluster(Activations.of([mass], 0.1), most=most)
 
 
 @settings(deadline=None, max_examples=200)

@@ -108,15 +108,42 @@ def reference_blocks(active: NDArray[np.bool_], block: int) -> list[int]:
 @settings(deadline=None, max_examples=150)
 @given(arrays(bool, shapes), st.integers(1, 6))
 def test_blocks_take_the_nearest(active: NDArray[np.bool_], block: int) -> None:
-    found = _clusters.blocks(activations_of(active).bits, block)
+    found = _clusters.blocks(activations_of(active).bits, block, 999)
     assert found.tolist() == reference_blocks(active, block)
+
+
+def test_blocks_of_many_are_looked_for_among_some() -> None:
+    chance = np.random.default_rng(8)
+    group = chance.permutation(np.repeat(np.arange(60), 10))
+    wanted = chance.random((256, 60)) < chance.uniform(0.05, 0.3, 60)
+    activations = activations_of(wanted[:, group])
+    order = _clusters.blocks(activations.bits, 5, 100)
+    assert sorted(order.tolist()) == list(range(600))
+    same = [len(set(group[block])) for block in order.reshape(-1, 5)]
+    assert same.count(1) > 0.9 * len(same)
+
+
+def test_a_checksum_sees_every_byte() -> None:
+    chance = np.random.default_rng(9)
+    rows = chance.integers(0, 256, (3, 77), np.uint8)
+    rows[2] = rows[0]
+    sums = _clusters.checksums(rows)
+    assert sums[0] == sums[2] != sums[1]
+    for at in range(77):
+        for bit in range(8):
+            changed = rows[:1].copy()
+            changed[0, at] ^= 1 << bit
+            assert _clusters.checksums(changed)[0] != sums[0]
+    zeros = np.zeros((2, 4096), np.uint8)
+    zeros[1, 4095] = 1
+    assert len(set(_clusters.checksums(zeros).tolist())) == 2
 
 
 def test_blocks_are_of_those_that_go_together() -> None:
     chance = np.random.default_rng(6)
     group = chance.permutation(np.repeat(np.arange(25), 10))
     wanted = chance.random((256, 25)) < 0.1
-    order = _clusters.blocks(activations_of(wanted[:, group]).bits, 5)
+    order = _clusters.blocks(activations_of(wanted[:, group]).bits, 5, 250)
     assert sorted(order.tolist()) == list(range(250))
     for block in order.reshape(-1, 5):
         assert len(set(group[block])) == 1
@@ -149,13 +176,15 @@ def test_those_that_go_together_are_found() -> None:
 def test_queries_activate_what_they_attend_to_most() -> None:
     chance = np.random.default_rng(3)
     mass = chance.random((70, 50), np.float32)
-    activations = Activations.of(mass, 0.1)
+    activations = Activations.of([mass[:3], mass[3:66], mass[66:]], 0.1)
     assert activations.bits.shape == (50, 2)
     bits = np.unpackbits(activations.bits.view(np.uint8), axis=1, bitorder="little")[:, :70]
     for query in range(70):
         assert set(np.flatnonzero(bits[:, query])) == set(np.argsort(mass[query])[-5:])
     assert activations.frequency.sum() == 70 * 5
-    assert Activations.of(mass[:, :1], 0.1).frequency.tolist() == [70]
+    assert Activations.of([mass[:, :1]], 0.1).frequency.tolist() == [70]
+    mass[:, 2:] = 0  # what has nothing is not activated, be there too little else
+    assert Activations.of([mass], 0.1).frequency.tolist() == [70, 70] + [0] * 48
 
 
 def test_mass_is_what_attention_pays() -> None:
@@ -167,6 +196,14 @@ def test_mass_is_what_attention_pays() -> None:
     beside = np.log(np.exp(logits[:, :, :10]).sum(axis=2)).astype(np.float32)
     mass = attention_mass(queries, keys[10:], 0.5, beside)
     np.testing.assert_allclose(mass, whole[:, :, 10:].sum(axis=1), rtol=1e-4)
+    seen, counted = np.array([1, 7, 30, 12, 5]), np.array([0, 3, 30, 1, 5])
+    part = attention_mass(queries, keys[10:], 0.5, beside, seen=seen, counted=counted)
+    for query in range(5):
+        logits_here = logits[query, :, : 10 + seen[query]]
+        each = np.exp(logits_here) / np.exp(logits_here).sum(axis=1, keepdims=True)
+        expected = np.zeros(30)
+        expected[: counted[query]] = each[:, 10 : 10 + counted[query]].sum(axis=0)
+        np.testing.assert_allclose(part[query], expected, rtol=1e-4)
     nothing = np.full((5, 6), -np.inf, np.float32)
     np.testing.assert_allclose(attention_mass(queries, keys, 0.5, nothing).sum(1), 6.0, rtol=1e-5)
 
@@ -179,7 +216,9 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="entry 3 of 3"):
         _clusters.cluster(bits, order, 0.5, 4, 4, pairwise=True)
     with pytest.raises(ValueError, match="a block has an entry"):
-        _clusters.blocks(bits, 0)
+        _clusters.blocks(bits, 0, 8)
+    with pytest.raises(ValueError, match="among as many at least"):
+        _clusters.blocks(bits, 4, 3)
     with pytest.raises(ValueError, match="a cluster has a member"):
         _clusters.cluster(bits, order, 0.5, 0, 4, pairwise=True)
 

@@ -97,3 +97,42 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="different shapes"):
             _clusters.mass(codes, threads=1, **{**good, name: np.zeros(shape, np.float32)})
+
+
+def test_large_keys_and_queries_that_look_nowhere() -> None:
+    keys, queries = sample(600)
+    keys += 300 * np.eye(16, dtype=np.float32)[3]  # as of models with a bias
+    asked = queries + 300 * np.eye(16, dtype=np.float32)[3]
+    beside = np.full(queries.shape[:2], 90_000.0 * 0.25, np.float32)
+    exact = attention_mass(asked, keys, 0.25, beside)
+    estimated = Codes.of(keys, asked, 4).mass(asked, 0.25, beside)
+    assert np.isfinite(estimated).all()
+    top = np.argpartition(estimated, -60, axis=1)[:, -60:]
+    best = np.sort(exact, axis=1)[:, -60:].sum()
+    assert np.take_along_axis(exact, top, axis=1).sum() > 0.8 * best
+    nothing = Codes.of(keys, np.zeros_like(queries), 4).mass(queries, 0.25, beside * 0)
+    assert np.isfinite(nothing).all()
+    alike = Codes.of(np.ones((9, 2, 16), np.float32), queries, 4)
+    np.testing.assert_allclose(
+        alike.mass(queries, 0.25, beside * 0),
+        attention_mass(queries, np.ones((9, 2, 16), np.float32), 0.25, beside * 0), rtol=1e-3,
+    )  # fmt: skip
+
+
+def test_threads_change_nothing() -> None:
+    keys, queries = sample(900)
+    codes, beside = Codes.of(keys, queries, 4), np.zeros((3, 6), np.float32)
+    one = codes.mass(queries[:3], 0.25, beside, threads=1)
+    assert (codes.mass(queries[:3], 0.25, beside, threads=2) == one).all()
+    alone = [codes.mass(queries[at : at + 1], 0.25, beside[:1], threads=2) for at in range(3)]
+    np.testing.assert_allclose(np.concatenate(alone), one, rtol=1e-5)
+
+
+def test_subspaces_have_as_much_to_tell() -> None:
+    from sgl_ext.clusters.codes import _balanced
+
+    variance = np.array([0.9, 0.8, 0.7, 0.6, 0.05, 0.04, 0.03, 0.02], np.float32)
+    for scale in (1.0, 100.0):
+        parts = _balanced(scale * variance, 4).reshape(4, 2)
+        assert sorted(map(sorted, parts.tolist())) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert sorted(_balanced(np.zeros(8, np.float32), 4).tolist()) == list(range(8))

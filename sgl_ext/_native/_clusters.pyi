@@ -46,7 +46,7 @@ def cluster(
         ValueError: an entry that there is not, or no room for a member.
     """
 
-def blocks(bits: NDArray[np.uint64], block: int) -> NDArray[np.int32]:
+def blocks(bits: NDArray[np.uint64], block: int, window: int) -> NDArray[np.int32]:
     """All entries once, so that blocks of them are activated together; without the GIL.
 
     Each block begins with the entry nearest to the last of the one before and goes on with those
@@ -54,10 +54,15 @@ def blocks(bits: NDArray[np.uint64], block: int) -> NDArray[np.int32]:
 
     Args:
         block: entries of one.
+        window: of what is left when a block begins, as many of those that are activated most often
+            are looked at; the time is that of ``entries * window`` distances.
 
     Raises:
-        ValueError: none.
+        ValueError: a block of none, or a smaller window.
     """
+
+def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """One of each row; without the GIL."""
 
 def mass(
     codes: NDArray[np.uint8],

@@ -7,6 +7,7 @@ asked for, and no matrix of all pairs is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,21 +32,26 @@ class Activations:
     queries: int
 
     @classmethod
-    def of(cls, mass: NDArray[np.float32], share: float) -> Activations:
+    def of(cls, masses: Iterable[NDArray[np.float32]], share: float) -> Activations:
         """Each query activates the entries that have most of its attention.
 
         Args:
-            mass: ``[queries, entries]`` attention, summed over heads.
+            masses: ``[queries, entries]`` attention, summed over heads, of some queries each, so
+                that no array has all queries and all entries. What has none is not activated.
             share: of the entries, which each query activates; at least one.
         """
-        queries, entries = mass.shape
-        count = min(max(round(share * entries), 1), entries)
-        active = np.zeros((queries, entries), bool)
-        top = np.argpartition(mass, entries - count, axis=1)[:, entries - count :]
-        np.put_along_axis(active, top, values=True, axis=1)
-        padded = np.zeros((entries, -(-queries // _WORD) * _WORD), bool)
-        padded[:, :queries] = active.T
-        return cls(np.packbits(padded, axis=1, bitorder="little").view("<u8"), queries)
+        words, queries = [], 0
+        left = None  # of queries that fill no word yet
+        for mass in masses:
+            active = _most(mass, share)
+            queries += len(active)
+            left = active if left is None else np.concatenate([left, active])
+            whole = len(left) // _WORD * _WORD
+            words.append(_packed(left[:whole]))
+            left = left[whole:]
+        if left is not None and len(left):
+            words.append(_packed(np.pad(left, ((0, _WORD - len(left)), (0, 0)))))
+        return cls(np.ascontiguousarray(np.concatenate(words, axis=1)), queries)
 
     @property
     def entries(self) -> int:
@@ -72,8 +78,23 @@ class Activations:
             np.partition(_clusters.distances(self.bits, int(entry)), neighbours)[neighbours]
             for entry in sample
         ]
-        # Just beyond, for members are nearer than the radius.
-        return float(np.nextafter(np.float32(np.median(nth)), np.float32(2.0)))
+        # Just beyond, for members are nearer than the radius; never as far as those that share
+        # no query.
+        return min(float(np.nextafter(np.float32(np.median(nth)), np.float32(2.0))), 1.0)
+
+
+def _most(mass: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
+    entries = mass.shape[1]
+    count = min(max(round(share * entries), 1), entries)
+    active = np.zeros(mass.shape, bool)
+    top = np.argpartition(mass, entries - count, axis=1)[:, entries - count :]
+    np.put_along_axis(active, top, values=True, axis=1)
+    return active & (mass > 0)
+
+
+def _packed(active: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """``[entries, words]`` of ``[queries, entries]``, whose queries fill words."""
+    return np.packbits(np.ascontiguousarray(active.T), axis=1, bitorder="little").view("<u8")
 
 
 def attention_mass(
@@ -82,6 +103,7 @@ def attention_mass(
     scale: float,
     beside: NDArray[np.float32],
     seen: NDArray[np.int64] | None = None,
+    counted: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
     """The attention that queries pay to entries, summed over heads.
 
@@ -93,6 +115,8 @@ def attention_mass(
         beside: ``[queries, heads]`` logarithm of the sum of the exponentials of all logits
             of other entries that the query sees; minus infinity if there are none.
         seen: ``[queries]`` how many of the first entries each query sees; all if not given.
+        counted: ``[queries]`` of how many of the first entries the attention is told; all if not
+            given. The others are zero.
 
     Returns:
         ``[queries, entries]``.
@@ -107,9 +131,13 @@ def attention_mass(
         if hidden is not None:
             logits[hidden] = -np.inf
         highest = np.maximum(logits.max(axis=1), beside[:, head])[:, None]
-        np.exp(logits - highest, out=logits)
+        logits -= highest
+        np.exp(logits, out=logits)
         total = logits.sum(axis=1, keepdims=True) + np.exp(beside[:, head, None] - highest)
-        mass += logits / total
+        logits /= total
+        mass += logits
+    if counted is not None:
+        mass[np.arange(entries) >= counted[:, None]] = 0
     return mass
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,6 +26,8 @@ About = TypeVar("About", bound=msgspec.Struct)
 class _Header(msgspec.Struct):
     version: int
     about: msgspec.Raw
+    digest: str
+    """Of all arrays."""
 
 
 def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
@@ -33,8 +36,9 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = msgspec.json.encode({"version": VERSION, "about": about}).decode()
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    header = {"version": VERSION, "about": about, "digest": _digest(contiguous)}
+    text = msgspec.json.encode(header).decode()
     try:
         save_file(contiguous, path, metadata={_ABOUT: text})
     except SafetensorError as error:  # it hides what the system has said
@@ -48,8 +52,11 @@ def load(path: Path, kind: type[About]) -> tuple[Arrays, About]:
         ExtError: nothing of the kind is there, or of another version.
     """
     with _opened(path) as file:
-        about = _about(path, file, kind)
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+        header = _header(path, file)
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _digest(arrays) != header.digest:
+            raise ExtError(f"{path} is not what was written; store the context again")
+        return arrays, msgspec.json.decode(header.about, type=kind)
 
 
 def load_about(path: Path, kind: type[About]) -> About:
@@ -59,7 +66,7 @@ def load_about(path: Path, kind: type[About]) -> About:
         ExtError: see :func:`load`.
     """
     with _opened(path) as file:
-        return _about(path, file, kind)
+        return msgspec.json.decode(_header(path, file).about, type=kind)
 
 
 @contextmanager
@@ -71,11 +78,19 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ExtError(f"{path} is no context of sgl_ext: {error}") from None
 
 
-def _about(path: Path, file: Any, kind: type[About]) -> About:
+def _header(path: Path, file: Any) -> _Header:
     header = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=_Header)
     if header.version != VERSION:
         raise ExtError(
             f"{path} is of version {header.version}, this is version {VERSION}; store the context "
             "again"
         )
-    return msgspec.json.decode(header.about, type=kind)
+    return header
+
+
+def _digest(arrays: Arrays) -> str:
+    found = xxhash.xxh3_64()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        found.update(array.data)
+    return found.hexdigest()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,8 +23,15 @@ from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.clusters.stored import About, block_file, digest, index_file
+from sgl_ext.clusters.stored import About, block_file, index_file, scratch_of
 from sgl_ext.errors import ExtError
+
+_QUERIES = 64
+"""Of the profile at a time: each has a logit of every entry."""
+_WINDOW = 8192
+"""Entries that a block's members are looked for among."""
+_WRITTEN = 4096
+"""Blocks at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,40 +83,45 @@ def build(
     options = replace(options, window=tokens - options.sinks - middle)
     blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers)
     index = index_file(directories[0], name)
-    scratch = index.with_suffix(".tmp")
-    paths: list[Path] = []  # that are new
+    new: list[Path] = []
     try:
         with ExitStack() as opened:
             files: list[BinaryIO] = []
             for device, directory in enumerate(directories):
                 path = block_file(directory, name, device)
-                files.append(opened.enter_context(path.open("xb")))
-                paths.append(path)
+                files.append(opened.enter_context(path.open("xb", buffering=0)))
+                new.append(path)
                 _allocate(files[-1], path, blocks.file_bytes)
-            layers: dict[int, Arrays] = {}
-            with ThreadPoolExecutor(options.threads) as threads:
-                work = {
-                    threads.submit(_layer, recorded, layer, options, blocks, files): layer
-                    for layer in range(geometry.layers)
-                }
-                for future in as_completed(work):
-                    layers[work[future]] = future.result()
-                    progress(len(layers), geometry.layers)
+            layers = _layers(recorded, options, blocks, files, progress)
             for file in files:
                 os.fsync(file.fileno())
-        arrays = {key: np.stack([layers[at][key] for at in sorted(layers)]) for key in layers[0]}
+        arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
         arrays["tokens"] = recorded.tokens
-        digests = tuple(digest(path) for path in paths)
-        save(arrays, scratch, About(geometry, tokens, options.sinks, options.window, digests))
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())
+        scratch = scratch_of(index)
+        with scratch.open("xb"):
+            new.append(scratch)
+        about = About(geometry, tokens, options.sinks, options.window, len(directories))
+        save(arrays, scratch, about)
+        _sync(scratch)
+        for directory in directories:
+            _sync(directory)
         scratch.rename(index)  # from here on it is stored
+        _sync(directories[0])
     except BaseException as error:
-        for path in (scratch, *paths):
+        for path in new:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ExtError(f"cannot store the context: {error}") from None
         raise
+
+
+def _sync(path: Path) -> None:
+    """What a file or a directory holds survives a power failure."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _allocate(file: BinaryIO, path: Path, size: int) -> None:
@@ -123,35 +135,78 @@ def _allocate(file: BinaryIO, path: Path, size: int) -> None:
         ) from None
 
 
+def _layers(
+    recorded: Recorded,
+    options: Options,
+    blocks: Blocks,
+    files: Sequence[BinaryIO],
+    progress: Callable[[int, int], None],
+) -> list[Arrays]:
+    """Writes all layers' blocks; returns what stays in memory of each."""
+    found: dict[int, Arrays] = {}
+    with ThreadPoolExecutor(options.threads) as threads:
+        work = {
+            threads.submit(_layer, recorded, layer, options, blocks, files): layer
+            for layer in range(blocks.layers)
+        }
+        try:
+            for future in as_completed(work):
+                found[work[future]] = future.result()
+                progress(len(found), blocks.layers)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # what is begun is waited for
+            raise
+    return [found[layer] for layer in range(blocks.layers)]
+
+
 def _layer(
     recorded: Recorded, layer: int, options: Options, blocks: Blocks, files: Sequence[BinaryIO]
 ) -> Arrays:
-    """Writes the layer's blocks; returns what stays in memory of it."""
     keys = recorded.keys(layer)
+    if not (np.isfinite(keys).all() and np.isfinite(recorded.queries[layer]).all()):
+        raise ExtError(f"layer {layer} of the context has keys or queries that are no numbers")
     sinks, end = options.sinks, len(keys) - options.window
-    queries, scale = recorded.queries[layer], recorded.geometry.scale
-    resident = np.concatenate([keys[:sinks], keys[end:]])
-    # A query sees the sinks, and of the window what comes before it.
-    near = np.minimum(recorded.seen, sinks) + np.maximum(recorded.seen - end, 0)
-    beside = log_sum(queries, resident, scale, near)
     middle = keys[sinks:end]
-    seen = np.clip(recorded.seen - sinks, 0, len(middle))
-    activations = Activations.of(
-        attention_mass(queries, middle, scale, beside, seen), options.activated
-    )
-    order = _clusters.blocks(activations.bits, blocks.block)
-    codes = Codes.of(middle[order], queries, options.subspaces, seed=layer)
-    _write(recorded, layer, sinks + order, blocks, files)
-    often = activations.frequency[order].reshape(-1, blocks.block)
+    activations = Activations.of(_masses(recorded, layer, options, keys), options.activated)
+    order = _clusters.blocks(activations.bits, blocks.block, max(_WINDOW, blocks.block))
+    codes = Codes.of(middle[order], recorded.queries[layer], options.subspaces, seed=layer)
+    sums = _write(recorded, layer, sinks + order, blocks, files)
+    of_blocks = activations.bits[order].reshape(blocks.blocks, blocks.block, -1)
     kv = recorded.kv[layer]
     return {
         "order": order,
-        "often": often.sum(axis=1, dtype=np.int32),
+        "often": Activations(
+            np.bitwise_or.reduce(of_blocks, axis=1), activations.queries
+        ).frequency.astype(np.int32),
+        "sums": sums,
         "codes": codes.codes,
         "centroids": codes.centroids,
         "projection": codes.projection,
+        "mean": codes.mean,
         "resident": np.concatenate([kv[:sinks], kv[end:]]),
     }
+
+
+def _masses(
+    recorded: Recorded, layer: int, options: Options, keys: NDArray[np.float32]
+) -> Iterator[NDArray[np.float32]]:
+    """Attention of the profile's queries to the middle, a few queries at a time.
+
+    What is in a query's own window when it is asked is not counted: that is always in memory.
+    """
+    sinks, end = options.sinks, len(keys) - options.window
+    scale, resident = recorded.geometry.scale, np.concatenate([keys[:sinks], keys[end:]])
+    for start in range(0, len(recorded.seen), _QUERIES):
+        queries = recorded.queries[layer, start : start + _QUERIES]
+        seen = recorded.seen[start : start + _QUERIES]
+        # Of the context's own window a query sees what comes before it.
+        near = np.minimum(seen, sinks) + np.maximum(seen - end, 0)
+        beside = log_sum(queries, resident, scale, near)
+        yield attention_mass(
+            queries, keys[sinks:end], scale, beside,
+            seen=np.clip(seen - sinks, 0, end - sinks),
+            counted=np.clip(seen - options.window - sinks, 0, end - sinks),
+        )  # fmt: skip
 
 
 def _write(
@@ -160,12 +215,20 @@ def _write(
     tokens: NDArray[np.int32],
     blocks: Blocks,
     files: Sequence[BinaryIO],
-) -> None:
+) -> NDArray[np.uint64]:
+    """Writes the layer's blocks; returns their checksums."""
     padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
     entries = recorded.kv[layer, tokens].reshape(blocks.blocks, -1)
     padded[:, : entries.shape[1]] = entries
     device, offset = blocks.place(layer, np.arange(blocks.blocks))
     for at, file in enumerate(files):
         mine = np.flatnonzero(device == at)
-        if len(mine):  # of one layer they follow each other
-            os.pwrite(file.fileno(), padded[mine].data, int(offset[mine[0]]))
+        if not len(mine):
+            continue
+        place = int(offset[mine[0]])  # of one layer they follow each other
+        for start in range(0, len(mine), _WRITTEN):
+            left = padded[mine[start : start + _WRITTEN]].reshape(-1)
+            while len(left):
+                written = os.pwrite(file.fileno(), left.data, place)
+                left, place = left[written:], place + written
+    return _clusters.checksums(padded)

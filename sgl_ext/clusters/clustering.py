@@ -4,6 +4,9 @@ As written, the algorithm makes one cluster of everything that is popular and si
 most of the rest. ``capped`` bounds a cluster's size and an entry's copies, chooses the radius by
 how many neighbours entries have within it, and leaves entries that no query of the profile has
 activated by themselves: they hold what unforeseen questions ask for.
+
+Distances are Jaccard's, of the queries that activate either entry: the probability that both are
+activated if one is.
 """
 
 from __future__ import annotations

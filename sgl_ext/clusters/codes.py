@@ -1,13 +1,14 @@
 """A few bytes for each key, from which the attention to it is estimated.
 
-Product quantisation in the metric of the queries: keys are turned and stretched so that a distance
-between two of them is the difference of the logits that the profile's queries have on average. Of
-each part of such a key the nearest of 256 centroids is kept.
+Product quantisation in the metric of the queries: keys, less their mean, are turned and stretched
+so that a distance between two of them is the difference of the logits that the profile's queries
+have on average. Of each part of such a key the nearest of 256 centroids is kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,13 @@ class Codes:
         codes: ``[kv_heads, entries, subspaces]`` uint8.
         centroids: ``[kv_heads, subspaces, 256, head_dim / subspaces]`` float16.
         projection: ``[kv_heads, head_dim, head_dim]`` float32; turns queries.
+        mean: ``[kv_heads, head_dim]`` float32 of the keys.
     """
 
     codes: NDArray[np.uint8]
     centroids: NDArray[np.float16]
     projection: NDArray[np.float32]
+    mean: NDArray[np.float32]
 
     @classmethod
     def of(
@@ -59,10 +62,15 @@ class Codes:
         shape = (kv_heads, subspaces, CENTROIDS, head_dim // subspaces)
         centroids = np.zeros(shape, np.float16)
         projection = np.empty((kv_heads, head_dim, head_dim), np.float32)
+        mean = keys.mean(axis=0)
         for head in range(kv_heads):
             asked = queries[:, head * group : (head + 1) * group].reshape(-1, head_dim)
             stretch, projection[head] = _query_metric(asked)
-            turned = keys[:, head] @ stretch
+            turned = (keys[:, head] - mean[head]) @ stretch
+            # Half precision has a range, and products are as before if queries are larger.
+            largest = np.abs(turned).max() or np.float32(1)
+            turned /= largest
+            projection[head] *= largest
             order = _balanced(turned.var(axis=0), subspaces)
             projection[head] = projection[head][:, order]
             parts = turned[:, order].reshape(entries, subspaces, -1).transpose(1, 0, 2)
@@ -70,11 +78,16 @@ class Codes:
             found = _k_means(trained, chance).astype(np.float16)
             centroids[head, :, : found.shape[1]] = found
             codes[head] = _nearest(parts, found.astype(np.float32)).T
-        return cls(codes, centroids, projection)
+        return cls(codes, centroids, projection, mean)
 
     @property
     def bytes(self) -> int:
-        return self.codes.nbytes + self.centroids.nbytes + self.projection.nbytes
+        parts = self.codes, self.centroids, self.projection, self.mean
+        return sum(part.nbytes for part in parts)
+
+    @cached_property
+    def _wide(self) -> NDArray[np.float32]:
+        return self.centroids.astype(np.float32)
 
     def mass(
         self,
@@ -87,11 +100,13 @@ class Codes:
         count, heads, head_dim = queries.shape
         kv_heads, subspaces = self.centroids.shape[:2]
         grouped = (queries * scale).reshape(count, kv_heads, heads // kv_heads, head_dim)
-        turned = np.matmul(grouped, self.projection).reshape(count, heads, subspaces, -1)
-        repeated = self.centroids.astype(np.float32).repeat(heads // kv_heads, axis=0)
-        # [queries, heads, subspaces, 256]
-        tables = np.matmul(repeated, turned[..., None])[..., 0]
-        return _clusters.mass(self.codes, tables, beside, threads)
+        turned = np.matmul(grouped, self.projection)
+        parts = turned.reshape(*turned.shape[:3], subspaces, -1).transpose(0, 1, 3, 4, 2)
+        # [queries, kv_heads, subspaces, 256, group]
+        tables = np.matmul(self._wide, parts)
+        tables[:, :, 0] += np.einsum("qkgd,kd->qkg", grouped, self.mean)[:, :, None]
+        by_head = tables.transpose(0, 1, 4, 2, 3).reshape(count, heads, subspaces, CENTROIDS)
+        return _clusters.mass(self.codes, np.ascontiguousarray(by_head), beside, threads)
 
 
 def _query_metric(
@@ -100,7 +115,7 @@ def _query_metric(
     """What keys and queries are multiplied by; the products of the two stay what they are."""
     moments = queries.T.astype(np.float64) @ queries / len(queries)
     values, vectors = np.linalg.eigh(moments)
-    root = np.sqrt(np.maximum(values, 0.0) + _RIDGE * values.mean())
+    root = np.sqrt(np.maximum(values, 0.0) + (_RIDGE * values.mean() or 1.0))
     return (vectors * root).astype(np.float32), (vectors / root).astype(np.float32)
 
 
@@ -112,10 +127,11 @@ def _balanced(variance: NDArray[np.float32], subspaces: int) -> NDArray[np.int64
     width = len(variance) // subspaces
     parts: list[list[int]] = [[] for _ in range(subspaces)]
     logs = np.zeros(subspaces)
+    least = variance[variance > 0].min(initial=np.inf)  # whose logarithm is taken for zero
     for dimension in np.argsort(-variance, kind="stable"):
         part = min((at for at in range(subspaces) if len(parts[at]) < width), key=logs.__getitem__)
         parts[part].append(int(dimension))
-        logs[part] += np.log(variance[dimension] + 1e-12)
+        logs[part] += np.log(max(variance[dimension] / least, 1.0))
     return np.concatenate(parts).astype(np.int64)
 
 

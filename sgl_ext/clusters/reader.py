@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.clusters.placement import SECTOR
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.runs import copy_rows, run_starts
@@ -23,6 +24,8 @@ from sgl_ext.memory.transfer import (
     TransferEngine,
     TransferError,
 )
+
+_SETTLE_S = 10.0
 
 
 class DeviceError(ExtError):
@@ -79,10 +82,15 @@ class Reading:
                 self._wait(ticket, device, max(end - time.monotonic(), 0.0))
         except DeviceError:
             self.cancel()
-            for ticket in self._tickets:  # for the memory is used again
-                with suppress(OSError, ExtError):  # TimeoutError is an OSError
-                    ticket.wait(max(end - time.monotonic(), 0.0))
+            self.settle(end - time.monotonic())  # for the memory is used again
             raise
+
+    def settle(self, deadline: float) -> None:
+        """Until nothing is under way any more, or so many seconds."""
+        end = time.monotonic() + deadline
+        for ticket in self._tickets:
+            with suppress(OSError, ExtError):  # TimeoutError is an OSError
+                ticket.wait(max(end - time.monotonic(), 0.0))
 
     def cancel(self) -> None:
         """What has not started is not read."""
@@ -122,9 +130,13 @@ class Reader:
                 self._files.append(
                     device.files.open(path.relative_to(device.directory), self._blocks.file_bytes)
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.close()
             raise ExtError(f"context {stored.name} cannot be read: {error}") from None
+        odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
+        if odd is not None:
+            self.close()
+            raise ExtError(f"context {stored.name} lies on a device that reads {odd} B at a time")
         self._bases = np.array([file.base for file in self._files], np.int64)
 
     def read(
@@ -148,11 +160,17 @@ class Reader:
             1, 0, 0,
         )  # fmt: skip
         tickets: dict[Ticket, Device] = {}
-        for at, one in enumerate(self._devices):
-            mine = rows[device[first] == at]
-            if len(mine):
-                tickets[self._engine.submit(mine, one.lane, priority)] = one
-        return Reading(numbers[order], len(rows), tickets)
+        reading = Reading(numbers[order], len(rows), tickets)
+        try:
+            for at, one in enumerate(self._devices):
+                mine = rows[device[first] == at]
+                if len(mine):
+                    tickets[self._engine.submit(mine, one.lane, priority)] = one
+        except (ExtError, ValueError) as error:
+            reading.cancel()
+            reading.settle(_SETTLE_S)
+            raise DeviceError(f"a read was refused: {error}") from None
+        return reading
 
     def close(self) -> None:
         """Closes the files.

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.arrays import load, load_about
@@ -23,8 +22,9 @@ from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.errors import ExtError
 
-_CHUNK = 4 << 20
-_INDEX = ".index"
+PREFIX = "stx-"
+"""Of the names that servers give."""
+_INDEX, _SCRATCH = ".index", ".tmp"
 
 
 class UnknownContextError(ExtError):
@@ -40,15 +40,14 @@ class About(msgspec.Struct, frozen=True):
     tokens: int
     sinks: int
     window: int
-    digests: tuple[str, ...]
-    """Of each device's file."""
+    devices: int
 
     @property
     def blocks(self) -> Blocks:
         """How the entries lie on the devices."""
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
-        return Blocks(middle, geometry.entry_bytes, len(self.digests), geometry.layers)
+        return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers)
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,16 @@ class Layer:
     Attributes:
         codes: of the keys, in the order of storage.
         order: ``[entries]`` int32; which entry of the middle is stored at each place.
-        often: ``[blocks]`` int32; how often the profile has activated each block's entries.
+        often: ``[blocks]`` int32; how many queries of the profile have activated any of a block's
+            entries.
+        sums: ``[blocks]`` uint64; their checksums.
         resident: ``[sinks + window, entry_bytes]`` uint8.
     """
 
     codes: Codes
     order: NDArray[np.int32]
     often: NDArray[np.int32]
+    sums: NDArray[np.uint64]
     resident: NDArray[np.uint8]
 
 
@@ -90,32 +92,37 @@ class Stored:
 
     @classmethod
     def open(cls, name: str, directories: Sequence[Path], geometry: Geometry) -> Stored:
-        """Reads the index of a context and makes sure that its blocks are there, unharmed.
+        """Reads the index of a context and sees that its files are there.
+
+        Whether a block is what was written is seen when it is read.
 
         Raises:
             UnknownContextError: it is not there.
-            ExtError: it is of another model; a file is missing or not what was written.
+            ExtError: it is of another model; a file is missing or too short.
         """
         arrays, about = load(_existing(name, directories), About)
         if difference := geometry.difference(about.geometry):
             raise ExtError(f"context {name} is not of this model ({difference}); store it again")
-        if len(about.digests) != len(directories):
+        if about.devices != len(directories):
             raise ExtError(
-                f"context {name} lies on {len(about.digests)} devices, {len(directories)} "
+                f"context {name} lies on {about.devices} devices, {len(directories)} "
                 "directories were named; name those that it was stored in, in that order"
             )
         files = tuple(block_file(directory, name, at) for at, directory in enumerate(directories))
-        for file, expected in zip(files, about.digests, strict=True):
+        for file in files:
             try:
-                found = digest(file)
+                found = file.stat().st_size
             except OSError as error:
                 raise ExtError(f"context {name}: {error}; store it again") from None
-            if found != expected:
-                raise ExtError(f"context {name}: {file} is not what was written; store it again")
+            if found != about.blocks.file_bytes:
+                raise ExtError(
+                    f"context {name}: {file} has {found:,} B, not {about.blocks.file_bytes:,}; "
+                    "store it again"
+                )
         layers = tuple(
             Layer(
-                Codes(*(arrays[key][at] for key in ("codes", "centroids", "projection"))),
-                arrays["order"][at], arrays["often"][at], arrays["resident"][at],
+                Codes(*(arrays[key][at] for key in ("codes", "centroids", "projection", "mean"))),
+                *(arrays[key][at] for key in ("order", "often", "sums", "resident")),
             )
             for at in range(geometry.layers)
         )  # fmt: skip
@@ -134,8 +141,12 @@ def about(name: str, directories: Sequence[Path]) -> About:
 
 def _existing(name: str, directories: Sequence[Path]) -> Path:
     path = index_file(directories[0], name)
-    if not path.exists():
-        raise UnknownContextError(f"there is no stored context {name}")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise UnknownContextError(f"there is no stored context {name}") from None
+    except OSError as error:
+        raise ExtError(f"context {name} cannot be looked for: {error}") from None
     return path
 
 
@@ -150,7 +161,31 @@ def remove(name: str, directories: Sequence[Path]) -> None:
     index_file(directories[0], name).unlink(missing_ok=True)
     for at, directory in enumerate(directories):
         block_file(directory, name, at).unlink(missing_ok=True)
+    for path in (index_file(directories[0], name), recorded_file(directories[0], name)):
+        scratch_of(path).unlink(missing_ok=True)
     recorded_file(directories[0], name).unlink(missing_ok=True)
+
+
+def sweep(directories: Sequence[Path]) -> list[str]:
+    """Removes what contexts have left that have not come to be; returns their names.
+
+    Nobody else may be storing any.
+    """
+    stored = set(names(directories))
+    left = {
+        path.name.partition(".")[0]
+        for directory in directories
+        for path in directory.glob(f"{PREFIX}*")
+        if path.suffix in (".blocks", ".recorded", _SCRATCH)
+    }
+    for name in sorted(left - stored):
+        remove(name, directories)
+    return sorted(left - stored)
+
+
+def scratch_of(path: Path) -> Path:
+    """What a file is written under until it is whole."""
+    return path.with_name(path.name + _SCRATCH)
 
 
 def index_file(directory: Path, name: str) -> Path:
@@ -163,12 +198,3 @@ def recorded_file(directory: Path, name: str) -> Path:
 
 def block_file(directory: Path, name: str, device: int) -> Path:
     return directory / f"{name}.{device}.blocks"
-
-
-def digest(path: Path) -> str:
-    """Of a file's contents."""
-    found = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()

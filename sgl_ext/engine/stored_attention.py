@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
 from sgl_ext.clusters.selection import best_blocks, blocks_of
@@ -83,15 +84,20 @@ class StoredAttention:
         self._hot_bytes, self._fetched_bytes = in_blocks[:, :kept], in_blocks[:, kept:]
         area = mmap.mmap(-1, self._most * blocks.block_bytes)
         self._staging = np.frombuffer(area, np.uint8).reshape(self._most, blocks.block_bytes)
-        self._region = engine.register(self._staging.ctypes.data, len(area), owner=area)
         self._reader = Reader(engine, devices, stored)
+        self._region = engine.register(self._staging.ctypes.data, len(area), owner=area)
         self._reading: Reading | None = None
         """The latest; its memory is in use until it is finished."""
         self.fetched = self.requests = self.hits = 0
         """Blocks that were read, reads that this took, blocks that were in memory."""
-        for at, layer in enumerate(stored.layers):
-            self._near_bytes[at] = layer.resident
-            self._fill(at, self._hot[at].held)
+        try:
+            for at, layer in enumerate(stored.layers):
+                self._near_bytes[at] = layer.resident
+                self._fill(at, self._hot[at].held)
+        except BaseException:
+            self.close()
+            raise
+        self.fetched = self.requests = 0
 
     @property
     def tokens(self) -> int:
@@ -104,6 +110,8 @@ class StoredAttention:
         Raises:
             ExtError: something is still read.
         """
+        if self._reading is not None:
+            self._reading.settle(self._deadline)
         self._reader.close()
         self._engine.unregister(self._region)
 
@@ -151,8 +159,8 @@ class StoredAttention:
                     elsewhere=self._memory[layer], beyond=True,
                 )
             )  # fmt: skip
-            self._keep(layer, wanted, places)
             start = end
+        self._keep(layer, wanted, places)  # one step, be it of several groups
         return torch.cat(parts)
 
     def _select(
@@ -222,6 +230,12 @@ class StoredAttention:
         address = self._staging.ctypes.data
         self._reading = reading = self._reader.read(layer, numbers, address, Priority.URGENT)
         reading.wait(self._deadline)
+        found = _clusters.checksums(self._staging[: len(numbers)])
+        if (harmed := found != self._stored.layers[layer].sums[reading.numbers]).any():
+            raise DeviceError(
+                f"context {self._stored.name}: {harmed.sum()} of {len(harmed)} blocks are not what "
+                "was written; store it again"
+            )
         used = self._blocks.block * self._blocks.entry_bytes
         self._fetched_bytes[layer, : len(numbers)] = self._staging[: len(numbers), :used]
         self.fetched += len(numbers)

@@ -142,55 +142,71 @@ Clusters cluster(const Activations &activations, const std::int32_t *order, std:
 
 namespace {
 
-// Adds each remaining entry's distance from `from` to what it is to the others of its block.
+constexpr float gone = 3.0e38f;  // of an entry that is in a block already
+
+// Adds each entry's distance from `from` to what it is to the others of its block.
 SGL_EXT_CLONES
 void add_distances(const Activations &activations, const std::int32_t *counts, std::size_t from,
-                   const std::vector<std::int32_t> &left, float *sums) {
+                   const std::vector<std::int32_t> &near, float *sums) {
   const std::uint64_t *own = activations.bits + from * activations.words;
-  for (const std::int32_t entry : left) {
-    const auto j = std::size_t(entry);
-    sums[j] += distance(common(own, activations.bits + j * activations.words, activations.words),
+  for (std::size_t i = 0; i < near.size(); ++i) {
+    const auto j = std::size_t(near[i]);
+    sums[i] += distance(common(own, activations.bits + j * activations.words, activations.words),
                         counts[from], counts[j]);
   }
 }
 
 }  // namespace
 
-std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block) {
+std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block,
+                                 std::size_t window) {
   const auto counts = frequencies(activations);
   std::vector<std::int32_t> left(activations.entries);
   std::iota(left.begin(), left.end(), 0);
   std::stable_sort(left.begin(), left.end(), [&counts](std::int32_t a, std::int32_t b) {
     return counts[std::size_t(a)] > counts[std::size_t(b)];
   });
-  std::vector<float> sums(activations.entries, 0.0f);
+  std::size_t taken = 0;  // of `left`, into `near`
+  std::vector<std::int32_t> near;
+  std::vector<float> sums;
   std::vector<std::int32_t> order;
   order.reserve(activations.entries);
-  std::size_t members = 0;  // whose distances are in `sums`
-  while (!left.empty()) {
-    // The first of equals: what is left stays sorted by how often it is activated.
-    std::size_t best = 0;
-    float lowest = float(members);  // which is no nearer than entries that share no query
-    for (std::size_t i = 0; i < left.size(); ++i) {
-      const float sum = sums[std::size_t(left[i])];
-      if (sum < lowest) {
-        lowest = sum;
-        best = i;
+  while (order.size() < activations.entries) {
+    // What has gone makes room for what is activated less often; all stay sorted by that.
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < near.size(); ++i)
+      if (sums[i] < gone) near[kept++] = near[i];
+    near.resize(kept);
+    while (near.size() < window && taken < left.size()) near.push_back(left[taken++]);
+    sums.assign(near.size(), 0.0f);
+
+    std::size_t members = 0;
+    if (!order.empty()) {
+      add_distances(activations, counts.data(), std::size_t(order.back()), near, sums.data());
+      members = 1;
+    }
+    const std::size_t size = std::min(block, near.size());
+    for (std::size_t place = 0; place < size; ++place) {
+      // The first of equals; entries that share no query with any are not nearer than it.
+      std::size_t best = 0;
+      while (sums[best] >= gone) ++best;
+      float lowest = float(members);
+      for (std::size_t i = best; i < near.size(); ++i) {
+        if (sums[i] < lowest) {
+          lowest = sums[i];
+          best = i;
+        }
       }
+      order.push_back(near[best]);
+      if (place == 0) {  // from here on it is near to the block, not to the one before
+        for (std::size_t i = 0; i < near.size(); ++i)
+          if (sums[i] < gone) sums[i] = 0.0f;
+        members = 0;
+      }
+      sums[best] = gone;
+      add_distances(activations, counts.data(), std::size_t(order.back()), near, sums.data());
+      ++members;
     }
-    const std::int32_t next = left[best];
-    left.erase(left.begin() + std::ptrdiff_t(best));
-    order.push_back(next);
-    if (order.size() % block == 1 % block) {  // it begins a block
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      members = 0;
-    }
-    if (order.size() % block == 0 && block > 1) {  // the next block's first is near to this one
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      members = 0;
-    }
-    add_distances(activations, counts.data(), std::size_t(next), left, sums.data());
-    ++members;
   }
   return order;
 }

@@ -41,6 +41,9 @@ Clusters cluster(const Activations &activations, const std::int32_t *order, std:
 // All entries once, so that `block` of them that follow each other are activated together as far as
 // can be: each block begins with the entry nearest to the last of the one before, and takes those
 // nearest to its members on average. Where none is near, what is activated most often comes next.
-std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block);
+// Of what is left when a block begins only the `window` entries that are activated most often are
+// looked at, which bounds the time to entries * window.
+std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block,
+                                 std::size_t window);
 
 }  // namespace sgl_ext::coactivation

@@ -79,22 +79,25 @@ struct Job {
   std::size_t queries;
   const float *tables;
   const float *beside;
-  float *out;
+  float *parts;  // [queries, kv_heads, entries]
   std::atomic<std::size_t> next{0};
 };
 
+// The heads of one KV head at a time, whichever thread takes it: results do not depend on how many
+// threads there are.
 void work(void *data) {
   Job &job = *static_cast<Job *>(data);
   const Shape &shape = job.shape;
   const std::size_t group = shape.heads / shape.kv_heads;
   std::vector<float> logits(shape.entries);
-  for (std::size_t q; (q = job.next.fetch_add(1)) < job.queries;) {
-    float *out = job.out + q * shape.entries;
+  for (std::size_t part; (part = job.next.fetch_add(1)) < job.queries * shape.kv_heads;) {
+    const std::size_t kv_head = part % shape.kv_heads;
+    float *out = job.parts + part * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
-    for (std::size_t h = 0; h < shape.heads; ++h) {
-      const std::size_t at = q * shape.heads + h;
+    for (std::size_t h = 0; h < group; ++h) {
+      const std::size_t at = part * group + h;
       const float found =
-          logits_of(shape, job.codes + h / group * shape.entries * shape.subspaces,
+          logits_of(shape, job.codes + kv_head * shape.entries * shape.subspaces,
                     job.tables + at * shape.subspaces * centroids, logits.data());
       const float highest = std::max(found, job.beside[at]);
       const float sum = exponentials(logits.data(), shape.entries, highest) +
@@ -108,8 +111,15 @@ void work(void *data) {
 
 void mass(const Shape &shape, const std::uint8_t *codes, std::size_t queries, const float *tables,
           const float *beside, int threads, float *out) {
-  Job job{shape, codes, queries, tables, beside, out};
-  sgl_ext::parallel(queries > 1 ? threads : 1, work, &job);
+  std::vector<float> parts(queries * shape.kv_heads * shape.entries);
+  Job job{shape, codes, queries, tables, beside, parts.data()};
+  sgl_ext::parallel(queries * shape.kv_heads > 1 ? threads : 1, work, &job);
+  for (std::size_t q = 0; q < queries; ++q) {
+    float *row = out + q * shape.entries;
+    std::fill(row, row + shape.entries, 0.0f);
+    for (std::size_t k = 0; k < shape.kv_heads; ++k)
+      add(parts.data() + (q * shape.kv_heads + k) * shape.entries, shape.entries, 1.0f, row);
+  }
 }
 
 }  // namespace sgl_ext::codes

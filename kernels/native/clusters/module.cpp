@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "coactivation.h"
+#include "checksum.h"
 #include "codes.h"
 
 namespace nb = nanobind;
@@ -63,14 +64,27 @@ auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t
   return std::make_pair(array(std::move(found.starts)), array(std::move(found.members)));
 }
 
-auto blocks_of(const Bits &bits, std::size_t block) {
-  if (!block) throw std::invalid_argument("a block has an entry");
+auto blocks_of(const Bits &bits, std::size_t block, std::size_t window) {
+  if (!block || window < block)
+    throw std::invalid_argument("a block has an entry, and is looked for among as many at least");
   std::vector<std::int32_t> order;
   {
     nb::gil_scoped_release release;
-    order = blocks(of(bits), block);
+    order = blocks(of(bits), block, window);
   }
   return array(std::move(order));
+}
+
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+auto checksums_of(const Bytes &rows) {
+  std::vector<std::uint64_t> out(rows.shape(0));
+  {
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < out.size(); ++i)
+      out[i] = sgl_ext::checksum(rows.data() + i * rows.shape(1), rows.shape(1));
+  }
+  return array(std::move(out));
 }
 
 template <std::size_t dims>
@@ -103,7 +117,8 @@ NB_MODULE(_clusters, m) {
   m.def("distances", &distances_from, nb::arg("bits"), nb::arg("entry"));
   m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"),
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
-  m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"));
+  m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
+  m.def("checksums", &checksums_of, nb::arg("rows"));
   m.def("mass", &mass_of, nb::arg("codes"), nb::arg("tables"), nb::arg("beside"),
         nb::arg("threads"));
 }
