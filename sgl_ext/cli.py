@@ -115,7 +115,7 @@ def cluster(
                 record, id_, directories,
                 lambda done, of: progress.update(bar, completed=done, total=of),
             )  # fmt: skip
-    except ExtError as error:
+    except (ExtError, OSError) as error:
         typer.echo(f"sgl_ext: {error}", err=True)
         raise typer.Exit(1) from None
     print(id_)

@@ -319,6 +319,8 @@ class Clusters(_Section):
     """Contexts that are open at once; requests for further ones wait."""
     deadline: Seconds = 10.0
     """In which a device has to give the blocks of a layer."""
+    wait: Seconds = 60.0
+    """How long a request waits, at most, until its context is open."""
     emulate: EmulatedDevice | None = None
     """Of each directory."""
 

@@ -18,7 +18,7 @@ from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import Options, build
 from sgl_ext.clusters.reader import Device, DeviceError, Reader
 from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
-from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove, sweep
+from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove, storing, sweep
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
@@ -163,20 +163,21 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
 
 def test_what_has_not_come_to_be_is_swept_away(directories: list[Path]) -> None:
     build(recorded_context(), "stx-a", directories, OPTIONS)
-    before = {path for each in directories for path in each.iterdir()}
-    names_of_others = ["stx-b.0.blocks", "stx-c.recorded", "stx-d.index.tmp", "stx-a.recorded.tmp"]
-    for name in [*names_of_others, "something.else"]:
+
+    def files() -> set[str]:
+        return {path.name for each in directories for path in each.iterdir()} - {"stx-lock"}
+
+    before = files()
+    left = ["stx-b.0.blocks", "stx-c.recorded", "stx-d.index.tmp", "stx-a.recorded.tmp"]
+    for name in [*left, "something.else"]:
         (directories[0] / name).write_text("x")
     (directories[2] / "stx-b.2.blocks").write_text("x")
+    with storing(directories[0]):
+        assert sweep(directories) == []
     assert sweep(directories) == ["stx-b", "stx-c", "stx-d"]
-    left = {path for each in directories for path in each.iterdir()}
-    assert left - before == {
-        directories[0] / "something.else",
-        directories[0] / "stx-a.recorded.tmp",
-    }
+    assert files() - before == {"something.else", "stx-a.recorded.tmp"}
     remove("stx-a", directories)
-    left = {path for each in directories for path in each.iterdir()}
-    assert left == {directories[0] / "something.else"}
+    assert files() == {"something.else"}
 
 
 def test_an_error_ends_what_is_to_come(

@@ -96,7 +96,7 @@ def test_a_context_is_stored(
     sizes = [sum(file.stat().st_size for file in each.glob("*.blocks")) for each in directories]
     assert stored["bytes"] <= sum(sizes) <= 1.01 * stored["bytes"]
     listed = requests.get(f"{server.url}/ext/stored_contexts/list", timeout=60).json()
-    assert listed == {"contexts": [stored], "storing": {}}
+    assert listed == {"contexts": [stored], "unreadable": {}, "storing": {}}
     one = requests.get(f"{server.url}/ext/stored_contexts/{stored['id']}", timeout=60)
     assert one.json() == stored
 
@@ -177,6 +177,8 @@ def test_requests_of_all_kinds_run_together(
     [
         ({"id": "stx-nothing"}, 404, "there is no stored context stx-nothing"),
         ({"id": "../x"}, 400, "what is said of a stored context"),
+        ({"id": "stx-a\n"}, 400, "what is said of a stored context"),
+        ({"id": "stx-" + 64 * "\U00010400"}, 400, "what is said of a stored context"),
         ({"sparsity": 2}, 400, "what is said of a stored context"),
         ({"sparsity": "much"}, 400, "what is said of a stored context"),
         ({"share": 0.5}, 400, "what is said of a stored context"),
@@ -189,6 +191,21 @@ def test_what_cannot_be_followed_is_refused(
     answer = generate(server, [5, 6, 7], more.pop("id"), **more)
     assert answer.status_code == status, answer.text
     assert message in answer.text
+
+
+def test_names_of_kv_are_not_forged(
+    server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
+) -> None:
+    for forged in (f"ext:stored:{stored['id']}:0.1", "ext:recorded:stx-a"):
+        body = {"input_ids": asked[1][0], "extra_key": forged}
+        answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+        assert answer.status_code == 400, answer.text
+        assert "is the server's own" in answer.text
+    own = {"ext_recorded": {"id": "stx-a", "tokens": 3, "queries": 1, "last": True}}
+    params = {"max_new_tokens": 1, "custom_params": own}
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": params}
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+    assert "ext" not in answer.json()["meta_info"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_ext.clusters.build import Options, build
 from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.stored import storing
 from sgl_ext.errors import ExtError
 
 
@@ -26,7 +27,8 @@ def store(
         ExtError: it cannot be stored.
     """
     options = Options(threads=len(os.sched_getaffinity(0)))
-    build(Recorded.load(record), id_, directories, options, progress)
+    with storing(directories[0]):
+        build(Recorded.load(record), id_, directories, options, progress)
 
 
 def main() -> None:
@@ -42,7 +44,7 @@ def main() -> None:
             options.record, options.id, options.directories,
             lambda done, of: print(f"{done}/{of}", flush=True),
         )  # fmt: skip
-    except ExtError as error:
+    except (ExtError, OSError) as error:
         sys.exit(f"sgl_ext: {error}")
 
 

@@ -8,7 +8,10 @@ often its blocks were activated, and codes of its keys.
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +103,7 @@ class Stored:
             UnknownContextError: it is not there.
             ExtError: it is of another model; a file is missing or too short.
         """
-        arrays, about = load(_existing(name, directories), About)
+        arrays, about = load(require(name, directories), About)
         if difference := geometry.difference(about.geometry):
             raise ExtError(f"context {name} is not of this model ({difference}); store it again")
         if about.devices != len(directories):
@@ -136,10 +139,16 @@ def about(name: str, directories: Sequence[Path]) -> About:
         UnknownContextError: it is not there.
         ExtError: that is no index.
     """
-    return load_about(_existing(name, directories), About)
+    return load_about(require(name, directories), About)
 
 
-def _existing(name: str, directories: Sequence[Path]) -> Path:
+def require(name: str, directories: Sequence[Path]) -> Path:
+    """The index of a context.
+
+    Raises:
+        UnknownContextError: it is not there.
+        ExtError: it cannot be looked for.
+    """
     path = index_file(directories[0], name)
     try:
         path.stat()
@@ -166,11 +175,43 @@ def remove(name: str, directories: Sequence[Path]) -> None:
     recorded_file(directories[0], name).unlink(missing_ok=True)
 
 
+@contextmanager
+def storing(directory: Path) -> Iterator[None]:
+    """Within it nobody sweeps contexts whose indexes are there.
+
+    Raises:
+        ExtError: somebody does at this moment.
+    """
+    with _locked(directory, fcntl.LOCK_SH) as ours:
+        if not ours:
+            raise ExtError(f"{directory} is being cleaned by a server that starts: try again")
+        yield
+
+
+@contextmanager
+def _locked(directory: Path, how: int) -> Iterator[bool]:
+    fd = os.open(directory / f"{PREFIX}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
 def sweep(directories: Sequence[Path]) -> list[str]:
     """Removes what contexts have left that have not come to be; returns their names.
 
-    Nobody else may be storing any.
+    Nothing, if anybody is :func:`storing` one.
     """
+    with _locked(directories[0], fcntl.LOCK_EX) as ours:
+        return _sweep(directories) if ours else []
+
+
+def _sweep(directories: Sequence[Path]) -> list[str]:
     stored = set(names(directories))
     left = {
         path.name.partition(".")[0]

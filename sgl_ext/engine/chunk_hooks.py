@@ -25,7 +25,7 @@ _SERVICE = "_ext_contexts"
 """Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
 
 
-class _RefusedError(ValueError):
+class RefusedError(ValueError):
     """What SGLang's routes answer with ``status_code``; its other errors end in a 500."""
 
     def __init__(self, error: ExtError) -> None:
@@ -137,7 +137,7 @@ async def _generate(
         except ExtError as error:
             with suppress(ValueError):
                 request.normalize_batch_and_arguments()  # SGLang ends streams by what this sets
-            raise _RefusedError(error) from None
+            raise RefusedError(error) from None
     told: list[Any] = []
     async for answer in original(manager, request, *args):
         if service is not None and named:

@@ -41,8 +41,10 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     @routes.get("/list")
     async def every() -> dict[str, Any]:
+        found, unreadable = service.all()
         return {
-            "contexts": [*map(msgspec.structs.asdict, service.all())],
+            "contexts": [*map(msgspec.structs.asdict, found)],
+            "unreadable": unreadable,
             "storing": service.progress,
         }
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
 
 from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.selection import blocks_of
-from sgl_ext.clusters.stored import Stored, about
+from sgl_ext.clusters.stored import Stored, names
 from sgl_ext.config import Clusters
 from sgl_ext.engine.stored_attention import StoredAttention
 from sgl_ext.engine.stored_parameters import FollowsStored
@@ -21,19 +24,28 @@ from sgl_ext.tiers.build import emulated
 logger = logging.getLogger(__name__)
 
 
-class Follower(NamedTuple):
+class UnavailableError(ExtError):
+    """A context could not be opened in time."""
+
+    status = 503
+
+
+@dataclass
+class Follower:
     """A request that follows a context.
 
     Attributes:
         share: of the context's blocks, what each of its queries is given.
-        tokens: of the context.
         req: SGLang's.
+        since: when it came, by the monotonic clock.
+        tokens: of the context; 0 until that is open.
     """
 
     id: str
     share: float
-    tokens: int
     req: Any
+    since: float
+    tokens: int = 0
 
 
 class StoredContexts:
@@ -45,11 +57,13 @@ class StoredContexts:
     """
 
     def __init__(self, config: Clusters, geometry: Geometry, longest: int) -> None:
-        self._config, self._geometry, self.longest = config, geometry, longest
-        self.refused: dict[str, str] = {}
-        """Requests that wait for a context that cannot be opened, and why; to be aborted."""
+        self._config, self._geometry, self._longest = config, geometry, longest
+        self.refused: dict[str, ExtError] = {}
+        """Requests that wait for a context that cannot be opened, and why; to be ended."""
         self.given_up: set[str] = set()
         """Requests whose latest forward has given nothing."""
+        self.stale = ""
+        """Why no context is followed any more."""
         self._engine = TransferEngine()
         slow = emulated(self._engine, config.emulate)
         lanes = [self._engine.file_lane(directory) for directory in config.directories]
@@ -59,28 +73,30 @@ class StoredContexts:
         ]
         # The latest used last.
         self._open: dict[str, Future[StoredAttention]] = {}
+        self._gone: set[str] = set()
         self._followers: dict[str, Follower] = {}
-        self._threads = ThreadPoolExecutor(1, "sgl_ext-stored")
+        self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
 
     def ask(self, req: Any, asked: FollowsStored) -> Follower:
         """SGLang's ``req`` follows a context from now on, which begins to be opened.
 
+        One that comes again, after a retraction, goes on as it was.
+
         Raises:
-            ExtError: there is no such context, or the request asks for more than may be.
+            ExtError: the request asks for more than may be.
         """
-        tokens = about(asked.id, self._config.directories).tokens
+        if (known := self._followers.get(req.rid)) is not None:
+            return known
+        if self.stale:
+            raise ExtError(self.stale)
         share = self._config.sparsity if asked.sparsity is None else asked.sparsity
         if share > self._config.largest:
             raise ExtError(
                 f"sparsity {share:g} is more than this server's clusters.largest, "
                 f"{self._config.largest:g}"
             )
-        if tokens + len(req.origin_input_ids) >= self.longest:
-            raise ExtError(
-                f"context {asked.id} has {tokens} tokens and the prompt {len(req.origin_input_ids)}"
-                f"; the model takes less than {self.longest} in all"
-            )
-        follower = self._followers[req.rid] = Follower(asked.id, share, tokens, req)
+        follower = Follower(asked.id, share, req, time.monotonic())
+        self._followers[req.rid] = follower
         self._begin(asked.id)
         return follower
 
@@ -93,36 +109,64 @@ class StoredContexts:
         """Whether any request follows a context."""
         return bool(self._followers)
 
-    def ready(self, rid: str) -> bool:
-        """Whether a request that follows a context can run.
+    def opened(self, rid: str) -> bool:
+        """Whether a request can run that follows a context, if it follows one.
 
         Raises:
-            ExtError: its context cannot be opened.
+            ExtError: its context cannot be opened, or has no room for its prompt.
         """
-        if (follower := self._followers.get(rid)) is None:
+        if (follower := self._followers.get(rid)) is None or follower.tokens:
             return True
         self._begin(follower.id)
         future = self._open.get(follower.id)
         if future is None or not future.done():
+            if time.monotonic() - follower.since > self._config.wait:
+                raise UnavailableError(
+                    f"context {follower.id} was not open in {self._config.wait:g} s; "
+                    f"{len(self._open)} are open or being opened (clusters.open): try again later"
+                )
             return False
-        try:
-            future.result()
-        except Exception as error:
+        if (error := future.exception()) is not None:
             del self._open[follower.id]
-            if isinstance(error, ExtError):
-                raise
-            logger.exception("context %s cannot be opened", follower.id)
-            raise ExtError(f"context {follower.id} cannot be opened: {error}") from error
+            raise (
+                error
+                if isinstance(error, ExtError)
+                else ExtError(f"context {follower.id} cannot be opened: {error}")
+            )
+        tokens, prompt = future.result().tokens, len(follower.req.origin_input_ids)
+        if tokens + prompt >= self._longest:
+            raise ExtError(
+                f"context {follower.id} has {tokens} tokens and the prompt {prompt}; the model "
+                f"takes less than {self._longest} in all"
+            )
+        follower.tokens = tokens
+        params = follower.req.sampling_params
+        room = self._longest - tokens - prompt - 1
+        params.max_new_tokens = min(params.max_new_tokens, room)
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
         return True
 
     def context(self, follower: Follower) -> StoredAttention:
         """What a request that runs follows."""
         return self._open[follower.id].result()
 
+    def refuse(self, rid: str, error: ExtError) -> None:
+        """A request that waits does not follow its context."""
+        self.refused[rid] = error
+        self._followers.pop(rid, None)
+
+    def give_up(self, why: str) -> None:
+        """From now on nothing is followed."""
+        self.stale = why
+        for follower in self._followers.values():
+            end_request(follower.req, why)
+
     def keep(self, rids: Collection[str]) -> None:
         """All other requests have ended."""
         self._followers = {rid: one for rid, one in self._followers.items() if rid in rids}
         self.given_up &= self._followers.keys()
+        for id_ in self._gone & self._unused():
+            self._close(id_)
 
     def describe(self) -> dict[str, Any]:
         """What is open, for ``/server_info``."""
@@ -139,20 +183,30 @@ class StoredContexts:
             },
         }
 
+    def _unused(self) -> set[str]:
+        followed = {follower.id for follower in self._followers.values()}
+        return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
+
     def _begin(self, id_: str) -> None:
         """Opens a context, if it is not open and there is room."""
         if id_ in self._open:
             self._open[id_] = self._open.pop(id_)
             return
         if len(self._open) >= self._config.open:
-            followed = {follower.id for follower in self._followers.values()}
-            unused = next((one for one in self._open if one not in followed), None)
-            if unused is None or not self._open[unused].done():
+            unused = self._unused()
+            if (oldest := next((one for one in self._open if one in unused), None)) is None:
                 return
-            self._threads.submit(_close, self._open.pop(unused))
+            self._close(oldest)
         self._open[id_] = self._threads.submit(self._opened, id_)
 
+    def _close(self, id_: str) -> None:
+        self._gone.discard(id_)
+        self._threads.submit(_close, self._open.pop(id_))
+
     def _opened(self, id_: str) -> StoredAttention:
+        """In a thread, as all that reads files."""
+        # Whose files have been deleted takes room until it is closed.
+        self._gone = {*list(self._open)} - {*names(self._config.directories)}
         stored = Stored.open(id_, self._config.directories, self._geometry)
         blocks = stored.about.blocks
         return StoredAttention(
@@ -162,6 +216,17 @@ class StoredContexts:
         )  # fmt: skip
 
 
+def end_request(req: Any, message: str) -> None:
+    """A request that runs ends with an error, and leaves no KV behind."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.skip_radix_cache_insert = True
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable")
+
+
 def _close(opened: Future[StoredAttention]) -> None:
     if opened.exception() is None:
-        opened.result().close()
+        try:
+            opened.result().close()
+        except ExtError as error:  # a device does not answer
+            logger.error("a context was not closed, and its memory is not used again: %s", error)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.cpu.native_attention import NativeAttention
 from sgl_ext.engine.stored_attention import Own, StoredAttention
-from sgl_ext.engine.stored_contexts import Follower, StoredContexts
+from sgl_ext.engine.stored_contexts import Follower, StoredContexts, end_request
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +96,5 @@ class StoredForward:
                     self._failed.add(key)
                     for follower in part.followers:
                         self._stored.given_up.add(follower.req.rid)
-                        _end(follower.req, str(error))
+                        end_request(follower.req, str(error))
             out[tokens] = 0
-
-
-def _end(req: Any, message: str) -> None:
-    """A request that runs ends with an error, and leaves no KV behind."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    req.skip_radix_cache_insert = True
-    req.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable")

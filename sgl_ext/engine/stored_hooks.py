@@ -8,22 +8,24 @@ sees, begin behind the context.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import hooks
+from sgl_ext.engine import hooks, weight_updates
 from sgl_ext.engine.activation import carried_by, refuse
-from sgl_ext.engine.meta_info import tell
+from sgl_ext.engine.chunk_hooks import RefusedError
+from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.stored_parameters import FollowsStored, read_stored
 from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.errors import ExtError
 
-if TYPE_CHECKING:
-    from sgl_ext.engine.stored_contexts import Follower
+_POWER = "clusters"
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "ext:stored"
 """What SGLang's ``extra_key`` of requests that follow a context begins with."""
@@ -35,6 +37,7 @@ _UNSERVED: Unserved = (
     ("tp_size", lambda size: size > 1, "tensor parallelism"),
     ("enable_lora", bool, "LoRA adapters"),
     ("lora_paths", bool, "LoRA adapters"),
+    ("enable_streaming_session", bool, "streaming sessions"),
     ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
 )
 
@@ -69,8 +72,14 @@ def _serve(
 
 
 def _own(manager: Any, request: Any, *_args: Any) -> None:
-    if (service := getattr(manager, _SERVICE, None)) is not None:
+    if (service := getattr(manager, _SERVICE, None)) is None:
+        return
+    try:
         service.own(request)
+    except ExtError as error:
+        with suppress(ValueError):
+            request.normalize_batch_and_arguments()  # SGLang ends streams by what this sets
+        raise RefusedError(error) from None
 
 
 def _open(scheduler: Any) -> None:
@@ -85,48 +94,20 @@ def _open(scheduler: Any) -> None:
                 "clusters"
             )
         )
+    from sgl_ext.clusters.stored import sweep
     from sgl_ext.engine.stored_contexts import StoredContexts
+    from sgl_ext.engine.stored_geometry import geometry_of
     from sgl_ext.engine.stored_recorder import Recorder
 
     config = ext.config.clusters
     try:
-        geometry = _geometry(scheduler, ext.slab.layout)
+        if left := sweep(config.directories):
+            logger.info("removed what is left of contexts that were not stored: %s", left)
+        geometry = geometry_of(scheduler, ext.slab.layout)
         ext.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
         ext.recorder = Recorder(ext.slab, geometry, config.directories[0])
     except (ExtError, OSError) as error:
         refuse(hooks.ActivationError(f"clusters: {error}"))
-
-
-def _geometry(scheduler: Any, layout: Any) -> Geometry:
-    """Of the model that is served; raises ExtError if clusters do not serve it."""
-    import torch
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from sgl_ext.engine.cpu.native_attention import NativeAttention, native_attention
-
-    model = scheduler.tp_worker.model_runner.model
-    layers = [each for each in model.modules() if isinstance(each, RadixAttention)]
-    shapes = {
-        (each.tp_q_head_num, each.tp_k_head_num, each.head_dim, float(each.scaling))
-        for each in layers
-    }
-    if len(layers) != layout.layers or len(shapes) != 1:
-        raise ExtError(
-            f"the model has {len(layers)} layers of attention of {len(shapes)} shapes, and "
-            f"{layout.layers} layers of KV; clusters serve models whose layers are all alike"
-        )
-    if any(each.sliding_window_size > -1 or each.logit_cap for each in layers):
-        raise ExtError("clusters do not serve sliding windows or capped attention logits")
-    ((heads, kv_heads, head_dim, scale),) = shapes
-    sample = torch.empty(1, kv_heads, head_dim, dtype=getattr(torch, layout.dtype))
-    if native_attention() is None or not NativeAttention.serves(sample, sample, sample, scale):
-        raise ExtError(
-            f"the compiled attention does not serve {layout.dtype} with heads of {head_dim} here, "
-            "and torch's reads no stored contexts"
-        )
-    return Geometry(
-        layout.layers, heads, kv_heads, head_dim, layout.dtype, scale, layout.fingerprint
-    )
 
 
 def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
@@ -137,30 +118,19 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     try:
         asked = read_stored(req)
         if isinstance(asked, FollowsStored):
-            follower = ext.stored.ask(req, asked)
-            key = f"{NAMESPACE}:{follower.id}:{follower.share:g}"
-            if not (req.extra_key or "").startswith(key):  # it may come again, after a retraction
+            if ext.stored.follower(req.rid) is None:  # not again, after a retraction
+                follower = ext.stored.ask(req, asked)
+                key = f"{NAMESPACE}:{follower.id}:{follower.share!r}"
                 req.extra_key = f"{key}:{req.extra_key}" if req.extra_key else key
-                tell(
-                    req,
-                    {
-                        "power": "clusters", "exact": follower.share >= 1, "context": follower.id,
-                        "tokens": follower.tokens, "sparsity": follower.share,
-                    },
-                )  # fmt: skip
-            _limit_answer(req, ext.stored.longest, follower)
         elif asked is not None:
             ext.recorder.ask(req.rid, asked)
     except (ExtError, ValueError) as error:
-        status = error.status if isinstance(error, ExtError) else HTTPStatus.BAD_REQUEST
-        req.set_finish_with_abort(str(error), status)
+        _refuse(req, error)
 
 
-def _limit_answer(req: Any, longest: int, follower: Follower) -> None:
-    """Context, prompt and answer have no more tokens than the model takes."""
-    room = longest - follower.tokens - len(req.origin_input_ids) - 1
-    params = req.sampling_params
-    params.max_new_tokens = min(params.max_new_tokens, max(room, 0))
+def _refuse(req: Any, error: Exception) -> None:
+    status = error.status if isinstance(error, ExtError) else HTTPStatus.BAD_REQUEST
+    req.set_finish_with_abort(str(error), status)
 
 
 def ready(req: Any) -> bool:
@@ -169,10 +139,20 @@ def ready(req: Any) -> bool:
     if ext is None or ext.stored is None:
         return True
     try:
-        return ext.stored.ready(req.rid)
+        opened = ext.stored.opened(req.rid)
     except ExtError as error:
-        ext.stored.refused[req.rid] = str(error)
+        ext.stored.refuse(req.rid, error)
         return False
+    follower = ext.stored.follower(req.rid)
+    if opened and follower is not None and not told(req, _POWER):
+        tell(
+            req,
+            {
+                "power": _POWER, "exact": follower.share >= 1, "context": follower.id,
+                "tokens": follower.tokens, "sparsity": follower.share,
+            },
+        )  # fmt: skip
+    return opened
 
 
 def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
@@ -193,15 +173,21 @@ def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
         ext.stored.keep(present)
         ext.recorder.keep(present)
     if ext.stored.refused:
-        from sglang.srt.managers.io_struct import AbortReq
-
-        for rid, message in ext.stored.refused.items():
-            reason = {"type": "abort", "status_code": 400, "message": message}
-            scheduler.abort_request(
-                AbortReq(rid=rid, abort_message=message, finished_reason=reason)
-            )
+        for req in scheduler.waiting_queue:
+            if (error := ext.stored.refused.get(req.rid)) is not None:
+                _refuse(req, error)
         ext.stored.refused.clear()
     return original(scheduler, running)
+
+
+def _weights_changed(_updater: Any, *_args: Any, **_kw: Any) -> None:
+    """Contexts are of the weights that the server was started with."""
+    ext = runtime.current
+    if ext is None or ext.stored is None or ext.recorder is None:
+        return
+    message = "an update of the model's weights began; restart to follow stored contexts again"
+    ext.recorder.stale = message
+    ext.stored.give_up(message)
 
 
 def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -214,6 +200,8 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
         import torch
 
         behind = torch.tensor([0 if each is None else each.tokens for each in followers])
+        # Behind the rows of requests those of beams may follow, which follow no context.
+        behind = torch.nn.functional.pad(behind, (0, batch.batch_size - len(behind)))
         if not batch.forward_mode.is_decode_or_idle():
             behind = behind.repeat_interleave(torch.tensor(batch.extend_seq_lens_cpu))
         batch = copy.copy(batch)
@@ -226,10 +214,15 @@ def _on_checkpoint(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     ext = runtime.current
     if ext is None or ext.recorder is None or not ext.recorder.any or not req.finished():
         return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     prompt = req.origin_input_ids
+    if isinstance(req.finished_reason, FINISH_ABORT):
+        ext.recorder.ended(req.rid, prompt, None)
+        return
     slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(prompt)].long()
     if recorded := ext.recorder.ended(req.rid, prompt, slots):
-        tell(req, {"power": "clusters", "recorded": recorded})
+        tell(req, {"power": _POWER, "recorded": recorded})
 
 
 def _on_release(_tree: Any, req: Any, *, checkpointed: bool) -> None:
@@ -312,6 +305,15 @@ HOOKS = (
         "before",
         _on_finish,
         "SGLang takes every forward's result for a token",
+    ),
+    *(
+        hooks.Hook(
+            f"{weight_updates.UPDATER}.{method}",
+            "before",
+            _weights_changed,
+            "nobody is told that the weights change",
+        )
+        for method in weight_updates.METHODS
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",

@@ -9,7 +9,7 @@ import msgspec
 STORED, RECORDED = "ext_stored", "ext_recorded"
 """Keys: the context that the prompt follows; the context that it is, which is being stored."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[\w-]{1,64}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class FollowsStored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.recorded import Geometry, Recorded
-from sgl_ext.clusters.stored import recorded_file
+from sgl_ext.clusters.stored import recorded_file, scratch_of
 from sgl_ext.engine.stored_parameters import IsRecorded
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,25 @@ class Recorder:
 
     def __init__(self, slab: Slab, geometry: Geometry, directory: Path) -> None:
         self._slab, self._geometry, self._directory = slab, geometry, directory
+        self.stale = ""
+        """Why nothing is recorded any more."""
         self._asked: dict[str, IsRecorded] = {}
+        self._spoilt: set[str] = set()
         self._queries: dict[str, _Queries] = {}
         self._taking: list[tuple[_Queries, int, int]] = []
         self._threads = ThreadPoolExecutor(1, "sgl_ext-recorder")
 
     def ask(self, rid: str, asked: IsRecorded) -> None:
-        """A request's prompt begins with a context that is recorded."""
+        """A request's prompt begins with a context that is recorded.
+
+        Raises:
+            ExtError: nothing is recorded any more.
+        """
+        if self.stale:
+            raise ExtError(self.stale)
+        if asked.id not in self._queries and asked.queries:
+            # One is stored at a time: of all others nothing will come.
+            self._queries, self._spoilt = {}, set()
         self._asked[rid] = asked
 
     @property
@@ -61,8 +74,11 @@ class Recorder:
             lengths: new tokens of each row.
         """
         self._taking = []
+        if not self._asked:
+            return
         start = 0
-        for rid, end, new in zip(rids, contexts, lengths, strict=True):
+        # Rows of beams come last, and have no id.
+        for rid, end, new in zip(rids, contexts, lengths, strict=False):
             if (asked := self._asked.get(rid)) is not None:
                 # Its last tokens, and all behind it.
                 first = max(end - new, asked.tokens - asked.queries)
@@ -94,6 +110,9 @@ class Recorder:
             return 0
         if slots is None:
             self._queries.pop(asked.id, None)  # some would be missing, or come twice
+            self._spoilt.add(asked.id)
+        elif asked.id in self._spoilt:
+            self._queries.pop(asked.id, None)
         elif asked.last and (queries := self._queries.pop(asked.id, None)) is not None:
             # The slots are given away when this returns; all else has time.
             kv = self._kv(slots[: asked.tokens])
@@ -109,22 +128,25 @@ class Recorder:
 
     def _kv(self, slots: torch.Tensor) -> NDArray[np.uint8]:
         """``[layers, tokens, entry_bytes]``."""
-        found = self._slab.tensor().flatten(0, 1).index_select(0, slots)
-        found = found.transpose(0, 1).flatten(2).contiguous()
-        bytes_: NDArray[np.uint8] = found.view(torch.uint8).numpy()
+        tokens = self._slab.tensor().flatten(0, 1)
+        shape = (tokens.shape[1], len(slots), *tokens.shape[2:])
+        found = torch.empty(shape, dtype=tokens.dtype)
+        for layer, kv in enumerate(found):
+            torch.index_select(tokens[:, layer], 0, slots, out=kv)
+        bytes_: NDArray[np.uint8] = found.flatten(2).view(torch.uint8).numpy()
         return bytes_
 
     def _write(
         self, id_: str, tokens: NDArray[np.int32], kv: NDArray[np.uint8], queries: _Queries
     ) -> None:
         path = recorded_file(self._directory, id_)
-        scratch = path.with_suffix(".tmp")
-        layers = torch.stack([torch.cat(each) for each in queries.layers]).numpy()
+        scratch = scratch_of(path)
         try:
+            layers = torch.stack([torch.cat(each) for each in queries.layers]).numpy()
             Recorded(self._geometry, tokens, kv, layers, np.array(queries.seen, np.int64)).save(
                 scratch
             )
             scratch.rename(path)
-        except OSError as error:  # who waits for it finds out
-            logger.error("a context cannot be written down: %s", error)
+        except Exception:  # nobody looks at what this thread raises
+            logger.exception("a context cannot be written down")
             scratch.unlink(missing_ok=True)

@@ -7,15 +7,25 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sgl_ext.clusters.stored import about, index_file, names, recorded_file, remove
+from sgl_ext.clusters.stored import (
+    UnknownContextError,
+    about,
+    index_file,
+    names,
+    recorded_file,
+    remove,
+    require,
+    storing,
+)
 from sgl_ext.config import Clusters
-from sgl_ext.engine.stored_parameters import RECORDED, IsRecorded
+from sgl_ext.engine.stored_parameters import RECORDED, STORED, FollowsStored, IsRecorded
 from sgl_ext.errors import ExtError
 
 _QUERIES = 512
@@ -31,6 +41,7 @@ _ASKED = (
 """What any text can be asked; the answers' queries profile the context, too."""
 _ANSWER = 24
 _WRITE_DEADLINE_S = 120.0
+_STORE_DEADLINE_S = 3600.0
 
 
 class StoredInfo(msgspec.Struct, frozen=True):
@@ -63,18 +74,42 @@ class StoredService:
         """Of contexts that are being stored: layers that are done."""
 
     def own(self, request: Any) -> None:
-        """Takes out of a user's request what only this service says to schedulers."""
+        """Takes out of a user's request what only this service says to schedulers.
+
+        Raises:
+            UnknownContextError: it follows a context that is not there.
+            ExtError: it asks for KV of another name than its own, or for beams over a context.
+        """
         if id(request) in self._asking:
             return
+        keys = request.extra_key if isinstance(request.extra_key, list) else [request.extra_key]
+        if any(isinstance(key, str) and key.startswith("ext:") for key in keys):
+            raise ExtError("an extra_key that begins with ext: is the server's own; name another")
         params = request.sampling_params
         for each in params if isinstance(params, list) else [params]:
             custom = each.get("custom_params") if isinstance(each, dict) else None
             if isinstance(custom, dict):
                 custom.pop(RECORDED, None)
+                if STORED in custom:
+                    self._see(custom[STORED], each)
 
-    def all(self) -> list[StoredInfo]:
-        """Every context that is stored."""
-        return [self.describe(id_) for id_ in names(self._config.directories)]
+    def _see(self, follows: Any, params: Mapping[str, Any]) -> None:
+        if (params.get("beam_width") or 1) > 1:
+            raise ExtError("beams do not follow stored contexts; leave out one of the two")
+        with suppress(msgspec.ValidationError):  # the scheduler says what is wrong
+            require(msgspec.convert(follows, FollowsStored).id, self._config.directories)
+
+    def all(self) -> tuple[list[StoredInfo], dict[str, str]]:
+        """Every context that is stored; and those that cannot be read, and why."""
+        found, unreadable = [], {}
+        for id_ in names(self._config.directories):
+            try:
+                found.append(self.describe(id_))
+            except UnknownContextError:
+                continue  # deleted in the meantime
+            except ExtError as error:
+                unreadable[id_] = str(error)
+        return found, unreadable
 
     def describe(self, id_: str) -> StoredInfo:
         """One of them.
@@ -85,7 +120,10 @@ class StoredService:
         directories = self._config.directories
         found = about(id_, directories)
         blocks = found.blocks
-        index = index_file(directories[0], id_).stat().st_size
+        try:
+            index = index_file(directories[0], id_).stat().st_size
+        except FileNotFoundError:
+            raise UnknownContextError(f"there is no stored context {id_}") from None
         resident = (found.sinks + found.window) * blocks.entry_bytes * blocks.layers
         return StoredInfo(
             id_, found.tokens, blocks.layers * blocks.blocks * blocks.block_bytes,
@@ -98,7 +136,8 @@ class StoredService:
         Raises:
             UnknownContextError: there is none of that id.
         """
-        about(id_, self._config.directories)
+        if id_ not in names(self._config.directories):  # and not any file that it may name
+            raise UnknownContextError(f"there is no stored context {id_}")
         remove(id_, self._config.directories)
 
     async def create(self, text: str | Sequence[int]) -> StoredInfo:
@@ -113,11 +152,18 @@ class StoredService:
             record = recorded_file(self._config.directories[0], id_)
             try:
                 self.progress[id_] = "computing"
-                await self._record(id_, tokens)
-                await self._written(record)
-                await self._store(id_, record)
-            except BaseException:
+                with storing(self._config.directories[0]):
+                    async with asyncio.timeout(_STORE_DEADLINE_S):
+                        await self._record(id_, tokens)
+                        await self._written(record)
+                        await self._store(id_, record)
+            except BaseException as error:
                 remove(id_, self._config.directories)
+                if isinstance(error, TimeoutError):
+                    raise ExtError(
+                        f"the context was not stored in {_STORE_DEADLINE_S:g} s; it was at "
+                        f"{self.progress[id_]}"
+                    ) from None
                 raise
             finally:
                 record.unlink(missing_ok=True)
@@ -190,17 +236,19 @@ class StoredService:
     async def _store(self, id_: str, record: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sgl_ext.clusters.job", record, id_, *self._config.directories,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
+        said = "it said nothing"
         try:
             if process.stdout is not None:
                 async for line in process.stdout:
-                    self.progress[id_] = f"layer {line.decode().strip()}"
-            _, errors = await process.communicate()
+                    said = line.decode(errors="replace").strip()
+                    self.progress[id_] = f"layer {said}"
+            await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
         if process.returncode:
-            said = errors.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise ExtError(said[-1].removeprefix("sgl_ext: "))
+            raise ExtError(said.removeprefix("sgl_ext: "))

@@ -85,9 +85,13 @@ class ForwardRows:
 
     def following(self, stored: StoredContexts, rids: Sequence[str]) -> StoredForward | None:
         """The rows whose requests follow stored contexts, if any do."""
+        if not stored.any:
+            return None
         followers = [stored.follower(rid) for rid in rids]
         if not any(followers):
             return None
+        # Behind the rows of requests those of beams may follow, which follow no context.
+        followers += [None] * (len(self._requests) - len(followers))
         from sgl_ext.engine.stored_forward import StoredForward
 
         return StoredForward(
