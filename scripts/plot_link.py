@@ -1,4 +1,5 @@
-"""Draws what ``python -m sgl_ext.bench link`` has measured: ``plot_link.py LINK.json FIGURE.svg``.
+"""Draws what ``python -m sgl_ext.bench link`` has measured: ``plot_link.py FIGURE.svg LINK.json…``,
+of the whole bench or of its parts speed and methods.
 
 Needs matplotlib (``pip install 'sgl-ext[plot]'``).
 """
@@ -41,7 +42,8 @@ def _pareto(axes: Any, runs: list[dict[str, Any]]) -> None:
             fontsize=8, color=colour, weight="bold" if run["system"] == DEFAULT else "normal",
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.margins(x=0.1)
     axes.set_xlabel("computed, of the prompt's tokens and layers")
     axes.set_ylabel("KL from computing everything, nats")
     axes.set_title(f"{found[0]['samples']} questions over their documents")
@@ -69,8 +71,8 @@ def _speed(axes: Any, runs: list[dict[str, Any]]) -> None:
     axes.set_title("prompts of 512-token chunks")
 
 
-def main(measured: Path, figure: Path) -> None:
-    runs = json.loads(measured.read_text())["runs"]
+def main(figure: Path, *measured: Path) -> None:
+    runs = [run for each in measured for run in json.loads(each.read_text())["runs"]]
     with plt.rc_context({"svg.hashsalt": "sgl_ext", "axes.spines.top": False}):
         drawing, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         _pareto(left, runs)
@@ -79,4 +81,4 @@ def main(measured: Path, figure: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    main(*map(Path, sys.argv[1:]))
