@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import requests
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from sgl_ext.bench.questions import questions
 from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.cli import app
 
 DEADLINE_S = 300.0
 _CONTEXT, _DEVICES = 1500, 3
@@ -191,6 +193,27 @@ def test_what_cannot_be_followed_is_refused(
     answer = generate(server, [5, 6, 7], more.pop("id"), **more)
     assert answer.status_code == status, answer.text
     assert message in answer.text
+
+
+def test_a_record_is_stored_beside_the_server(
+    server: Server, asked: tuple[list[int], list[list[int]]], directories: list[Path]
+) -> None:
+    context, prompts = asked
+    body = {"input_ids": context[:800], "record_only": True}
+    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    record = answer.json()["record"]
+    command = ["cluster", record, *map(str, directories), "--id", "stx-by-hand"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert result.output.split()[-1] == "stx-by-hand"
+    found = generate(server, prompts[0], "stx-by-hand", sparsity=1.0).json()
+    dense = generate(server, [*context[:800], *prompts[0]]).json()
+    assert found["output_ids"] == dense["output_ids"]
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 1
+    assert "File exists" in again.output
+    Path(record).unlink()
+    assert requests.delete(f"{server.url}/ext/stored_contexts/stx-by-hand", timeout=60).ok
 
 
 def test_names_of_kv_are_not_forged(

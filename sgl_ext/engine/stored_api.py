@@ -22,6 +22,8 @@ class StoreContext(BaseModel):
     """The context, from the prompt's first token on."""
     input_ids: Annotated[list[StrictInt], Field(min_length=1)] | None = None
     """Its token ids, instead."""
+    record_only: bool = False
+    """Whether it is written into a file, for ``sgl-ext cluster`` to store it."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -36,7 +38,10 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     @routes.post("")
     async def create(body: StoreContext) -> dict[str, Any]:
-        found = await service.create(body.text or body.input_ids or "")
+        context = body.text or body.input_ids or ""
+        if body.record_only:
+            return {"record": str(await service.record(context))}
+        found = await service.create(context)
         return msgspec.structs.asdict(found)
 
     @routes.get("/list")

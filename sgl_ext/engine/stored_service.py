@@ -7,8 +7,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,24 @@ class StoredService:
         """Computes, profiles and stores a context; one at a time.
 
         Raises:
-            ExtError: it is too long, has token ids beyond the vocabulary, or cannot be stored.
+            ExtError: see :meth:`record`; or it cannot be stored.
         """
+        async with self._recorded(text) as (id_, record):
+            await self._store(id_, record)
+        return self.describe(id_)
+
+    async def record(self, text: str | Sequence[int]) -> Path:
+        """Computes and profiles a context, to be stored by ``sgl-ext cluster``; returns the file.
+
+        Raises:
+            ExtError: it is too long, or has token ids beyond the vocabulary.
+        """
+        async with self._recorded(text) as (_, record):
+            return record.rename(record.with_suffix(".context"))
+
+    @asynccontextmanager
+    async def _recorded(self, text: str | Sequence[int]) -> AsyncIterator[tuple[str, Path]]:
+        """A context that has been written down, and its file."""
         tokens = self._tokens_of(text)
         async with self._one:
             id_ = f"stx-{secrets.token_urlsafe(12)}"
@@ -156,7 +172,7 @@ class StoredService:
                     async with asyncio.timeout(_STORE_DEADLINE_S):
                         await self._record(id_, tokens)
                         await self._written(record)
-                        await self._store(id_, record)
+                        yield id_, record
             except BaseException as error:
                 remove(id_, self._config.directories)
                 if isinstance(error, TimeoutError):
@@ -168,7 +184,6 @@ class StoredService:
             finally:
                 record.unlink(missing_ok=True)
                 del self.progress[id_]
-        return self.describe(id_)
 
     def _tokens_of(self, text: str | Sequence[int]) -> list[int]:
         if isinstance(text, str):
