@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.arrays import load, save
-
-_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from sgl_ext.memory.slab import DTYPES
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -32,7 +31,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def entry_bytes(self) -> int:
         """K and V of a token, of one layer."""
-        return 2 * self.kv_heads * self.head_dim * _SIZES[self.dtype]
+        return 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype]
 
     def difference(self, other: Geometry) -> str:
         """The fields in which ``other`` differs, as ``field expected/found``; empty if equal."""

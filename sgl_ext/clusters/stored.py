@@ -88,11 +88,6 @@ class Stored:
     layers: tuple[Layer, ...]
     files: tuple[Path, ...]
 
-    @property
-    def index_bytes(self) -> int:
-        """That are in memory to select with; K and V of sinks and window are not counted."""
-        return sum(layer.codes.bytes + layer.order.nbytes for layer in self.layers)
-
     @classmethod
     def open(cls, name: str, directories: Sequence[Path], geometry: Geometry) -> Stored:
         """Reads the index of a context and sees that its files are there.

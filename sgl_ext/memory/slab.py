@@ -57,14 +57,6 @@ class Layout(msgspec.Struct, frozen=True):
         """Bytes of one block."""
         return self.page * self.token_bytes
 
-    def difference(self, other: Layout) -> str:
-        """The fields in which ``other`` differs, as ``field expected/found``; empty if equal."""
-        return ", ".join(
-            f"{field}: expected {ours}, found {theirs}"
-            for field in self.__struct_fields__
-            if (ours := getattr(self, field)) != (theirs := getattr(other, field))
-        )
-
 
 @dataclass(frozen=True)
 class Slab:
