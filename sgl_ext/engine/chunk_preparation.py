@@ -13,6 +13,7 @@ from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
 from sgl_ext.engine.link_parameters import SELECTION
+from sgl_ext.engine.own_requests import OwnRequests
 from sgl_ext.errors import ExtError
 
 _AT_ONCE = 4
@@ -31,11 +32,8 @@ class ChunkPreparation:
     def __init__(self, manager: Any, page: int) -> None:
         self._manager = manager
         self._page = page
-        self._asking: set[int] = set()
-
-    def asks(self, request: Any) -> bool:
-        """Whether SGLang's ``request`` is one of these."""
-        return id(request) in self._asking
+        self.requests = OwnRequests(manager, "a chunk")
+        """By which chunks are computed."""
 
     def bos(self) -> list[int]:
         """The begin-of-sequence token, if the model has one."""
@@ -171,15 +169,4 @@ class ChunkPreparation:
             extra_key=namespace,
             cache_salt=salt,
         )
-        answer: dict[str, Any] = {}
-        self._asking.add(id(request))
-        try:
-            async for answer in self._manager.generate_request(request):
-                reason = answer["meta_info"]["finish_reason"] or {}
-                if reason.get("type") == "abort":
-                    raise ExtError(f"a chunk was not computed: {reason.get('message')}")
-        except ValueError as error:  # SGLang's word for what it does not take
-            raise ExtError(f"a chunk was not computed: {error}") from None
-        finally:
-            self._asking.discard(id(request))
-        return answer
+        return await self.requests.answer(request)

@@ -157,7 +157,7 @@ class ContextService:
 
     def own(self, request: Any) -> None:
         """Takes out of a user's request what only this service says to schedulers."""
-        if self._preparation.asks(request):
+        if request in self._preparation.requests:
             return
         params = request.sampling_params
         for each in params if isinstance(params, list) else [params]:

@@ -25,6 +25,7 @@ from sgl_ext.clusters.stored import (
     storing,
 )
 from sgl_ext.config import Clusters
+from sgl_ext.engine.own_requests import OwnRequests
 from sgl_ext.engine.stored_parameters import RECORDED, STORED, FollowsStored, IsRecorded
 from sgl_ext.errors import ExtError
 
@@ -69,7 +70,7 @@ class StoredService:
         self._manager, self._config = manager, config
         self._most = min(manager.context_len, pool) - 2 * _QUERIES
         self._one = asyncio.Lock()
-        self._asking: set[int] = set()
+        self._requests = OwnRequests(manager, "the context")
         self.progress: dict[str, str] = {}
         """Of contexts that are being stored: layers that are done."""
 
@@ -80,7 +81,7 @@ class StoredService:
             UnknownContextError: it follows a context that is not there.
             ExtError: it asks for KV of another name than its own, or for beams over a context.
         """
-        if id(request) in self._asking:
+        if request in self._requests:
             return
         keys = request.extra_key if isinstance(request.extra_key, list) else [request.extra_key]
         if any(isinstance(key, str) and key.startswith("ext:") for key in keys):
@@ -226,17 +227,7 @@ class StoredService:
             },
             extra_key=f"ext:recorded:{id_}",  # nothing of it has been computed before
         )  # fmt: skip
-        found: dict[str, Any] = {}
-        self._asking.add(id(request))
-        try:
-            async for found in self._manager.generate_request(request):
-                reason = found["meta_info"]["finish_reason"] or {}
-                if reason.get("type") == "abort":
-                    raise ExtError(f"the context was not computed: {reason.get('message')}")
-        except ValueError as error:  # SGLang's word for what it does not take
-            raise ExtError(f"the context was not computed: {error}") from None
-        finally:
-            self._asking.discard(id(request))
+        found = await self._requests.answer(request)
         entries: list[dict[str, Any]] = found["meta_info"].get("ext", [])
         return entries
 
