@@ -1,8 +1,9 @@
 """How right a model's answers are when the documents of its prompts are linked: F1 on HotpotQA.
 
 Each document is a chunk as it is: the gold ones and three others, for on a small machine all ten
-take minutes a question. ``full`` computes the same prompts, on the same server. A whole run takes
-hours; one that was broken off goes on where it was, if it is given the same ``--out``.
+take minutes a question. ``full`` computes the same prompts, on the same server, and all are in the
+precision that the server takes by itself: what is lost is what a user would lose. A whole run
+takes hours; one that was broken off goes on where it was, if it is given the same ``--out``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from sgl_ext.bench import server
 from sgl_ext.bench.chunk_prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.linked import (
     DEFAULT,
-    EXACT,
     PAGE,
     Contexts,
     asked,
@@ -50,7 +50,6 @@ def run(*, quick: bool, out: Path) -> Report:
     prompts = document_prompts(template, asked("hotpotqa"), count, distractors=_DISTRACTORS)
     config = {
         "model": model.name,
-        "arguments": EXACT,
         "questions": count,
         "distractors": _DISTRACTORS,
         "methods": _METHODS,
@@ -61,7 +60,7 @@ def run(*, quick: bool, out: Path) -> Report:
     if all(prompt.name in partial for prompt in prompts):
         scores = [partial.find(prompt.name, dict) for prompt in prompts]
     else:
-        _, system = systems(_POOL, *EXACT)
+        _, system = systems(_POOL)
         with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
             contexts = Contexts(ours.url, template)
             scores = []
