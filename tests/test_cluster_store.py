@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
-from sgl_ext.clusters.build import Options, build
+from sgl_ext.clusters.build import build
+from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import Device, DeviceError, Reader
 from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
 from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove, storing, sweep

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,39 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
-from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
+from sgl_ext.clusters.activations import Activations
 from sgl_ext.clusters.arrays import Arrays, save
-from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.placement import Blocks
+from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import About, block_file, index_file, scratch_of
 from sgl_ext.errors import ExtError
 
-_QUERIES = 64
-"""Of the profile at a time: each has a logit of every entry."""
-_WINDOW = 8192
-"""Entries that a block's members are looked for among."""
 _WRITTEN = 4096
 """Blocks at a time."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a context is stored.
-
-    Attributes:
-        sinks: first tokens that stay in memory.
-        window: last tokens that do, and up to a block more, so that all blocks are full.
-        subspaces: bytes that are kept of a key, of each KV head.
-        activated: share of the entries that count as activated by a query.
-        threads: layers that are worked on at once.
-    """
-
-    sinks: int = 4
-    window: int = 256
-    subspaces: int = 8
-    activated: float = 0.1
-    threads: int = 1
 
 
 def build(
@@ -71,16 +47,9 @@ def build(
         ExtError: the context is too short to be stored, or there is no room for it; nothing is
             left of it.
     """
-    options = options or Options()
     geometry, tokens = recorded.geometry, len(recorded.tokens)
-    block = Blocks.fitting(geometry.entry_bytes)
-    middle = (tokens - options.sinks - options.window) // block * block
-    if middle < 1:
-        raise ExtError(
-            f"the context has {tokens} tokens, of which {options.sinks + options.window} stay in "
-            "memory: store a longer one"
-        )
-    options = replace(options, window=tokens - options.sinks - middle)
+    options = (options or Options()).fitted(tokens, Blocks.fitting(geometry.entry_bytes))
+    middle = tokens - options.sinks - options.window
     blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers)
     index = index_file(directories[0], name)
     new: list[Path] = []
@@ -162,14 +131,9 @@ def _layers(
 def _layer(
     recorded: Recorded, layer: int, options: Options, blocks: Blocks, files: Sequence[BinaryIO]
 ) -> Arrays:
-    keys = recorded.keys(layer)
-    if not (np.isfinite(keys).all() and np.isfinite(recorded.queries[layer]).all()):
-        raise ExtError(f"layer {layer} of the context has keys or queries that are no numbers")
-    sinks, end = options.sinks, len(keys) - options.window
-    middle = keys[sinks:end]
-    activations = Activations.of(_masses(recorded, layer, options, keys), options.activated)
-    order = _clusters.blocks(activations.bits, blocks.block, max(_WINDOW, blocks.block))
-    codes = Codes.of(middle[order], recorded.queries[layer], options.subspaces, seed=layer)
+    profile = Profile.of(recorded, layer, options, blocks.block)
+    sinks, end = options.sinks, len(recorded.tokens) - options.window
+    order, codes, activations = profile.order, profile.codes, profile.activations
     sums = _write(recorded, layer, sinks + order, blocks, files)
     of_blocks = activations.bits[order].reshape(blocks.blocks, blocks.block, -1)
     kv = recorded.kv[layer]
@@ -185,28 +149,6 @@ def _layer(
         "mean": codes.mean,
         "resident": np.concatenate([kv[:sinks], kv[end:]]),
     }
-
-
-def _masses(
-    recorded: Recorded, layer: int, options: Options, keys: NDArray[np.float32]
-) -> Iterator[NDArray[np.float32]]:
-    """Attention of the profile's queries to the middle, a few queries at a time.
-
-    What is in a query's own window when it is asked is not counted: that is always in memory.
-    """
-    sinks, end = options.sinks, len(keys) - options.window
-    scale, resident = recorded.geometry.scale, np.concatenate([keys[:sinks], keys[end:]])
-    for start in range(0, len(recorded.seen), _QUERIES):
-        queries = recorded.queries[layer, start : start + _QUERIES]
-        seen = recorded.seen[start : start + _QUERIES]
-        # Of the context's own window a query sees what comes before it.
-        near = np.minimum(seen, sinks) + np.maximum(seen - end, 0)
-        beside = log_sum(queries, resident, scale, near)
-        yield attention_mass(
-            queries, keys[sinks:end], scale, beside,
-            seen=np.clip(seen - sinks, 0, end - sinks),
-            counted=np.clip(seen - options.window - sinks, 0, end - sinks),
-        )  # fmt: skip
 
 
 def _write(

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sgl_ext.clusters.build import Options, build
+from sgl_ext.clusters.build import build
+from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import storing
 from sgl_ext.errors import ExtError
