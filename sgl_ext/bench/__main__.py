@@ -11,6 +11,7 @@ from sgl_ext.errors import ExtError
 
 BENCHES = (
     "attention",
+    "clusters",
     "exactness",
     "link",
     "link_answers",

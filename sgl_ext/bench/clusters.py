@@ -1,0 +1,94 @@
+"""Decoding over contexts on SSDs: what is chosen, what it costs to read, and what comes of it.
+
+A server reads contexts of real text and what follows them, and its records are what is looked at
+below it: how much of the attention each way of choosing finds (``mass``), what reading costs on
+emulated SSDs (``io``), and the policies (``policies``). Then servers follow stored contexts
+(``answers``).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_ext.bench import server
+from sgl_ext.bench.clusters_answers import report_answers
+from sgl_ext.bench.clusters_io import IoSizes, report_io
+from sgl_ext.bench.clusters_mass import report_mass
+from sgl_ext.bench.clusters_policies import PolicySizes, report_policies
+from sgl_ext.bench.clusters_samples import Observed, samples
+from sgl_ext.bench.partial import Partial
+from sgl_ext.bench.report import Report
+from sgl_ext.models import SMOLLM2, prepare
+
+PARTS = ("mass", "io", "policies", "answers")
+_BELOW = {"mass", "io", "policies"}
+_DEVICES = 4
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    contexts: Sequence[int]
+    """Tokens of each."""
+    unseen: int
+    """Tokens that follow each."""
+    pool: int
+    io: IoSizes
+    policies: PolicySizes
+    shares: Sequence[float]
+
+
+_QUICK = _Sizes(
+    (2048,), 100, 8192,
+    IoSizes(10, (1, 8)), PolicySizes(10, (8, 16), (2, 8)), (0.1, 1.0),
+)  # fmt: skip
+_WHOLE = _Sizes(
+    (4096, 5120, 6144, 6656, 4608), 300, 20_000,
+    IoSizes(5, (1, 2, 4, 8)), PolicySizes(5, (8, 12, 16, 32), range(1, 9)), (0.1, 0.2, 1.0),
+)  # fmt: skip
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    sizes = _QUICK if quick else _WHOLE
+    model = prepare(SMOLLM2)
+    config = {"quick": quick, "model": model.name, **asdict(sizes)}
+    config["policies"]["devices"] = [*sizes.policies.devices]
+    report = Report("clusters", config)
+    partial = Partial(out, "clusters", config, quick=quick)
+    read = samples(model, sizes.contexts, sizes.unseen)
+    observed: list[Observed] = []
+    with _server(model, sizes.pool, out) as running:
+        if _BELOW & {*parts}:
+            observed = [Observed.by(running.url, each) for each in read]
+        if "answers" in parts:
+            report_answers(report, running.url, read, sizes.shares, partial)
+    if "mass" in parts:
+        report_mass(report, observed, partial)
+    if "policies" in parts:
+        report_policies(report, observed, sizes.policies)
+    if "io" in parts:
+        report_io(report, observed, sizes.io, out)
+    partial.forget()
+    return report
+
+
+@contextmanager
+def _server(model: Path, pool: int, out: Path) -> Iterator[server.Server]:
+    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
+        places = [Path(scratch) / f"device{at}" for at in range(_DEVICES)]
+        for place in places:
+            place.mkdir()
+        config = {
+            "directories": [*map(str, places)], "largest": 1.0, "open": 1, "hot": "16MiB",
+        }  # fmt: skip
+        arguments = (
+            "--max-total-tokens", str(pool),
+            "--enable-ext", "--ext-config", json.dumps({"clusters": config}),
+        )  # fmt: skip
+        system = server.System("clusters", arguments)
+        with server.serve([system], model, out / "logs") as (running,):
+            yield running

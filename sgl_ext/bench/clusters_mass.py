@@ -1,0 +1,134 @@
+"""How much of the attention to a context each way of choosing finds, below the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial as partial_of
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.bench.clusters_samples import Layer, Observed
+from sgl_ext.bench.clusters_selectors import (
+    FAITHFUL,
+    INFLLM,
+    K_MEANS,
+    MEAN_KEYS,
+    OURS,
+    QUEST,
+    SELECTORS,
+    Mask,
+)
+from sgl_ext.bench.partial import Partial
+from sgl_ext.bench.report import Report
+
+_BUDGETS = (0.1, 0.2)
+"""Of the middle."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of one selector, all layers of one context.
+
+    Attributes:
+        mass: ``[budgets, layers, queries]``, relative to exact top-k of as many entries.
+        index: its share of the middle's KV.
+    """
+
+    mass: NDArray[np.float64]
+    index: float
+
+
+def relative_mass(mass: NDArray[np.float32], chosen: Mask) -> NDArray[np.float64]:
+    """Of each query: its attention to what was chosen, over that to as many of the best.
+
+    Args:
+        mass: ``[queries, entries]``.
+    """
+    best = np.cumsum(-np.sort(-mass.astype(np.float64), axis=1), axis=1)
+    limit = best[np.arange(len(mass)), chosen.sum(axis=1) - 1]
+    found: NDArray[np.float64] = np.where(chosen, mass, 0).sum(axis=1, dtype=np.float64) / limit
+    return found
+
+
+def report_mass(report: Report, observed: Sequence[Observed], partial: Partial) -> None:
+    """Adds runs and figures: relative mass of all selectors at equal budgets."""
+    by_context = [
+        partial.find(f"mass, {each.sample.name}", partial_of(_all_layers, each))
+        for each in observed
+    ]
+    found = {name: [_read(each[name]) for each in by_context] for name in SELECTORS}
+    mass = {name: _together([each.mass for each in all_]) for name, all_ in found.items()}
+    for name, each in mass.items():
+        for at, budget in enumerate(_BUDGETS):
+            queries = np.concatenate([of[at].mean(axis=0) for of in _masses(found[name])])
+            report.runs.append(
+                {
+                    "what": f"mass of {budget:.0%}",
+                    "system": name,
+                    "index": float(np.mean([of.index for of in found[name]])),
+                    "mass": float(each[at].mean()),
+                    "worst_layer": float(each[at].mean(axis=1).min()),
+                    "query_p10": float(np.percentile(queries, 10)),
+                    "p10": float(np.percentile(each[at], 10)),
+                    "samples": len(queries),
+                }
+            )
+    _figures(report, mass, found)
+
+
+def _figures(
+    report: Report, mass: Mapping[str, NDArray[np.float64]], found: Mapping[str, list[_Found]]
+) -> None:
+    at_10 = {name: float(each[0].mean()) for name, each in mass.items()}
+    queries = np.concatenate([of[0].mean(axis=0) for of in _masses(found[OURS])])
+    figures = report.figures
+    figures["relative_mass_10"] = at_10[OURS]
+    figures["relative_mass_10_worst_layer"] = float(mass[OURS][0].mean(axis=1).min())
+    figures["relative_mass_10_query_p10"] = float(np.percentile(queries, 10))
+    figures["index_share"] = max(each.index for each in found[OURS])
+    figures["relative_mass_10_faithful"] = at_10[FAITHFUL]
+    figures["relative_mass_10_over_blocks"] = at_10[OURS] - max(at_10[MEAN_KEYS], at_10[INFLLM])
+    figures["relative_mass_10_over_quest"] = at_10[OURS] - at_10[QUEST]
+    figures["relative_mass_10_over_k_means"] = at_10[OURS] - at_10[K_MEANS]
+
+
+def _masses(found: Sequence[_Found]) -> list[NDArray[np.float64]]:
+    return [each.mass for each in found]
+
+
+def _together(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Of all contexts: ``[budgets, layers, queries]``."""
+    return np.concatenate(masses, axis=2)
+
+
+def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
+    """By selector, as JSON takes it."""
+    layers = range(observed.profile.geometry.layers)
+    mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in SELECTORS}
+    index = dict.fromkeys(SELECTORS, 0.0)
+    entry = observed.profile.geometry.entry_bytes
+    for layer in observed.layers(layers):
+        for name, one in _of_layer(layer).items():
+            mass[name].append(one.mass)
+            index[name] += one.index / (entry * len(layer.keys) * len(layers))
+    return {
+        name: {"mass": np.stack(mass[name], axis=1).round(5).tolist(), "index": index[name]}
+        for name in SELECTORS
+    }
+
+
+def _of_layer(layer: Layer) -> dict[str, _Found]:
+    """``[budgets, queries]`` and bytes of each selector."""
+    found = {}
+    for name, make in SELECTORS.items():
+        selector = make(layer)
+        budgets = [round(share * len(layer.keys)) for share in _BUDGETS]
+        mass = [relative_mass(layer.mass, selector.select(budget)) for budget in budgets]
+        found[name] = _Found(np.stack(mass), selector.index_bytes)
+    return found
+
+
+def _read(found: Mapping[str, object]) -> _Found:
+    return _Found(np.array(found["mass"]), float(found["index"]))  # type: ignore[arg-type]
