@@ -317,6 +317,8 @@ class Clusters(_Section):
     """Memory of an open context for the blocks that are wanted most often."""
     open: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 4
     """Contexts that are open at once; requests for further ones wait."""
+    prefetch: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
+    """Of what a query is given, how much is read for the next layer while one computes."""
     deadline: Seconds = 10.0
     """In which a device has to give the blocks of a layer."""
     wait: Seconds = 60.0

@@ -18,6 +18,7 @@ from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.engine.stored_attention import Own, StoredAttention
+from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 
@@ -36,9 +37,10 @@ class Setup:
         build(self.recorded, "a", self.directories, OPTIONS)
         self.stored = Stored.open("a", self.directories, GEOMETRY)
         devices = devices_of(engine, self.directories)
-        self.attention = StoredAttention(
+        self.memory = StoredMemory(
             engine, devices, self.stored, **{"hot": 0, "most": 1000, "deadline": 20, **options}
         )
+        self.attention = StoredAttention(self.stored, self.memory)
         self.native = NativeAttention()
         chance = torch.Generator().manual_seed(3)
         shape = (GEOMETRY.layers, POOL, 2, GEOMETRY.kv_heads, GEOMETRY.head_dim)
@@ -107,9 +109,9 @@ def test_rows_see_what_was_selected(
         query = setup.query(1 + step % 5) * 3
         found, chosen = setup.sparse(layer, query, own, share)
         torch.testing.assert_close(found, setup.expected(layer, query, own, chosen), rtol=0, atol=0)
-    attention = setup.attention
-    assert attention.requests <= attention.fetched
-    assert (attention.hits > 0) == ("hot" in options)
+    memory = setup.memory
+    assert memory.requests <= memory.fetched.sum()
+    assert (memory.hits > 0) == ("hot" in options)
 
 
 def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) -> None:
@@ -139,9 +141,66 @@ def test_what_is_asked_often_is_not_read_again(engine: TransferEngine, tmp_path:
     own, query = own_tokens(1, setup.chance), setup.query(1)
     for _ in range(40):
         setup.sparse(1, query, own, 0.1)
-    before = setup.attention.fetched
+    before = setup.memory.fetched.sum()
     setup.sparse(1, query, own, 0.1)
-    assert setup.attention.fetched == before
+    assert setup.memory.fetched.sum() == before
+
+
+@pytest.mark.parametrize("hot", [0, 60_000])
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_what_is_expected_is_not_read_again(
+    hot: int, times: float, engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine, hot=hot)
+    for step in range(12):
+        layer, rows = step % 3, 1 + step % 4
+        own, query = own_tokens(rows, setup.chance), setup.query(rows) * 3
+        expected = [setup.query(rows), query][step % 2]  # the wrong ones first
+        before = setup.memory.fetched.sum()
+        setup.attention.expect(layer, expected, setup.pool[layer, :, 0], own, 0.1, times)
+        found, chosen = setup.sparse(layer, query, own, 0.1)
+        torch.testing.assert_close(found, setup.expected(layer, query, own, chosen), rtol=0, atol=0)
+        if times == 2 and step % 2:
+            # The new tokens' own keys were not known, so a few blocks may differ.
+            assert setup.memory.fetched.sum() - before <= 0.2 * len(np.unique(chosen))
+    assert setup.memory.came.sum() > 0
+
+
+def test_a_layer_that_is_expected_wrongly_is_not_read_ahead(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine)
+    last = np.array([setup.stored.about.blocks.blocks - 1])
+    for _ in range(20):
+        setup.memory.expect(1, last)
+        setup.memory.bring(1, np.arange(3))
+    before = setup.memory.requests
+    setup.memory.expect(1, last)
+    assert setup.memory.requests == before
+    setup.memory.expect(2, last)
+    assert setup.memory.requests == before + 1
+
+
+def test_what_is_expected_of_a_device_that_fails(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine)
+    own, query = own_tokens(2, setup.chance), setup.query(2)
+    keys = setup.pool[0, :, 0]
+    file = setup.stored.files[1]
+    contents = file.read_bytes()
+    os.truncate(file, 0)
+    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    with pytest.raises(DeviceError, match="device1 cannot be read"):
+        setup.sparse(0, query, own, 0.3)
+    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    file.write_bytes(contents)
+    found, chosen = setup.sparse(0, query, own, 0.3)
+    assert torch.equal(found, setup.expected(0, query, own, chosen))
+    harmed = bytearray(contents)
+    harmed[::512] = bytes(byte ^ 1 for byte in harmed[::512])
+    file.write_bytes(harmed)
+    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    with pytest.raises(DeviceError, match="not what was written"):
+        setup.sparse(0, query, own, 0.3)
 
 
 def test_a_share_that_does_not_fit_is_refused(engine: TransferEngine, tmp_path: Path) -> None:
@@ -162,6 +221,6 @@ def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_pa
     found, chosen = setup.sparse(0, query, own, 0.3)
     assert torch.equal(found, setup.expected(0, query, own, chosen))
     # A read that is still under way may yet write where the next one would.
-    setup.attention._reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
+    setup.memory._asked.reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
     with pytest.raises(DeviceError, match="has not answered an earlier read yet"):
         setup.sparse(0, query, own, 0.3)

@@ -2,8 +2,8 @@
 
 A server reads contexts of real text and what follows them, and its records are what is looked at
 below it: how much of the attention each way of choosing finds (``mass``), what reading costs on
-emulated SSDs (``io``), and the policies (``policies``). Then servers follow stored contexts
-(``answers``).
+emulated SSDs (``io``), and the policies (``policies``, ``drift``). Then servers follow stored
+contexts (``answers``, ``serving``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 
 from sgl_ext.bench import server
 from sgl_ext.bench.clusters_answers import report_answers
+from sgl_ext.bench.clusters_drift import Growing
 from sgl_ext.bench.clusters_io import IoSizes, report_io
 from sgl_ext.bench.clusters_mass import report_mass
 from sgl_ext.bench.clusters_policies import PolicySizes, report_policies
 from sgl_ext.bench.clusters_samples import Observed, samples
+from sgl_ext.bench.clusters_serving import report_serving
 from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 
-PARTS = ("mass", "io", "policies", "answers")
+PARTS = ("mass", "io", "policies", "drift", "answers", "serving")
 _BELOW = {"mass", "io", "policies"}
 _DEVICES = 4
 
@@ -40,19 +42,25 @@ class _Sizes:
     io: IoSizes
     policies: PolicySizes
     shares: Sequence[float]
+    drift: tuple[int, int]
+    """Tokens that are clustered, and further ones."""
+    rounds: int
 
 
 _QUICK = _Sizes(
     (2048,), 100, 8192,
-    IoSizes(10, (1, 8)), PolicySizes(10, (8, 16), (2, 8)), (0.1, 1.0),
+    IoSizes(10, (1, 8)), PolicySizes(10, (8, 16), (2, 8)), (0.1, 1.0), (1024, 1024), 2,
 )  # fmt: skip
 _WHOLE = _Sizes(
     (4096, 5120, 6144, 6656, 4608), 300, 20_000,
-    IoSizes(5, (1, 2, 4, 8)), PolicySizes(5, (8, 12, 16, 32), range(1, 9)), (0.1, 0.2, 1.0),
+    IoSizes(5, (1, 2, 4, 8)), PolicySizes(5, (8, 12, 16, 32), range(1, 9)),
+    (0.1, 0.2, 1.0), (3072, 4096), 10,
 )  # fmt: skip
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    from transformers import AutoConfig
+
     sizes = _QUICK if quick else _WHOLE
     model = prepare(SMOLLM2)
     config = {"quick": quick, "model": model.name, **asdict(sizes)}
@@ -61,11 +69,16 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     partial = Partial(out, "clusters", config, quick=quick)
     read = samples(model, sizes.contexts, sizes.unseen)
     observed: list[Observed] = []
+    every = range(0, AutoConfig.from_pretrained(model).num_hidden_layers, sizes.policies.every)
     with _server(model, sizes.pool, out) as running:
         if _BELOW & {*parts}:
             observed = [Observed.by(running.url, each) for each in read]
         if "answers" in parts:
             report_answers(report, running.url, read, sizes.shares, partial)
+        if "drift" in parts:
+            Growing(running.url, model, *sizes.drift).report(report, every)
+    if "serving" in parts:
+        report_serving(report, model, read[-1], sizes.pool, sizes.rounds, out)
     if "mass" in parts:
         report_mass(report, observed, partial)
     if "policies" in parts:

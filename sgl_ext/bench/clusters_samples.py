@@ -55,7 +55,7 @@ def samples(model: Path, lengths: Sequence[int], unseen: int) -> list[Sample]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    sets: list[QuestionSet] = ["hotpotqa", "2wikimultihopqa", "musique"]
+    sets: list[QuestionSet] = ["hotpotqa", "musique"]
     found = []
     for at, length in enumerate(lengths[:-1] or lengths):
         of = sets[at % len(sets)]
@@ -76,8 +76,7 @@ def _documents(
     asked: list[list[int]] = []
     for question in questions(of)[100 * skip :]:
         gold = [each for each in question.documents if each.gold]
-        others = [each for each in question.documents if not each.gold][:1]
-        more = [token for each in (*gold, *others) for token in encode(str(each))]
+        more = [token for each in gold for token in encode(str(each))]
         if len(tokens) + len(more) > length:
             tokens += more[: length - len(tokens)]
             break

@@ -29,19 +29,22 @@ def joined(
 
 
 class HotBlocks:
-    """Which blocks of a layer are kept in memory: those that are activated most often.
+    """Which blocks of a layer are kept in memory: those that have been activated most often lately.
 
-    A block's frequency is one more for every step that activates it, and one less for every step
-    that does not while it is in memory. Blocks are equally large, so that by Eq. 6 the frequency
-    alone says which of them are worth it.
+    Blocks are equally large, so that by Eq. 6 their frequency alone says which of them are worth
+    it. Every step adds one to the frequency of what it activates and takes a part of all: a text
+    stays with what it is about for some tokens, and then no longer asks for it.
 
     Args:
-        frequency: ``[blocks]``, of the profile.
+        frequency: ``[blocks]``, of the profile, in any unit.
         capacity: blocks in memory.
+        decay: what a step leaves of a frequency.
     """
 
-    def __init__(self, frequency: NDArray[np.int64], capacity: int) -> None:
-        self._frequency = frequency.astype(np.int64, copy=True)
+    def __init__(self, frequency: NDArray[np.int64], capacity: int, *, decay: float = 0.8) -> None:
+        # All that the profile has seen is worth one step.
+        self._frequency = frequency / max(frequency.max(initial=0), 1)
+        self._decay = decay
         self._capacity = min(capacity, len(frequency))
         best = np.argsort(-frequency, kind="stable")[: self._capacity]
         self.place = np.full(len(frequency), -1, np.int64)
@@ -62,12 +65,9 @@ class HotBlocks:
         """
         if not self._capacity:
             return np.empty(0, np.int64)
-        cold = np.ones(self._capacity, bool)
+        self._frequency *= self._decay
         self._frequency[activated] += 1
-        places = self.place[activated]
-        cold[places[places >= 0]] = False
-        self._frequency[self._held[cold]] -= 1
-        outside = activated[places < 0]
+        outside = activated[self.place[activated] < 0]
         outside = outside[np.argsort(-self._frequency[outside], kind="stable")]
         inside = np.argsort(self._frequency[self._held], kind="stable")[: len(outside)]
         outside = outside[: len(inside)]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry
@@ -16,10 +16,14 @@ from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored, names
 from sgl_ext.config import Clusters
 from sgl_ext.engine.stored_attention import StoredAttention
+from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.engine.stored_parameters import FollowsStored
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.build import emulated
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.stored_forward import StoredForward
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class StoredContexts:
         """Requests that wait for a context that cannot be opened, and why; to be ended."""
         self.given_up: set[str] = set()
         """Requests whose latest forward has given nothing."""
+        self.running: StoredForward | None = None
+        """The forward that runs, if any of its rows follows a context."""
         self.stale = ""
         """Why no context is followed any more."""
         self._engine = TransferEngine()
@@ -177,10 +183,7 @@ class StoredContexts:
         }
         return {
             "followed": len(self._followers),
-            "open": {
-                id_: {"fetched": one.fetched, "requests": one.requests, "in_memory": one.hits}
-                for id_, one in opened.items()
-            },
+            "open": {id_: one.describe() for id_, one in opened.items()},
         }
 
     def _unused(self) -> set[str]:
@@ -209,11 +212,12 @@ class StoredContexts:
         self._gone = {*list(self._open)} - {*names(self._config.directories)}
         stored = Stored.open(id_, self._config.directories, self._geometry)
         blocks = stored.about.blocks
-        return StoredAttention(
+        memory = StoredMemory(
             self._engine, self._devices, stored, hot=self._config.hot,
             most=blocks_of(self._config.largest, blocks.blocks, blocks.devices),
             deadline=self._config.deadline,
         )  # fmt: skip
+        return StoredAttention(stored, memory)
 
 
 def end_request(req: Any, message: str) -> None:
@@ -227,6 +231,6 @@ def end_request(req: Any, message: str) -> None:
 def _close(opened: Future[StoredAttention]) -> None:
     if opened.exception() is None:
         try:
-            opened.result().close()
+            opened.result().memory.close()
         except ExtError as error:  # a device does not answer
             logger.error("a context was not closed, and its memory is not used again: %s", error)

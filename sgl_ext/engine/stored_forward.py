@@ -67,6 +67,24 @@ class StoredForward:
         self._parts = {key: (part, torch.cat(part.tokens)) for key, part in parts.items()}
         self._failed: set[tuple[str, float]] = set()
 
+    @property
+    def followed(self) -> torch.Tensor:
+        """Where the queries of rows that follow contexts are among the forward's."""
+        return torch.cat([tokens for _, tokens in self._parts.values()])
+
+    def expect(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
+        """Begins to read what a layer will probably need.
+
+        Args:
+            query: ``[followed, heads, head_dim]``, predicted.
+            keys: as for :meth:`attend`, as ``times`` is for :meth:`StoredAttention.expect`.
+        """
+        start = 0
+        for key, (part, tokens) in self._parts.items():
+            asked = query[start : (start := start + len(tokens))]
+            if key not in self._failed:
+                part.context.expect(layer, asked, keys, part.own, key[1], times)
+
     def attend(
         self,
         native: NativeAttention,

@@ -106,6 +106,11 @@ def _open(scheduler: Any) -> None:
         geometry = geometry_of(scheduler, ext.slab.layout)
         ext.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
         ext.recorder = Recorder(ext.slab, geometry, config.directories[0])
+        if config.prefetch:
+            from sgl_ext.engine.stored_prefetch import Prefetch
+
+            runner = scheduler.tp_worker.model_runner
+            Prefetch(runner.model, runner.token_to_kv_pool, ext.stored, config.prefetch)
     except (ExtError, OSError) as error:
         refuse(hooks.ActivationError(f"clusters: {error}"))
 

@@ -145,6 +145,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._stored = None
         if runtime.current is not None and runtime.current.stored is not None:
             self._stored = self._rows.following(runtime.current.stored, forward_batch.rids)
+            runtime.current.stored.running = self._stored
         if runtime.current is not None and runtime.current.recorder is not None:
             self._rows.record(runtime.current.recorder, forward_batch.rids)
         if runtime.current is not None and runtime.current.stream is not None:

@@ -1,0 +1,258 @@
+"""What is in memory of a context that lies on devices.
+
+Its sinks and its window always; blocks that are wanted often; and those that were fetched for the
+layer that is being computed, whose place the next layer's take.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_ext._native import _clusters
+from sgl_ext.clusters.adaptation import HotBlocks
+from sgl_ext.clusters.placement import Blocks
+from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
+from sgl_ext.clusters.stored import Stored
+from sgl_ext.memory.transfer import Priority, TransferEngine
+
+_POOR = 0.5
+"""Of what a layer wants, what has to be expected rightly for it to be read ahead."""
+_LATELY = 0.1
+"""Weight of the latest step."""
+
+
+class _Area:
+    """Memory that devices write blocks into."""
+
+    def __init__(self, engine: TransferEngine, blocks: Blocks, most: int) -> None:
+        area = mmap.mmap(-1, most * blocks.block_bytes)
+        self.bytes = np.frombuffer(area, np.uint8).reshape(most, blocks.block_bytes)
+        self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
+        self.reading: Reading | None = None
+        """The latest; the memory is in use until it is finished."""
+
+
+class _Expected(NamedTuple):
+    """Blocks that are on their way before they are asked for."""
+
+    layer: int
+    numbers: NDArray[np.int64]
+    """In the order in which they come to lie in the area; sorted by ``order``."""
+    order: NDArray[np.int64]
+
+
+class StoredMemory:
+    """Of one context.
+
+    Args:
+        engine: reads it; memory is registered with it.
+        devices: that its blocks lie on.
+        hot: bytes of blocks that are kept in memory, of all layers.
+        most: blocks of a layer that are fetched at once, at most.
+        deadline: seconds in which the blocks of a layer have to come.
+
+    Raises:
+        ExtError: the context's files cannot be opened.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        devices: Sequence[Device],
+        stored: Stored,
+        *,
+        hot: int,
+        most: int,
+        deadline: float,
+    ) -> None:
+        about = stored.about
+        blocks = self._blocks = about.blocks
+        geometry = about.geometry
+        self._engine, self._stored, self._deadline = engine, stored, deadline
+        self.near = about.sinks + about.window
+        """Slots of sinks and window."""
+        each = blocks.block * blocks.entry_bytes
+        kept = min(hot // (each * geometry.layers), blocks.blocks)
+        self._hot = [HotBlocks(layer.often.astype(np.int64), kept) for layer in stored.layers]
+        self.most = min(most, blocks.blocks)
+        self._layer = self.near + kept * blocks.block
+        fetched = geometry.layers * self._layer
+        slots = fetched + self.most * blocks.block
+        row = (slots, 2, geometry.kv_heads, geometry.head_dim)
+        self.slots = torch.empty(*row, dtype=getattr(torch, geometry.dtype))
+        """``[slots, 2, kv_heads, head_dim]``: of each layer sinks, window and hot blocks; and last
+        what was fetched."""
+        bytes_ = self.slots.view(torch.uint8).numpy().reshape(slots, -1)
+        of_layers = bytes_[:fetched].reshape(geometry.layers, self._layer, -1)
+        self._hot_bytes = of_layers[:, self.near :].reshape(geometry.layers, kept, each)
+        self._fetched_bytes = bytes_[fetched:].reshape(self.most, each)
+        self._fetched = fetched
+        self._reader = Reader(engine, devices, stored)
+        self._asked = _Area(engine, blocks, self.most)
+        self._ahead = _Area(engine, blocks, self.most)
+        self._expected: _Expected | None = None
+        self.requests = self.hits = 0
+        """Reads that devices were asked for; blocks that were in memory when they were wanted."""
+        self.fetched = np.zeros(geometry.layers, np.int64)
+        """Of each layer the blocks that were read when they were wanted."""
+        self.came = np.zeros(geometry.layers, np.int64)
+        """And those that were wanted and had been expected."""
+        self._covered = np.ones(geometry.layers)
+        """Of what was missing, the share that had been expected lately."""
+        try:
+            for at, layer in enumerate(stored.layers):
+                of_layers[at, : self.near] = layer.resident
+                self._fill(at, self._hot[at].held)
+        except BaseException:
+            self.close()
+            raise
+        self.fetched[:] = self.requests = 0
+
+    def first(self, layer: int) -> int:
+        """The slot of the layer's first sink."""
+        return layer * self._layer
+
+    def describe(self) -> dict[str, Any]:
+        """What was read, for ``/server_info``."""
+        return {
+            "fetched": int(self.fetched.sum()),
+            "expected": int(self.came.sum()),
+            "requests": self.requests,
+            "in_memory": self.hits,
+            "coverage": [round(each, 3) for each in self._coverage()],
+        }
+
+    def _coverage(self) -> list[float]:
+        """Of each layer, of what was missing the share that had been expected."""
+        share: NDArray[np.float64] = self.came / np.maximum(self.came + self.fetched, 1)
+        return share.tolist()
+
+    def close(self) -> None:
+        """Gives memory and files back.
+
+        Raises:
+            ExtError: something is still read.
+        """
+        for area in (self._asked, self._ahead):
+            if area.reading is not None:
+                area.reading.cancel()
+                area.reading.settle(self._deadline)
+        self._reader.close()
+        for area in (self._asked, self._ahead):
+            self._engine.unregister(area.region)
+
+    def expect(self, layer: int, wanted: NDArray[np.int64]) -> None:
+        """Begins to read what the layer will probably be asked for; nothing, if that cannot be.
+
+        Args:
+            wanted: blocks, none twice; of those that are not in memory at most :attr:`most`.
+        """
+        self._expected = None
+        area = self._ahead
+        if self._covered[layer] < _POOR or (area.reading is not None and not area.reading.finished):
+            return
+        missing = wanted[self._hot[layer].place[wanted] < 0][: self.most]
+        with suppress(DeviceError):  # it is told of when the blocks are asked for
+            if len(missing):
+                area.reading = reading = self._read(layer, missing, area, Priority.NORMAL)
+                order = np.argsort(reading.numbers)
+                self._expected = _Expected(layer, reading.numbers, order)
+
+    def bring(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Has blocks in memory.
+
+        Args:
+            wanted: sorted.
+
+        Returns:
+            ``[blocks]``: the first slot of each block that is in memory; -1 of the others.
+
+        Raises:
+            DeviceError: a block does not come.
+        """
+        hot, block = self._hot[layer], self._blocks.block
+        places = np.where(hot.place >= 0, self.first(layer) + self.near + hot.place * block, -1)
+        missing = wanted[places[wanted] < 0]
+        self.hits += len(wanted) - len(missing)
+        arrived = self._arrived(layer, missing)
+        places[arrived] = self._fetched + np.arange(len(arrived)) * block
+        if len(missing := missing[places[missing] < 0]):
+            found = self._fetch(layer, missing, len(arrived))
+            places[found] = self._fetched + (len(arrived) + np.arange(len(found))) * block
+        return places
+
+    def keep(self, layer: int, wanted: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Blocks that have been wanted often are hot, now that nobody reads those that they
+        replace."""
+        hot = self._hot[layer]
+        coming = hot.step(wanted)
+        source = (places[coming] - self._fetched) // self._blocks.block
+        self._hot_bytes[layer, hot.place[coming]] = self._fetched_bytes[source]
+
+    def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of what is missing the blocks that were expected; they are the first fetched ones."""
+        expected, self._expected = self._expected, None
+        none = missing[:0]
+        if expected is None or expected.layer != layer or not len(missing):
+            return none
+        reading = self._ahead.reading
+        assert reading is not None  # noqa: S101
+        try:
+            reading.wait(self._deadline)
+        except DeviceError:
+            return none  # they are asked for once more, and the device says what is wrong
+        at = np.searchsorted(expected.numbers[expected.order], missing)
+        rows = expected.order[np.minimum(at, len(expected.order) - 1)]
+        found = expected.numbers[rows] == missing
+        numbers, rows = missing[found], rows[found]
+        self._take(layer, numbers, self._ahead.bytes[rows], 0)
+        self.came[layer] += len(numbers)
+        self._covered[layer] += _LATELY * (found.mean() - self._covered[layer])
+        return numbers
+
+    def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
+        """Reads blocks; their numbers in the order in which they lie behind so many fetched."""
+        area = self._asked
+        if area.reading is not None and not area.reading.finished:
+            raise DeviceError(
+                f"context {self._stored.name}: a device has not answered an earlier read yet"
+            )
+        area.reading = reading = self._read(layer, numbers, area, Priority.URGENT)
+        reading.wait(self._deadline)
+        self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
+        self.fetched[layer] += len(numbers)
+        return reading.numbers
+
+    def _read(
+        self, layer: int, numbers: NDArray[np.int64], area: _Area, priority: Priority
+    ) -> Reading:
+        reading = self._reader.read(layer, numbers, area.bytes.ctypes.data, priority)
+        self.requests += reading.requests
+        return reading
+
+    def _take(
+        self, layer: int, numbers: NDArray[np.int64], blocks: NDArray[np.uint8], behind: int
+    ) -> None:
+        """Blocks as they were read, into the places of fetched ones behind the first so many."""
+        found = _clusters.checksums(np.ascontiguousarray(blocks))
+        if (harmed := found != self._stored.layers[layer].sums[numbers]).any():
+            raise DeviceError(
+                f"context {self._stored.name}: {harmed.sum()} of {len(harmed)} blocks are not what "
+                "was written; store it again"
+            )
+        used = self._blocks.block * self._blocks.entry_bytes
+        self._fetched_bytes[behind : behind + len(numbers)] = blocks[:, :used]
+
+    def _fill(self, layer: int, numbers: NDArray[np.int64]) -> None:
+        """Puts blocks into the places that they are to have among the hot ones."""
+        for start in range(0, len(numbers), self.most):
+            found = self._fetch(layer, numbers[start : start + self.most], 0)
+            place = self._hot[layer].place[found]
+            self._hot_bytes[layer, place] = self._fetched_bytes[: len(found)]
