@@ -278,7 +278,8 @@ def test_blocks_are_read_from_all_devices(engine: TransferEngine, directories: l
         for count in (1, 5, blocks.blocks):
             numbers = np.sort(chance.permutation(blocks.blocks)[:count])
             area[:] = 255
-            reading = reader.read(layer, numbers, area.ctypes.data, Priority.URGENT)
+            reading = reader.reading(layer, numbers, area.ctypes.data)
+            reading.begin(Priority.URGENT)
             reading.wait(30)
             assert reading.finished
             assert sorted(reading.numbers) == numbers.tolist()
@@ -298,13 +299,15 @@ def test_a_device_that_fails_is_named(engine: TransferEngine, directories: list[
     numbers = np.arange(stored.about.blocks.blocks)
     area = memory(engine, len(numbers) * stored.about.blocks.block_bytes)
     slow = Reader(engine, devices_of(engine, directories, 1 << 16), stored)
-    reading = slow.read(0, numbers, area.ctypes.data, Priority.NORMAL)
+    reading = slow.reading(0, numbers, area.ctypes.data)
+    reading.begin(Priority.NORMAL)
     with pytest.raises(DeviceError, match=r"device0 gave [\d,]+ of [\d,]+ B of a context in time"):
         reading.wait(0.01)
     engine.wait_any([*reading._tickets], 30)
     reader = Reader(engine, devices_of(engine, directories), stored)
     os.truncate(stored.files[1], 0)
-    reading = reader.read(1, numbers, area.ctypes.data, Priority.NORMAL)
+    reading = reader.reading(1, numbers, area.ctypes.data)
+    reading.begin(Priority.NORMAL)
     with pytest.raises(DeviceError, match="device1 cannot be read"):
         reading.wait(30)
     stored.files[2].unlink()

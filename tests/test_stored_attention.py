@@ -166,6 +166,29 @@ def test_what_is_expected_is_not_read_again(
     assert setup.memory.came.sum() > 0
 
 
+def test_layers_are_expected_one_before_they_are_asked_for(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine)
+    keys = setup.pool[:, :, 0]
+    for _ in range(3):
+        own = own_tokens(2, setup.chance)
+        query = [setup.query(2) * 3 for _ in range(3)]
+        for layer in range(3):
+            before = setup.memory.fetched.copy(), setup.memory.came.copy()
+            for _ in range(2):  # as two parts of a forward do
+                if layer < 2:
+                    ahead = layer + 1
+                    setup.attention.expect(ahead, query[ahead], keys[ahead], own, 0.1, 2.0)
+            found, chosen = setup.sparse(layer, query[layer], own, 0.1)
+            expected = setup.expected(layer, query[layer], own, chosen)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            count = len(np.unique(chosen))
+            came = setup.memory.came[layer] - before[1][layer]
+            assert came + setup.memory.fetched[layer] - before[0][layer] == count
+            assert (came >= 0.8 * count) == (layer > 0)
+
+
 def test_a_layer_that_is_expected_wrongly_is_not_read_ahead(
     engine: TransferEngine, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ class Device:
 
 
 class Reading:
-    """Blocks that are on their way.
+    """Blocks that are to be read, or on their way.
 
     Attributes:
         numbers: ``[blocks]``, in the order in which they come to lie in memory.
@@ -55,11 +55,30 @@ class Reading:
     """
 
     def __init__(
-        self, numbers: NDArray[np.int64], requests: int, tickets: dict[Ticket, Device]
+        self,
+        engine: TransferEngine,
+        numbers: NDArray[np.int64],
+        parts: Sequence[tuple[Device, NDArray[np.int64]]],
     ) -> None:
         self.numbers = numbers
-        self.requests = requests
-        self._tickets = tickets
+        self.requests = sum(len(rows) for _, rows in parts)
+        self._engine, self._parts = engine, parts
+        self._tickets: dict[Ticket, Device] = {}
+
+    def begin(self, priority: Priority) -> None:
+        """Asks all devices at once.
+
+        Raises:
+            DeviceError: one refuses. What others have begun may use the memory until
+                :attr:`finished`.
+        """
+        try:
+            for device, rows in self._parts:
+                self._tickets[self._engine.submit(rows, device.lane, priority)] = device
+        except (ExtError, ValueError) as error:
+            self.cancel()
+            self.settle(_SETTLE_S)
+            raise DeviceError(f"a read was refused: {error}") from None
 
     @property
     def finished(self) -> bool:
@@ -139,10 +158,8 @@ class Reader:
             raise ExtError(f"context {stored.name} lies on a device that reads {odd} B at a time")
         self._bases = np.array([file.base for file in self._files], np.int64)
 
-    def read(
-        self, layer: int, numbers: NDArray[np.int64], address: int, priority: Priority
-    ) -> Reading:
-        """Begins to read blocks of a layer.
+    def reading(self, layer: int, numbers: NDArray[np.int64], address: int) -> Reading:
+        """Blocks of a layer, to be read.
 
         Args:
             numbers: of the blocks, none twice.
@@ -159,18 +176,9 @@ class Reader:
             self._bases[device[first]] + offset[first], address + first * size, lengths * size,
             1, 0, 0,
         )  # fmt: skip
-        tickets: dict[Ticket, Device] = {}
-        reading = Reading(numbers[order], len(rows), tickets)
-        try:
-            for at, one in enumerate(self._devices):
-                mine = rows[device[first] == at]
-                if len(mine):
-                    tickets[self._engine.submit(mine, one.lane, priority)] = one
-        except (ExtError, ValueError) as error:
-            reading.cancel()
-            reading.settle(_SETTLE_S)
-            raise DeviceError(f"a read was refused: {error}") from None
-        return reading
+        of = device[first]
+        parts = [(one, rows[of == at]) for at, one in enumerate(self._devices) if (of == at).any()]
+        return Reading(self._engine, numbers[order], parts)
 
     def close(self) -> None:
         """Closes the files.

@@ -125,8 +125,10 @@ class StoredAttention:
         """
         each = self._each(share)
         if share < 1 and len(query) <= self._together(each):
+            # As much as there is memory for, the best of it.
+            room = self.memory.most / (len(query) * self._blocks.blocks)
             with self._timed("expecting"):
-                self._expect(layer, query, keys, own, min(share * times, 1.0))
+                self._expect(layer, query, keys, own, min(share * times, room, 1.0))
 
     def _expect(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own], share: float

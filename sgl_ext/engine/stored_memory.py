@@ -26,6 +26,21 @@ _POOR = 0.5
 """Of what a layer wants, what has to be expected rightly for it to be read ahead."""
 _LATELY = 0.1
 """Weight of the latest step."""
+_TRIED_AGAIN = 0.001
+"""What a step adds to a poor layer's share, so that it is tried again after some."""
+
+
+class _Expected(NamedTuple):
+    """Blocks that are on their way before they are asked for.
+
+    Attributes:
+        numbers: in the order in which they come to lie in memory.
+        order: that sorts them.
+    """
+
+    layer: int
+    numbers: NDArray[np.int64]
+    order: NDArray[np.int64]
 
 
 class _Area:
@@ -37,15 +52,13 @@ class _Area:
         self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
         self.reading: Reading | None = None
         """The latest; the memory is in use until it is finished."""
+        self.expected: _Expected | None = None
+        """What the latest is of, if nobody has asked for it yet."""
 
-
-class _Expected(NamedTuple):
-    """Blocks that are on their way before they are asked for."""
-
-    layer: int
-    numbers: NDArray[np.int64]
-    """In the order in which they come to lie in the area; sorted by ``order``."""
-    order: NDArray[np.int64]
+    @property
+    def busy(self) -> bool:
+        """Whether a device may yet write into it."""
+        return self.reading is not None and not self.reading.finished
 
 
 class StoredMemory:
@@ -96,8 +109,8 @@ class StoredMemory:
         self._fetched = fetched
         self._reader = Reader(engine, devices, stored)
         self._asked = _Area(engine, blocks, self.most)
-        self._ahead = _Area(engine, blocks, self.most)
-        self._expected: _Expected | None = None
+        # A layer's blocks are expected before those of the layer before it have been asked for.
+        self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
         self.requests = self.hits = 0
         """Reads that devices were asked for; blocks that were in memory when they were wanted."""
         self.fetched = np.zeros(geometry.layers, np.int64)
@@ -140,12 +153,12 @@ class StoredMemory:
         Raises:
             ExtError: something is still read.
         """
-        for area in (self._asked, self._ahead):
+        for area in (self._asked, *self._ahead):
             if area.reading is not None:
                 area.reading.cancel()
                 area.reading.settle(self._deadline)
         self._reader.close()
-        for area in (self._asked, self._ahead):
+        for area in (self._asked, *self._ahead):
             self._engine.unregister(area.region)
 
     def expect(self, layer: int, wanted: NDArray[np.int64]) -> None:
@@ -154,16 +167,19 @@ class StoredMemory:
         Args:
             wanted: blocks, none twice; of those that are not in memory at most :attr:`most`.
         """
-        self._expected = None
-        area = self._ahead
-        if self._covered[layer] < _POOR or (area.reading is not None and not area.reading.finished):
+        area = self._ahead[layer % 2]
+        if area.expected is not None and area.expected.layer == layer:
+            return  # another part of the forward has said so
+        area.expected = None
+        if self._covered[layer] < _POOR:
+            self._covered[layer] += _TRIED_AGAIN
             return
         missing = wanted[self._hot[layer].place[wanted] < 0][: self.most]
-        with suppress(DeviceError):  # it is told of when the blocks are asked for
-            if len(missing):
-                area.reading = reading = self._read(layer, missing, area, Priority.NORMAL)
+        if len(missing) and not area.busy:
+            with suppress(DeviceError):  # it is told of when the blocks are asked for
+                reading = self._read(layer, missing, area, Priority.NORMAL)
                 order = np.argsort(reading.numbers)
-                self._expected = _Expected(layer, reading.numbers, order)
+                area.expected = _Expected(layer, reading.numbers, order)
 
     def bring(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Has blocks in memory.
@@ -198,12 +214,13 @@ class StoredMemory:
 
     def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of what is missing the blocks that were expected; they are the first fetched ones."""
-        expected, self._expected = self._expected, None
-        none = missing[:0]
-        if expected is None or expected.layer != layer or not len(missing):
+        area, none = self._ahead[layer % 2], missing[:0]
+        expected, reading = area.expected, area.reading
+        if expected is None or reading is None or expected.layer != layer:
             return none
-        reading = self._ahead.reading
-        assert reading is not None  # noqa: S101
+        area.expected = None
+        if not len(missing):
+            return none
         try:
             reading.wait(self._deadline)
         except DeviceError:
@@ -212,7 +229,7 @@ class StoredMemory:
         rows = expected.order[np.minimum(at, len(expected.order) - 1)]
         found = expected.numbers[rows] == missing
         numbers, rows = missing[found], rows[found]
-        self._take(layer, numbers, self._ahead.bytes[rows], 0)
+        self._take(layer, numbers, area.bytes[rows], 0)
         self.came[layer] += len(numbers)
         self._covered[layer] += _LATELY * (found.mean() - self._covered[layer])
         return numbers
@@ -220,11 +237,11 @@ class StoredMemory:
     def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
         """Reads blocks; their numbers in the order in which they lie behind so many fetched."""
         area = self._asked
-        if area.reading is not None and not area.reading.finished:
+        if area.busy:
             raise DeviceError(
                 f"context {self._stored.name}: a device has not answered an earlier read yet"
             )
-        area.reading = reading = self._read(layer, numbers, area, Priority.URGENT)
+        reading = self._read(layer, numbers, area, Priority.URGENT)
         reading.wait(self._deadline)
         self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
         self.fetched[layer] += len(numbers)
@@ -233,7 +250,8 @@ class StoredMemory:
     def _read(
         self, layer: int, numbers: NDArray[np.int64], area: _Area, priority: Priority
     ) -> Reading:
-        reading = self._reader.read(layer, numbers, area.bytes.ctypes.data, priority)
+        area.reading = reading = self._reader.reading(layer, numbers, area.bytes.ctypes.data)
+        reading.begin(priority)
         self.requests += reading.requests
         return reading
 

@@ -17,8 +17,8 @@ from torch import nn
 from sgl_ext.engine.stored_contexts import StoredContexts
 from sgl_ext.errors import ExtError
 
-_ARGUMENTS = ("positions", "hidden_states", "forward_batch", "residual")
-"""Of a decoder layer's forward."""
+_ARGUMENTS = ("positions", "hidden_states", "forward_batch")
+"""Of a decoder layer's forward, the first ones."""
 _ROWS = 32
 """With more of them, a layer computes longer than it waits."""
 
@@ -46,11 +46,11 @@ class Prefetch:
         running = self._stored.running
         if running is None or len(inputs) < len(_ARGUMENTS):
             return
-        positions, hidden, _, residual = inputs[: len(_ARGUMENTS)]
+        positions, hidden, batch = inputs[: len(_ARGUMENTS)]
         rows = running.followed
-        if len(rows) > _ROWS:
+        if len(rows) > _ROWS or batch.residual_stream is None:
             return
-        given = hidden[rows] if residual is None else hidden[rows] + residual[rows]
+        given = batch.residual_stream.snapshot(hidden)[rows]
         query = _query(self._layers[number], positions[rows], given)
         keys = self._pool.get_key_buffer(self._pool.start_layer + number)
         running.expect(number, query, keys, self._times)
