@@ -13,7 +13,8 @@ from rich.table import Table
 
 from sgl_ext import SUPPORTED_SGLANG, __version__
 from sgl_ext import doctor as _doctor
-from sgl_ext.config import ConfigError, ExtConfig, load
+from sgl_ext.config import ExtConfig, load
+from sgl_ext.config_source import ConfigError
 from sgl_ext.errors import ExtError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -1,108 +1,44 @@
 """Typed configuration: one section per power, absent means off.
 
 Read once at the edge (``--ext-config``: a YAML or JSON file, or inline JSON), validated whole,
-then passed on unchanged. Sizes are bytes or a string with a unit ("4GiB"); times are seconds or a
-string with a unit ("250ms").
+then passed on unchanged.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from sgl_ext.chunks.methods import link_method
+from sgl_ext.config_source import ConfigError, read
+from sgl_ext.config_values import (
+    Bytes,
+    Directories,
+    Directory,
+    EmulatedDevice,
+    Seconds,
+    Section,
+    Share,
+    written_size,
+)
 from sgl_ext.errors import ExtError
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
+_LONGEST_ECHO = 80
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
 
-_LARGEST_FILE = 1 << 20
-_LONGEST_ECHO = 80
 
-
-class ConfigError(ValueError):
-    """What is wrong with a configuration: where, what was found, what would be right."""
-
-
-def _seconds(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a time such as '250ms', or seconds as a number")
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]+)\s*", value)
-    if match is None or match[2] not in _SECONDS:
-        raise ValueError(f"expected a time such as '250ms' (units {', '.join(_SECONDS)})")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def _size(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().isdigit()):
-        raise ValueError("expected a size with a unit such as '4GiB', or bytes as a whole number")
-    return value
-
-
-def _written_size(value: int) -> str:
-    """The largest unit that says ``value`` exactly."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value % size == 0:
-            return f"{value // size}{unit}"
-    return f"{int(value)}B"
-
-
-Seconds = Annotated[
-    float,
-    BeforeValidator(_seconds),
-    Field(gt=0, le=1e9, allow_inf_nan=False),
-    PlainSerializer(lambda seconds: f"{seconds:.12g}s"),
-]
-Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer(_written_size)]
-
-
-def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
-    if Path() in directories:
-        raise ValueError("a directory has no name")
-    try:
-        resolved = [directory.expanduser().resolve() for directory in directories]
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
-    if len(set(resolved)) < len(resolved):
-        raise ValueError("the same directory is named twice")
-    return tuple(resolved)
-
-
-def _named(directory: Path) -> Path:
-    return _distinct((directory,))[0]
-
-
-Directory = Annotated[Path, AfterValidator(_named)]
-Directories = Annotated[tuple[Path, ...], Field(min_length=1), AfterValidator(_distinct)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-
-class Memory(_Section):
+class Memory(Section):
     """Where KV lies on the device, and how it is handed out."""
 
     layout: Literal["auto", "block_major", "layer_major"] = "auto"
@@ -112,17 +48,7 @@ class Memory(_Section):
     """Tokens that a new request's first block group is made for (FastSwitch §3.1)."""
 
 
-class EmulatedDevice(_Section):
-    """Another device than the one that is there: slower. For tests and benchmarks."""
-
-    bytes_per_second: Bytes
-    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=10)] = 0.0
-    """Of every read and write."""
-    operations_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """As many reads and writes at most."""
-
-
-class HostTier(_Section):
+class HostTier(Section):
     """Host memory below the device pool."""
 
     capacity: Bytes
@@ -136,7 +62,7 @@ KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
 """A page is given to the tier when it was seen that often."""
 
 
-class SsdTier(_Section):
+class SsdTier(Section):
     """Striped SSDs: one directory per device."""
 
     directories: Directories
@@ -151,7 +77,7 @@ class SsdTier(_Section):
     """Of each directory."""
 
 
-class RemoteTier(_Section):
+class RemoteTier(Section):
     """A Mooncake store."""
 
     master: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
@@ -164,7 +90,7 @@ class RemoteTier(_Section):
     keep_after: KeepAfter = 1
 
 
-class Tiers(_Section):
+class Tiers(Section):
     """KV beyond the device (exact)."""
 
     host: HostTier | None = None
@@ -183,7 +109,7 @@ class Tiers(_Section):
         return self
 
 
-class Chunks(_Section):
+class Chunks(Section):
     """Position-independent chunk caching (approximate; EPIC)."""
 
     method: str = "primed+offline-16"
@@ -205,7 +131,7 @@ class Chunks(_Section):
         return self
 
 
-class Restore(_Section):
+class Restore(Section):
     """Computes the front of a cached prefix while its back loads (exact; CacheFlow)."""
 
     policy: Literal["shortest", "longest", "cake"] = "shortest"
@@ -220,7 +146,7 @@ class Restore(_Section):
     lower layers, what is faster for its length if anything is, or nothing."""
 
 
-class SwapBaseline(_Section):
+class SwapBaseline(Section):
     """Parts of swapping as they were before it (vLLM's, FastSwitch §2.2)."""
 
     recompute: bool = False
@@ -233,7 +159,7 @@ class SwapBaseline(_Section):
     """All pages of a request are copied when it gives way or ends, whatever was copied before."""
 
 
-class Swap(_Section):
+class Swap(Section):
     """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
 
     capacity: Bytes
@@ -260,7 +186,7 @@ class Swap(_Section):
     """To measure against; slower."""
 
 
-class Peer(_Section):
+class Peer(Section):
     """Engines of one host lend each other KV memory (exact; SwiftCache)."""
 
     role: Literal["master", "worker"]
@@ -301,10 +227,7 @@ class Peer(_Section):
         return self
 
 
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-
-
-class Clusters(_Section):
+class Clusters(Section):
     """Decode over contexts on SSDs by co-activation (approximate; Swarm)."""
 
     directories: Directories
@@ -333,7 +256,7 @@ class Clusters(_Section):
         return self
 
 
-class ExtConfig(_Section):
+class ExtConfig(Section):
     """The whole configuration; every section is off unless it is present."""
 
     start_deadline: Seconds = 1800.0
@@ -404,8 +327,8 @@ class ExtConfig(_Section):
             return self
         if self.swap.capacity > self.tiers.host.capacity:
             raise ValueError(
-                f"swap.capacity ({_written_size(self.swap.capacity)}) is a part of "
-                f"tiers.host.capacity ({_written_size(self.tiers.host.capacity)}), and larger"
+                f"swap.capacity ({written_size(self.swap.capacity)}) is a part of "
+                f"tiers.host.capacity ({written_size(self.tiers.host.capacity)}), and larger"
             )
         return self
 
@@ -420,7 +343,7 @@ class ExtConfig(_Section):
                 )
         return self
 
-    def sections(self) -> dict[str, _Section]:
+    def sections(self) -> dict[str, Section]:
         """The sections that are switched on, by name."""
         present = {name: getattr(self, name) for name in SECTIONS}
         return {name: section for name, section in present.items() if section is not None}
@@ -442,7 +365,7 @@ def load(source: str | Path | Mapping[str, object] | None) -> ExtConfig:
     Raises:
         ConfigError: all problems in one message.
     """
-    origin, data = _read(source)
+    origin, data = read(source)
     try:
         return ExtConfig.model_validate(data)
     except ValidationError as error:
@@ -450,73 +373,10 @@ def load(source: str | Path | Mapping[str, object] | None) -> ExtConfig:
         raise ConfigError(f"{origin}: {problems}") from None
 
 
-def _read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]:
-    if source is None:
-        return "defaults", {}
-    if isinstance(source, Mapping):
-        return "ext_config", dict(source)
-    if not isinstance(source, str | Path) or not str(source).strip():
-        raise ConfigError(f"expected a file, inline JSON or a mapping, found {source!r}")
-    text = str(source).strip().removeprefix("\ufeff")
-    # What a parser makes of hostile input goes from ValueError to RecursionError.
-    if text.startswith(("{", "[")):
-        try:
-            return "inline configuration", json.loads(text, object_pairs_hook=_without_duplicates)
-        except ConfigError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"inline configuration is not JSON: {_one_line(error)}") from None
-    try:
-        path = Path(text).expanduser()
-        if path.exists() and not path.is_file():
-            raise OSError(0, "it is not a regular file")
-        if path.exists() and path.stat().st_size > _LARGEST_FILE:
-            raise OSError(0, f"it has more than {_LARGEST_FILE} bytes")
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else _one_line(error)
-        if isinstance(error, UnicodeDecodeError):
-            reason = "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {text}: {reason}") from None
-    try:
-        data = yaml.load(content, _StrictLoader)  # noqa: S506  (a SafeLoader)
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from None
-    return str(path), {} if data is None else data
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _echo(value: object) -> str:
     """What was found, short enough for one line."""
     written = repr(value)
     return written if len(written) <= _LONGEST_ECHO else f"{written[:_LONGEST_ECHO]}…"
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"inline configuration names {sorted(twice)} more than once")
-    return dict(pairs)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice instead of keeping the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _describe(problem: Any) -> str:

@@ -60,7 +60,11 @@ def watch(urls: Sequence[str], *, interval: float = 1.0, once: bool = False) -> 
     with Live(_tables(before, before, 1.0), refresh_per_second=4) as live:
         while True:
             time.sleep(interval)
-            now, at = ask(), time.monotonic()
+            try:
+                now, at = ask(), time.monotonic()
+            except ExtError as error:  # it may come back
+                live.update(Group(_tables(before, before, 1.0), escape(str(error))))
+                continue
             live.update(_tables(now, before, at - then))
             before, then = now, at
 
@@ -77,7 +81,7 @@ def _tables(now: list[State], before: list[State], seconds: float) -> Group:
 
 def _peers(states: list[State]) -> Table:
     table = Table(
-        "scheduler", "role", "lent MiB", "used MiB", "of MiB", "unit", "reclaimed MiB", "remarks",
+        "scheduler", "role", "lent MiB", "used MiB", "of MiB", "lent", "reclaimed MiB", "remarks",
         box=None, pad_edge=False,
     )  # fmt: skip
 
@@ -89,7 +93,8 @@ def _peers(states: list[State]) -> Table:
             continue
         if peer["role"] == "worker":
             unit = peer["unit"] or {"bytes": 0, "whole": False}
-            kind = "unit" if unit["whole"] else "pages"
+            units = peer["lent_bytes"] // max(unit["bytes"], 1)
+            kind = f"{units:,} {'units' if unit['whole'] else 'pages'}"
             lost = f"memory replaced {peer['replaced']} times" if peer["replaced"] else ""
             table.add_row(
                 str(number), "worker", mib(peer["lent_bytes"]), mib(peer["used_bytes"]),

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import attention_mass
-from sgl_ext.clusters.codes import CENTROIDS, Codes
+from sgl_ext.clusters.codes import CENTROIDS, Codes, bfloat16
 
 
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 70), st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 4, 8]),
-    st.integers(1, 3), st.sampled_from([0.1, 3.0, 60.0]), st.booleans(), st.integers(0, 99),
+    st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.1, 1.0, 8.0]), st.booleans(),
+    st.integers(0, 99),
 )  # fmt: skip
-def test_mass_is_the_softmax_of_the_tables(
-    entries: int, kv_heads: int, group: int, subspaces: int, queries: int, spread: float,
-    alone: bool, seed: int,
+def test_mass_is_the_softmax_over_the_centroids(
+    entries: int, kv_heads: int, group: int, subspaces: int, width: int, queries: int,
+    spread: float, alone: bool, seed: int,
 ) -> None:  # fmt: skip
     chance = np.random.default_rng(seed)
-    heads = kv_heads * group
+    heads, head_dim = kv_heads * group, subspaces * width
     codes = chance.integers(0, CENTROIDS, (kv_heads, entries, subspaces)).astype(np.uint8)
-    tables = chance.normal(0, spread, (queries, heads, subspaces, CENTROIDS)).astype(np.float32)
+    bits, wide = bfloat16(chance.normal(size=(kv_heads, head_dim, CENTROIDS)))
+    projection = chance.normal(size=(kv_heads, head_dim, head_dim)).astype(np.float32)
+    mean = chance.normal(size=(kv_heads, head_dim)).astype(np.float32)
+    asked = chance.normal(0, spread, (queries, heads, head_dim)).astype(np.float32)
     beside = chance.normal(0, spread, (queries, heads)).astype(np.float32)
     if alone:
         beside[:] = -np.inf
-    logits = np.zeros((queries, heads, entries))
+    expected = np.zeros((queries, entries))
     for head in range(heads):
-        for at in range(subspaces):
-            logits[:, head] += tables[:, head, at, codes[head // group, :, at]]
-    highest = np.maximum(logits.max(axis=2), beside)[:, :, None]
-    weights = np.exp(logits - highest)
-    weights /= weights.sum(axis=2, keepdims=True) + np.exp(beside[:, :, None] - highest)
-    found = _clusters.mass(codes, tables, beside, 2)
-    np.testing.assert_allclose(found, weights.sum(axis=1), rtol=2e-4, atol=1e-7)
+        kv = head // group
+        query = 0.25 * asked[:, head].astype(np.float64)
+        subspace = np.arange(head_dim) // width
+        keys = wide[kv][np.arange(head_dim), codes[kv][:, subspace]].astype(np.float64)
+        logits = query @ projection[kv] @ keys.T + (query @ mean[kv])[:, None]
+        highest = np.maximum(logits.max(axis=1), beside[:, head])[:, None]
+        weights = np.exp(logits - highest)
+        expected += (
+            weights / (weights.sum(axis=1) + np.exp(beside[:, head] - highest[:, 0]))[:, None]
+        )
+    found = _clusters.mass(codes, bits, projection, mean, asked, 0.25, beside, 2)
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
+
+
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20))
+def test_the_nearest_bfloat16(values: list[float]) -> None:
+    given_ = torch.tensor(values)
+    bits, wide = bfloat16(given_.numpy())
+    assert torch.equal(torch.from_numpy(wide), given_.bfloat16().float())
+    assert (bits.astype(np.uint32) << 16 == wide.view(np.uint32)).all()
 
 
 def sample(entries: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +71,7 @@ def test_few_keys_are_known_exactly() -> None:
     codes = Codes.of(keys, queries, subspaces=4)
     beside = np.zeros(queries.shape[:2], np.float32)
     exact = attention_mass(queries, keys, 0.25, beside)
-    # Centroids are in half precision.
+    # Centroids are in 16 bits.
     np.testing.assert_allclose(codes.mass(queries, 0.25, beside), exact, rtol=0.05, atol=1e-3)
 
 
@@ -85,18 +103,25 @@ def test_codes_are_a_small_part_of_the_keys() -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    codes = np.zeros((2, 5, 4), np.uint8)
-    good = {
-        "tables": np.zeros((1, 4, 4, 256), np.float32),
-        "beside": np.zeros((1, 4), np.float32),
-    }
-    assert _clusters.mass(codes, threads=1, **good).shape == (1, 5)
+    good: dict[str, tuple[type, tuple[int, ...]]] = {
+        "codes": (np.uint8, (2, 5, 4)), "centroids": (np.uint16, (2, 8, 256)),
+        "projection": (np.float32, (2, 8, 8)), "mean": (np.float32, (2, 8)),
+        "queries": (np.float32, (1, 4, 8)), "beside": (np.float32, (1, 4)),
+    }  # fmt: skip
+
+    def mass(**other: tuple[int, ...]) -> np.ndarray:
+        arrays = {name: np.zeros(other.get(name, shape), of) for name, (of, shape) in good.items()}
+        return _clusters.mass(**arrays, scale=1.0, threads=1)
+
+    assert mass().shape == (1, 5)
     for name, shape in (
-        ("tables", (1, 3, 4, 256)), ("tables", (1, 4, 5, 256)), ("tables", (1, 4, 4, 16)),
-        ("tables", (2, 4, 4, 256)), ("beside", (1, 3)),
+        ("codes", (2, 5, 3)), ("codes", (3, 5, 4)), ("codes", (2, 0, 4)),
+        ("centroids", (2, 8, 16)), ("centroids", (2, 4, 256)), ("projection", (2, 8, 4)),
+        ("projection", (1, 8, 8)), ("mean", (2, 4)), ("queries", (1, 3, 8)),
+        ("queries", (1, 4, 4)), ("beside", (1, 3)), ("beside", (2, 4)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="different shapes"):
-            _clusters.mass(codes, threads=1, **{**good, name: np.zeros(shape, np.float32)})
+            mass(**{name: shape})
 
 
 def test_large_keys_and_queries_that_look_nowhere() -> None:
@@ -136,3 +161,42 @@ def test_subspaces_have_as_much_to_tell() -> None:
         parts = _balanced(scale * variance, 4).reshape(4, 2)
         assert sorted(map(sorted, parts.tolist())) == [[0, 7], [1, 6], [2, 5], [3, 4]]
     assert sorted(_balanced(np.zeros(8, np.float32), 4).tolist()) == list(range(8))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 48, 64]), st.integers(0, 20),
+    st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 3.0, 60.0]), st.integers(0, 99),
+)  # fmt: skip
+def test_log_sum_over_what_is_near(
+    kv_heads: int, group: int, head_dim: int, near: int, rows: int, narrow: bool, spread: float,
+    seed: int,
+) -> None:  # fmt: skip
+    chance = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if narrow else torch.float32
+    queries = spread * torch.randn(rows, kv_heads * group, head_dim, generator=chance)
+    pool = torch.randn(40, 2, kv_heads, head_dim, generator=chance).to(dtype)[:, 1]
+    slots = torch.randperm(40, generator=chance)[:9]
+    lengths = torch.randint(0, 10, (rows,), generator=chance)
+    keys = torch.randn(near + 1, kv_heads, head_dim, generator=chance).to(dtype)
+    found = _clusters.log_sum(
+        queries.numpy(), 0.3, keys.data_ptr(), keys.stride(0), near, pool.data_ptr(),
+        pool.stride(0), slots.numpy(), lengths.numpy(), kv_heads, narrow,
+    )  # fmt: skip
+    for row in range(rows):
+        seen = torch.cat([keys[:near], pool[slots[: lengths[row]]]]).double()
+        seen = seen.repeat_interleave(group, dim=1)
+        logits = 0.3 * torch.einsum("hd,nhd->hn", queries[row].double(), seen)
+        expected = logits.logsumexp(1)
+        np.testing.assert_allclose(found[row], expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_log_sum_refuses() -> None:
+    queries, lengths = np.zeros((2, 4, 16), np.float32), np.zeros(2, np.int64)
+    slots = np.zeros(3, np.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        _clusters.log_sum(queries[:, :, :8].copy(), 1.0, 0, 0, 0, 0, 0, slots, lengths, 2, False)
+    with pytest.raises(ValueError, match="do not fit"):
+        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths, 3, False)
+    with pytest.raises(ValueError, match="more slots than there are"):
+        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths + 4, 2, False)

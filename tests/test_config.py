@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.config import SECTIONS, ConfigError, ExtConfig, load
+from sgl_ext.config import SECTIONS, ExtConfig, load
+from sgl_ext.config_source import ConfigError
 
 
 def error_of(source: object) -> str:

@@ -43,12 +43,14 @@ class World:
         self.lender = Lender(b"worker", 1, memory(0))
         self.borrowers: tuple[Borrower | None, ...] = (None,)
         """By master; all but the last one have been replaced."""
+        self.dead: frozenset[int] = frozenset()
+        """Masters whose process has ended."""
         self.wire: frozenset[Lend | Keep] = frozenset()
 
     def state(self) -> object:
         sides = [self.lender, *self.borrowers]
         known = [side and tuple(map(_fixed, vars(side).values())) for side in sides]
-        return self.generation, self.grants, *known, self.wire
+        return self.generation, self.grants, *known, self.dead, self.wire
 
     def copy(self) -> World:
         """As deep as anything changes."""
@@ -63,12 +65,21 @@ class World:
         self.generation += self.lender.bound > 0
         self.lender.end(memory(self.generation))
 
+    def die(self, at: int) -> None:
+        """A master's process ends, and the worker sees it: its memory stays what it is."""
+        self.dead |= {at}
+        self.borrowers = (*self.borrowers[:at], None, *self.borrowers[at + 1 :])
+        if self.lender.master == bytes([at]):
+            self.lender.end(memory(self.generation))
+
     def lender_hears(self, keep: Keep) -> None:
         if self.lender.hear(keep):
             self.replace_memory()
             assert not self.lender.hear(keep)
 
     def borrower_hears(self, at: int, lend: Lend) -> None:
+        if at in self.dead:
+            return
         borrower = self.borrowers[at] or Borrower(bytes([at]), 2, 1, lend)
         borrower.hear(lend)
         self.borrowers = (*self.borrowers[:at], borrower, *self.borrowers[at + 1 :])
@@ -94,6 +105,9 @@ class World:
         for at, borrower in enumerate(self.borrowers):
             if borrower is None:
                 continue
+            world = self.copy()
+            world.die(at)
+            yield world
             for size in SIZES:
                 if size < borrower.used or borrower.used < size <= borrower.size:
                     world = self.copy()
@@ -136,6 +150,8 @@ class World:
     def settle(self) -> None:
         """When messages arrive and the master leaves, both agree."""
         at = len(self.borrowers) - 1
+        if at in self.dead:
+            return
         for _ in range(4):
             self.borrower_hears(at, self.lender.message)
             borrower = self.borrowers[at]

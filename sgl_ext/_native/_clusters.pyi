@@ -66,7 +66,11 @@ def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def mass(
     codes: NDArray[np.uint8],
-    tables: NDArray[np.float32],
+    centroids: NDArray[np.uint16],
+    projection: NDArray[np.float32],
+    mean: NDArray[np.float32],
+    queries: NDArray[np.float32],
+    scale: float,
     beside: NDArray[np.float32],
     threads: int,
 ) -> NDArray[np.float32]:
@@ -74,8 +78,12 @@ def mass(
 
     Args:
         codes: ``[kv_heads, entries, subspaces]``.
-        tables: ``[queries, heads, subspaces, 256]`` logits of each centroid; the heads of a KV head
-            follow each other.
+        centroids: ``[kv_heads, head_dim, 256]`` bfloat16, as its bits: of each dimension of a
+            subspace, what the centroids have; the dimensions of a subspace follow each other.
+        projection: ``[kv_heads, head_dim, head_dim]``, that queries are multiplied by.
+        mean: ``[kv_heads, head_dim]`` of the keys.
+        queries: ``[queries, heads, head_dim]``; the heads of a KV head follow each other.
+        scale: of logits.
         beside: ``[queries, heads]`` logarithm of the sum of the exponentials of the logits of
             all that has no codes.
 
@@ -83,5 +91,35 @@ def mass(
         ``[queries, entries]``.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not fit each other.
+    """
+
+def log_sum(
+    queries: NDArray[np.float32],
+    scale: float,
+    near: int,
+    near_stride: int,
+    count: int,
+    own: int,
+    own_stride: int,
+    slots: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    kv_heads: int,
+    bfloat16: bool,
+) -> NDArray[np.float32]:
+    """Logarithm of the sum of the exponentials of the logits of what queries see anyway.
+
+    In one thread, without the GIL. Keys are ``[slots, kv_heads, head_dim]``, bfloat16 or float32,
+    by address and stride (in elements); who calls keeps them, and has checked slots.
+
+    Args:
+        queries: ``[rows, heads, head_dim]``; the heads of a KV head follow each other.
+        near: keys that all rows see, the first ``count``.
+        own: keys of which row ``i`` sees those at the first ``lengths[i]`` of ``slots``.
+
+    Returns:
+        ``[rows, heads]``; minus infinity where a row sees nothing.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a head of no multiple of 16.
     """

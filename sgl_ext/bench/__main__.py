@@ -7,6 +7,8 @@ import importlib
 import sys
 from pathlib import Path
 
+import requests
+
 from sgl_ext.errors import ExtError
 
 BENCHES = (
@@ -52,6 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"wrote {report.write(options.out)}")
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
+    except requests.RequestException as error:  # an OSError, too
+        sys.exit(f"sgl_ext: a server did not answer: {error}")
     except OSError as error:
         sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
 

@@ -58,7 +58,13 @@ def report_answers(
             )
         name = f"{100 * share:g}"
         report.figures[f"kl_{name}"] = mean.mean
-        report.figures[f"kl_p95_{name}"] = float(np.percentile(kl, 95))
+        asked = [
+            pair[0]
+            for each, sample in zip(found, samples, strict=True)
+            if sample.task == "questions"
+            for pair in each[f"{share:g}"]
+        ]
+        report.figures[f"kl_of_questions_p95_{name}"] = float(np.percentile(asked, 95))
         report.figures[f"top1_{name}"] = statistics.mean(same)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,18 +29,26 @@ _COPIES = 4
 
 
 class _Grown(NamedTuple):
-    """Distances of entries to the medoids of their clusters.
+    """Distances of entries to the medoids of the clusters that they are in.
 
     Attributes:
-        joined: of new ones.
-        smallest: of new ones, had each joined the smallest cluster.
-        alone: new ones that are near to no cluster.
+        old: of those that were clustered at first, by the profile.
+        joined: of new ones that are in clusters by co-activation (Eq. 9).
+        alone: of new ones that are near to no cluster, to the nearest.
+        smallest: of new ones, each in the cluster that has fewest entries then (Min-Size).
+        alike: of new ones, each in the cluster whose medoid's key is most like theirs (Min-Diff).
     """
 
-    old: NDArray[np.float64]
+    old: list[float]
     joined: list[float]
+    alone: list[float]
     smallest: list[float]
-    alone: int
+    alike: list[float]
+
+    def growth(self, *new: list[float]) -> float:
+        """Of the mean distance, with some new ones."""
+        everything = np.concatenate([self.old, *new])
+        return float(everything.mean() / np.mean(self.old))
 
 
 class Growing:
@@ -65,20 +73,17 @@ class Growing:
     def report(self, report: Report, layers: Sequence[int]) -> None:
         """Adds a run and the figure."""
         found = [self._layer(layer) for layer in layers]
-        growth, other = [], []
-        for each in found:
-            first = each.old.mean()
-            growth.append(np.concatenate([each.old, each.joined]).mean() / first)
-            other.append(np.concatenate([each.old, each.smallest]).mean() / first)
-        new = sum(len(each.joined) for each in found)
+        growth = [each.growth(each.joined) for each in found]
+        alone = sum(len(each.alone) for each in found)
         report.runs.append(
             {
                 "what": f"drift after {len(self._read) * _STEP} tokens",
                 "growth": statistics.mean(growth),
                 "worst_layer": max(growth),
-                "growth_if_smallest": statistics.mean(other),
-                "joined": new,
-                "alone": sum(each.alone for each in found),
+                "with_lone_ones": _mean(each.growth(each.joined, each.alone) for each in found),
+                "smallest": _mean(each.growth(each.smallest) for each in found),
+                "alike": _mean(each.growth(each.alike) for each in found),
+                "alone": alone / sum(len(each.alike) for each in found),
             }
         )
         report.figures["medoid_distance_growth"] = statistics.mean(growth)
@@ -93,29 +98,29 @@ class Growing:
         sinks, end = options.sinks, self._begin - options.window
         queries = np.concatenate([_own(each, layer) for each in self._read])
         first = np.arange(self._begin, self._begin + len(queries))
-        found = _Grown(_distances(profile.activations, clusters), [], [], 0)
-        alone = 0
-        sizes = clusters.sizes.copy()
+        found = _Grown(_distances(profile.activations, clusters), [], [], [], [])
+        flat = keys[sinks:].reshape(len(keys) - sinks, -1)
+        likeness = flat @ flat[clusters.medoids].T
+        sizes = clusters.sizes
         for start in range(0, len(queries) - _WINDOW + 1, _WINDOW):
             steps = slice(start, start + _WINDOW)
             # What was the local window while these steps were made, and leaves it then.
-            new = np.arange(end + start, end + start + _WINDOW)
+            new = np.arange(end + start, end + start + _WINDOW) - sinks
             beside = log_sum(queries[steps], keys[:sinks], scale)
-            mass = attention_mass(
-                queries[steps], keys[sinks:], scale, beside, seen=first[steps] + 1 - sinks
-            )
-            active = _active(mass)
-            medoids = active[:, clusters.medoids]
-            mine = active[:, new - sinks]
+            seen = first[steps] + 1 - sinks
+            mass = attention_mass(queries[steps], keys[sinks:], scale, beside, seen=seen)
+            active = _active(mass, seen)
+            medoids, mine = active[:, clusters.medoids], active[:, new]
+            far = _jaccard(mine, medoids)
             for entry, of in enumerate(joined(mine, medoids, clusters.radius)):
-                alone += not len(of)
-                for one in of[:_COPIES]:
-                    found.joined.append(_distance(mine[:, entry], medoids[:, one]))
-                    sizes[one] += 1
-                if len(of):
-                    small = int(sizes.argmin())
-                    found.smallest.append(_distance(mine[:, entry], medoids[:, small]))
-        return found._replace(alone=alone)
+                found.joined.extend(far[entry, of[:_COPIES]])
+                if not len(of):
+                    found.alone.append(far[entry].min())
+                small = int(sizes.argmin())
+                sizes[small] += 1
+                found.smallest.append(far[entry, small])
+                found.alike.append(far[entry, likeness[new[entry]].argmax()])
+        return found
 
 
 def _own(recorded: Recorded, layer: int) -> NDArray[np.float32]:
@@ -124,23 +129,33 @@ def _own(recorded: Recorded, layer: int) -> NDArray[np.float32]:
     return own
 
 
-def _active(mass: NDArray[np.float32]) -> NDArray[np.bool_]:
-    count = max(round(_ACTIVE * mass.shape[1]), 1)
-    limit = -np.partition(-mass, count - 1, axis=1)[:, count - 1]
-    found: NDArray[np.bool_] = (mass >= limit[:, None]) & (mass > 0)
-    return found
+def _active(mass: NDArray[np.float32], seen: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of what each query sees, the part that has most of its attention."""
+    active = np.zeros(mass.shape, bool)
+    for row, count in enumerate(seen):
+        most = max(round(_ACTIVE * count), 1)
+        active[row, np.argpartition(mass[row, :count], count - most)[count - most :]] = True
+    return active & (mass > 0)
 
 
-def _distances(activations: Activations, clusters: Clusters) -> NDArray[np.float64]:
+def _distances(activations: Activations, clusters: Clusters) -> list[float]:
     """Of all members of clusters to their medoids, themselves left out."""
-    found = []
+    found: list[float] = []
     for one, medoid in enumerate(clusters.medoids):
         members = clusters.members[clusters.starts[one] + 1 : clusters.starts[one + 1]]
         if len(members):
-            found.append(_clusters.distances(activations.bits, int(medoid))[members])
-    return np.concatenate(found).astype(np.float64)
+            found += _clusters.distances(activations.bits, int(medoid))[members].tolist()
+    return found
 
 
-def _distance(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> float:
-    either = int((one | other).sum())
-    return 1 - int((one & other).sum()) / either if either else 1.0
+def _jaccard(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """``[ones, others]`` distances of columns."""
+    ones, others = one.astype(np.float32), other.astype(np.float32)
+    shared = ones.T @ others
+    either = ones.sum(axis=0)[:, None] + others.sum(axis=0)[None, :] - shared
+    found: NDArray[np.float32] = np.where(either > 0, 1 - shared / np.maximum(either, 1), 1)
+    return found.astype(np.float32)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.mean(values)

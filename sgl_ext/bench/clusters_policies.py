@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from sgl_ext.bench.clusters_mass import relative_mass
 from sgl_ext.bench.clusters_samples import Layer, Observed
 from sgl_ext.bench.clusters_selectors import Clustered, ours
 from sgl_ext.bench.report import Report
-from sgl_ext.clusters.activations import attention_mass
+from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.adaptation import HotBlocks
 from sgl_ext.clusters.clustering import Clusters, cluster
 from sgl_ext.clusters.placement import stripe
@@ -106,14 +107,16 @@ def _report_memory(report: Report, layers: Sequence[Layer]) -> None:
             chosen = [
                 best_blocks(row, _SHARE, block=layer.block, devices=_DEVICES) for row in scores
             ]
-            often = layer.profile.activations.frequency[layer.profile.order]
-            of_blocks = often.reshape(-1, layer.block).max(axis=1)
+            of_blocks = layer.profile.often(layer.block)
+            of_scores = scores.reshape(len(scores), -1, layer.block).sum(axis=2)
             capacity = max(round(kept * len(of_blocks)), 1)
             wanted += sum(map(len, chosen))
             misses = _ours_misses(chosen, of_blocks, capacity)
             hits["ours"] += sum(map(len, chosen)) - sum(map(len, misses))
-            hits["LRU"] += _lru_hits(chosen, capacity)
             fixed = np.argsort(-of_blocks, kind="stable")[:capacity]
+            # Of what a step has used at once, the best counts as used last.
+            ranked = [each[np.argsort(of_scores[step, each])] for step, each in enumerate(chosen)]
+            hits["LRU"] += _lru_hits(ranked, fixed[::-1])
             hits["static"] += sum(int(np.isin(each, fixed).sum()) for each in chosen)
             loads = [np.bincount(each % _DEVICES, minlength=_DEVICES) for each in misses]
             uneven += [float(load.max() / load.mean()) for load in loads if load.any()]
@@ -139,60 +142,100 @@ def _ours_misses(
     return found
 
 
-def _lru_hits(chosen: Sequence[NDArray[np.int64]], capacity: int) -> int:
-    kept: OrderedDict[int, None] = OrderedDict()
+def _lru_hits(ranked: Sequence[NDArray[np.int64]], first: NDArray[np.int64]) -> int:
+    """Of a memory that has ``first`` at first."""
+    kept: OrderedDict[int, None] = OrderedDict.fromkeys(first.tolist())
     hits = 0
-    for each in chosen:
+    for each in ranked:
         numbers = each.tolist()
         hits += sum(one in kept for one in numbers)
         for one in numbers:
             kept[one] = None
             kept.move_to_end(one)
-        while len(kept) > capacity:
+        while len(kept) > len(first):
             kept.popitem(last=False)
     return hits
 
 
 def _report_shift(report: Report, observed: Sequence[Observed], layers: Iterable[int]) -> None:
-    """Contexts that are stored by one task's queries, and asked those of another."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    lost: list[float] = []
+    """Contexts that are stored by one task's queries, and asked those of another.
+
+    With the queries of the context's own end, as ours always has them, and by the task's alone.
+    """
+    found: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
     for each in observed:
         if each.sample.task != "questions":
             continue
         options = Options().fitted(len(each.sample.context), each.block)
-        general = each.profile
-        questions, tested = _questions(each)
+        tasks, (stored, asked) = _tasks(each), (slice(0, None, 2), slice(1, None, 2))
         for number in layers:
             (layer,) = each.layers([number])
-            test = layer.only(tested)
-            mass = {}
-            for name, record in (("general", general), ("questions", questions)):
-                profile = Profile.of(record, number, options, each.block)
-                chosen = ours(replace(test, profile=profile)).select(round(_SHARE * len(test.keys)))
-                mass[name] = float(relative_mass(test.mass, chosen).mean())
-                found[name, "questions"].append(mass[name])
-            lost.append(1 - mass["general"] / mass["questions"])
-    for (stored, asked), masses in found.items():
+            tests = {
+                name: _asked(layer, task.queries[number, asked], each, number)
+                for name, task in tasks.items()
+            }
+            for by, task in tasks.items():
+                for end in (True, False):
+                    record = _record(each, task, stored, end=end)
+                    profile = Profile.of(record, number, options, each.block)
+                    for name, test in tests.items():
+                        budget = round(_SHARE * len(test.keys))
+                        chosen = ours(replace(test, profile=profile)).select(budget)
+                        mass = relative_mass(test.mass, chosen).mean()
+                        found[by, name, end].append(float(mass))
+    for (by, name, end), masses in found.items():
         report.runs.append(
             {
                 "what": "shift of tasks",
-                "stored_by": stored,
-                "asked": asked,
+                "stored_by": by + (" and the context's end" if end else ""),
+                "asked": name,
                 "mass": statistics.mean(masses),
                 "samples": len(masses),
             }
         )
-    report.figures["shift_lost"] = statistics.mean(lost)
+    for end, figure in ((True, "shift_lost"), (False, "shift_lost_without_end")):
+        lost = [
+            1 - statistics.mean(found[other, name, end]) / statistics.mean(found[name, name, end])
+            for name, other in (("questions", "summaries"), ("summaries", "questions"))
+        ]
+        report.figures[figure] = max(lost)
 
 
-def _questions(observed: Observed) -> tuple[Recorded, slice]:
-    """The context as if it had been stored by half of its questions; and where the others are."""
+class _Task(NamedTuple):
+    """Queries behind the context, which see all of it: ``[layers, queries, heads, head_dim]``."""
+
+    queries: NDArray[np.float32]
+
+
+def _tasks(observed: Observed) -> dict[str, _Task]:
+    """What any text is asked (its summary, its main point, …), and questions of its facts."""
     profile, asked = observed.profile, observed.asked
-    tokens, unseen = len(observed.sample.context), len(observed.sample.unseen)
-    own = profile.seen.searchsorted(tokens, side="left") + 1  # the context's own queries
-    first = int(np.argmax(asked.seen > tokens))
-    some = slice(first, first + unseen // 2)
-    queries = np.concatenate([profile.queries[:, :own], asked.queries[:, some]], axis=1)
-    seen = np.concatenate([profile.seen[:own], np.full(unseen // 2, tokens)])
-    return replace(profile, queries=queries, seen=seen), slice(unseen // 2, None)
+    own = _own(observed)
+    first = int(np.argmax(asked.seen > len(observed.sample.context)))
+    unseen = slice(first, first + len(observed.sample.unseen))
+    return {
+        "summaries": _Task(profile.queries[:, own:]),
+        "questions": _Task(asked.queries[:, unseen]),
+    }
+
+
+def _own(observed: Observed) -> int:
+    """The context's own queries, which come first."""
+    return int(observed.profile.seen.searchsorted(len(observed.sample.context))) + 1
+
+
+def _record(observed: Observed, task: _Task, some: slice, *, end: bool) -> Recorded:
+    """The context as if it had been stored by some queries of a task."""
+    profile, own = observed.profile, _own(observed) if end else 0
+    queries = np.concatenate([profile.queries[:, :own], task.queries[:, some]], axis=1)
+    count = queries.shape[1] - own
+    seen = np.concatenate([profile.seen[:own], np.full(count, len(observed.sample.context))])
+    return replace(profile, queries=queries, seen=seen)
+
+
+def _asked(layer: Layer, queries: NDArray[np.float32], observed: Observed, number: int) -> Layer:
+    """The layer with other queries; what they see beside it is the context's own."""
+    keys, options = observed.profile.keys(number), Options()
+    options = options.fitted(len(keys), observed.block)
+    resident = np.concatenate([keys[: options.sinks], keys[len(keys) - options.window :]])
+    return replace(layer, queries=queries, beside=log_sum(queries, resident, layer.scale))

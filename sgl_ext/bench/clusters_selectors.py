@@ -18,7 +18,7 @@ from scipy.cluster.vq import kmeans2  # type: ignore[import-untyped]
 from sgl_ext.bench.clusters_samples import Layer
 from sgl_ext.clusters.activations import attention_mass
 from sgl_ext.clusters.clustering import Clusters, Mode, cluster
-from sgl_ext.clusters.codes import CENTROIDS, Codes
+from sgl_ext.clusters.codes import CENTROIDS, Codes, bfloat16
 from sgl_ext.clusters.selection import best_blocks, best_clusters
 
 Mask = NDArray[np.bool_]
@@ -32,6 +32,8 @@ _ROUNDS = 10
 _DEVICES = 8
 _NUMBER = 4
 """Bytes of an entry's number."""
+_OF_BLOCK = 12
+"""Bytes that we keep of a block: its checksum, and how often it was activated."""
 
 
 class Selector(Protocol):
@@ -139,7 +141,7 @@ def ours(layer: Layer) -> Together:
     """Blocks of co-activated entries by codes in the metric of the queries."""
     codes = layer.profile.codes
     scores = codes.mass(layer.queries, layer.scale, layer.beside)
-    index = codes.bytes + _NUMBER * len(layer.keys)
+    index = codes.bytes + (_NUMBER + _OF_BLOCK / layer.block) * len(layer.keys)
     return Together(scores, layer.profile.order, layer.block, index)
 
 
@@ -178,9 +180,9 @@ def infllm(layer: Layer, representatives: int = _REPRESENTATIVES) -> Selector:
     """Blocks by position by the keys that the context's own queries look at most (InfLLM)."""
     count = len(layer.keys)
     blocks = -(-count // _POSITIONS)
-    often = np.full(blocks * _POSITIONS, -1, np.int64)
-    often[:count] = layer.profile.activations.frequency
-    best = np.argsort(-often.reshape(blocks, _POSITIONS), axis=1, kind="stable")
+    received = np.full(blocks * _POSITIONS, -1, np.float32)
+    received[:count] = layer.profile.received
+    best = np.argsort(-received.reshape(blocks, _POSITIONS), axis=1, kind="stable")
     chosen = best[:, :representatives] + _POSITIONS * np.arange(blocks)[:, None]
     there = chosen < count
     keys = layer.keys[np.minimum(chosen, count - 1).ravel()]
@@ -220,16 +222,16 @@ def quest(layer: Layer) -> Selector:
 
 def pqcache(layer: Layer) -> Selector:
     """Entries one by one by codes of the keys as they are (PQCache), as many bytes as ours."""
-    shape = layer.profile.codes.centroids.shape
-    kv_heads, subspaces, _, width = shape
-    count, head_dim = len(layer.keys), subspaces * width
+    count, kv_heads, head_dim = layer.keys.shape
+    subspaces = layer.profile.codes.codes.shape[2]
+    width = head_dim // subspaces
     codes = np.empty((kv_heads, count, subspaces), np.uint8)
-    centroids = np.zeros(shape, np.float16)
+    centroids = np.zeros((kv_heads, head_dim, CENTROIDS), np.uint16)
     for head in range(kv_heads):
         for at in range(subspaces):
-            part = layer.keys[:, head, at * width : (at + 1) * width]
-            codes[head, :, at], found = _k_means(part, min(CENTROIDS, count))
-            centroids[head, at, : len(found)] = found
+            mine = slice(at * width, (at + 1) * width)
+            codes[head, :, at], found = _k_means(layer.keys[:, head, mine], min(CENTROIDS, count))
+            centroids[head, mine, : len(found)], _ = bfloat16(found.T)
     projection = np.broadcast_to(np.eye(head_dim, dtype=np.float32), (kv_heads, head_dim, head_dim))
     mean = np.zeros((kv_heads, head_dim), np.float32)
     found_codes = Codes(codes, centroids, np.ascontiguousarray(projection), mean)
@@ -242,8 +244,9 @@ def k_means(layer: Layer) -> Selector:
     count = len(layer.keys)
     index = layer.profile.codes.bytes + _NUMBER * count
     size = max(int((index - _NUMBER * count) / _key_bytes(layer)), 1)
-    of, centroids = _k_means(layer.keys.reshape(count, -1), min(size, count))
-    order = np.argsort(of, kind="stable")
+    points = layer.keys.reshape(count, -1)
+    of, centroids = _k_means(points, min(size, count))
+    order = np.lexsort((np.square(points - centroids[of]).sum(axis=1), of))  # the nearest first
     kinds, starts = np.unique(of[order], return_index=True)
     clusters = Clusters(np.append(starts, count), order.astype(np.int32), 0.0)
     keys = centroids[kinds].reshape(len(kinds), *layer.keys.shape[1:]).astype(np.float32)

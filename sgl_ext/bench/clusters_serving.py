@@ -6,9 +6,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sgl_ext.bench import server
 from sgl_ext.bench.clusters_answers import follow, store
@@ -16,12 +21,13 @@ from sgl_ext.bench.clusters_devices import PM9A3
 from sgl_ext.bench.clusters_samples import Sample
 from sgl_ext.bench.report import Report, summary
 
+AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
 _SHARE = 0.1
 _SLOWER = 40
 """Times, so that reading takes as long as computing on this machine."""
 _DEVICES = 4
 _PROMPT, _ANSWER = 24, 64
-_AHEAD = 2.0
+_TIMES = 2.0
 _UNPREDICTED = 3
 """First layers, whose queries nobody can predict."""
 
@@ -35,9 +41,9 @@ def report_serving(
         "operations_per_second": PM9A3.operations_per_second / _SLOWER,
     }
     sections: dict[str, dict[str, Any]] = {
-        "as it is": {},
-        "slow devices": {"emulate": slow},
-        "slow devices, read ahead": {"emulate": slow, "prefetch": _AHEAD},
+        AS_IT_IS: {},
+        SLOW: {"emulate": slow},
+        AHEAD: {"emulate": slow, "prefetch": _TIMES},
     }
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
         systems = [
@@ -46,79 +52,87 @@ def report_serving(
         ]
         with server.serve(systems, model, out / "logs") as servers:
             contexts = [store(each.url, sample.context) for each in servers]
-            seconds: dict[str, list[float]] = {name: [] for name in sections}
-            before: dict[str, dict[str, float]] = {}
+            measured = {each.system.name: _Measured() for each in servers}
             for at in range(rounds + 1):
                 prompt = sample.unseen[at * _PROMPT :][:_PROMPT]
                 for each, context in zip(servers, contexts, strict=True):
-                    found = _token(each.url, prompt, context)
-                    if at:  # the first one opens the context
-                        seconds[each.system.name].append(found)
-                    else:
-                        before[each.system.name] = _spent(each, context)
-            for each, context in zip(servers, contexts, strict=True):
-                name = each.system.name
-                _report(report, each, context, seconds[name], before[name])
-    figures, ahead = report.figures, "slow devices, read ahead"
-    figures["read_ahead_speedup"] = statistics.median(seconds["slow devices"]) / statistics.median(
-        seconds[ahead]
+                    # The first one opens the context.
+                    into = measured[each.system.name] if at else _Measured()
+                    _answer(each.url, prompt, context, into)
+    for name, one in measured.items():
+        _report(report, name, one)
+    medians = {name: statistics.median(one.tokens) for name, one in measured.items()}
+    report.figures["read_ahead_speedup"] = medians[SLOW] / medians[AHEAD]
+
+
+@dataclass
+class _Measured:
+    """Of one server.
+
+    Attributes:
+        tokens: seconds of a token, of each answer.
+        seconds: of the answers.
+        spent: seconds of the forwards' thread, by what for.
+        blocks: ``[3, layers]`` that were read when they were wanted, had been expected, or were in
+            memory.
+    """
+
+    tokens: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    spent: Counter[str] = field(default_factory=Counter)
+    blocks: NDArray[np.int64] | int = 0
+
+
+_BLOCKS = ("fetched", "expected", "in_memory")
+
+
+def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) -> None:
+    """Has a server answer a prompt whose KV it has, with one token and with many."""
+    _ask(url, prompt, context, 1)
+    short = _ask(url, prompt, context, 1)
+    before = server.live(url)["clusters"]["open"][context]
+    long = _ask(url, prompt, context, 1 + _ANSWER)
+    after = server.live(url)["clusters"]["open"][context]
+    measured.tokens.append((long - short) / _ANSWER)
+    measured.seconds += long
+    for name, seconds in after["seconds"].items():
+        measured.spent[name] += seconds - before["seconds"][name]
+    new, old = (
+        np.array([found["by_layer"][name] for name in _BLOCKS]) for found in (after, before)
     )
+    measured.blocks = measured.blocks + new - old
 
 
-def _opened(one: server.Server, context: str) -> dict[str, Any]:
-    found: dict[str, Any] = server.live(one.url)["clusters"]["open"][context]
-    return found
+def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
+    body = {
+        "input_ids": [*prompt],
+        "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+    }
+    begin = time.perf_counter()
+    follow(url, body, context, _SHARE)
+    return time.perf_counter() - begin
 
 
-def _spent(one: server.Server, context: str) -> dict[str, float]:
-    found: dict[str, float] = _opened(one, context)["seconds"]
-    return found
-
-
-def _report(
-    report: Report,
-    one: server.Server,
-    context: str,
-    seconds: Sequence[float],
-    before: dict[str, float],
-) -> None:
-    name = one.system.name
-    found = _opened(one, context)
-    spent = {what: found["seconds"][what] - before[what] for what in before}
-    every = sum(seconds) * _ANSWER
-    coverage = found["coverage"][_UNPREDICTED:]
+def _report(report: Report, name: str, measured: _Measured) -> None:
+    fetched, expected, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
+    wanted = fetched + expected + held
+    coverage = float((expected + held) / wanted)
+    spent = {what: each / measured.seconds for what, each in measured.spent.items()}
     report.runs.append(
         {
             "what": "serving",
             "system": name,
-            "choosing": spent["choosing"] / every,
-            "fetching": spent["fetching"] / every,
-            "expecting": spent["expecting"] / every,
-            "coverage": statistics.mean(coverage),
-            "in_memory": found["in_memory"],
-            "fetched": found["fetched"] + found["expected"],
-            "samples": len(seconds),
+            **spent,
+            "in_memory": float(held / wanted),
+            "coverage": coverage,
+            "samples": len(measured.tokens),
         }
-        | summary(seconds, "token_ms", 1e3)
+        | summary(measured.tokens, "token_ms", 1e3)
     )
-    if name == "as it is":
-        report.figures["retrieval_overhead_share"] = spent["choosing"] / every
-    elif "ahead" in name:
-        report.figures["prefetch_coverage"] = statistics.mean(coverage)
-
-
-def _token(url: str, prompt: Sequence[int], context: str) -> float:
-    """Seconds of a token of an answer."""
-    took = []
-    for count in (1, 1 + _ANSWER):
-        body = {
-            "input_ids": [*prompt],
-            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-        }
-        begin = time.perf_counter()
-        follow(url, body, context, _SHARE)
-        took.append(time.perf_counter() - begin)
-    return (took[1] - took[0]) / _ANSWER
+    if name == AS_IT_IS:
+        report.figures["retrieval_overhead_share"] = spent["choosing"]
+    elif name == AHEAD:
+        report.figures["prefetch_coverage"] = coverage
 
 
 def _system(name: str, place: Path, section: dict[str, Any], pool: int) -> server.System:

@@ -26,8 +26,8 @@ class _Sizes:
     """Of the worker's requests in each situation."""
 
 
-_QUICK = _Sizes(512, TtftSizes(3, 3, (600, 1400), 1536, 4096), 1)
-_WHOLE = _Sizes(1904, TtftSizes(8, 5, (2000, 6000), 8192, 49_152), 4)
+_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3)
+_WHOLE = _Sizes(1904, TtftSizes(8, 8, 5632, 8192, 65_536), 6)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:

@@ -11,12 +11,12 @@ import requests
 
 from sgl_ext.bench.peer_servers import COMMON, LAYERS, PAGE, Lent, pair
 from sgl_ext.bench.report import Report
-from sgl_ext.bench.server import Server, System, live
+from sgl_ext.bench.server import Server, System, forget, live
 from sgl_ext.errors import ExtError
 
-_DEADLINE_S = 600.0
-_STEP = 4
-"""Tokens between two lengths that are tried."""
+_DEADLINE_S = 120.0
+_SEARCHED = 8 * PAGE
+"""Tokens less than the most that could be, among which the longest prompt is looked for."""
 
 
 def report_context(report: Report, local: int, setups: dict[str, Lent], logs: Path) -> None:
@@ -60,19 +60,35 @@ def _longest(server: Server, most: int) -> tuple[int, float]:
     """The longest prompt that is answered, at most ``most`` tokens, and how long that took."""
     chance = random.Random(most)  # noqa: S311
     ids = [chance.randrange(1000, 40_000) for _ in range(most)]
-    # SGLang keeps a page beside the prompt's whole ones; below it refuses, or waits for ever.
-    begin = (most - 2) // PAGE * PAGE - PAGE
-    for length in range(begin, begin - 8 * PAGE, -_STEP):
-        began = time.monotonic()
-        if _answers(server, ids[:length]):
-            return length, time.monotonic() - began
-    raise ExtError(f"{server.url} answers no request of {begin} tokens or a little less")
+    # SGLang wants a page and two tokens beside the prompt.
+    longest, too_long = most - PAGE - 2 - _SEARCHED, most - PAGE - 1
+    seconds = _answers(server, ids[:longest])
+    if seconds is None:
+        raise ExtError(f"{server.url} answers no request of {longest} tokens")
+    tried = too_long - 1
+    while longest < too_long - 1:
+        found = _answers(server, ids[:tried])
+        if found is None:
+            too_long = tried
+        else:
+            longest, seconds = tried, found
+        tried = (longest + too_long) // 2
+    return longest, seconds
 
 
-def _answers(server: Server, ids: list[int]) -> bool:
+def _answers(server: Server, ids: list[int]) -> float | None:
+    """Seconds that a request took, with nothing cached; None if it is not answered."""
     body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
     }
-    found = requests.post(f"{server.url}/generate", json=body, timeout=_DEADLINE_S)
-    return found.ok and found.json()["meta_info"]["completion_tokens"] == 1
+    forget(server.url)
+    began = time.monotonic()
+    try:
+        found = requests.post(f"{server.url}/generate", json=body, timeout=_DEADLINE_S)
+    except requests.Timeout:  # it waits for ever
+        requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=_DEADLINE_S)
+        return None
+    if not found.ok or found.json()["meta_info"]["completion_tokens"] != 1:
+        return None
+    return time.monotonic() - began

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ import requests
 
 from sgl_ext.bench.peer_servers import COMMON, Lent, pair
 from sgl_ext.bench.report import Report
-from sgl_ext.bench.server import Server, System
+from sgl_ext.bench.server import Server, System, forget
 from sgl_ext.errors import ExtError
 
 _MASTER_CORE, _WORKER_CORE = 0, 1
@@ -48,8 +49,9 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in situations}
         for round_ in range(rounds + 1):
             for name in list(situations)[round_ % 3 :] + list(situations)[: round_ % 3]:
+                forget(worker.url)
                 with _busy(situations[name], round_):
-                    times = _ask(worker, round_)
+                    times = _ask(worker, f"{round_}/{name}")
                 if round_:  # the first one warms up
                     found[name] += times
     for name, times in found.items():
@@ -68,7 +70,7 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
         report.figures[f"{figure}_vs_idle"] = median["lent"] / median["idle"]
 
 
-def _ask(worker: Server, seed: int) -> Sequence[tuple[float, float]]:
+def _ask(worker: Server, seed: str) -> Sequence[tuple[float, float]]:
     """Times to the first token, and of each further one; seconds."""
     from sgl_ext.engine.load_generator import Request, run
 
@@ -76,7 +78,10 @@ def _ask(worker: Server, seed: int) -> Sequence[tuple[float, float]]:
     requests_ = [
         Request([chance.randrange(1000, 40_000) for _ in range(_PROMPT)], _ANSWER) for _ in range(6)
     ]
-    return [(timing.ttft, timing.tpot) for timing in run(worker.url, requests_, concurrency=1)]
+    timings = run(worker.url, requests_, concurrency=1)
+    if any(timing.cached_tokens or not timing.tpot for timing in timings):
+        raise ExtError(f"{worker.url} had prompts in its cache, or no text in its answers")
+    return [(timing.ttft, timing.tpot) for timing in timings]
 
 
 @contextmanager
@@ -98,6 +103,7 @@ def _busy(server: Server | None, seed: int) -> Iterator[None]:
         with requests.post(
             f"{server.url}/generate", json=body, stream=True, timeout=_DEADLINE_S
         ) as answer:
+            answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith(b'data: {"text"'):
                     begun.set()
@@ -107,8 +113,10 @@ def _busy(server: Server | None, seed: int) -> Iterator[None]:
     thread = threading.Thread(target=decode)
     thread.start()
     try:
-        if not begun.wait(_DEADLINE_S):
-            raise ExtError(f"{server.url} does not begin to answer")
+        end = time.monotonic() + _DEADLINE_S
+        while not begun.wait(1.0):
+            if not thread.is_alive() or time.monotonic() > end:
+                raise ExtError(f"{server.url} does not begin to answer")
         yield
         if not thread.is_alive():
             raise ExtError(f"{server.url} ended before the worker was measured")

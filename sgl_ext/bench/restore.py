@@ -57,11 +57,10 @@ class _Sizes:
     """Tokens of contexts that two stages of a pipeline restore."""
     pool: int
     """Tokens."""
-    staging: str
 
 
 _QUICK = _Sizes(
-    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), (2048,), 32_000, "1GiB"
+    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), (2048,), 32_000
 )
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
@@ -73,7 +72,6 @@ _WHOLE = _Sizes(
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
     32_000,
-    "1536MiB",
 )
 
 
@@ -115,7 +113,8 @@ def _slow_tiers(
             names = [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, CAKE, OURS]
             names += [LONGEST] if ratio == 1.0 else []
             rate = round(full / ratio)
-            running = systems(names, filled, Path(scratch), sizes.pool, sizes.staging, rate)
+            staging = round(sizes.pool * token_bytes)  # six servers have to fit beside each other
+            running = systems(names, filled, Path(scratch), sizes.pool, f"{staging}B", rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 if "alone" in parts:
                     _alone(report, servers, alone, sizes.rounds, ratio)

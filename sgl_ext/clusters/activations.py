@@ -58,6 +58,11 @@ class Activations:
         return len(self.bits)
 
     @property
+    def words(self) -> int:
+        """Of each entry's bits."""
+        return int(self.bits.shape[1])
+
+    @property
     def frequency(self) -> NDArray[np.int64]:
         """``[entries]`` queries that activate each."""
         counts: NDArray[np.int64] = np.bitwise_count(self.bits).sum(axis=1, dtype=np.int64)

@@ -73,7 +73,8 @@ class HotBlocks:
         outside = outside[: len(inside)]
         better = self._frequency[outside] > self._frequency[self._held[inside]]
         # The best of those outside against the worst inside: once one loses, the rest does.
-        coming, places = outside[better], inside[better]
+        coming: NDArray[np.int64] = outside[better]
+        places = inside[better]
         self.place[self._held[places]] = -1
         self._held[places] = coming
         self.place[coming] = places

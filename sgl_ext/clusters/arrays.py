@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from sgl_ext.errors import ExtError
 
-VERSION = 1
+VERSION = 2
 _ABOUT = "sgl_ext"
 
 Arrays = dict[str, NDArray[Any]]

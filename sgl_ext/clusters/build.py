@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
-from sgl_ext.clusters.activations import Activations
 from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
@@ -133,15 +132,11 @@ def _layer(
 ) -> Arrays:
     profile = Profile.of(recorded, layer, options, blocks.block)
     sinks, end = options.sinks, len(recorded.tokens) - options.window
-    order, codes, activations = profile.order, profile.codes, profile.activations
-    sums = _write(recorded, layer, sinks + order, blocks, files)
-    of_blocks = activations.bits[order].reshape(blocks.blocks, blocks.block, -1)
-    kv = recorded.kv[layer]
+    codes, kv = profile.codes, recorded.kv[layer]
+    sums = _write(recorded, layer, sinks + profile.order, blocks, files)
     return {
-        "order": order,
-        "often": Activations(
-            np.bitwise_or.reduce(of_blocks, axis=1), activations.queries
-        ).frequency.astype(np.int32),
+        "order": profile.order,
+        "often": profile.often(blocks.block).astype(np.int32),
         "sums": sums,
         "codes": codes.codes,
         "centroids": codes.centroids,

@@ -8,7 +8,6 @@ have on average. Of each part of such a key the nearest of 256 centroids is kept
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +28,14 @@ class Codes:
 
     Attributes:
         codes: ``[kv_heads, entries, subspaces]`` uint8.
-        centroids: ``[kv_heads, subspaces, 256, head_dim / subspaces]`` float16.
+        centroids: ``[kv_heads, head_dim, 256]`` bits of bfloat16: of each dimension what the
+            centroids of its subspace have; the dimensions of a subspace follow each other.
         projection: ``[kv_heads, head_dim, head_dim]`` float32; turns queries.
         mean: ``[kv_heads, head_dim]`` float32 of the keys.
     """
 
     codes: NDArray[np.uint8]
-    centroids: NDArray[np.float16]
+    centroids: NDArray[np.uint16]
     projection: NDArray[np.float32]
     mean: NDArray[np.float32]
 
@@ -59,35 +59,26 @@ class Codes:
         group = queries.shape[1] // kv_heads
         chance = np.random.default_rng(seed)
         codes = np.empty((kv_heads, entries, subspaces), np.uint8)
-        shape = (kv_heads, subspaces, CENTROIDS, head_dim // subspaces)
-        centroids = np.zeros(shape, np.float16)
+        centroids = np.zeros((kv_heads, head_dim, CENTROIDS), np.uint16)
         projection = np.empty((kv_heads, head_dim, head_dim), np.float32)
         mean = keys.mean(axis=0)
         for head in range(kv_heads):
             asked = queries[:, head * group : (head + 1) * group].reshape(-1, head_dim)
             stretch, projection[head] = _query_metric(asked)
             turned = (keys[:, head] - mean[head]) @ stretch
-            # Half precision has a range, and products are as before if queries are larger.
-            largest = np.abs(turned).max() or np.float32(1)
-            turned /= largest
-            projection[head] *= largest
             order = _balanced(turned.var(axis=0), subspaces)
             projection[head] = projection[head][:, order]
             parts = turned[:, order].reshape(entries, subspaces, -1).transpose(1, 0, 2)
             trained = parts[:, chance.permutation(entries)[: _TRAINED_ON * CENTROIDS]]
-            found = _k_means(trained, chance).astype(np.float16)
-            centroids[head, :, : found.shape[1]] = found
-            codes[head] = _nearest(parts, found.astype(np.float32)).T
+            bits, found = bfloat16(_k_means(trained, chance))
+            centroids[head, :, : found.shape[1]] = bits.transpose(0, 2, 1).reshape(head_dim, -1)
+            codes[head] = _nearest(parts, found).T
         return cls(codes, centroids, projection, mean)
 
     @property
     def bytes(self) -> int:
         parts = self.codes, self.centroids, self.projection, self.mean
         return sum(part.nbytes for part in parts)
-
-    @cached_property
-    def _wide(self) -> NDArray[np.float32]:
-        return self.centroids.astype(np.float32)
 
     def mass(
         self,
@@ -97,16 +88,17 @@ class Codes:
         threads: int = 1,
     ) -> NDArray[np.float32]:
         """As :func:`~sgl_ext.clusters.activations.attention_mass`, estimated."""
-        count, heads, head_dim = queries.shape
-        kv_heads, subspaces = self.centroids.shape[:2]
-        grouped = (queries * scale).reshape(count, kv_heads, heads // kv_heads, head_dim)
-        turned = np.matmul(grouped, self.projection)
-        parts = turned.reshape(*turned.shape[:3], subspaces, -1).transpose(0, 1, 3, 4, 2)
-        # [queries, kv_heads, subspaces, 256, group]
-        tables = np.matmul(self._wide, parts)
-        tables[:, :, 0] += np.einsum("qkgd,kd->qkg", grouped, self.mean)[:, :, None]
-        by_head = tables.transpose(0, 1, 4, 2, 3).reshape(count, heads, subspaces, CENTROIDS)
-        return _clusters.mass(self.codes, np.ascontiguousarray(by_head), beside, threads)
+        return _clusters.mass(
+            self.codes, self.centroids, self.projection, self.mean, np.ascontiguousarray(queries),
+            scale, beside, threads,
+        )  # fmt: skip
+
+
+def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+    """Bits of the nearest bfloat16 of finite numbers, and these as float32."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return upper.astype(np.uint16), (upper << 16).view(np.float32)
 
 
 def _query_metric(

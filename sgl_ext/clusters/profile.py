@@ -62,11 +62,13 @@ class Profile:
 
     Attributes:
         activations: of the entries of the middle, in the order of the text.
+        received: ``[entries]``: the attention that the queries have paid to each.
         order: ``[entries]`` int32: those that are activated together follow each other.
         codes: of their keys, in that order.
     """
 
     activations: Activations
+    received: NDArray[np.float32]
     order: NDArray[np.int32]
     codes: Codes
 
@@ -85,10 +87,23 @@ class Profile:
         if not (np.isfinite(keys).all() and np.isfinite(queries).all()):
             raise ExtError(f"layer {layer} of the context has keys or queries that are no numbers")
         middle = keys[options.sinks : len(keys) - options.window]
-        activations = Activations.of(_masses(recorded, layer, options, keys), options.activated)
+        received = np.zeros(len(middle), np.float32)
+
+        def masses() -> Iterator[NDArray[np.float32]]:
+            for mass in _masses(recorded, layer, options, keys):
+                np.add(received, mass.sum(axis=0), out=received)
+                yield mass
+
+        activations = Activations.of(masses(), options.activated)
         order = _clusters.blocks(activations.bits, block, max(_WINDOW, block))
         codes = Codes.of(middle[order], queries, options.subspaces, seed=layer)
-        return cls(activations, order, codes)
+        return cls(activations, received, order, codes)
+
+    def often(self, block: int) -> NDArray[np.int64]:
+        """``[blocks]``: how many queries have activated any of a block's entries."""
+        of_blocks = self.activations.bits[self.order].reshape(-1, block, self.activations.words)
+        bits = np.bitwise_or.reduce(of_blocks, axis=1)
+        return Activations(bits, self.activations.queries).frequency
 
 
 def _masses(

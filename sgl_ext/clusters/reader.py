@@ -166,11 +166,12 @@ class Reader:
             address: of registered memory for all of them, aligned to a sector.
         """
         device, offset = self._blocks.place(layer, numbers)
-        order = np.lexsort((offset, device))
-        device, offset = device[order], offset[order]
         size = self._blocks.block_bytes
+        place = device * (self._blocks.file_bytes // size + 1) + offset // size
+        order = np.argsort(place)
+        device, offset = device[order], offset[order]
         # Blocks that follow each other on a device do so in memory, and are one request.
-        first = run_starts(device * self._blocks.file_bytes + offset // size)
+        first = run_starts(place[order])
         lengths = np.diff(first, append=len(order))
         rows = copy_rows(
             self._bases[device[first]] + offset[first], address + first * size, lengths * size,

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgl_ext.config import ConfigError, ExtConfig, load
+from sgl_ext.config import ExtConfig, load
+from sgl_ext.config_source import ConfigError
 from sgl_ext.engine import activation, hooks
 from sgl_ext.engine.activation import (
     CARRIED,

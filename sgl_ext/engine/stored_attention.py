@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.selection import best_blocks, blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
@@ -93,10 +94,11 @@ class StoredAttention:
             asked = query[start:end]
             with self._timed("choosing"):
                 chosen = self._select(layer, asked, keys, some, share)
-                wanted = np.unique(chosen)
+                wanted = _all(chosen)
             with self._timed("fetching"):
-                places = memory.bring(layer, wanted)
-            table, contexts = self._table(layer, chosen, places, some, len(keys))
+                slots = memory.bring(layer, wanted)
+            first = slots[np.searchsorted(wanted, chosen)]
+            table, contexts = self._table(layer, chosen, first, some, len(keys))
             batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
             parts.append(
                 native.attend(
@@ -105,7 +107,7 @@ class StoredAttention:
                 )
             )  # fmt: skip
             start = end
-        memory.keep(layer, wanted, places)  # one step, be it of several groups
+        memory.keep(layer, wanted, slots)  # one step, be it of several groups
         return torch.cat(parts)
 
     def expect(
@@ -137,7 +139,7 @@ class StoredAttention:
             Own(one.slots[: one.lengths[0] - 1], [one.lengths[0] - 1] * len(one.lengths))
             for one in own
         ]
-        self.memory.expect(layer, np.unique(self._select(layer, query, keys, before, share)))
+        self.memory.expect(layer, _all(self._select(layer, query, keys, before, share)))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -164,63 +166,69 @@ class StoredAttention:
         blocks = self._blocks
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
-        asked = query.float()
+        asked = query.float().contiguous().numpy()
         mass = self._stored.layers[layer].codes.mass(
-            asked.numpy(), self._about.geometry.scale,
-            self._beside(layer, asked, keys, own).numpy(), torch.get_num_threads(),
+            asked, self._about.geometry.scale, self._beside(layer, asked, keys, own),
+            torch.get_num_threads(),
         )  # fmt: skip
         each = [best_blocks(row, share, block=blocks.block, devices=blocks.devices) for row in mass]
         return np.stack(each)
 
     def _beside(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own]
-    ) -> torch.Tensor:
+        self, layer: int, query: NDArray[np.float32], keys: torch.Tensor, own: Sequence[Own]
+    ) -> NDArray[np.float32]:
         """``[rows, heads]`` logarithm of the exponentials' sum over what every row sees anyway."""
-        geometry = self._about.geometry
-        grouped = query.view(len(query), geometry.kv_heads, -1, geometry.head_dim) * geometry.scale
-        first = self.memory.first(layer)
-        near = self.memory.slots[first : first + self.memory.near, 0].float()
-        found = torch.einsum("rkgd,nkd->rkgn", grouped, near).logsumexp(3)
-        start = 0
+        geometry, memory = self._about.geometry, self.memory
+        near = memory.slots[memory.first(layer) :, 0]
+        parts, start = [], 0
         for slots, lengths in own:
-            rows = slice(start, start := start + len(lengths))
-            if not len(slots):
-                continue
-            mine = keys.index_select(0, slots).float()
-            logits = torch.einsum("rkgd,nkd->rkgn", grouped[rows], mine)
-            hidden = torch.arange(len(slots)) >= torch.tensor(lengths)[:, None]
-            logits.masked_fill_(hidden[:, None, None], -torch.inf)
-            found[rows] = found[rows].logaddexp(logits.logsumexp(3))
-        return found.flatten(1)
+            rows = query[start : (start := start + len(lengths))]
+            parts.append(
+                _clusters.log_sum(
+                    rows, geometry.scale, near.data_ptr(), near.stride(0), memory.near,
+                    keys.data_ptr(), keys.stride(0), slots.numpy(), np.array(lengths, np.int64),
+                    geometry.kv_heads, keys.dtype == torch.bfloat16,
+                )
+            )  # fmt: skip
+        return np.concatenate(parts)
 
     def _table(
         self,
         layer: int,
         chosen: NDArray[np.int64],
-        places: NDArray[np.int64],
+        first: NDArray[np.int64],
         own: Sequence[Own],
         pool: int,
     ) -> tuple[torch.Tensor, list[int]]:
-        """Slots of each row in the order of the text, and how many there are."""
+        """Slots of each row in the order of the text, and how many there are.
+
+        Args:
+            first: ``[rows, blocks]`` the first slot of each chosen block.
+        """
         block, sinks, near = self._blocks.block, self._about.sinks, self.memory.near
         rows = len(chosen)
-        slots = places[chosen][:, :, None] + np.arange(block)
+        slots = first[:, :, None] + np.arange(block)
         tokens = self._stored.layers[layer].order.reshape(-1, block)[chosen]
         text = np.argsort(tokens.reshape(rows, -1), axis=1)
         middle = np.take_along_axis(slots.reshape(rows, -1), text, axis=1)
         end = sinks + middle.shape[1]
         begin = end + near - sinks
         table = np.empty((rows, begin + max(len(one.slots) for one in own)), np.int32)
-        first = pool + self.memory.first(layer)
-        table[:, :sinks] = first + np.arange(sinks)
+        kept = pool + self.memory.first(layer)
+        table[:, :sinks] = kept + np.arange(sinks)
         table[:, sinks:end] = pool + middle
-        table[:, end:begin] = first + np.arange(sinks, near)
+        table[:, end:begin] = kept + np.arange(sinks, near)
         contexts: list[int] = []
         for one in own:
             mine = slice(len(contexts), len(contexts) + len(one.lengths))
             table[mine, begin : begin + len(one.slots)] = one.slots.numpy()
             contexts += [begin + length for length in one.lengths]
         return torch.from_numpy(table), contexts
+
+
+def _all(chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Blocks that any row is given, sorted."""
+    return chosen[0] if len(chosen) == 1 else np.unique(chosen)
 
 
 def _groups(own: Sequence[Own], most: int) -> Iterator[list[Own]]:

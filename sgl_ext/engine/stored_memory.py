@@ -111,10 +111,12 @@ class StoredMemory:
         self._asked = _Area(engine, blocks, self.most)
         # A layer's blocks are expected before those of the layer before it have been asked for.
         self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
-        self.requests = self.hits = 0
-        """Reads that devices were asked for; blocks that were in memory when they were wanted."""
+        self.requests = 0
+        """Reads that devices were asked for."""
+        self.hits = np.zeros(geometry.layers, np.int64)
+        """Of each layer the blocks that were in memory when they were wanted."""
         self.fetched = np.zeros(geometry.layers, np.int64)
-        """Of each layer the blocks that were read when they were wanted."""
+        """And those that were read then."""
         self.came = np.zeros(geometry.layers, np.int64)
         """And those that were wanted and had been expected."""
         self._covered = np.ones(geometry.layers)
@@ -133,19 +135,13 @@ class StoredMemory:
         return layer * self._layer
 
     def describe(self) -> dict[str, Any]:
-        """What was read, for ``/server_info``."""
+        """What was wanted, for ``/server_info``."""
+        counts = {"fetched": self.fetched, "expected": self.came, "in_memory": self.hits}
         return {
-            "fetched": int(self.fetched.sum()),
-            "expected": int(self.came.sum()),
             "requests": self.requests,
-            "in_memory": self.hits,
-            "coverage": [round(each, 3) for each in self._coverage()],
+            **{name: int(each.sum()) for name, each in counts.items()},
+            "by_layer": {name: each.tolist() for name, each in counts.items()},
         }
-
-    def _coverage(self) -> list[float]:
-        """Of each layer, of what was missing the share that had been expected."""
-        share: NDArray[np.float64] = self.came / np.maximum(self.came + self.fetched, 1)
-        return share.tolist()
 
     def close(self) -> None:
         """Gives memory and files back.
@@ -185,36 +181,45 @@ class StoredMemory:
         """Has blocks in memory.
 
         Args:
-            wanted: sorted.
+            wanted: sorted, none twice.
 
         Returns:
-            ``[blocks]``: the first slot of each block that is in memory; -1 of the others.
+            The first slot of each.
 
         Raises:
             DeviceError: a block does not come.
         """
-        hot, block = self._hot[layer], self._blocks.block
-        places = np.where(hot.place >= 0, self.first(layer) + self.near + hot.place * block, -1)
-        missing = wanted[places[wanted] < 0]
-        self.hits += len(wanted) - len(missing)
-        arrived = self._arrived(layer, missing)
-        places[arrived] = self._fetched + np.arange(len(arrived)) * block
-        if len(missing := missing[places[missing] < 0]):
-            found = self._fetch(layer, missing, len(arrived))
-            places[found] = self._fetched + (len(arrived) + np.arange(len(found))) * block
-        return places
+        block = self._blocks.block
+        held = self._hot[layer].place[wanted]
+        slots: NDArray[np.int64] = self.first(layer) + self.near + held * block
+        missing = np.flatnonzero(held < 0)
+        self.hits[layer] += len(wanted) - len(missing)
+        numbers = wanted[missing]
+        found = self._arrived(layer, numbers)
+        arrived = int(np.count_nonzero(found))
+        slots[missing[found]] = self._fetched + np.arange(arrived) * block
+        if arrived < len(missing):
+            places = arrived + self._fetch(layer, numbers[~found], arrived)
+            slots[missing[~found]] = self._fetched + places * block
+        return slots
 
-    def keep(self, layer: int, wanted: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+    def keep(self, layer: int, wanted: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Blocks that have been wanted often are hot, now that nobody reads those that they
-        replace."""
+        replace.
+
+        Args:
+            slots: what :meth:`bring` has said of ``wanted`` last.
+        """
         hot = self._hot[layer]
         coming = hot.step(wanted)
-        source = (places[coming] - self._fetched) // self._blocks.block
-        self._hot_bytes[layer, hot.place[coming]] = self._fetched_bytes[source]
+        if len(coming):
+            source = slots[np.searchsorted(wanted, coming)] - self._fetched
+            taken = self._fetched_bytes[source // self._blocks.block]
+            self._hot_bytes[layer, hot.place[coming]] = taken
 
-    def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of what is missing the blocks that were expected; they are the first fetched ones."""
-        area, none = self._ahead[layer % 2], missing[:0]
+    def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the missing blocks were expected; they are the first fetched ones now."""
+        area, none = self._ahead[layer % 2], np.zeros(len(missing), bool)
         expected, reading = area.expected, area.reading
         if expected is None or reading is None or expected.layer != layer:
             return none
@@ -227,15 +232,22 @@ class StoredMemory:
             return none  # they are asked for once more, and the device says what is wrong
         at = np.searchsorted(expected.numbers[expected.order], missing)
         rows = expected.order[np.minimum(at, len(expected.order) - 1)]
-        found = expected.numbers[rows] == missing
-        numbers, rows = missing[found], rows[found]
-        self._take(layer, numbers, area.bytes[rows], 0)
-        self.came[layer] += len(numbers)
+        found: NDArray[np.bool_] = expected.numbers[rows] == missing
+        self._take(layer, missing[found], area.bytes[rows[found]], 0)
+        self.came[layer] += np.count_nonzero(found)
         self._covered[layer] += _LATELY * (found.mean() - self._covered[layer])
-        return numbers
+        return found
 
     def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
-        """Reads blocks; their numbers in the order in which they lie behind so many fetched."""
+        """Reads blocks.
+
+        Args:
+            numbers: sorted.
+            behind: so many that have been fetched.
+
+        Returns:
+            Of each, how many of them lie before it.
+        """
         area = self._asked
         if area.busy:
             raise DeviceError(
@@ -245,7 +257,7 @@ class StoredMemory:
         reading.wait(self._deadline)
         self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
         self.fetched[layer] += len(numbers)
-        return reading.numbers
+        return np.argsort(reading.numbers)
 
     def _read(
         self, layer: int, numbers: NDArray[np.int64], area: _Area, priority: Priority
@@ -271,6 +283,6 @@ class StoredMemory:
     def _fill(self, layer: int, numbers: NDArray[np.int64]) -> None:
         """Puts blocks into the places that they are to have among the hot ones."""
         for start in range(0, len(numbers), self.most):
-            found = self._fetch(layer, numbers[start : start + self.most], 0)
-            place = self._hot[layer].place[found]
-            self._hot_bytes[layer, place] = self._fetched_bytes[: len(found)]
+            some = np.sort(numbers[start : start + self.most])
+            places = self._fetch(layer, some, 0)
+            self._hot_bytes[layer, self._hot[layer].place[some]] = self._fetched_bytes[places]

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from sgl_ext.config import EmulatedDevice, Tiers
+from sgl_ext.config import Tiers
+from sgl_ext.config_values import EmulatedDevice
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine

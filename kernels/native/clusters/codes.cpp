@@ -6,34 +6,11 @@
 #include <cstring>
 #include <vector>
 
+#include "exponentials.h"
 #include "openmp.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// One clone per instruction set, chosen when the module is loaded.
-#define SGL_EXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define SGL_EXT_CLONES
-#endif
 
 namespace sgl_ext::codes {
 namespace {
-
-// exp(x) for x <= 0, within 2e-7 of it; 0 below -87.
-inline float exp_of(float x) {
-  const float scaled = std::max(x, -87.0f) * 1.44269504f;
-  const float whole = std::floor(scaled);
-  const float rest = scaled - whole;  // 2^rest as a polynomial on [0, 1)
-  float power = 1.8775767e-3f;
-  power = power * rest + 8.9893397e-3f;
-  power = power * rest + 5.5826318e-2f;
-  power = power * rest + 2.4015361e-1f;
-  power = power * rest + 6.9315308e-1f;
-  power = power * rest + 9.9999994e-1f;
-  const std::int32_t exponent = (std::int32_t(whole) + 127) << 23;
-  float two;
-  std::memcpy(&two, &exponent, sizeof two);
-  return x < -87.0f ? 0.0f : power * two;
-}
 
 // Returns the largest logit.
 template <std::size_t subspaces>
@@ -61,11 +38,8 @@ float logits_of(const Shape &shape, const std::uint8_t *codes, const float *tabl
 }
 
 SGL_EXT_CLONES
-float exponentials(float *values, std::size_t count, float highest) {
-  float sum = 0.0f;
-  for (std::size_t i = 0; i < count; ++i) values[i] = exp_of(values[i] - highest);
-  for (std::size_t i = 0; i < count; ++i) sum += values[i];
-  return sum;
+float exponentials_of(float *values, std::size_t count, float highest) {
+  return exponentials(values, count, highest);
 }
 
 SGL_EXT_CLONES
@@ -73,11 +47,43 @@ void add(const float *values, std::size_t count, float factor, float *out) {
   for (std::size_t i = 0; i < count; ++i) out[i] += values[i] * factor;
 }
 
+// The logits of a head's centroids, [subspaces, centroids]; what the mean adds to all of them is in
+// the first subspace's.
+SGL_EXT_CLONES
+void tables_of(const Shape &shape, const Keys &keys, std::size_t kv_head, const float *query,
+               float scale, float *turned, float *tables) {
+  const std::size_t dim = shape.head_dim, width = dim / shape.subspaces;
+  const float *projection = keys.projection + kv_head * dim * dim;
+  const float *mean = keys.mean + kv_head * dim;
+  const std::uint16_t *cents = keys.centroids + kv_head * dim * centroids;
+  std::fill(turned, turned + dim, 0.0f);
+  float always = 0.0f;
+  for (std::size_t i = 0; i < dim; ++i) {
+    const float q = query[i] * scale;
+    always += q * mean[i];
+    for (std::size_t j = 0; j < dim; ++j) turned[j] += q * projection[i * dim + j];
+  }
+  for (std::size_t s = 0; s < shape.subspaces; ++s) {
+    float *table = tables + s * centroids;
+    std::fill(table, table + centroids, s ? 0.0f : always);
+    for (std::size_t i = s * width; i < (s + 1) * width; ++i) {
+      const float q = turned[i];
+      for (std::size_t c = 0; c < centroids; ++c) {
+        const std::uint32_t bits = std::uint32_t(cents[i * centroids + c]) << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        table[c] += q * value;
+      }
+    }
+  }
+}
+
 struct Job {
   const Shape &shape;
-  const std::uint8_t *codes;
-  std::size_t queries;
-  const float *tables;
+  const Keys &keys;
+  std::size_t count;
+  const float *queries;
+  float scale;
   const float *beside;
   float *parts;  // [queries, kv_heads, entries]
   std::atomic<std::size_t> next{0};
@@ -89,18 +95,21 @@ void work(void *data) {
   Job &job = *static_cast<Job *>(data);
   const Shape &shape = job.shape;
   const std::size_t group = shape.heads / shape.kv_heads;
-  std::vector<float> logits(shape.entries);
-  for (std::size_t part; (part = job.next.fetch_add(1)) < job.queries * shape.kv_heads;) {
+  std::vector<float> logits(shape.entries), turned(shape.head_dim);
+  std::vector<float> tables(shape.subspaces * centroids);
+  for (std::size_t part; (part = job.next.fetch_add(1)) < job.count * shape.kv_heads;) {
     const std::size_t kv_head = part % shape.kv_heads;
     float *out = job.parts + part * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
     for (std::size_t h = 0; h < group; ++h) {
       const std::size_t at = part * group + h;
+      tables_of(shape, job.keys, kv_head, job.queries + at * shape.head_dim, job.scale,
+                turned.data(), tables.data());
       const float found =
-          logits_of(shape, job.codes + kv_head * shape.entries * shape.subspaces,
-                    job.tables + at * shape.subspaces * centroids, logits.data());
+          logits_of(shape, job.keys.codes + kv_head * shape.entries * shape.subspaces,
+                    tables.data(), logits.data());
       const float highest = std::max(found, job.beside[at]);
-      const float sum = exponentials(logits.data(), shape.entries, highest) +
+      const float sum = exponentials_of(logits.data(), shape.entries, highest) +
                         std::exp(job.beside[at] - highest);
       add(logits.data(), shape.entries, 1.0f / sum, out);
     }
@@ -109,12 +118,12 @@ void work(void *data) {
 
 }  // namespace
 
-void mass(const Shape &shape, const std::uint8_t *codes, std::size_t queries, const float *tables,
-          const float *beside, int threads, float *out) {
-  std::vector<float> parts(queries * shape.kv_heads * shape.entries);
-  Job job{shape, codes, queries, tables, beside, parts.data()};
-  sgl_ext::parallel(queries * shape.kv_heads > 1 ? threads : 1, work, &job);
-  for (std::size_t q = 0; q < queries; ++q) {
+void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
+          float scale, const float *beside, int threads, float *out) {
+  std::vector<float> parts(count * shape.kv_heads * shape.entries);
+  Job job{shape, keys, count, queries, scale, beside, parts.data()};
+  sgl_ext::parallel(count * shape.kv_heads > 1 ? threads : 1, work, &job);
+  for (std::size_t q = 0; q < count; ++q) {
     float *row = out + q * shape.entries;
     std::fill(row, row + shape.entries, 0.0f);
     for (std::size_t k = 0; k < shape.kv_heads; ++k)

@@ -14,15 +14,28 @@ struct Shape {
   std::size_t heads;     // of queries; those of one KV head follow each other
   std::size_t kv_heads;
   std::size_t subspaces;
+  std::size_t head_dim;  // a multiple of subspaces
 };
 
-// For each of `queries` queries, [entries] attention summed over heads.
+// What keys were coded by. Centroids are the upper halves of float32 (bfloat16).
 //
-//   codes   [kv_heads, entries, subspaces]
-//   tables  [queries, heads, subspaces, centroids]: the logits of each centroid
-//   beside  [queries, heads]: logarithm of the exponentials' sum over what has no codes
-//   out     [queries, entries]
-void mass(const Shape &shape, const std::uint8_t *codes, std::size_t queries, const float *tables,
-          const float *beside, int threads, float *out);
+//   codes       [kv_heads, entries, subspaces]
+//   centroids   [kv_heads, head_dim, 256]: a subspace's dimensions follow each other
+//   projection  [kv_heads, head_dim, head_dim]: turns queries
+//   mean        [kv_heads, head_dim] of the keys
+struct Keys {
+  const std::uint8_t *codes;
+  const std::uint16_t *centroids;
+  const float *projection;
+  const float *mean;
+};
+
+// For each of `count` queries, [entries] attention summed over heads.
+//
+//   queries  [count, heads, head_dim]
+//   beside   [count, heads]: logarithm of the exponentials' sum over what has no codes
+//   out      [count, entries]
+void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
+          float scale, const float *beside, int threads, float *out);
 
 }  // namespace sgl_ext::codes

@@ -10,6 +10,7 @@
 #include "coactivation.h"
 #include "checksum.h"
 #include "codes.h"
+#include "log_sum.h"
 
 namespace nb = nanobind;
 using namespace sgl_ext::coactivation;
@@ -87,26 +88,51 @@ auto checksums_of(const Bytes &rows) {
   return array(std::move(out));
 }
 
-template <std::size_t dims>
-using Floats = nb::ndarray<const float, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
-using CodesOf = nb::ndarray<const std::uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+template <class T, int dims>
+using Of = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-auto mass_of(const CodesOf &codes, const Floats<4> &tables, const Floats<2> &beside, int threads) {
-  const sgl_ext::codes::Shape shape{codes.shape(1), tables.shape(1), codes.shape(0),
-                                    codes.shape(2)};
-  const std::size_t queries = tables.shape(0);
-  if (!shape.kv_heads || !shape.entries || !shape.subspaces || !shape.heads ||
-      shape.heads % shape.kv_heads || tables.shape(2) != shape.subspaces ||
-      tables.shape(3) != sgl_ext::codes::centroids || beside.shape(0) != queries ||
-      beside.shape(1) != shape.heads)
-    throw std::invalid_argument("codes, tables and beside are of different shapes");
-  auto *out = new float[queries * shape.entries];
+auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
+             const Of<float, 3> &projection, const Of<float, 2> &mean,
+             const Of<float, 3> &queries, float scale, const Of<float, 2> &beside, int threads) {
+  const std::size_t count = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2);
+  const sgl_ext::codes::Shape shape{codes.shape(1), heads, codes.shape(0), codes.shape(2), dim};
+  const std::size_t kv_heads = shape.kv_heads;
+  if (!kv_heads || !shape.entries || !shape.subspaces || !heads || !dim || heads % kv_heads ||
+      dim % shape.subspaces || centroids.shape(0) != kv_heads || centroids.shape(1) != dim ||
+      centroids.shape(2) != sgl_ext::codes::centroids || projection.shape(0) != kv_heads ||
+      projection.shape(1) != dim || projection.shape(2) != dim || mean.shape(0) != kv_heads ||
+      mean.shape(1) != dim || beside.shape(0) != count || beside.shape(1) != heads)
+    throw std::invalid_argument("codes, centroids and queries are of different shapes");
+  const sgl_ext::codes::Keys keys{codes.data(), centroids.data(), projection.data(), mean.data()};
+  auto *out = new float[count * shape.entries];
   nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<float *>(p); });
   {
     nb::gil_scoped_release release;
-    sgl_ext::codes::mass(shape, codes.data(), queries, tables.data(), beside.data(), threads, out);
+    sgl_ext::codes::mass(shape, keys, count, queries.data(), scale, beside.data(), threads, out);
   }
-  return nb::ndarray<nb::numpy, float>(out, {queries, shape.entries}, owner);
+  return nb::ndarray<nb::numpy, float>(out, {count, shape.entries}, owner);
+}
+
+auto log_sum_of(const Of<float, 3> &queries, float scale, std::uintptr_t near,
+                std::size_t near_stride, std::size_t count, std::uintptr_t own,
+                std::size_t own_stride, const Of<std::int64_t, 1> &slots,
+                const Of<std::int64_t, 1> &lengths, std::size_t kv_heads, bool bfloat16) {
+  const std::size_t rows = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2);
+  if (!kv_heads || heads % kv_heads || dim % 16 || lengths.shape(0) != rows)
+    throw std::invalid_argument("queries, heads and lengths do not fit each other");
+  for (std::size_t row = 0; row < rows; ++row)
+    if (lengths.data()[row] < 0 || std::size_t(lengths.data()[row]) > slots.shape(0))
+      throw std::invalid_argument("a row sees more slots than there are");
+  auto *out = new float[rows * heads];
+  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<float *>(p); });
+  {
+    nb::gil_scoped_release release;
+    sgl_ext::log_sum({heads, kv_heads, dim, bfloat16, scale}, queries.data(), rows,
+                     {reinterpret_cast<const void *>(near), near_stride}, count,
+                     {reinterpret_cast<const void *>(own), own_stride}, slots.data(),
+                     lengths.data(), out);
+  }
+  return nb::ndarray<nb::numpy, float>(out, {rows, heads}, owner);
 }
 
 }  // namespace
@@ -119,6 +145,10 @@ NB_MODULE(_clusters, m) {
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
   m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
   m.def("checksums", &checksums_of, nb::arg("rows"));
-  m.def("mass", &mass_of, nb::arg("codes"), nb::arg("tables"), nb::arg("beside"),
+  m.def("mass", &mass_of, nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"),
+        nb::arg("mean"), nb::arg("queries"), nb::arg("scale"), nb::arg("beside"),
         nb::arg("threads"));
+  m.def("log_sum", &log_sum_of, nb::arg("queries"), nb::arg("scale"), nb::arg("near"),
+        nb::arg("near_stride"), nb::arg("count"), nb::arg("own"), nb::arg("own_stride"),
+        nb::arg("slots"), nb::arg("lengths"), nb::arg("kv_heads"), nb::arg("bfloat16"));
 }

@@ -1,0 +1,44 @@
+// Sums of exponentials, and functions compiled for several instruction sets.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// One clone per instruction set, chosen when the module is loaded.
+#define SGL_EXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define SGL_EXT_CLONES
+#endif
+
+namespace sgl_ext {
+
+// exp(x) for x <= 0, within 2e-7 of it; 0 below -87.
+[[gnu::always_inline]] inline float exp_of(float x) {
+  const float scaled = std::max(x, -87.0f) * 1.44269504f;
+  const float whole = std::floor(scaled);
+  const float rest = scaled - whole;  // 2^rest as a polynomial on [0, 1)
+  float power = 1.8775767e-3f;
+  power = power * rest + 8.9893397e-3f;
+  power = power * rest + 5.5826318e-2f;
+  power = power * rest + 2.4015361e-1f;
+  power = power * rest + 6.9315308e-1f;
+  power = power * rest + 9.9999994e-1f;
+  const std::int32_t exponent = (std::int32_t(whole) + 127) << 23;
+  float two;
+  std::memcpy(&two, &exponent, sizeof two);
+  return x < -87.0f ? 0.0f : power * two;
+}
+
+// exp(value - highest) of each, in place; returns their sum.
+[[gnu::always_inline]] inline float exponentials(float *values, std::size_t count, float highest) {
+  float sum = 0.0f;
+  for (std::size_t i = 0; i < count; ++i) values[i] = exp_of(values[i] - highest);
+  for (std::size_t i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+}  // namespace sgl_ext

@@ -1,0 +1,147 @@
+"""What bench clusters makes of recorded activations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_cluster_store import recorded_context
+
+from sgl_ext.bench.clusters_drift import _active, _jaccard
+from sgl_ext.bench.clusters_io import _Case, _least, _reads
+from sgl_ext.bench.clusters_mass import relative_mass
+from sgl_ext.bench.clusters_policies import _lru_hits, _ours_misses
+from sgl_ext.bench.clusters_samples import Layer
+from sgl_ext.bench.clusters_selectors import (
+    EXACT,
+    INFLLM,
+    OURS,
+    POSITION,
+    PQCACHE,
+    SELECTORS,
+    Clustered,
+    clustered,
+    top,
+)
+from sgl_ext.clusters.activations import log_sum
+from sgl_ext.clusters.profile import Options, Profile
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    """Keys and queries that lie in a few directions each."""
+    recorded = recorded_context()
+    options = Options(subspaces=4, window=40).fitted(len(recorded.tokens), BLOCK)
+    keys, queries = recorded.keys(1), recorded.queries[1, -30:]
+    sinks, end = options.sinks, len(keys) - options.window
+    near = np.concatenate([keys[:sinks], keys[end:]])
+    scale = recorded.geometry.scale
+    return Layer(
+        1, BLOCK, keys[sinks:end], queries, log_sum(queries, near, scale), scale,
+        Profile.of(recorded, 1, options, BLOCK),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None:
+    selector = SELECTORS[name](layer)
+    assert selector.index_bytes > 0
+    before = np.zeros(len(layer.queries))
+    for budget in (16, 64, len(layer.keys)):
+        chosen = selector.select(budget)
+        assert chosen.shape == layer.mass.shape
+        counts = chosen.sum(axis=1)
+        # Whole blocks of every device, or of positions.
+        assert (counts >= min(budget, len(layer.keys)) - 16).all()
+        assert (counts <= budget + 8 * BLOCK).all()
+        found = relative_mass(layer.mass, chosen)
+        assert (found <= 1 + 1e-6).all()
+        mass = np.where(chosen, layer.mass, 0).sum(axis=1)
+        assert (mass >= before - 1e-6).all()
+        before = mass
+    np.testing.assert_allclose(relative_mass(layer.mass, chosen), 1, rtol=1e-5)
+
+
+def test_what_is_best_is_found_best(layer: Layer) -> None:
+    mass = {
+        name: relative_mass(layer.mass, SELECTORS[name](layer).select(40)).mean()
+        for name in SELECTORS
+    }
+    assert mass[EXACT] == pytest.approx(1, abs=1e-6)
+    assert mass[OURS] > mass[POSITION]
+    assert max(mass.values()) <= 1 + 1e-6
+
+
+def test_a_cluster_is_cut_at_the_budget(layer: Layer) -> None:
+    selector = clustered("faithful")(layer)
+    assert isinstance(selector, Clustered)
+    for budget in (3, 10, 50):
+        assert (selector.select(budget).sum(axis=1) == budget).all()
+        for row, (which, entries) in enumerate(selector.chosen(budget)):
+            chosen = np.flatnonzero(selector.select(budget)[row])
+            assert set(chosen) <= set(entries.tolist())
+            clusters = selector.clusters
+            last = clusters.members[clusters.starts[which[-1]] : clusters.starts[which[-1] + 1]]
+            others = set(entries.tolist()) - set(last.tolist())
+            assert others <= set(chosen.tolist())
+
+
+def test_as_much_is_recovered_with_the_budget_that_is_found(layer: Layer) -> None:
+    names = (OURS, EXACT, INFLLM, PQCACHE)
+    selectors = {name: SELECTORS[name](layer) for name in names}
+    budget = round(0.1 * len(layer.keys))
+    best = float(layer.mass[top(layer.mass, budget)].sum())
+    case = _Case(layer, selectors, best, len(layer.queries))
+
+    def recovered(name: str, share: float) -> float:
+        chosen = selectors[name].select(max(round(share * len(layer.keys)), 1))
+        return float(layer.mass[chosen].sum()) / best
+
+    aim = recovered(OURS, 0.1)
+    for name in names[1:]:
+        share = _least([case], name, aim)
+        assert recovered(name, share) >= aim
+        assert recovered(name, max(share - 0.1, 0)) < aim
+
+
+@pytest.mark.parametrize("name", [OURS, EXACT, INFLLM])
+def test_what_is_chosen_is_read(name: str, layer: Layer) -> None:
+    case = _Case(layer, {name: SELECTORS[name](layer)}, 1.0, len(layer.queries))
+    chosen = case.selectors[name].select(round(0.1 * len(layer.keys)))
+    together = 16 if name == INFLLM else BLOCK
+    text = np.argsort(layer.profile.order) if name == OURS else np.arange(len(layer.keys))
+    for row, one in enumerate(_reads(name, case, 0.1, entry_bytes=1000)):
+        assert one.used == 1000 * chosen[row].sum()
+        assert one.unit_bytes % 4096 == 0
+        assert one.unit_bytes >= 1000 * together
+        wanted = {int(text[entry]) // together for entry in np.flatnonzero(chosen[row])}
+        assert {int(unit) - layer.number for unit in one.units} == wanted
+
+
+def test_hits_of_memories() -> None:
+    steps = [np.array(each) for each in ([1, 2], [2, 3], [1, 2], [4, 5], [2, 4])]
+    assert _lru_hits(steps, np.array([9, 1])) == 1 + 1 + 1 + 0 + 1
+    misses = _ours_misses(steps, np.array([0, 9, 0, 0, 0, 0]), 1)
+    assert [each.tolist() for each in misses[:2]] == [[2], [2, 3]]
+
+
+def test_what_a_query_activates_is_a_part_of_what_it_sees() -> None:
+    mass = np.random.default_rng(0).random((3, 50), np.float32)
+    active = _active(mass, np.array([20, 50, 30]))
+    assert active.sum(axis=1).tolist() == [2, 5, 3]
+    assert not active[0, 20:].any()
+    assert mass[1][active[1]].min() >= np.sort(mass[1])[-5]
+
+
+def jaccard(one: np.ndarray, other: np.ndarray) -> float:
+    either = (one | other).sum()
+    return 1 - (one & other).sum() / either if either else 1.0
+
+
+def test_distances_of_columns() -> None:
+    chance = np.random.default_rng(1)
+    one, other = chance.random((40, 5)) < 0.2, chance.random((40, 7)) < 0.3
+    other[:, 2] = one[:, 3] = False
+    expected = [[jaccard(one[:, a], other[:, b]) for b in range(7)] for a in range(5)]
+    np.testing.assert_allclose(_jaccard(one, other), expected, atol=1e-6)
