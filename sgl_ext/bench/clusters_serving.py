@@ -37,7 +37,7 @@ def report_serving(
 ) -> None:
     """Adds runs and figures."""
     slow = {
-        "bytes_per_second": f"{int(PM9A3.bytes_per_second / _SLOWER)}",
+        "bytes_per_second": int(PM9A3.bytes_per_second / _SLOWER),
         "operations_per_second": PM9A3.operations_per_second / _SLOWER,
     }
     sections: dict[str, dict[str, Any]] = {
