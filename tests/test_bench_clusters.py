@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_cluster_store import recorded_context
 
-from sgl_ext.bench.clusters_drift import _active, _jaccard
+from sgl_ext.bench.clusters_drift import _active
 from sgl_ext.bench.clusters_io import _Case, _least, _reads
 from sgl_ext.bench.clusters_mass import relative_mass
 from sgl_ext.bench.clusters_policies import _lru_hits, _ours_misses
@@ -23,6 +23,7 @@ from sgl_ext.bench.clusters_selectors import (
     top,
 )
 from sgl_ext.clusters.activations import log_sum
+from sgl_ext.clusters.adaptation import distances
 from sgl_ext.clusters.profile import Options, Profile
 
 BLOCK = 4
@@ -144,4 +145,4 @@ def test_distances_of_columns() -> None:
     one, other = chance.random((40, 5)) < 0.2, chance.random((40, 7)) < 0.3
     other[:, 2] = one[:, 3] = False
     expected = [[jaccard(one[:, a], other[:, b]) for b in range(7)] for a in range(5)]
-    np.testing.assert_allclose(_jaccard(one, other), expected, atol=1e-6)
+    np.testing.assert_allclose(distances(one, other), expected, atol=1e-6)

@@ -8,7 +8,6 @@ contexts (``answers``, ``serving``).
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from sgl_ext.bench.clusters_drift import Growing
 from sgl_ext.bench.clusters_io import IoSizes, report_io
 from sgl_ext.bench.clusters_mass import report_mass
 from sgl_ext.bench.clusters_policies import PolicySizes, report_policies
-from sgl_ext.bench.clusters_samples import Observed, samples
+from sgl_ext.bench.clusters_samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters_serving import report_serving
 from sgl_ext.bench.partial import Partial
 from sgl_ext.bench.report import Report
@@ -92,16 +91,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
 @contextmanager
 def _server(model: Path, pool: int, out: Path) -> Iterator[server.Server]:
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        places = [Path(scratch) / f"device{at}" for at in range(_DEVICES)]
-        for place in places:
-            place.mkdir()
-        config = {
-            "directories": [*map(str, places)], "largest": 1.0, "open": 1, "hot": "16MiB",
-        }  # fmt: skip
-        arguments = (
-            "--max-total-tokens", str(pool),
-            "--enable-ext", "--ext-config", json.dumps({"clusters": config}),
-        )  # fmt: skip
-        system = server.System("clusters", arguments)
+        section = {"largest": 1.0, "open": 1, "hot": "16MiB"}
+        system = stored_system("clusters", Path(scratch), _DEVICES, pool, section)
         with server.serve([system], model, out / "logs") as (running,):
             yield running

@@ -15,7 +15,7 @@ from sgl_ext.bench.clusters_samples import record
 from sgl_ext.bench.needles import essays
 from sgl_ext.bench.report import Report
 from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
-from sgl_ext.clusters.adaptation import joined
+from sgl_ext.clusters.adaptation import distances, joined
 from sgl_ext.clusters.clustering import Clusters, cluster
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
@@ -111,7 +111,7 @@ class Growing:
             mass = attention_mass(queries[steps], keys[sinks:], scale, beside, seen=seen)
             active = _active(mass, seen)
             medoids, mine = active[:, clusters.medoids], active[:, new]
-            far = _jaccard(mine, medoids)
+            far = distances(mine, medoids)
             for entry, of in enumerate(joined(mine, medoids, clusters.radius)):
                 found.joined.extend(far[entry, of[:_COPIES]])
                 if not len(of):
@@ -146,15 +146,6 @@ def _distances(activations: Activations, clusters: Clusters) -> list[float]:
         if len(members):
             found += _clusters.distances(activations.bits, int(medoid))[members].tolist()
     return found
-
-
-def _jaccard(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """``[ones, others]`` distances of columns."""
-    ones, others = one.astype(np.float32), other.astype(np.float32)
-    shared = ones.T @ others
-    either = ones.sum(axis=0)[:, None] + others.sum(axis=0)[None, :] - shared
-    found: NDArray[np.float32] = np.where(either > 0, 1 - shared / np.maximum(either, 1), 1)
-    return found.astype(np.float32)
 
 
 def _mean(values: Iterable[float]) -> float:

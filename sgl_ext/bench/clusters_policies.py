@@ -6,18 +6,17 @@ import statistics
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.bench.clusters_mass import relative_mass
 from sgl_ext.bench.clusters_samples import Layer, Observed
-from sgl_ext.bench.clusters_selectors import Clustered, ours
+from sgl_ext.bench.clusters_selectors import clustered, ours
 from sgl_ext.bench.report import Report
-from sgl_ext.clusters.activations import attention_mass, log_sum
+from sgl_ext.clusters.activations import log_sum
 from sgl_ext.clusters.adaptation import HotBlocks
-from sgl_ext.clusters.clustering import Clusters, cluster
+from sgl_ext.clusters.clustering import Clusters
 from sgl_ext.clusters.placement import stripe
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
@@ -57,12 +56,10 @@ def _report_clusters(report: Report, layers: Sequence[Layer], sizes: PolicySizes
         loads: dict[tuple[int, bool], list[float]] = defaultdict(list)
         for layer in layers:
             few = layer.only(slice(None, None, sizes.every))
-            clusters = cluster(few.profile.activations, most=cap)
-            entries = len(few.keys)
+            selector = clustered("capped", cap)(few)
+            clusters, entries = selector.clusters, len(few.keys)
             copies.append(len(clusters.members) / entries)
-            medoids = few.keys[clusters.medoids]
-            scores = attention_mass(few.queries, medoids, few.scale, few.beside)
-            chosen = Clustered(scores, clusters, entries, 0).chosen(round(_SHARE * entries))
+            chosen = selector.chosen(round(_SHARE * entries))
             volume += [len(of) / clusters.sizes[which].sum() for which, of in chosen]
             for count in sizes.devices:
                 for balance, mean in _balance(clusters, entries, count, [of for _, of in chosen]):
@@ -171,7 +168,7 @@ def _report_shift(report: Report, observed: Sequence[Observed], layers: Iterable
         for number in layers:
             (layer,) = each.layers([number])
             tests = {
-                name: _asked(layer, task.queries[number, asked], each, number)
+                name: _asked(layer, task[number, asked], each, number)
                 for name, task in tasks.items()
             }
             for by, task in tasks.items():
@@ -201,21 +198,14 @@ def _report_shift(report: Report, observed: Sequence[Observed], layers: Iterable
         report.figures[figure] = max(lost)
 
 
-class _Task(NamedTuple):
-    """Queries behind the context, which see all of it: ``[layers, queries, heads, head_dim]``."""
+def _tasks(observed: Observed) -> dict[str, NDArray[np.float32]]:
+    """Queries behind the context, which see all of it: ``[layers, queries, heads, head_dim]``.
 
-    queries: NDArray[np.float32]
-
-
-def _tasks(observed: Observed) -> dict[str, _Task]:
-    """What any text is asked (its summary, its main point, …), and questions of its facts."""
-    profile, asked = observed.profile, observed.asked
-    own = _own(observed)
-    first = int(np.argmax(asked.seen > len(observed.sample.context)))
-    unseen = slice(first, first + len(observed.sample.unseen))
+    What any text is asked (its summary, its main point, …), and questions of its facts.
+    """
     return {
-        "summaries": _Task(profile.queries[:, own:]),
-        "questions": _Task(asked.queries[:, unseen]),
+        "summaries": observed.profile.queries[:, _own(observed) :],
+        "questions": observed.asked.queries[:, observed.unseen],
     }
 
 
@@ -224,10 +214,10 @@ def _own(observed: Observed) -> int:
     return int(observed.profile.seen.searchsorted(len(observed.sample.context))) + 1
 
 
-def _record(observed: Observed, task: _Task, some: slice, *, end: bool) -> Recorded:
+def _record(observed: Observed, task: NDArray[np.float32], some: slice, *, end: bool) -> Recorded:
     """The context as if it had been stored by some queries of a task."""
     profile, own = observed.profile, _own(observed) if end else 0
-    queries = np.concatenate([profile.queries[:, :own], task.queries[:, some]], axis=1)
+    queries = np.concatenate([profile.queries[:, :own], task[:, some]], axis=1)
     count = queries.shape[1] - own
     seen = np.concatenate([profile.seen[:own], np.full(count, len(observed.sample.context))])
     return replace(profile, queries=queries, seen=seen)

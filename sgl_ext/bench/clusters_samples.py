@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import requests
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.bench.needles import essays
 from sgl_ext.bench.questions import QuestionSet, questions
+from sgl_ext.bench.server import System
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
@@ -89,6 +91,25 @@ def _documents(
     return (*tokens,), (*spread[:unseen],)
 
 
+def stored_system(
+    name: str, place: Path, devices: int, pool: int, section: Mapping[str, Any]
+) -> System:
+    """A server that stores contexts in as many new directories.
+
+    Args:
+        section: of the configuration, but for the directories.
+    """
+    places = [place / f"device{at}" for at in range(devices)]
+    for each in places:
+        each.mkdir(parents=True)
+    config = {"clusters": {"directories": [*map(str, places)], **section}}
+    arguments = (
+        "--max-total-tokens", str(pool), "--mem-fraction-static", "0.95",
+        "--enable-ext", "--ext-config", json.dumps(config),
+    )  # fmt: skip
+    return System(name, arguments)
+
+
 def record(url: str, tokens: Sequence[int]) -> Recorded:
     """What the server at ``url`` has written down of a context.
 
@@ -133,6 +154,12 @@ class Observed:
         """Entries that are stored together."""
         return Blocks.fitting(self.profile.geometry.entry_bytes)
 
+    @property
+    def unseen(self) -> slice:
+        """Where the queries of the unseen text are among those asked; general ones come behind."""
+        first = int(np.argmax(self.asked.seen > len(self.sample.context)))
+        return slice(first, first + len(self.sample.unseen))
+
     def layers(self, numbers: Sequence[int], block: int | None = None) -> Iterator[Layer]:
         """What is asked of some layers.
 
@@ -147,9 +174,7 @@ class Observed:
     def _layer(self, number: int, options: Options, block: int) -> Layer:
         tokens, unseen = len(self.sample.context), len(self.sample.unseen)
         keys, scale = self.asked.keys(number), self.asked.geometry.scale
-        # The first of those that see more than the context; general questions come behind.
-        first = int(np.argmax(self.asked.seen > tokens))
-        queries = self.asked.queries[number, first : first + unseen]
+        queries = self.asked.queries[number, self.unseen]
         sinks, end = options.sinks, tokens - options.window
         resident = np.concatenate([keys[:sinks], keys[end:]])
         seen = sinks + options.window + np.arange(1, unseen + 1)

@@ -163,11 +163,15 @@ def _in_text(stored: Together) -> Scores:
     return scores
 
 
-def clustered(mode: Mode) -> Callable[[Layer], Clustered]:
-    """Swarm: clusters of co-activated entries, by their medoids."""
+def clustered(mode: Mode, most: int = 16) -> Callable[[Layer], Clustered]:
+    """Swarm: clusters of co-activated entries, by their medoids.
+
+    Args:
+        most: members of a capped cluster.
+    """
 
     def selector(layer: Layer) -> Clustered:
-        clusters = cluster(layer.profile.activations, mode)
+        clusters = cluster(layer.profile.activations, mode, most=most)
         medoids = layer.keys[clusters.medoids]
         scores = attention_mass(layer.queries, medoids, layer.scale, layer.beside)
         index = _key_bytes(layer) * len(clusters) + _NUMBER * len(clusters.members)
@@ -242,8 +246,7 @@ def pqcache(layer: Layer) -> Selector:
 def k_means(layer: Layer) -> Selector:
     """Clusters of like keys by their centroids, with an index as large as ours."""
     count = len(layer.keys)
-    index = layer.profile.codes.bytes + _NUMBER * count
-    size = max(int((index - _NUMBER * count) / _key_bytes(layer)), 1)
+    size = max(int(layer.profile.codes.bytes / _key_bytes(layer)), 1)
     points = layer.keys.reshape(count, -1)
     of, centroids = _k_means(points, min(size, count))
     order = np.lexsort((np.square(points - centroids[of]).sum(axis=1), of))  # the nearest first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from sgl_ext.bench import server
 from sgl_ext.bench.clusters_answers import follow, store
 from sgl_ext.bench.clusters_devices import PM9A3
-from sgl_ext.bench.clusters_samples import Sample
+from sgl_ext.bench.clusters_samples import Sample, stored_system
 from sgl_ext.bench.report import Report, summary
 
 AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
@@ -47,7 +46,7 @@ def report_serving(
     }
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
         systems = [
-            _system(name, Path(scratch) / str(at), section, pool)
+            stored_system(name, Path(scratch) / str(at), _DEVICES, pool, {"hot": "8MiB", **section})
             for at, (name, section) in enumerate(sections.items())
         ]
         with server.serve(systems, model, out / "logs") as servers:
@@ -133,15 +132,3 @@ def _report(report: Report, name: str, measured: _Measured) -> None:
         report.figures["retrieval_overhead_share"] = spent["choosing"]
     elif name == AHEAD:
         report.figures["prefetch_coverage"] = coverage
-
-
-def _system(name: str, place: Path, section: dict[str, Any], pool: int) -> server.System:
-    places = [place / f"device{at}" for at in range(_DEVICES)]
-    for each in places:
-        each.mkdir(parents=True)
-    config = {"directories": [*map(str, places)], "hot": "8MiB", **section}
-    arguments = (
-        "--max-total-tokens", str(pool), "--mem-fraction-static", "0.95",
-        "--enable-ext", "--ext-config", json.dumps({"clusters": config}),
-    )  # fmt: skip
-    return server.System(name, arguments)

@@ -19,13 +19,19 @@ def joined(
     Returns:
         Of each new entry its clusters, nearest first; none if it is near to none.
     """
-    new, old = active.astype(np.float32), medoids.astype(np.float32)
-    shared = new.T @ old
-    either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
-    distance = np.where(either > 0, 1 - shared / np.maximum(either, 1), 1.0)
+    distance = distances(active, medoids)
     order = np.argsort(distance, axis=1, kind="stable")
     near = np.take_along_axis(distance, order, axis=1) < radius
     return [row[: int(count)] for row, count in zip(order, near.sum(axis=1), strict=True)]
+
+
+def distances(active: NDArray[np.bool_], medoids: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """``[new, clusters]``: Jaccard's, of the steps that activated either; see :func:`joined`."""
+    new, old = active.astype(np.float32), medoids.astype(np.float32)
+    shared = new.T @ old
+    either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
+    found = np.where(either > 0, 1 - shared / np.maximum(either, 1), np.float32(1))
+    return found.astype(np.float32)
 
 
 class HotBlocks:

@@ -68,12 +68,7 @@ void tables_of(const Shape &shape, const Keys &keys, std::size_t kv_head, const 
     std::fill(table, table + centroids, s ? 0.0f : always);
     for (std::size_t i = s * width; i < (s + 1) * width; ++i) {
       const float q = turned[i];
-      for (std::size_t c = 0; c < centroids; ++c) {
-        const std::uint32_t bits = std::uint32_t(cents[i * centroids + c]) << 16;
-        float value;
-        std::memcpy(&value, &bits, sizeof value);
-        table[c] += q * value;
-      }
+      for (std::size_t c = 0; c < centroids; ++c) table[c] += q * wide(cents[i * centroids + c]);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Sums of exponentials, and functions compiled for several instruction sets.
+// What codes and logits share: bfloat16, exponentials, functions for several instruction sets.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,16 @@
 #endif
 
 namespace sgl_ext {
+
+// A number as it is stored: a float32, or a bfloat16 by its bits.
+[[gnu::always_inline]] inline float wide(float value) { return value; }
+
+[[gnu::always_inline]] inline float wide(std::uint16_t upper) {
+  const std::uint32_t bits = std::uint32_t(upper) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 // exp(x) for x <= 0, within 2e-7 of it; 0 below -87.
 [[gnu::always_inline]] inline float exp_of(float x) {

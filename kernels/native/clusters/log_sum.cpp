@@ -11,15 +11,6 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 
-[[gnu::always_inline]] inline float wide(float value) { return value; }
-
-[[gnu::always_inline]] inline float wide(std::uint16_t upper) {
-  const std::uint32_t bits = std::uint32_t(upper) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // The product of a query with one key, in lanes, so that it is vectorised as it is written.
 template <class T>
 [[gnu::always_inline]] inline float product(const float *query, const T *key, std::size_t head_dim) {
