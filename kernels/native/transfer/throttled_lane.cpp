@@ -105,8 +105,9 @@ void ThrottledLane::work(std::size_t) {
       if (free <= now && take(piece, cut_, admitted())) {
         took = true;
         ++passing_;
-        // The channel does not save up time in which nothing was asked of it.
-        const Deadline began = std::max({free, last, now - kBurst});
+        // The channel does not save up time in which nothing was asked of it. The ticket's own
+        // time is looked at too: this thread may have slept between two looks.
+        const Deadline began = std::max({free, last, piece.ticket->began_, now - kBurst});
         free = began + toll(piece);
         due = free + seconds(device_.latency);
       } else if (ended.empty()) {
