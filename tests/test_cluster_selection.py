@@ -31,8 +31,10 @@ def some_clusters(entries: int, most: int, seed: int) -> Clusters:
 def test_every_device_gives_its_best_blocks(
     entries: int, block: int, devices: int, share: float, seed: int
 ) -> None:
-    scores = np.random.default_rng(seed).random(entries, np.float32)
-    found = best_blocks(scores, share, block=block, devices=devices)
+    both = np.random.default_rng(seed).random((2, entries), np.float32)
+    other, found = best_blocks(both, share, block=block, devices=devices)
+    assert np.array_equal(other, best_blocks(both[:1], share, block=block, devices=devices)[0])
+    scores = both[1]
     blocks = math.ceil(entries / block)
     sums = [scores[b * block : (b + 1) * block].sum(dtype=np.float32) for b in range(blocks)]
     each = max(math.ceil(share * blocks / devices), 1)
@@ -47,7 +49,9 @@ def test_every_device_gives_its_best_blocks(
 
 def test_all_of_it_is_all_of_it() -> None:
     scores = np.random.default_rng(0).random(43, np.float32)
-    assert best_blocks(scores, 1.0, block=5, devices=4).tolist() == list(range(9))
+    assert best_blocks(scores[None], 1.0, block=5, devices=4).tolist() == [[*range(9)]]
+    equal = np.zeros((1, 40), np.float32)
+    assert best_blocks(equal, 0.4, block=5, devices=2).tolist() == [[0, 1, 2, 3]]
     assert best_entries(scores, 43).tolist() == list(range(43))
     assert best_entries(scores, 3).tolist() == sorted(np.argsort(scores)[-3:].tolist())
 

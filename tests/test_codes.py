@@ -181,7 +181,7 @@ def test_log_sum_over_what_is_near(
     keys = torch.randn(near + 1, kv_heads, head_dim, generator=chance).to(dtype)
     found = _clusters.log_sum(
         queries.numpy(), 0.3, keys.data_ptr(), keys.stride(0), near, pool.data_ptr(),
-        pool.stride(0), slots.numpy(), lengths.numpy(), kv_heads, narrow,
+        pool.stride(0), slots.numpy(), lengths.numpy(), kv_heads, narrow, 2,
     )  # fmt: skip
     for row in range(rows):
         seen = torch.cat([keys[:near], pool[slots[: lengths[row]]]]).double()
@@ -195,8 +195,8 @@ def test_what_log_sum_refuses() -> None:
     queries, lengths = np.zeros((2, 4, 16), np.float32), np.zeros(2, np.int64)
     slots = np.zeros(3, np.int64)
     with pytest.raises(ValueError, match="do not fit"):
-        _clusters.log_sum(queries[:, :, :8].copy(), 1.0, 0, 0, 0, 0, 0, slots, lengths, 2, False)
+        _clusters.log_sum(queries[:, :, :8].copy(), 1.0, 0, 0, 0, 0, 0, slots, lengths, 2, False, 1)
     with pytest.raises(ValueError, match="do not fit"):
-        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths, 3, False)
+        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths, 3, False, 1)
     with pytest.raises(ValueError, match="more slots than there are"):
-        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths + 4, 2, False)
+        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths + 4, 2, False, 1)

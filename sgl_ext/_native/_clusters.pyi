@@ -94,6 +94,24 @@ def mass(
         ValueError: shapes that do not fit each other.
     """
 
+def best_blocks(
+    scores: NDArray[np.float32], block: int, devices: int, each: int
+) -> NDArray[np.int64]:
+    """The blocks of largest sums, as many of each device; without the GIL.
+
+    Args:
+        scores: ``[rows, entries]``.
+        block: entries of one; the last may have fewer.
+        devices: that blocks are dealt out to in turn.
+        each: blocks that every device gives, or all that it has.
+
+    Returns:
+        ``[rows, blocks]`` numbers, of each row rising; of equal sums the first.
+
+    Raises:
+        ValueError: blocks of none, no device, or nothing of each.
+    """
+
 def log_sum(
     queries: NDArray[np.float32],
     scale: float,
@@ -106,10 +124,11 @@ def log_sum(
     lengths: NDArray[np.int64],
     kv_heads: int,
     bfloat16: bool,
+    threads: int,
 ) -> NDArray[np.float32]:
     """Logarithm of the sum of the exponentials of the logits of what queries see anyway.
 
-    In one thread, without the GIL. Keys are ``[slots, kv_heads, head_dim]``, bfloat16 or float32,
+    Without the GIL. Keys are ``[slots, kv_heads, head_dim]``, bfloat16 or float32,
     by address and stride (in elements); who calls keeps them, and has checked slots.
 
     Args:

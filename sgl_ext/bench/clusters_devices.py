@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.transfer import File, Lane, Priority, TransferEngine
 
@@ -79,8 +80,11 @@ class Devices:
             for at, lane in enumerate(self._lanes)
             if (mine := device[first] == at).any()
         ]
-        for ticket in tickets:
-            ticket.wait(_DEADLINE_S)
+        try:
+            for ticket in tickets:
+                ticket.wait(_DEADLINE_S)
+        except TimeoutError as error:  # an OSError, which would seem to be of the results' file
+            raise ExtError(f"an emulated SSD did not answer: {error}") from error
         self.requests += len(copies)
         return time.perf_counter() - begin
 

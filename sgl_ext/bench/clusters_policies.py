@@ -101,9 +101,7 @@ def _report_memory(report: Report, layers: Sequence[Layer]) -> None:
         uneven: list[float] = []
         for layer in layers:
             scores = ours(layer).scores
-            chosen = [
-                best_blocks(row, _SHARE, block=layer.block, devices=_DEVICES) for row in scores
-            ]
+            chosen = [*best_blocks(scores, _SHARE, block=layer.block, devices=_DEVICES)]
             of_blocks = layer.profile.often(layer.block)
             of_scores = scores.reshape(len(scores), -1, layer.block).sum(axis=2)
             capacity = max(round(kept * len(of_blocks)), 1)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.bench.needles import essays
 from sgl_ext.bench.questions import QuestionSet, questions
-from sgl_ext.bench.server import System
+from sgl_ext.bench.server import BESIDE_OTHERS, System
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
@@ -104,7 +104,7 @@ def stored_system(
         each.mkdir(parents=True)
     config = {"clusters": {"directories": [*map(str, places)], **section}}
     arguments = (
-        "--max-total-tokens", str(pool), "--mem-fraction-static", "0.95",
+        "--max-total-tokens", str(pool), *BESIDE_OTHERS,
         "--enable-ext", "--ext-config", json.dumps(config),
     )  # fmt: skip
     return System(name, arguments)

@@ -29,7 +29,7 @@ _POSITIONS = 16
 """Entries of a block by position, as InfLLM and Quest have them."""
 _REPRESENTATIVES = 4
 _ROUNDS = 10
-_DEVICES = 8
+DEVICES = 8
 _NUMBER = 4
 """Bytes of an entry's number."""
 _OF_BLOCK = 12
@@ -97,9 +97,10 @@ class Together:
 
     def select(self, budget: int) -> Mask:
         found = np.zeros(self.scores.shape, bool)
-        for row, scores in enumerate(self.scores):
-            blocks = best_blocks(scores, budget / len(scores), block=self.block, devices=_DEVICES)
-            found[row, self.order.reshape(-1, self.block)[blocks]] = True
+        share = budget / self.scores.shape[1]
+        blocks = best_blocks(self.scores, share, block=self.block, devices=DEVICES)
+        entries = self.order.reshape(-1, self.block)[blocks]
+        np.put_along_axis(found, entries.reshape(len(found), -1), values=True, axis=1)
         return found
 
 

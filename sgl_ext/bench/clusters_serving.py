@@ -115,7 +115,7 @@ def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
 def _report(report: Report, name: str, measured: _Measured) -> None:
     fetched, expected, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
     wanted = fetched + expected + held
-    coverage = float((expected + held) / wanted)
+    coverage = float(expected / max(expected + fetched, 1))  # of those that were not in memory
     spent = {what: each / measured.seconds for what, each in measured.spent.items()}
     report.runs.append(
         {

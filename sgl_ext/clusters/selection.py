@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.clustering import Clusters
 
 
@@ -29,26 +30,17 @@ def best_blocks(
     """The blocks of highest score, as many of each device.
 
     Args:
-        scores: ``[entries]``, in the order in which they are stored.
+        scores: ``[rows, entries]``, in the order in which they are stored.
         share: of the blocks; with 1 all of them.
         block: entries of one; the last may have fewer.
         devices: that blocks are dealt out to in turn.
 
     Returns:
-        Their numbers, sorted.
+        ``[rows, blocks]`` numbers, of each row sorted.
     """
-    blocks = -(-len(scores) // block)
-    if share >= 1:
-        return np.arange(blocks)
-    padded = np.zeros(blocks * block, np.float32)
-    padded[: len(scores)] = scores
-    rows = -(-blocks // devices)
-    dealt = np.full(rows * devices, -1.0, np.float32)  # below any score: there is no such block
-    dealt[:blocks] = padded.reshape(blocks, block).sum(axis=1)
+    blocks = -(-scores.shape[1] // block)
     each = -(-blocks_of(share, blocks, devices) // devices)
-    top = np.argpartition(dealt.reshape(rows, devices), rows - each, axis=0)[rows - each :]
-    numbers = np.sort((top * devices + np.arange(devices)).ravel())
-    return numbers[numbers < blocks]
+    return _clusters.best_blocks(scores, block, devices, each)
 
 
 def blocks_of(share: float, blocks: int, devices: int) -> int:

@@ -171,8 +171,7 @@ class StoredAttention:
             asked, self._about.geometry.scale, self._beside(layer, asked, keys, own),
             torch.get_num_threads(),
         )  # fmt: skip
-        each = [best_blocks(row, share, block=blocks.block, devices=blocks.devices) for row in mass]
-        return np.stack(each)
+        return best_blocks(mass, share, block=blocks.block, devices=blocks.devices)
 
     def _beside(
         self, layer: int, query: NDArray[np.float32], keys: torch.Tensor, own: Sequence[Own]
@@ -187,7 +186,7 @@ class StoredAttention:
                 _clusters.log_sum(
                     rows, geometry.scale, near.data_ptr(), near.stride(0), memory.near,
                     keys.data_ptr(), keys.stride(0), slots.numpy(), np.array(lengths, np.int64),
-                    geometry.kv_heads, keys.dtype == torch.bfloat16,
+                    geometry.kv_heads, keys.dtype == torch.bfloat16, torch.get_num_threads(),
                 )
             )  # fmt: skip
         return np.concatenate(parts)

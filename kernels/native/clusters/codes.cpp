@@ -12,28 +12,59 @@
 namespace sgl_ext::codes {
 namespace {
 
-// Returns the largest logit.
-template <std::size_t subspaces>
-inline float look_up(const std::uint8_t *codes, std::size_t entries, std::size_t all,
-                     const float *tables, float *logits) {
+typedef float Four __attribute__((vector_size(16)));
+typedef float Eight __attribute__((vector_size(32)));
+constexpr std::size_t kMostLanes = 8;
+
+// Heads of one KV head share its codes: the tables of some lie side by side, so that one code
+// costs one addition for all of them. Writes logits [heads, entries], and each head's largest.
+template <class Lanes, std::size_t subspaces>
+[[gnu::always_inline]] inline void look_up(const std::uint8_t *codes, std::size_t entries,
+                                           std::size_t all, std::size_t heads, const float *tables,
+                                           float *logits, float *highest) {
+  constexpr std::size_t lanes = sizeof(Lanes) / sizeof(float);
   const std::size_t width = subspaces ? subspaces : all;
-  float highest = -INFINITY;
+  float each[lanes];
+  std::fill(each, each + lanes, -INFINITY);
+  Lanes most;
+  std::memcpy(&most, each, sizeof most);
   for (std::size_t e = 0; e < entries; ++e) {
-    float sum = 0.0f;
-    for (std::size_t s = 0; s < width; ++s) sum += tables[s * centroids + codes[e * width + s]];
-    logits[e] = sum;
-    highest = std::max(highest, sum);
+    Lanes sum{};
+    for (std::size_t s = 0; s < width; ++s) {
+      Lanes one;
+      std::memcpy(&one, tables + (s * centroids + codes[e * width + s]) * lanes, sizeof one);
+      sum += one;
+    }
+    most = sum > most ? sum : most;
+    std::memcpy(each, &sum, sizeof sum);
+    for (std::size_t l = 0; l < heads; ++l) logits[l * entries + e] = each[l];
   }
-  return highest;
+  std::memcpy(each, &most, sizeof most);
+  std::copy(each, each + heads, highest);
 }
 
+template <class Lanes>
+[[gnu::always_inline]] inline void look_up(const Shape &shape, const std::uint8_t *codes,
+                                           std::size_t heads, const float *tables, float *logits,
+                                           float *highest) {
+  const std::size_t entries = shape.entries, all = shape.subspaces;
+  switch (all) {  // the usual numbers are unrolled
+    case 4: return look_up<Lanes, 4>(codes, entries, all, heads, tables, logits, highest);
+    case 8: return look_up<Lanes, 8>(codes, entries, all, heads, tables, logits, highest);
+    default: return look_up<Lanes, 0>(codes, entries, all, heads, tables, logits, highest);
+  }
+}
+
+// Tables that lie side by side, for so many heads.
+std::size_t lanes_of(std::size_t heads) { return heads == 1 ? 1 : heads <= 4 ? 4 : 8; }
+
 SGL_EXT_CLONES
-float logits_of(const Shape &shape, const std::uint8_t *codes, const float *tables,
-                float *logits) {
-  switch (shape.subspaces) {  // the usual numbers are unrolled
-    case 4: return look_up<4>(codes, shape.entries, 4, tables, logits);
-    case 8: return look_up<8>(codes, shape.entries, 8, tables, logits);
-    default: return look_up<0>(codes, shape.entries, shape.subspaces, tables, logits);
+void logits_of(const Shape &shape, const std::uint8_t *codes, std::size_t heads,
+               const float *tables, float *logits, float *highest) {
+  switch (lanes_of(heads)) {
+    case 1: return look_up<float>(shape, codes, heads, tables, logits, highest);
+    case 4: return look_up<Four>(shape, codes, heads, tables, logits, highest);
+    default: return look_up<Eight>(shape, codes, heads, tables, logits, highest);
   }
 }
 
@@ -47,11 +78,11 @@ void add(const float *values, std::size_t count, float factor, float *out) {
   for (std::size_t i = 0; i < count; ++i) out[i] += values[i] * factor;
 }
 
-// The logits of a head's centroids, [subspaces, centroids]; what the mean adds to all of them is in
-// the first subspace's.
+// The logits of a head's centroids, [subspaces, centroids, lanes], into one lane; what the mean adds
+// to all of them is in the first subspace's.
 SGL_EXT_CLONES
 void tables_of(const Shape &shape, const Keys &keys, std::size_t kv_head, const float *query,
-               float scale, float *turned, float *tables) {
+               float scale, float *turned, float *tables, std::size_t lanes) {
   const std::size_t dim = shape.head_dim, width = dim / shape.subspaces;
   const float *projection = keys.projection + kv_head * dim * dim;
   const float *mean = keys.mean + kv_head * dim;
@@ -63,13 +94,15 @@ void tables_of(const Shape &shape, const Keys &keys, std::size_t kv_head, const 
     always += q * mean[i];
     for (std::size_t j = 0; j < dim; ++j) turned[j] += q * projection[i * dim + j];
   }
+  float table[centroids];
   for (std::size_t s = 0; s < shape.subspaces; ++s) {
-    float *table = tables + s * centroids;
     std::fill(table, table + centroids, s ? 0.0f : always);
     for (std::size_t i = s * width; i < (s + 1) * width; ++i) {
       const float q = turned[i];
       for (std::size_t c = 0; c < centroids; ++c) table[c] += q * wide(cents[i * centroids + c]);
     }
+    float *into = tables + s * centroids * lanes;
+    for (std::size_t c = 0; c < centroids; ++c) into[c * lanes] = table[c];
   }
 }
 
@@ -90,23 +123,30 @@ void work(void *data) {
   Job &job = *static_cast<Job *>(data);
   const Shape &shape = job.shape;
   const std::size_t group = shape.heads / shape.kv_heads;
-  std::vector<float> logits(shape.entries), turned(shape.head_dim);
-  std::vector<float> tables(shape.subspaces * centroids);
-  for (std::size_t part; (part = job.next.fetch_add(1)) < job.count * shape.kv_heads;) {
+  const std::size_t most = std::min(group, kMostLanes), parts = job.count * shape.kv_heads;
+  std::size_t part = job.next.fetch_add(1);
+  if (part >= parts) return;  // before memory is taken: threads may be many, and parts few
+  std::vector<float> logits(most * shape.entries), turned(shape.head_dim);
+  std::vector<float> tables(shape.subspaces * centroids * lanes_of(most));
+  float highest[kMostLanes];
+  for (; part < parts; part = job.next.fetch_add(1)) {
     const std::size_t kv_head = part % shape.kv_heads;
     float *out = job.parts + part * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
-    for (std::size_t h = 0; h < group; ++h) {
-      const std::size_t at = part * group + h;
-      tables_of(shape, job.keys, kv_head, job.queries + at * shape.head_dim, job.scale,
-                turned.data(), tables.data());
-      const float found =
-          logits_of(shape, job.keys.codes + kv_head * shape.entries * shape.subspaces,
-                    tables.data(), logits.data());
-      const float highest = std::max(found, job.beside[at]);
-      const float sum = exponentials_of(logits.data(), shape.entries, highest) +
-                        std::exp(job.beside[at] - highest);
-      add(logits.data(), shape.entries, 1.0f / sum, out);
+    for (std::size_t first = 0; first < group; first += most) {
+      const std::size_t heads = std::min(most, group - first), lanes = lanes_of(heads);
+      const std::size_t at = part * group + first;
+      for (std::size_t h = 0; h < heads; ++h)
+        tables_of(shape, job.keys, kv_head, job.queries + (at + h) * shape.head_dim, job.scale,
+                  turned.data(), tables.data() + h, lanes);
+      logits_of(shape, job.keys.codes + kv_head * shape.entries * shape.subspaces, heads,
+                tables.data(), logits.data(), highest);
+      for (std::size_t h = 0; h < heads; ++h) {
+        float *mine = logits.data() + h * shape.entries;
+        const float beside = job.beside[at + h], top = std::max(highest[h], beside);
+        const float sum = exponentials_of(mine, shape.entries, top) + std::exp(beside - top);
+        add(mine, shape.entries, 1.0f / sum, out);
+      }
     }
   }
 }

@@ -1,10 +1,12 @@
 #include "log_sum.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
 #include "exponentials.h"
+#include "openmp.h"
 
 namespace sgl_ext {
 namespace {
@@ -17,9 +19,9 @@ template <class T>
   float lanes[kLanes] = {};
   for (std::size_t i = 0; i < head_dim; i += kLanes)
     for (std::size_t l = 0; l < kLanes; ++l) lanes[l] += query[i + l] * wide(key[i + l]);
-  float sum = 0.0f;
-  for (float lane : lanes) sum += lane;
-  return sum;
+  for (std::size_t half = kLanes / 2; half; half /= 2)
+    for (std::size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  return lanes[0];
 }
 
 template <class T>
@@ -54,22 +56,44 @@ float wide_head(const LogSum &shape, const float *query, std::size_t kv_head, Ne
   return head_of<float>(shape, query, kv_head, near, count, own, slots, length, logits);
 }
 
+struct Job {
+  const LogSum &shape;
+  const float *queries;
+  std::size_t rows;
+  Near near;
+  std::size_t count;
+  Near own;
+  const std::int64_t *slots;
+  const std::int64_t *lengths;
+  float *out;
+  std::size_t width;            // of a thread's logits
+  std::vector<float> logits{};  // of all threads, whose body must not throw
+  std::atomic<std::size_t> thread{0}, next{0};
+};
+
+void work(void *data) {
+  Job &job = *static_cast<Job *>(data);
+  const LogSum &shape = job.shape;
+  const std::size_t group = shape.heads / shape.kv_heads;
+  float *logits = job.logits.data() + job.thread.fetch_add(1) * job.width;
+  const auto head = shape.bfloat16 ? narrow_head : wide_head;
+  for (std::size_t at; (at = job.next.fetch_add(1)) < job.rows * shape.heads;)
+    job.out[at] = head(shape, job.queries + at * shape.head_dim, at % shape.heads / group, job.near,
+                       job.count, job.own, job.slots,
+                       std::size_t(job.lengths[at / shape.heads]), logits);
+}
+
 }  // namespace
 
 void log_sum(const LogSum &shape, const float *queries, std::size_t rows, Near near,
              std::size_t count, Near own, const std::int64_t *slots, const std::int64_t *lengths,
-             float *out) {
-  const std::size_t group = shape.heads / shape.kv_heads;
-  std::size_t most = 0;
-  for (std::size_t row = 0; row < rows; ++row) most = std::max(most, std::size_t(lengths[row]));
-  std::vector<float> logits(count + most);
-  const auto head = shape.bfloat16 ? narrow_head : wide_head;
-  for (std::size_t row = 0; row < rows; ++row)
-    for (std::size_t h = 0; h < shape.heads; ++h) {
-      const std::size_t at = row * shape.heads + h;
-      out[at] = head(shape, queries + at * shape.head_dim, h / group, near, count, own, slots,
-                     std::size_t(lengths[row]), logits.data());
-    }
+             int threads, float *out) {
+  if (!rows) return;
+  const std::size_t longest = std::size_t(*std::max_element(lengths, lengths + rows));
+  Job job{shape, queries, rows, near, count, own, slots, lengths, out, count + longest};
+  threads = std::max(threads, 1);
+  job.logits.resize(std::size_t(threads) * job.width);
+  parallel(threads, work, &job);
 }
 
 }  // namespace sgl_ext

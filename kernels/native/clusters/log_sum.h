@@ -21,9 +21,9 @@ struct LogSum {
 };
 
 // For each of `rows` queries [rows, heads, head_dim]: over all `count` of `near`, and over the
-// first lengths[row] of `slots` of `own`. out [rows, heads].
+// first lengths[row] of `slots` of `own`. out [rows, heads]. `threads` share the heads.
 void log_sum(const LogSum &shape, const float *queries, std::size_t rows, Near near,
              std::size_t count, Near own, const std::int64_t *slots, const std::int64_t *lengths,
-             float *out);
+             int threads, float *out);
 
 }  // namespace sgl_ext

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "best_blocks.h"
 #include "coactivation.h"
 #include "checksum.h"
 #include "codes.h"
@@ -113,10 +114,27 @@ auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centr
   return nb::ndarray<nb::numpy, float>(out, {count, shape.entries}, owner);
 }
 
+auto best_blocks_of(const Of<float, 2> &scores, std::size_t block, std::size_t devices,
+                    std::size_t each) {
+  if (!block || !devices || !each)
+    throw std::invalid_argument("a block has an entry, and a device gives a block");
+  const std::size_t rows = scores.shape(0);
+  const sgl_ext::Dealt dealt{scores.shape(1), block, devices, each};
+  const std::size_t chosen = dealt.chosen();
+  auto *out = new std::int64_t[rows * chosen];
+  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<std::int64_t *>(p); });
+  {
+    nb::gil_scoped_release release;
+    sgl_ext::best_blocks(dealt, scores.data(), rows, out);
+  }
+  return nb::ndarray<nb::numpy, std::int64_t>(out, {rows, chosen}, owner);
+}
+
 auto log_sum_of(const Of<float, 3> &queries, float scale, std::uintptr_t near,
                 std::size_t near_stride, std::size_t count, std::uintptr_t own,
                 std::size_t own_stride, const Of<std::int64_t, 1> &slots,
-                const Of<std::int64_t, 1> &lengths, std::size_t kv_heads, bool bfloat16) {
+                const Of<std::int64_t, 1> &lengths, std::size_t kv_heads, bool bfloat16,
+                int threads) {
   const std::size_t rows = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2);
   if (!kv_heads || heads % kv_heads || dim % 16 || lengths.shape(0) != rows)
     throw std::invalid_argument("queries, heads and lengths do not fit each other");
@@ -130,7 +148,7 @@ auto log_sum_of(const Of<float, 3> &queries, float scale, std::uintptr_t near,
     sgl_ext::log_sum({heads, kv_heads, dim, bfloat16, scale}, queries.data(), rows,
                      {reinterpret_cast<const void *>(near), near_stride}, count,
                      {reinterpret_cast<const void *>(own), own_stride}, slots.data(),
-                     lengths.data(), out);
+                     lengths.data(), threads, out);
   }
   return nb::ndarray<nb::numpy, float>(out, {rows, heads}, owner);
 }
@@ -148,7 +166,10 @@ NB_MODULE(_clusters, m) {
   m.def("mass", &mass_of, nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"),
         nb::arg("mean"), nb::arg("queries"), nb::arg("scale"), nb::arg("beside"),
         nb::arg("threads"));
+  m.def("best_blocks", &best_blocks_of, nb::arg("scores"), nb::arg("block"), nb::arg("devices"),
+        nb::arg("each"));
   m.def("log_sum", &log_sum_of, nb::arg("queries"), nb::arg("scale"), nb::arg("near"),
         nb::arg("near_stride"), nb::arg("count"), nb::arg("own"), nb::arg("own_stride"),
-        nb::arg("slots"), nb::arg("lengths"), nb::arg("kv_heads"), nb::arg("bfloat16"));
+        nb::arg("slots"), nb::arg("lengths"), nb::arg("kv_heads"), nb::arg("bfloat16"),
+        nb::arg("threads"));
 }
