@@ -20,8 +20,8 @@ from sgl_ext.calibrate_host import POOL, WAYS, crossover_of, host_curves, random
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
-from sgl_ext.restore.costs import LoadCost
-from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, fit, save
+from sgl_ext.restore.costs import LoadCost, fit
+from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, save
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Of prompts, from which forwards of these and of a chunk's tokens come."""
@@ -109,9 +109,7 @@ def _in_scratch(wanted: Tiers) -> Iterator[Tiers]:
                 f"cannot measure {error.filename or ssd.directories} ({error.strerror}); make it, "
                 "or let this user write there"
             ) from None
-        there = ssd.model_copy(
-            update={"directories": [Path(each) for each in scratch], "keep_after": 1}
-        )
+        there = ssd.model_copy(update={"directories": tuple(map(Path, scratch)), "keep_after": 1})
         yield Tiers(ssd=there, staging=wanted.staging, wait=wanted.wait)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt import runtime_context
 
 from sgl_ext import runtime
 from sgl_ext.config import load
@@ -60,7 +61,17 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> runtime.ExtRuntime:
     ext = runtime.ExtRuntime(load({"tiers": tiers, "restore": {}}))
     ext.restorer, ext.prefixes = Restorer(), {}  # type: ignore[assignment]
     monkeypatch.setattr(runtime, "current", ext)
+    scheduled(monkeypatch)
     return ext
+
+
+def scheduled(
+    monkeypatch: pytest.MonkeyPatch, *, by_priority: bool = False, low: bool = False
+) -> None:
+    schedule = SimpleNamespace(
+        enable_priority_scheduling=by_priority, schedule_low_priority_values_first=low
+    )
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
 
 
 def request(rid: str = "r", **more: Any) -> Any:
@@ -99,8 +110,19 @@ def test_one_that_has_to_wait_for_its_first_part_holds_nobody_up(ext: runtime.Ex
 
 @pytest.mark.parametrize("field", ["session", "multimodal_inputs"])
 def test_prompts_that_are_not_restored(ext: runtime.ExtRuntime, field: str) -> None:
-    assert restore_hooks.prompt_of(request(), 16) == (1, 5, 100)
+    assert restore_hooks.prompt_of(request(), 16) == (1, 5, 100, 0)
     assert restore_hooks.prompt_of(request(**{field: object()}), 16) is None
+
+
+def test_priorities_are_those_of_the_scheduler(
+    ext: runtime.ExtRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for by_priority, low, expected in ((False, False, 0), (True, False, -7), (True, True, 7)):
+        scheduled(monkeypatch, by_priority=by_priority, low=low)
+        prompt = restore_hooks.prompt_of(request(priority=7), 16)
+        assert prompt is not None
+        assert prompt.precedence == expected
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -119,7 +141,11 @@ def test_tiers_that_are_off_are_not_asked(ext: runtime.ExtRuntime, enabled: bool
 def test_only_forwards_that_compute_one_prompt_say_what_that_costs(
     ext: runtime.ExtRuntime,
 ) -> None:
-    batch = SimpleNamespace(reqs=[request()], prefix_lens=[48], extend_num_tokens=64)
+    batch = SimpleNamespace(
+        reqs=[request()], prefix_lens=[48], extend_num_tokens=64, hicache_consumer_index=0
+    )
+    assert restore_hooks.computes_from(batch, 64) is None  # it waits for host memory, too
+    batch.hicache_consumer_index = -1
     assert restore_hooks.computes_from(batch, 64) == 48
     assert restore_hooks.computes_from(batch, 60) is None  # some were loaded
     batch.reqs = [request(), request("other")]
@@ -160,7 +186,7 @@ def test_how_host_memory_is_restored(
     stack: Any = SimpleNamespace(
         loaded=SimpleNamespace(pages=100, seconds=seconds), layout=SimpleNamespace(layers=30)
     )
-    prompt = restore_hooks.Prompt(0, pages, 1000)
+    prompt = restore_hooks.Prompt(0, pages, 1000, 0)
     assert restore_hooks.strategy(stack, prompt, pages) is chosen
 
 
@@ -180,8 +206,6 @@ def test_chunk_page_and_prefill_go_together(
     ext: runtime.ExtRuntime,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang.srt import runtime_context
-
     schedule = SimpleNamespace(chunked_prefill_size=size)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
     config = load({**ext.config.resolved(), "restore": {"chunk": chunk}})

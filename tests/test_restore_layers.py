@@ -97,6 +97,11 @@ def test_pages_stay_until_their_request_has_them() -> None:
     held.release("a")
     held.release("a")
     assert "a" not in held
+    held.hold("a", names[2:4], 2, Strategy.LAYERS)
+    held.expire(held["a"].since, kept={"b"})
+    assert "a" in held
+    held.expire(held["a"].since + 1, kept={"b"})
+    assert "a" not in held
     assert held.clear() == ["b"]
     assert host.room == PAGES
     host.check_integrity()

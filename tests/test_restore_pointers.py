@@ -195,6 +195,27 @@ def test_both_are_done_at_the_meeting(
         assert (single if at - front <= 512 else chunked) == pytest.approx(loading, rel=1e-3)
 
 
+def test_serving_says_what_attention_costs() -> None:
+    """A long prompt's rate is not taken for a short one's, whatever else was in the way once."""
+    true = ComputeCost(5e-3, 4e-4, 2e-7)
+    found = costs(0.0, 1e-3, 0.0, 1.0)
+    for begin in range(0, 7168, 512):
+        found.computed(begin, begin + 512, true.seconds(begin, begin + 512))
+    found.computed(512, 1024, 5.0)
+    found.computed(0, 64, true.seconds(0, 64))
+    for begin, end in ((0, 256), (0, 512), (1024, 1100), (6144, 7168)):
+        expected = true.seconds(begin, end)
+        assert found.compute.seconds(begin, end) == pytest.approx(expected, rel=0.15)
+
+
+def test_of_forwards_that_are_alike_only_their_rate_is_believed() -> None:
+    found = costs(0.0, 1.0, 0.0, 1.0)
+    for _ in range(5):
+        found.computed(0, 512, 0.5)
+    assert found.compute.seconds(0, 100) == pytest.approx(0.5 * 100 / 512, rel=1e-3)
+    assert found.compute.seconds(4096, 4608) == pytest.approx(0.5, rel=1e-3)
+
+
 def test_serving_corrects_what_is_believed() -> None:
     unmeasured = costs(0.0, 1.0, 0.0, 1.0)
     unmeasured.computed(0, 100, 0.1)

@@ -16,13 +16,13 @@ class Request:
     arrived: float
     remaining: float
     recomputing: float
-    rank: float = 0.0
+    rank: tuple[int, float] = (0, 0.0)
 
 
 def computed(policy: Policy, waiting: Sequence[Request]) -> Request:
     """Whose prompt is computed next."""
     for one in waiting:
-        one.rank = policy.rank(one)
+        one.rank = 0, policy.rank(one)
     return soonest(waiting)
 
 

@@ -14,8 +14,8 @@ from sgl_ext.calibrate import calibrate
 from sgl_ext.calibrate_host import crossover_of
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
-from sgl_ext.restore.costs import ComputeCost, LoadCost
-from sgl_ext.restore.profile import Profile, Subject, devices, find, fit, known, path_of, save
+from sgl_ext.restore.costs import CROSSOVER, ComputeCost, LoadCost, fit
+from sgl_ext.restore.profile import Profile, Subject, devices, find, known, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
 PROFILE = Profile(
@@ -35,6 +35,8 @@ def test_what_is_saved_is_found(tmp_path: Path) -> None:
     assert costs.measured == {"compute", "ssd"}
     assert costs.compute == PROFILE.compute
     assert costs.loads == PROFILE.loads
+    assert costs.crossover == 300
+    assert PROFILE.costs({}, 512, host="behind a link").crossover == CROSSOVER
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
 
 
@@ -56,6 +58,14 @@ def test_of_what_was_not_measured_the_first_load_says_all(
     assert other is not None
     assert devices(tiers) != devices(other)
     assert devices(tiers) == devices(tiers.model_copy(update={"staging": 1 << 30}))
+    host = {"capacity": "1GiB"}
+    plain, linked = (
+        load({"tiers": {"host": {**host, **more}}}).tiers
+        for more in ({}, {"link": {"bytes_per_second": "1GiB"}})
+    )
+    assert plain is not None
+    assert linked is not None
+    assert devices(plain) != devices(linked)
 
 
 def test_a_profile_of_something_else_is_not_used(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_two_processes_restore_half_of_the_layers_each(model: Path, tmp_path: Pa
         assert filled[0].row_bytes == 0
         assert 0 < filled[1].row_bytes < filled[1].token_bytes / 5
         for mode in (KEPT, AS_IT_COMES, IN_SEQUENCE, KEPT):
-            running.ask("slow_down", mode, rate)
+            running.ask("slow_down", rate)
             restored: list[Restoration] = running.ask("restore", ids, mode)
             for each in restored:
                 assert each.difference < 1e-3

@@ -85,6 +85,25 @@ def test_the_same_prefix_is_restored_once(machine: Machine) -> None:
     assert not machine.restorer.restores("b")
 
 
+def test_who_shares_little_has_its_own_turn(machine: Machine) -> None:
+    """As behind a system prompt: the shorter goes first, and what both have is kept once."""
+    system, own, other = keys(0, 1), keys(*range(2, 30)), keys(*range(30, 36))
+    machine.keep(system + own + other)
+    machine.restorer.ask("long", system + own, 0, 0, 123)
+    machine.restorer.ask("short", system + other, 0, 0, 35)
+    assert not machine.restorer.turn("long", continuing=False)
+    assert machine.restorer.turn("short", continuing=False)
+    machine.run("short", system + other, 35)
+    machine.restorer.release("short")
+    machine.restorer.advance()
+    assert machine.restorer.turn("long", continuing=False)
+    machine.run("long", system + own, 123)
+    machine.restorer.release("long")
+    machine.settle()
+    machine.host.check_integrity()
+    assert machine.host.free == 64 - len(machine.host)
+
+
 def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
@@ -98,6 +117,34 @@ def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     assert not machine.restorer.turn("long", continuing=False)
     machine.restorer.release("short")
     assert machine.restorer.turn("long", continuing=False)
+
+
+def test_the_more_urgent_goes_before_the_shorter(machine: Machine) -> None:
+    long, short = keys(*range(30)), keys(*range(30, 40))
+    machine.keep(long + short)
+    machine.restorer.ask("long", long, 0, 0, 130, -1)
+    machine.restorer.ask("short", short, 0, 0, 45)
+    assert not machine.restorer.turn("short", continuing=False)
+    assert machine.restorer.turn("long", continuing=False)
+    machine.restorer.ask("short", short, 0, 0, 45, -2)  # its priority has changed
+    machine.restorer.advance()
+    assert not machine.restorer.turn("long", continuing=False)
+    assert machine.restorer.turn("short", continuing=False)
+
+
+def test_who_followed_another_one_has_waited_since_it_came(machine: Machine) -> None:
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.restorer.ask("a", names, 0, 0, 83)
+    begin = time.monotonic()
+    machine.restorer.ask("b", names, 0, 0, 90)
+    time.sleep(0.05)
+    machine.restorer.release("a")
+    machine.restorer.ask("b", names, 0, 0, 90)
+    until(lambda: machine.restorer.advance() or machine.restorer.restores("b"))
+    report, waited = machine.restorer.report("b"), time.monotonic() - begin
+    assert report is not None
+    assert 0.05 <= report["seconds"] <= waited
 
 
 def test_more_than_there_is_room_for() -> None:

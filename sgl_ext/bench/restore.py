@@ -37,6 +37,7 @@ from sgl_ext.models import SMOLLM2, prepare
 
 _REFERENCE = 4096
 """Tokens of the context whose loading takes ``ratio`` times as long as its computing."""
+_STAGE_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class _Sizes:
     each: int
     """Contexts of each length."""
     rounds: int
+    """In which they are asked for."""
     ratios: Sequence[float]
     """Of loading to computing."""
     mixed: int
@@ -54,38 +56,38 @@ class _Sizes:
     by_layers: Sequence[int]
     """Tokens of contexts that are restored from host memory, layer by layer."""
     by_stages: Sequence[int]
-    """Tokens of contexts that two stages of a pipeline restore."""
+    """Tokens of contexts that two stages of a pipeline restore, four times each."""
     pool: int
     """Tokens."""
 
 
 _QUICK = _Sizes(
-    (1024, _REFERENCE), 1, 2, (1.0,), 12, BatchSizes({8: 2}, (0,), 0), (), (2048,), 32_000
+    (1024, _REFERENCE), 1, 1, (1.0,), 12, BatchSizes({8: 2}, (0,), 8, (0,)), (), (2048,), 32_000
 )
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
     2,
-    3,
+    1,
     (0.5, 1.0, 2.0),
     32,
-    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32),
+    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32, (*range(5),)),
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
     32_000,
 )
 
 
-PARTS = ("alone", "batches", "host", "stages", "planner")
+PARTS = ("alone", "batches", "arrivals", "host", "stages", "planner")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     sizes = _QUICK if quick else _WHOLE
     model = prepare(SMOLLM2)
     report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
-    if {"alone", "batches", "host"} & {*parts}:
+    if {"alone", "batches", "arrivals", "host"} & {*parts}:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
-        report_stages(report, model, sizes.by_stages, sizes.rounds)
+        report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
     if "planner" in parts:
         report_planner(report)
     return report
@@ -107,19 +109,24 @@ def _slow_tiers(
         token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
         full = _REFERENCE * token_bytes / seconds
         for ratio in sizes.ratios:
-            batches = ratio == 1.0 and "batches" in parts
-            if not batches and "alone" not in parts:
+            alike = ratio == 1.0
+            if not {"alone", *(("batches", "arrivals") if alike else ())} & {*parts}:
                 continue
-            names = [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, CAKE, OURS]
-            names += [LONGEST] if ratio == 1.0 else []
+            names = [CAKE, OURS]
+            if {"alone", "batches"} & {*parts}:
+                names += [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, *([LONGEST] if alike else [])]
             rate = round(full / ratio)
             staging = round(sizes.pool * token_bytes)  # six servers have to fit beside each other
             running = systems(names, filled, Path(scratch), sizes.pool, f"{staging}B", rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 if "alone" in parts:
                     _alone(report, servers, alone, sizes.rounds, ratio)
-                if batches:
-                    Batches(servers, mixed, sizes.batches, rate).report(report)
+                batches = Batches(servers, mixed, sizes.batches, rate)
+                if alike and "batches" in parts:
+                    batches.report(report)
+                if alike and "arrivals" in parts:
+                    batches.report_arrivals(report)
+            report.write(out / "partial")  # if a later one fails
         if "host" in parts:
             report_layers(report, model, logs, sizes.by_layers, round(full))
 
@@ -137,17 +144,17 @@ def _alone(
 
     names = [each.system.name for each in servers]
     ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
-    for number in range(rounds + 1):
-        for place, context in enumerate(contexts):
-            for at in range(len(servers)):
-                one = servers[(number + place + at) % len(servers)]
-                server.forget(one.url)
-                (timing,) = send(one.url, [Request(context.tokens, 1)])
-                if one.system.name == LOAD:
-                    loaded(context, timing)
-                if number:  # the first ones in a process are slow
-                    by_length = ttft[one.system.name].setdefault(context.length, [])
-                    by_length.append(timing.ttft)
+    longest = max(contexts, key=lambda each: each.length)
+    # The first one in a process is slow.
+    for turn, context in enumerate([longest, *[*contexts] * rounds]):
+        for at in range(len(servers)):
+            one = servers[(turn + at) % len(servers)]
+            server.forget(one.url)
+            (timing,) = send(one.url, [Request(context.tokens, 1)])
+            if one.system.name == LOAD:
+                loaded(context, timing)
+            if turn:
+                ttft[one.system.name].setdefault(context.length, []).append(timing.ttft)
     for length in ttft[OURS]:
         medians = {name: statistics.median(ttft[name][length]) for name in names}
         compute = min(medians[RECOMPUTE], medians[RECOMPUTE_IN_CHUNKS])

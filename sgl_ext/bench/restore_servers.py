@@ -32,7 +32,7 @@ def base(pool: int) -> tuple[str, ...]:
     Args:
         pool: tokens that the device holds.
     """
-    return ("--max-total-tokens", str(pool), "--page-size", str(PAGE))
+    return ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *server.BESIDE_OTHERS)
 
 
 def fill(

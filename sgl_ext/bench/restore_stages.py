@@ -136,7 +136,7 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
             for turn in range(rounds + 1):
                 for at in range(len(_MODES)):
                     mode = _MODES[(turn + at) % len(_MODES)]
-                    running.ask("slow_down", mode, rate)
+                    running.ask("slow_down", rate)
                     began = time.monotonic()
                     restored: list[Restoration] = running.ask("restore", ids, mode)
                     _check(restored, len(ids))

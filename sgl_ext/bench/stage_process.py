@@ -30,6 +30,12 @@ from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.ssd import SsdTier
 
 CHUNK = 512
+_FIRST = 8
+"""Pages of the first read of boundaries: computing begins when it is there. Each further read is of
+twice as many, up to a chunk."""
+_COMPUTED = 5 / 8
+"""Of a prompt: as much as is computed at most, and boundaries are read of. They come before any KV
+of the same device: computing waits for them, and nothing for the KV that they keep back."""
 _UNIT = 8
 """Pages of one load."""
 _CAPACITY = 4 << 30
@@ -78,6 +84,20 @@ class Restoration(NamedTuple):
     """Largest, of any element of the KV, to what was computed at first."""
 
 
+class _Behind(SsdTier):
+    """A tier whose loads begin when what lies before them on the same device has been read."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.begins = threading.Event()
+        self.begins.set()
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        if not self.begins.wait(DEADLINE_S):
+            raise RuntimeError(f"boundaries have not been read in {DEADLINE_S:g} s")
+        return super().load(keys, pages)
+
+
 class Stage:
     """One stage of several; commands come through its connection."""
 
@@ -92,7 +112,7 @@ class Stage:
         self._undo = ExitStack()
         self._costs: dict[str, Costs] = {}
         """By mode; what was learnt goes on from one restoration to the next."""
-        self._open(None, None)
+        self._open(None)
 
     def fill(self, ids: Sequence[int]) -> Filled:
         """Computes a prompt, as a pipeline does, and keeps KV and inputs."""
@@ -119,15 +139,9 @@ class Stage:
         rows = 0 if self._before is None else self._boundaries.row_bytes
         return Filled(seconds, self._model.layout.token_bytes, rows)
 
-    def slow_down(self, mode: str, bytes_per_second: float) -> None:
-        """From now on its device moves so much; what it holds stays.
-
-        KV and boundaries lie on the same one: each has its share of it where both are read.
-        """
-        rows = 0 if self._before is None or mode != KEPT else self._boundaries.row_bytes
-        kv = self._model.layout.token_bytes
-        share = kv / (kv + rows)
-        self._open(bytes_per_second * share, bytes_per_second * (1 - share) or bytes_per_second)
+    def slow_down(self, bytes_per_second: float) -> None:
+        """From now on its device moves so much; what it holds stays."""
+        self._open(bytes_per_second)
 
     def restore(self, ids: Sequence[int], mode: str) -> Restoration:
         """Restores the prompt that was filled."""
@@ -136,23 +150,26 @@ class Stage:
         came: list[NDArray[np.float32]] = []
         passed: list[NDArray[np.float32]] = []
         over = threading.Event()
+        first_keys = keys[: round(_COMPUTED * len(keys))]
 
         def read() -> None:
             try:
                 if mode == KEPT:
-                    while inputs.end < len(ids) and not over.is_set():
-                        first = inputs.end // PAGE
-                        rows = self._boundaries.load(keys[first : first + CHUNK // PAGE])
+                    pages = _FIRST
+                    while (first := inputs.end // PAGE) < len(first_keys) and not over.is_set():
+                        rows = self._boundaries.load(first_keys[first : first + pages])
                         if not len(rows):
                             break
                         came.append(rows.view(np.float32))
                         inputs.come(inputs.end + len(rows))
+                        pages = min(2 * pages, CHUNK // PAGE)
                 else:
                     while (rows := self._receive()) is not None:
                         came.append(rows)
                         inputs.come(inputs.end + len(rows))
             finally:
                 inputs.close()
+                self._kv.begins.set()
 
         def compute(begin: int, end: int) -> None:
             wanted: Inputs
@@ -179,6 +196,8 @@ class Stage:
         if self._before is None:
             inputs.come(len(ids))
         else:
+            if mode == KEPT:
+                self._kv.begins.clear()
             reader.start()
         try:
             restore(restorer, keys, inputs, compute, adopt, DEADLINE_S)
@@ -208,12 +227,13 @@ class Stage:
             raise RuntimeError(f"the stage before has sent nothing in {DEADLINE_S:g} s")
         return self._before.recv()
 
-    def _open(self, kv_rate: float | None, row_rate: float | None) -> None:
+    def _open(self, rate: float | None) -> None:
+        """The rate is that of one device, of which boundaries and KV are never read at once."""
         self._undo.close()
         engine = TransferEngine()
         self._undo.callback(engine.close)
 
-        def tier(name: str, arena: Arena, rate: float | None) -> SsdTier:
+        def tier(name: str, arena: Arena) -> _Behind:
             def wrap(lane: FileLane) -> Lane:
                 if rate is None:
                     return lane
@@ -222,15 +242,16 @@ class Stage:
             engine.register(arena.address, arena.size, owner=arena, pinned=True)
             directory = self._scratch / name
             directory.mkdir(exist_ok=True)
-            return SsdTier(arena, engine, [directory], _CAPACITY, wrap=wrap)
+            return _Behind(arena, engine, [directory], _CAPACITY, wrap=wrap)
 
         layout = self._model.layout
         self._arena = Arena(layout, -(-self._tokens // PAGE))
-        self._tier = LowerTier(tier("kv", self._arena, kv_rate), keep_after=1, wake=lambda: None)
+        self._kv = tier("kv", self._arena)
+        self._tier = LowerTier(self._kv, keep_after=1, wake=lambda: None)
         self._undo.callback(self._tier.close)
         rows = boundary_layout(self._model.hidden, PAGE, layout.dtype, layout.fingerprint)
         arena = Arena(rows, CHUNK // PAGE)
-        kept = tier("boundaries", arena, row_rate)
+        kept = tier("boundaries", arena)
         self._undo.callback(kept.close)
         self._boundaries = BoundaryStore(kept, arena)
 

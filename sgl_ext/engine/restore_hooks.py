@@ -45,6 +45,8 @@ class Prompt(NamedTuple):
     """Pages from there on that need not be computed; some of SGLang's look-ups are for more."""
     behind: int
     """Tokens."""
+    precedence: int
+    """The smaller, the sooner: SGLang's priority, where it schedules by that."""
 
 
 def looked_up(req: Any) -> None:
@@ -71,7 +73,17 @@ def prompt_of(req: Any, prefix: int) -> Prompt | None:
             return None
     page, tokens = ext.restorer.page, len(req.full_untruncated_fill_ids)
     first, most = prefix // page, req._compute_max_prefix_len(tokens) // page
-    return Prompt(first, most - first, tokens) if most > first else None
+    return Prompt(first, most - first, tokens, _precedence(req)) if most > first else None
+
+
+def _precedence(req: Any) -> int:
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    if not schedule.enable_priority_scheduling or req.priority is None:
+        return 0
+    priority: int = req.priority
+    return priority if schedule.schedule_low_priority_values_first else -priority
 
 
 def strategy(stack: TierStack, prompt: Prompt, pages: int) -> Strategy | None:
@@ -220,6 +232,8 @@ def computes_from(batch: Any, tokens: int) -> int | None:
         return None
     if tokens != batch.extend_num_tokens or (ext.prefixes and batch.reqs[0].rid in ext.prefixes):
         return None
+    if batch.hicache_consumer_index >= 0:
+        return None  # it waits for host memory as well
     begin: int = batch.prefix_lens[0]
     return begin
 

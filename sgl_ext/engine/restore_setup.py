@@ -17,7 +17,7 @@ from sgl_ext.packages import cache_dir
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
 from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.restore.policies import POLICIES
-from sgl_ext.restore.profile import PROFILES, Subject, devices, find
+from sgl_ext.restore.profile import HOST, PROFILES, Subject, devices, find
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.runtime import ExtRuntime
 from sgl_ext.tiers.stack import TierStack
@@ -88,8 +88,11 @@ def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
     """Measured ones; without a profile those that the first forwards and loads will say."""
     tiers = [lower.tier.name for lower in stack.lower]
     if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
-        return profile.costs({tier: now.get(tier, "") for tier in tiers}, chunk)
+        lower = {tier: now.get(tier, "") for tier in tiers}
+        return profile.costs(lower, chunk, now.get(HOST, ""))
     logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
+    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # the first prompt would wait
+
     return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
 
 

@@ -41,20 +41,23 @@ class Restoration:
     keys: Sequence[Key]
     places: Pages
     """In host memory, held: what is loaded lands there."""
+    precedence: int
+    """The smaller, the sooner, whatever the policy says of others."""
     remaining: float = 0.0
     recomputing: float = 0.0
-    rank: float = 0.0
-    began: float = 0.0
-    """When what is on its way was asked for."""
+    rank: tuple[int, float] = (0, 0.0)
+    """Its precedence, and what the policy says."""
     loaded: dict[str, int] = field(default_factory=dict)
     """Pages, by tier."""
     gone: bool = False
 
     def estimate(self, costs: Costs, page: int) -> None:
         """What is left to do, for policies."""
-        free, front = self.pointers.next_free, self.pointers.front * page
-        back = front if free is None else free.end * page
-        tier = self.pointers.stretches[0].tier if free is None else free.tier
+        free, front = [*self.pointers.free], self.pointers.front * page
+        back = free[-1].end * page if free else front
+        # Tiers load at the same time: what the one with most left takes is what remains.
+        tiers = [each.tier for each in free] or [self.pointers.stretches[0].tier]
+        tier = max(tiers, key=self.pointers.left)
         self.recomputing = costs.recomputing(front, back)
         self.remaining = costs.remaining(front, back, self.pointers.end * page, self.behind, tier)
 
@@ -117,7 +120,7 @@ class Channels:
             return 0.0
         (stretch,) = (each for each in current.pointers.stretches if each.tier == tier)
         expected = self._costs.loads[tier].seconds(stretch.flying * self._page)
-        late = time.monotonic() - current.began - expected
+        late = time.monotonic() - stretch.began - expected
         # A device that is so late may hang: nobody waits for what it would load next.
         return inf if late > expected + _PATIENCE_S else max(-late, 0.0)
 
@@ -133,13 +136,12 @@ class Channels:
         able = self._able[name]
         while able and name not in self._loading and not self._closed:
             one = self._policy.load(able.values(), self.computing)
-            taken = one.pointers.take(name, self._unit)
+            taken = one.pointers.take(name, self._unit, time.monotonic())
             self._note(one)
             if taken is None:
                 able.pop(one.rid, None)
                 continue
             begin, end = (page - one.begin for page in taken)
-            one.began = time.monotonic()
             self._loading[name] = one
             then = partial(self._landed, name, one)
             self._tiers[name].load_then(one.keys[begin:end], one.places[begin:end], then)
@@ -158,7 +160,7 @@ class Channels:
     def _note(self, one: Restoration) -> None:
         """Which tiers could load something for the request."""
         one.estimate(self._costs, self._page)
-        one.rank = self._policy.rank(one)
+        one.rank = one.precedence, self._policy.rank(one)
         for stretch in one.pointers.stretches:
             able = self._able[stretch.tier]
             if not one.gone and one.pointers.left(stretch.tier):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 _MEMORY = 0.8
 """Weight of what was known before against one more observation."""
@@ -16,6 +19,10 @@ CROSSOVER = 512
 """Tokens: L_delta where it was not measured."""
 _OBSERVED = 512
 """Forwards, and loads of each tier, that are remembered."""
+_FITTED = 64
+"""The last of them, which say what computing costs."""
+_BELIEF = 0.1
+"""Weight of what a fit departs from against one forward."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,40 @@ class ComputeCost:
         return ComputeCost(self.overhead * by, self.per_token * by, self.per_pair * by)
 
 
+def fit(
+    samples: Sequence[tuple[int, int, float]], believed: ComputeCost | None = None
+) -> ComputeCost:
+    """The costs that explain forwards ``(begin, end, seconds)`` best.
+
+    Least squares of relative errors, none of them negative: a short forward counts as much as a
+    long one, and one that something was in the way of hardly counts.
+
+    Args:
+        believed: of what the forwards do not tell, being alike.
+
+    Raises:
+        ValueError: nothing is believed, and there are fewer than three forwards, or all of them
+            are alike.
+    """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    begin, end, seconds = np.array(samples, float).reshape(-1, 3).T
+    alike = len(seconds) < 3 or np.ptp(end - begin) == 0
+    if (believed is None and alike) or not (seconds > 0).all():
+        raise ValueError(f"{len(samples)} forwards say too little: {samples[:3]}")
+    tokens = end - begin
+    factors = np.stack((np.ones_like(tokens), tokens, tokens * (begin + end) / 2), axis=1)
+    factors /= seconds[:, None]
+    wanted = np.ones_like(seconds)
+    if believed is not None:
+        weights = math.sqrt(_BELIEF) * factors.mean(axis=0)
+        belief = (believed.overhead, believed.per_token, believed.per_pair)
+        factors = np.concatenate((factors, np.diag(weights)))
+        wanted = np.concatenate((wanted, weights * belief))
+    overhead, per_token, per_pair = map(float, nnls(factors, wanted)[0])
+    return ComputeCost(overhead, max(per_token, 1e-9), per_pair)
+
+
 @dataclass(frozen=True)
 class LoadCost:
     """Seconds of a load of consecutive tokens from one tier."""
@@ -69,7 +110,7 @@ class Costs:
         loads: by the name of the tier.
         chunk: tokens of a forward that restores.
         measured: what of them comes from a profile, tiers by their name; of the rest the first
-            observation says all.
+            observations say all.
     """
 
     compute: ComputeCost
@@ -93,7 +134,13 @@ class Costs:
         """A forward over these tokens took so long."""
         self.forwards.append((begin, end, seconds))
         expected = self.compute.seconds(begin, end)
-        self.compute = self.compute.scaled(self._correction(COMPUTE, seconds / expected))
+        correction = self._correction(COMPUTE, seconds / expected)
+        if COMPUTE in self.measured:
+            self.compute = self.compute.scaled(correction)
+            return
+        lately = [*self.forwards][-_FITTED:]
+        rates = np.array([(until - start) / took for start, until, took in lately])
+        self.compute = fit(lately, ComputeCost(per_token=float(rates.sum() / (rates**2).sum())))
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         """A load of so many tokens took so long."""

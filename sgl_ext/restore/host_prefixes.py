@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -82,6 +82,13 @@ class HostPrefixes:
         """The request's prefill has ended, or it does not come to it."""
         if (held := self._held.pop(rid, None)) is not None:
             self._host.unpin(held.pages)
+
+    def expire(self, since: float, kept: Container[str]) -> None:
+        """Lets go of what was held before ``since``, but for the requests ``kept``: they are held
+        anew when they are looked up again."""
+        for rid in [rid for rid, held in self._held.items() if held.since < since]:
+            if rid not in kept:
+                self.release(rid)
 
     def clear(self) -> list[str]:
         """Gives everything up; the requests whose pages were kept."""

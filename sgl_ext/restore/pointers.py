@@ -20,6 +20,8 @@ class Stretch:
     """The I/O pointer: pages from here on are loaded, or about to be."""
     flying: int = 0
     """Pages from :attr:`end` on that are on their way."""
+    began: float = 0.0
+    """When they were asked for, on the monotonic clock."""
 
 
 class Pointers:
@@ -45,7 +47,7 @@ class Pointers:
         """Of the prefix."""
         self._landed = bytearray(self.end)
 
-    def take(self, tier: str, most: int) -> tuple[int, int] | None:
+    def take(self, tier: str, most: int, now: float = 0.0) -> tuple[int, int] | None:
         """The next pages for a load of ``tier``: ``(begin, end)``; None if it has no more to do,
         or has not ended the last ones."""
         for stretch in self.stretches:
@@ -54,7 +56,7 @@ class Pointers:
                 if stretch.flying or begin >= stretch.end:
                     return None
                 stretch.flying = stretch.end - begin
-                stretch.end = begin
+                stretch.end, stretch.began = begin, now
                 return begin, begin + stretch.flying
         return None
 
@@ -80,11 +82,14 @@ class Pointers:
         )
 
     @property
+    def free(self) -> Iterator[Stretch]:
+        """The stretches with pages that nobody has taken."""
+        return (each for each in self.stretches if each.end > max(each.begin, self.front))
+
+    @property
     def next_free(self) -> Stretch | None:
-        """The first stretch with pages that nobody has taken."""
-        return next(
-            (each for each in self.stretches if each.end > max(each.begin, self.front)), None
-        )
+        """The first of them."""
+        return next(self.free, None)
 
     @property
     def flying(self) -> Stretch | None:

@@ -15,8 +15,8 @@ class Candidate(Protocol):
     """Until its prompt is computed, if computing and channel are its own."""
     recomputing: float
     """Of computing what is not loaded."""
-    rank: float
-    """What :meth:`Policy.rank` last said."""
+    rank: tuple[int, float]
+    """What comes before any policy, and what :meth:`Policy.rank` last said."""
 
 
 C = TypeVar("C", bound=Candidate)

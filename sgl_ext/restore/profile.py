@@ -6,11 +6,10 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from sgl_ext.config import Tiers
 from sgl_ext.restore.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
@@ -18,6 +17,7 @@ from sgl_ext.restore.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCo
 VERSION = 3
 """Of the file, and of what its figures mean."""
 
+HOST = "host"
 PROFILES = "profiles"
 """Folder of the user's cache."""
 
@@ -54,12 +54,13 @@ class Profile(msgspec.Struct, frozen=True):
     """Of restoring from host memory, by the strategy: what :attr:`crossover` was found by."""
     version: int = VERSION
 
-    def costs(self, tiers: Mapping[str, str], chunk: int) -> Costs:
+    def costs(self, tiers: Mapping[str, str], chunk: int, host: str = "") -> Costs:
         """For restoring from these tiers.
 
         Args:
-            tiers: what :func:`devices` says of them now; another device is not believed to be as
-                fast.
+            tiers: what :func:`devices` says of those below host memory now; another device is not
+                believed to be as fast.
+            host: what it says of host memory.
         """
         known = {name for name in tiers if self.devices.get(name) == tiers[name]}
         known &= {*self.loads}
@@ -67,12 +68,15 @@ class Profile(msgspec.Struct, frozen=True):
             logger.warning("the restore profile says nothing of %s; run sgl-ext calibrate", missing)
         loads = {name: self.loads[name] if name in known else LoadCost() for name in tiers}
         measured = frozenset({COMPUTE, *known})
-        return Costs(self.compute, loads, chunk, measured=measured, crossover=self.crossover)
+        crossover = self.crossover if self.devices.get(HOST, "") == host else CROSSOVER
+        return Costs(self.compute, loads, chunk, measured=measured, crossover=crossover)
 
 
 def devices(tiers: Tiers) -> dict[str, str]:
-    """What decides how fast each lower tier is, as far as the configuration tells."""
+    """What decides how fast each tier is, as far as the configuration tells."""
     found = {}
+    if tiers.host is not None:
+        found[HOST] = tiers.host.model_dump_json(include={"emulate", "link"})
     if tiers.ssd is not None:
         found["ssd"] = tiers.ssd.model_dump_json(include={"directories", "emulate"})
     if tiers.remote is not None:
@@ -132,24 +136,3 @@ def save(profile: Profile, directory: Path) -> Path:
         file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     Path(partial).rename(path)
     return path
-
-
-def fit(samples: Sequence[tuple[int, int, float]]) -> ComputeCost:
-    """The costs that explain forwards ``(begin, end, seconds)`` best.
-
-    Least squares of relative errors, none of them negative: a short forward counts as much as a
-    long one.
-
-    Raises:
-        ValueError: fewer than three forwards, or all of them alike.
-    """
-    from scipy.optimize import nnls  # type: ignore[import-untyped]
-
-    begin, end, seconds = np.array(samples, float).reshape(-1, 3).T
-    if len(seconds) < 3 or np.ptp(end - begin) == 0 or not (seconds > 0).all():
-        raise ValueError(f"{len(samples)} forwards say too little: {samples[:3]}")
-    tokens = end - begin
-    factors = np.stack((np.ones_like(tokens), tokens, tokens * (begin + end) / 2), axis=1)
-    solution, _ = nnls(factors / seconds[:, None], np.ones_like(seconds))
-    overhead, per_token, per_pair = map(float, solution)
-    return ComputeCost(overhead, max(per_token, 1e-9), per_pair)

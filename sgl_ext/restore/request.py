@@ -39,7 +39,10 @@ class Request:
     pinned: Pages
     """In host memory: of the pages before."""
     arrived: float
+    asked: float
+    """When tiers were asked: those who follow others are asked for later than they arrive."""
     seen: float
+    precedence: int
 
     @property
     def answered(self) -> bool:
@@ -82,6 +85,7 @@ class Request:
             begin,
             self.keys[begin - self.first : end - self.first],
             places,
+            self.precedence,
         )
 
     def _stretches(self) -> tuple[list[Stretch], int]:

@@ -22,6 +22,8 @@ _LEASE_S = 60.0
 """How long pages are kept for a request that nobody asks for any more."""
 _SEEN_S = 5.0
 """For how long a request that the scheduler does not come back to keeps others waiting."""
+_FOLLOWS = 0.5
+"""Share of a request's pages that another one restores, from which on it waits for that one."""
 
 
 class Restorer:
@@ -59,8 +61,8 @@ class Restorer:
         """What is being restored of them."""
         self._owners: dict[Key, str] = {}
         """Of pages that a request restores, or is about to."""
-        self._followers: dict[str, str] = {}
-        """Requests that wait for another one with the same prefix."""
+        self._followers: dict[str, tuple[str, float]] = {}
+        """Requests that wait for another one with the same prefix: which, and since when."""
         self._first: Restoration | None = None
         """Whose turn it is in this step, once that is decided."""
         self._chosen = False
@@ -74,7 +76,15 @@ class Restorer:
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
 
-    def ask(self, rid: str, keys: Sequence[Key], here: int, first: int, behind: int) -> None:
+    def ask(
+        self,
+        rid: str,
+        keys: Sequence[Key],
+        here: int,
+        first: int,
+        behind: int,
+        precedence: int = 0,
+    ) -> None:
         """A request is looked up: tiers are asked, the first time, for what host memory lacks.
 
         Args:
@@ -82,24 +92,32 @@ class Restorer:
             here: how many of them host memory has.
             first: number of the first of them in the prompt.
             behind: tokens of the prompt.
+            precedence: the smaller, the sooner, whatever the policy says; may change.
         """
         now = time.monotonic()
         if (request := self._requests.get(rid)) is not None:
             request.seen = now
+            if request.precedence != precedence:
+                self._precede(rid, request, precedence)
             return
-        self._followers.pop(rid, None)
+        _, arrived = self._followers.pop(rid, ("", now))
         if here >= len(keys):
             return
         lacking = keys[here:]
         if (other := self._owners.get(lacking[0])) is not None:
-            self._followers[rid] = other
-            return
+            shared = sum(self._owners.get(key) == other for key in lacking)
+            # Who shares little, as a system prompt, has its own turn: it restores that once more.
+            if shared >= _FOLLOWS * len(lacking):
+                self._followers[rid] = other, arrived
+                return
         lookups = [(tier, tier.lookup(lacking)) for tier in self._tiers]
         if all(one.done() and not result_of(one, 0) for _, one in lookups):
             return
         pinned = self._host.places(keys[:here])
         self._host.pin(pinned)
-        request = Request(lacking, first + here, behind, lookups, pinned, now, now)
+        request = Request(
+            lacking, first + here, behind, lookups, pinned, arrived, now, now, precedence
+        )
         self._requests[rid] = self._unopened[rid] = request
         for key in lacking:
             self._owners.setdefault(key, rid)
@@ -133,12 +151,12 @@ class Restorer:
             continuing: another prompt is being computed part by part.
         """
         if (request := self._requests.get(rid)) is None:
-            return self._followers.get(rid) not in self._requests
+            return rid not in self._followers or self._followers[rid][0] not in self._requests
         request.seen = self._now
         if (active := self._opened.get(rid)) is not None and self._chosen:
             return active is self._first and not continuing
         if active is None and not request.answered:
-            if self._now < request.arrived + self._wait:
+            if self._now < request.asked + self._wait:
                 return False
             self.release(rid)
             return True
@@ -154,6 +172,13 @@ class Restorer:
                 return True
             self._first = active
         return active is not None and self._first is active
+
+    def _precede(self, rid: str, request: Request, precedence: int) -> None:
+        request.precedence = precedence
+        if (active := self._opened.get(rid)) is not None:
+            with self._channels.lock:
+                active.precedence = precedence
+                self._channels.changed(active)
 
     def _choose(self) -> None:
         """Decides whose turn it is, among those that the scheduler comes back to."""
@@ -181,12 +206,12 @@ class Restorer:
             if self._channels.computing is not active:
                 pointers.front = active.first = begin // page
                 self._channels.changed(active)
-            free = pointers.next_free
+            free, flying = pointers.next_free, pointers.flying
             until = next_part(
                 pointers,
                 self.costs,
                 page,
-                flying_for=now - active.began,
+                flying_for=0.0 if flying is None else now - flying.began,
                 busy=0.0 if free is None else self._channels.busy(active, free.tier),
             )
             if until is None:
