@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -12,6 +14,7 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import admission
 from sgl_ext.engine.meta_info import told
+from sgl_ext.plan import Compute, PrefillPlan, Span
 
 
 class Tiers:
@@ -69,7 +72,7 @@ def adder() -> Any:
 
 
 def request() -> Any:
-    return SimpleNamespace(rid="r", customized_info=None, last_node=0)
+    return SimpleNamespace(rid="r", customized_info=None, last_node=0, output_ids=[])
 
 
 def test_a_request_waits_for_all_that_is_on_its_way(ext: Any, adder: Any) -> None:
@@ -142,3 +145,56 @@ def test_what_was_linked_is_told_once(ext: Any, adder: Any) -> None:
     for _ in range(2):
         admission._admit(original, adder, req)
     assert len(told(req, "chunks")) == 1
+
+
+@pytest.mark.parametrize("waits", ["for a seat", "for others to give way"])
+def test_no_plan_outlives_what_it_is_of(
+    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """Not admitted, the request may stop being restored; its next plan is made anew."""
+    plan = PrefillPlan([Span(0, 32, Compute())])
+    ext.tiers, ext.links, ext.prefixes = None, None, {}
+    ext.restorer = SimpleNamespace(
+        turn=lambda *_: True, restores=lambda _rid: True, computes=lambda _rid: False,
+        plan=lambda *_: plan,
+    )  # fmt: skip
+    req = SimpleNamespace(
+        **vars(request()), prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=[0] * 32
+    )
+    made = []
+
+    def original(_adder: Any, req: Any) -> bool:
+        made.append(ext.plans[req.rid])
+        return False
+
+    if waits == "for a seat":
+        monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
+        monkeypatch.setattr(admission.swap_in, "take_back", lambda *_: AddReqResult.OTHER)
+        assert admission._admit(original, adder, req) is AddReqResult.OTHER
+    else:
+        assert not admission._preempt(original, adder, req)
+        assert made == [plan]
+    assert ext.plans == {}
+
+
+@pytest.mark.parametrize(("coming", "tries"), [(True, True), (None, False), (False, True)])
+def test_others_give_way_to_whom_has_lost_its_kv(
+    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, coming: bool | None, tries: bool
+) -> None:
+    """It is computed again; but nobody makes room for what is still on its way."""
+    ext.tiers = ext.links = None
+    ext.swap = MagicMock(clock=SimpleNamespace(on=nullcontext))
+    ext.swap.__contains__.return_value = True
+    monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
+    monkeypatch.setattr(admission.swap_in, "coming", lambda *_: coming)
+    monkeypatch.setattr(admission.swap_in, "lacking", lambda *_: 3.0)
+    asked = []
+    monkeypatch.setattr(
+        admission.swap_hooks, "displace", lambda *given: asked.append(given[2]) or True
+    )
+
+    def original(*_: Any) -> bool:
+        raise AssertionError
+
+    assert admission._preempt(original, adder, request()) is tries
+    assert asked == [3.0] * tries

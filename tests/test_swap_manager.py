@@ -122,6 +122,38 @@ def test_what_is_within_the_budget_stays(machine: Machine) -> None:
     assert swap.readable(kept, 0) is False
 
 
+def test_what_there_was_no_budget_for_is_kept_when_there_is(machine: Machine) -> None:
+    swap = manager_of(machine, capacity=4)
+    out(machine, swap, "first", [1, 2, 3, 4])
+    second = out(machine, swap, "second", [5, 6, 7, 8])
+    settle(machine, swap)
+    swap.drop("first")
+    swap.advance()
+    for begin in range(20, 60, 8):
+        assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
+    assert swap.readable(second, 0) is True
+
+
+def test_what_host_memory_has_given_up_is_stored_again(machine: Machine) -> None:
+    swap = manager_of(machine)
+    for begin in (1, 20, 28, 36):  # of 16 places
+        assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
+    assert not machine.stack.here(keys(1))
+    machine.compute(keys(1, 2, 3), np.arange(3))
+    for _ in range(2):  # the second time they are coming
+        machine.stack.store_lost(keys(1, 2, 3), np.arange(3))
+    assert machine.stack.stores_under_way <= 1
+    swap.out("one", 3 * PAGE, keys(1, 2, 3), None)
+    swapped = swap.get("one")
+    assert swapped is not None
+    machine.until(lambda: not machine.stack.stores_under_way)
+    assert machine.stack.completed() == 0  # SGLang did not ask for them
+    assert swap.advance()
+    machine.blocks[:3] = 0xEE
+    back(machine, swap, swapped, 0)
+    swap.drop("one")
+
+
 def test_what_is_held_stays_whatever_the_budget(machine: Machine) -> None:
     swap = manager_of(machine, capacity=1)
     swapped = out(machine, swap, "one", [1, 2, 3, 4])

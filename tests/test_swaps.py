@@ -18,6 +18,8 @@ import asyncio, json, os, random, sys, time
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
+from sgl_ext.memory.tickets import TransferError
+from sgl_ext.swap.manager import SwapManager
 
 def probe(self, path):
     from sgl_ext import runtime
@@ -27,13 +29,32 @@ def probe(self, path):
     json.dump({"counts": vars(ext.swap.counts), "swapped": len(ext.swap._swapped),
                "used": ext.swap._used, "pinned": ext.tiers.host._pinned,
                "flying": ext.tiers.in_flight.pending, "resuming": len(ext.resuming),
-               "dropped": len(ext.tiers._dropped),
+               "dropped": len(ext.tiers._dropped), "lost": len(lost),
                "protected": self.tree_cache.protected_size(),
                "places": ext.tiers.host.capacity - ext.tiers.host.free - len(ext.tiers.host)},
               open(path, "w"))
 
+lost = []
+
+class Lost:
+    bytes_total, seconds = 0, 0.0
+
+    def poll(self):
+        return True
+
+    def wait(self, timeout):
+        raise TransferError(5, "a fault of the test's", 0, 0)
+
+def load(self, swapped, blocks, original=SwapManager.load, calls=[0]):
+    calls[0] += 1
+    if calls[0] % 7:
+        return original(self, swapped, blocks)
+    lost.append(len(blocks))
+    return [Lost()]
+
 # Schedulers import this file before their arguments arrive.
 Scheduler.probe = probe
+SwapManager.load = load
 
 def main():
     model, page, pool, options, config, requests, aborted, state = json.load(open(sys.argv[1]))
@@ -143,6 +164,7 @@ def requests(model: Path, prompts: int, *, overlap: bool) -> list[dict[str, Any]
         (1, True, {"swap_in": "overlap", "policy": "random", "quantum": 4}),
         (16, True, {"policy": "markov", "quantum": 4, "seed": 7}),
         (16, True, {"capacity": "4MiB"}),  # of which five pages can be kept
+        (16, False, {"baseline": {"recompute": True}}),
     ],
 )
 def test_answers_survive_whatever_happens(
@@ -186,6 +208,11 @@ def test_answers_survive_whatever_happens(
     counts = left["counts"]
     entries = [entry for each in ours["answers"] for one in each for entry in one["ext"]]
     swaps = [entry for entry in entries if entry["power"] == "swap"]
+    if "baseline" in policy:
+        assert not swaps
+        assert counts["recomputed"] > 10
+        return
+    assert left["lost"] or "swap_in" in policy
     assert swaps
     assert all(entry["exact"] and entry["times"] > 0 for entry in swaps)
     assert counts["swapped_in"] > 10

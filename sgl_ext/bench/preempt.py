@@ -33,6 +33,7 @@ from sgl_ext.bench.preempt_systems import (
     PAGE,
     PER_PAGE,
     RECOMPUTE,
+    RECOMPUTE_BESIDE_TIER,
     STOCK,
     WITHOUT,
     WITHOUT_REUSE,
@@ -81,8 +82,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     model = prepare(SMOLLM2)
     config = {"quick": quick, "page": PAGE, "bound": _BOUND, **asdict(sizes)}
     report = Report("preempt", config)
-    # What the measurements themselves depend on; seeds and loads may be added later.
-    kept = {name: config[name] for name in ("conversations", "longest", "pause", "pool")}
+    # What the measurements themselves depend on, rates of few seeds' capacity; others may be added.
+    decisive = ("conversations", "longest", "pause", "pool", "few_seeds")
+    kept = {name: config[name] for name in decisive}
     kept |= DEFINITIONS
     bench = _Bench(
         report,
@@ -157,12 +159,14 @@ class _Bench:
     def native(self) -> None:
         """Host memory as it is."""
         # Stock has no traces: what is compared with is its recomputing, with ours of who gives way.
-        trace, names = _trace("random", 50), (STOCK, RECOMPUTE, PER_PAGE, OURS)
+        trace = _trace("random", 50)
+        names = (STOCK, RECOMPUTE, RECOMPUTE_BESIDE_TIER, PER_PAGE, OURS)
         heavy = self._offer("native", names, trace, _HEAVY, linked=False)
         light = self._offer("native", (PER_PAGE, OURS), trace, _LIGHT, linked=False)
         figures = self._report.figures
         for name, of in (
-            (RECOMPUTE, "stock"), (PER_PAGE, "sync_swap"), (STOCK, "stock_first_come"),
+            (RECOMPUTE, "stock"), (RECOMPUTE_BESIDE_TIER, "recompute_beside_tier"),
+            (PER_PAGE, "sync_swap"), (STOCK, "stock_first_come"),
         ):  # fmt: skip
             figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(heavy, name, OURS, _p95)
             figures[f"native_throughput_ratio_vs_{of}"] = _ratio(heavy, OURS, name, _throughput)
@@ -211,21 +215,24 @@ class _Bench:
 
     def _capacity(self, name: str, *, linked: bool) -> float:
         """Tokens that a system generates in a second when all conversations come at once."""
-        return self._at_once(name, linked=linked).per_second
+        return statistics.median(one.per_second for one in self._at_once(name, linked=linked))
 
-    def _at_once(self, name: str, *, linked: bool) -> Run:
-        said = self._workload.talks(self._sizes.seeds[0])
-        key = f"at once/{name}/{linked}"
-        if key in self._kept:
-            return self._run(key)
+    def _at_once(self, name: str, *, linked: bool) -> list[Run]:
+        keys = {f"at once/{name}/{linked}/{seed}": seed for seed in self._sizes.few_seeds}
+        if all(key in self._kept for key in keys):
+            return [self._run(key) for key in keys]
         with self._serve([name], _trace("random", 50), self._link() if linked else None) as (one,):
-            return self._run(key, partial(measure, one, said, _AT_ONCE))
+            return [
+                self._run(key, partial(measure, one, self._workload.talks(seed), _AT_ONCE))
+                for key, seed in keys.items()
+            ]
 
     def _link(self) -> Link:
-        run = self._at_once(OURS, linked=False)
-        page_bytes = round(run.counts["stored_bytes"] / run.counts["stored_pages"])
+        runs = self._at_once(OURS, linked=False)
+        stored = runs[0].counts
+        page_bytes = round(stored["stored_bytes"] / stored["stored_pages"])
         pages = mean_pages(self._workload.talks(self._sizes.seeds[0]), PAGE)
-        return Link(run.gap["p50"], pages, page_bytes)
+        return Link(statistics.median(run.gap["p50"] for run in runs), pages, page_bytes)
 
     def _run(self, key: str, measure: Callable[[], Run] | None = None) -> Run:
         if measure is None:

@@ -32,7 +32,7 @@ def report_exact(report: Report, model: Path, logs: Path, count: int, pool: int)
     """
     swap = {"capacity": "1GiB", "policy": "random", "quantum": _QUANTUM}
     config = json.dumps({"tiers": {"host": {"capacity": "1536MiB"}}, "swap": swap})
-    page = ("--page-size", str(PAGE), *EXACT)
+    page = ("--page-size", str(PAGE), *EXACT, *server.BESIDE_OTHERS)
     room = ("--max-total-tokens", str(2 * _AT_ONCE * _LONGEST))
     little = ("--max-total-tokens", str(pool), "--enable-ext", "--ext-config", config)
     running = [

@@ -166,7 +166,8 @@ def _said(tokenizer: Any, text: str, *, first: bool) -> list[int]:
 
 async def _run(url: str, said: Sequence[Talk]) -> list[Heard]:
     timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection that waits for the next turn may be closed while that is being sent.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         start = time.perf_counter()
         each = await asyncio.gather(*(_talk(session, url, one, start) for one in said))

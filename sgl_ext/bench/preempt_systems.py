@@ -3,7 +3,8 @@
 What swaps page by page does so as FastSwitch describes vLLM (§2.2, §3.3): keys and values of each
 layer by themselves, all pages of a request, when it gives way and when a turn ends, whatever host
 memory had of them; all others wait until who gives way is out, and until who comes back is in. What
-recomputes is SGLang without host memory, with the same policy of who gives way.
+recomputes is SGLang without host memory, with the same policy of who gives way; once more with
+prefixes of earlier turns in host memory, so that it differs from ours in swapping alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sgl_ext.bench import server
 PAGE = 16
 HOST = "768MiB"
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
+RECOMPUTE_BESIDE_TIER = "recompute, prefixes in host memory"
 STOCK, HICACHE = "stock", "stock with hicache"
 WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REUSE = WITHOUT = (
     "ours, page by page",
@@ -28,6 +30,7 @@ WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REU
 )
 _SWAP: Mapping[str, Mapping[str, Any]] = {
     RECOMPUTE: {"baseline": {"recompute": True}},
+    RECOMPUTE_BESIDE_TIER: {"baseline": {"recompute": True}},
     PER_PAGE: {
         "baseline": {"by_layer": True, "wait": True, "copy_again": True},
         "swap_in": "wait",
@@ -39,8 +42,6 @@ _SWAP: Mapping[str, Mapping[str, Any]] = {
     WITHOUT_CHOICE: {"swap_in": "overlap"},
     WITHOUT_REUSE: {"baseline": {"copy_again": True}},
 }
-_BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
-"""SGLang takes what others load meanwhile for its own weights."""
 _COPIES_OF_A_PAGE = 60
 """Keys and values of each of 30 layers."""
 
@@ -87,7 +88,7 @@ def systems(
         policy: of all that swap: ``policy``, ``quantum``.
         link: None: host memory as it is.
     """
-    base = ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *_BESIDE_OTHERS)
+    base = ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *server.BESIDE_OTHERS)
     found = []
     for name in names:
         if name in (STOCK, HICACHE):

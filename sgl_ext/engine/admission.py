@@ -8,6 +8,7 @@ from typing import Any
 from sgl_ext import runtime
 from sgl_ext.engine import (
     hooks,
+    penalties,
     plan_hooks,
     restore_hooks,
     stored_hooks,
@@ -32,10 +33,13 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     if back is AddReqResult.NO_TOKEN:
         # It is looked up anew before it gets the room: what it found may have had to go.
         swap_hooks.makes_room(adder, req)
+    if back is None and ext.swap is not None and swap_in.seats(adder) <= 0:
+        back = AddReqResult.OTHER
+    if back is None and penalties.apart(adder, req):
+        back = AddReqResult.OTHER
     if back is not None:
+        restore_hooks.considered(req, admitted=False)
         return back
-    if ext.swap is not None and swap_in.seats(adder) <= 0:
-        return AddReqResult.OTHER
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
@@ -72,13 +76,18 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     continuing = getattr(adder, plan_hooks.CONTINUING, False)
     if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
         return False
-    if ext is None or ext.swap is None:
-        return original(adder, req)
-    swap_in.expect(adder)
-    if swap_in.coming(adder.tree_cache, req) is not True:
-        return False
-    with ext.swap.clock.on():
-        return swap_hooks.displace(adder, req, swap_in.lacking(adder, req))
+    try:
+        if ext is None or ext.swap is None:
+            return original(adder, req)
+        swap_in.expect(adder)
+        coming = swap_in.coming(adder.tree_cache, req)
+        if coming is None or (req.rid not in ext.swap and penalties.apart(adder, req)):
+            return False
+        with ext.swap.clock.on():
+            return swap_hooks.displace(adder, req, swap_in.lacking(adder, req))
+    finally:
+        # Its plan is made anew when it is admitted: one that is kept may outlive what it is of.
+        restore_hooks.considered(req, admitted=False)
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

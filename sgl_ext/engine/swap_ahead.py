@@ -7,13 +7,12 @@ and their request finds them there as it would find any prefix; if it is gone by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket
+from sgl_ext.memory.tickets import State, Ticket, outlast
 from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import TierStack
@@ -103,12 +102,17 @@ class SwapAhead:
                 del self._flights[rid]
                 yield rid, len(flight.pages) if self._landed(tree, flight) else 0
 
+    def cancel(self, rid: str) -> None:
+        """The request is gone: what has not begun to come does not; its slots are free when the
+        rest has landed."""
+        if (flight := self._flights.get(rid)) is not None:
+            flight.ticket.cancel()
+
     def clear(self) -> None:
         """SGLang forgets tree and slots; nothing writes into them any more when this returns."""
         for flight in self._flights.values():
             flight.ticket.cancel()
-            with suppress(Exception):  # it is over, which is all that counts
-                flight.ticket.wait(COPY_DEADLINE_S)
+            outlast(flight.ticket)
             self._stack.let_go(flight.pages)
         self._flights.clear()
 

@@ -88,12 +88,14 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
     penalties.forget(req)
     if swap.baseline.wait:
         swap.stack.stores = Priority.URGENT
+    keys = _keys(req, tokens // page * page, page)
+    swap.stack.used(keys, 1)  # what it has there is not given up for what it lacks
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
     over = min(swap.stack.presume(), len(wrapper.pending_offloads))
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
-    keys = _keys(req, tokens // page * page, page)
+    swap.stack.store_lost(keys, blocks)
     swap.out(req.rid, tokens, keys, tail)
     if swap.baseline.copy_again:
         swap.copy_again(keys, blocks)
@@ -121,8 +123,11 @@ def _blocks(req: Any, tree: Any, tokens: int) -> Pages:
 
 def serves(req: Any) -> bool:
     """Whether a request can be swapped; SGLang recomputes the others."""
+    from sglang.srt.runtime_context import get_serving
+
     return (
-        req.session is None
+        not get_serving().strip_thinking_cache  # whose trees do not take answers
+        and req.session is None
         and req.beam_group is None
         and req.multimodal_inputs is None
         and req.input_embeds is None
@@ -214,26 +219,34 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     if ext is None or ext.swap is None:
         return original(scheduler, running)
     with ext.swap.clock.on():
-        ext.swap.advance()
+        news = ext.swap.advance()
         if ext.ahead is not None:
             for rid, pages in ext.ahead.land(scheduler.tree_cache):
+                news = True
                 ext.swap.counts.loaded_pages += pages
-                if not pages:
+                if not pages and rid in ext.swap:
                     ext.swap.counts.recomputed += 1
                     ext.swap.drop(rid)
+        if news:
+            # SGLang found no room for somebody while these were passed over, and looks at nobody
+            # before one of those that run has ended.
+            running.batch_is_full = False
         if ext.priorities is not None:
             chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
             holding = (*running.reqs, *chunked)
-            ext.priorities.step(scheduler.waiting_queue, holding, scheduler.forward_ct)
+            aside = () if ext.peer is None else (*ext.peer.aside, *ext.peer.out)
+            waiting = (*scheduler.waiting_queue, *aside)
+            ext.priorities.step(waiting, holding, scheduler.forward_ct)
     plan = original(scheduler, running)
     with ext.swap.clock.on():
         if reqs := swap_in.back(scheduler):
+            gone: set[Any] = set()
             for batch in swap_in.batches(scheduler, reqs):
+                gone.update(batch.reqs)
                 if plan.running_batch.is_empty():
                     plan.running_batch = batch
                 else:
                     plan.running_batch.merge_batch(batch)
-            gone = set(reqs)
             scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in gone]
     return plan
 
@@ -241,12 +254,19 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
 def _keep_place(original: Callable[..., Any], scheduler: Any, req: Any, **kw: Any) -> Any:
     """Who gives way waits where it did when it came."""
     ext = runtime.current
-    if ext is None or ext.swap is None or not req.retraction_count:
+    if ext is None or not req.retraction_count:
         return original(scheduler, req, **kw)
     from sglang.srt.environ import envs
 
     arrived = req.time_stats.wait_queue_entry_time
-    result = original(scheduler, req, **kw)
+    # Who was accepted stays so, however many have come since.
+    most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+    try:
+        result = original(scheduler, req, **kw)
+    finally:
+        scheduler.max_queued_requests = most
+    if ext.swap is None:
+        return result
     queue = scheduler.waiting_queue
     if queue and queue[-1] is req:
         queue.pop()
@@ -272,7 +292,6 @@ def _held(tokens: int, _observer: Any) -> int:
 
 
 HOOKS = (
-    *penalties.HOOKS,
     hooks.Hook(
         "sglang.srt.managers.scheduler_components.pool_stats_observer."
         "SchedulerPoolStatsObserver.session_held_tokens",

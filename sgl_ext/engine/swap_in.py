@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,8 +13,16 @@ from sgl_ext import runtime
 from sgl_ext.engine import penalties
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
-from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.memory.tickets import (
+    COPY_DEADLINE_S,
+    Ticket,
+    TransferCancelledError,
+    TransferError,
+)
 from sgl_ext.swap.manager import SwapManager, Swapped
+from sgl_ext.tiers.arena import Pages
+
+logger = logging.getLogger(__name__)
 
 _EXPECTING = "_sgl_ext_expecting"
 """Attribute of an adder that knows of swap-ins under way."""
@@ -172,67 +181,105 @@ def back(scheduler: Any) -> list[Any]:
 
 def batches(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
     """One of the requests that depend on nothing before their last token, one of each other."""
-    simple = [req for req in reqs if not penalties.counts(req)]
+    simple = [req for req in reqs if not penalties.alone(req)]
     if simple:
-        yield _batch(scheduler, simple)
+        yield from _batch(scheduler, simple)
     for req in reqs:
-        if penalties.counts(req):
-            batch = _batch(scheduler, [req])
-            penalties.recall(batch)
-            yield batch
+        if penalties.alone(req):
+            yield from _batch(scheduler, [req])
 
 
-def _batch(scheduler: Any, reqs: Sequence[Any]) -> Any:
-    """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed."""
+def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+    """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed.
+
+    Nothing if the KV of none of them could be brought back.
+    """
     import torch
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    batch = ScheduleBatch.init_new(
-        list(reqs),
-        scheduler.req_to_token_pool,
-        scheduler.token_to_kv_pool_allocator,
-        scheduler.tree_cache,
-        scheduler.model_config,
-        scheduler.enable_overlap,
-        scheduler.spec_algorithm,
-    )
-    batch.prepare_for_extend()
-    _fill(scheduler, reqs)
+    ext = runtime.current
+    if ext is None or ext.swap is None:
+        return
+    with ext.swap.clock.off():  # SGLang does this for all that it admits
+        batch = ScheduleBatch.init_new(
+            list(reqs),
+            scheduler.req_to_token_pool,
+            scheduler.token_to_kv_pool_allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            scheduler.enable_overlap,
+            scheduler.spec_algorithm,
+        )
+        batch.prepare_for_extend()
+    if lost := _fill(scheduler, reqs, ext.swap):
+        reqs = [req for req in reqs if req not in lost]
+        batch.filter_batch(keep_indices=[batch.reqs.index(req) for req in reqs])
+        if not reqs:
+            return
     last = torch.tensor([(req.output_ids or req.origin_input_ids)[-1] for req in reqs])
     payload = RelayPayload(bonus_tokens=last.to(scheduler.device))
     scheduler.future_map.stash(batch.req_pool_indices, payload)
     batch.input_ids = batch.prefill_input_ids_cpu = None
-    return batch
+    yield batch
 
 
-def _fill(scheduler: Any, reqs: Sequence[Any]) -> None:
+def _fill(scheduler: Any, reqs: Sequence[Any], swap: SwapManager) -> list[Any]:
+    """Copies the KV of all of them into their slots; those that it failed for, which have none
+    any more."""
     from sglang.srt.observability.req_time_stats import set_time_batch
 
-    ext = runtime.current
-    if ext is None or ext.swap is None:
-        return
     set_time_batch(reqs, "set_forward_entry_time")
     page, table = scheduler.page_size, scheduler.req_to_token_pool.req_to_token
-    tickets = []
+    loads: list[tuple[Any, Swapped, Pages, list[Ticket]]] = []
     for req in reqs:
-        if (swapped := ext.swap.get(req.rid)) is None:
+        if (swapped := swap.get(req.rid)) is None:
             raise RuntimeError(f"{req.rid} came back without having been swapped")
         slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
-        tickets += ext.swap.load(swapped, blocks)
-        _tell(req, swapped.tokens - req.prefix_len)
+        loads.append((req, swapped, blocks, swap.load(swapped, blocks)))
     began = time.perf_counter()
-    with ext.swap.clock.off():
+    lost = []
+    with swap.clock.off():
+        for req, _, blocks, tickets in loads:
+            if not _landed(tickets, began + COPY_DEADLINE_S):
+                lost.append(req)
+                # Who is given these blocks next waits until nothing writes into them any more.
+                for ticket in tickets:
+                    swap.stack.in_flight.begin(blocks, ticket)
+    swap.counts.loading_seconds += time.perf_counter() - began
+    done = [ticket for req, *_, tickets in loads if req not in lost for ticket in tickets]
+    ext = runtime.current
+    if done and ext is not None and ext.ahead is not None:
+        size = sum(ticket.bytes_total for ticket in done)
+        ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
+    for req, swapped, *_ in loads:
+        if req in lost:
+            swap.counts.recomputed += 1
+            _release(scheduler, req)
+        else:
+            _tell(req, swapped.tokens - req.prefix_len)
+            swap.counts.swapped_in += 1
+        swap.drop(req.rid)
+    return lost
+
+
+def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:
+    try:
         for ticket in tickets:
-            ticket.wait(COPY_DEADLINE_S)
-    ext.swap.counts.loading_seconds += time.perf_counter() - began
-    if tickets and ext.ahead is not None:
-        size = sum(ticket.bytes_total for ticket in tickets)
-        ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in tickets))
-    for req in reqs:
-        ext.swap.drop(req.rid)
-        ext.swap.counts.swapped_in += 1
+            ticket.wait(max(deadline - time.perf_counter(), 0.0))
+    except (TimeoutError, TransferError, TransferCancelledError) as error:
+        logger.error("a request's KV could not be brought back, it is computed again: %s", error)
+        return False
+    return True
+
+
+def _release(scheduler: Any, req: Any) -> None:
+    """Gives back slots that hold no KV; the request waits as it did."""
+    from sglang.srt.managers import schedule_batch
+
+    schedule_batch.release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
+    req.reset_for_retract()
 
 
 def _tell(req: Any, loaded: int) -> None:

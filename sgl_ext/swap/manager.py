@@ -83,7 +83,11 @@ class SwapManager:
         self._used = 0
         self._swapped: dict[str, Swapped] = {}
         self._landing: list[Swapped] = []
-        """Those with pages that may still become known to host memory."""
+        """Those with pages that may still become known to host memory, or that there was no budget
+        for."""
+        self._tails: list[Swapped] = []
+        """Those whose last page is on its way."""
+        self._ended = 0
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._swapped
@@ -106,16 +110,25 @@ class SwapManager:
         self._swapped[rid] = swapped = Swapped(tokens, keys, tail)
         self.counts.swapped_out += 1
         self._landing.append(swapped)
+        if tail is not None:
+            self._tails.append(swapped)
         self._pin(swapped)
 
-    def advance(self) -> None:
-        """Pins what has landed; once in each of the scheduler's steps at least."""
-        if not self._landing:
-            return
-        for swapped in self._landing:
-            self._pin(swapped)
-        if not self.stack.stores_under_way:
-            self._landing.clear()
+    def advance(self) -> bool:
+        """Pins what has landed; once in each of the scheduler's steps at least.
+
+        Returns:
+            Whether more of what gave way may be readable now.
+        """
+        tails = [one for one in self._tails if one.tail is None or not one.tail.ticket.poll()]
+        news = self._ended != self.stack.ended or len(tails) < len(self._tails)
+        self._tails, self._ended = tails, self.stack.ended
+        if self._landing and self._used < self._capacity:
+            for swapped in self._landing:
+                self._pin(swapped)
+            if not self.stack.stores_under_way and self._used < self._capacity:
+                self._landing.clear()
+        return bool(self._swapped) and news
 
     def readable(self, swapped: Swapped, first: int) -> bool | None:
         """Whether all pages of the request from number ``first`` on can be read; None if some are
@@ -179,8 +192,9 @@ class SwapManager:
         if swapped.tail is not None:
             self.stack.drop(swapped.tail)
             self._used -= 1
-        if swapped in self._landing:
-            self._landing.remove(swapped)
+        for those in (self._landing, self._tails):
+            if swapped in those:
+                those.remove(swapped)
 
     def clear(self) -> None:
         for rid in list(self._swapped):

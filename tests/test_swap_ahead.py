@@ -1,0 +1,148 @@
+"""Swap-ins that go on while others decode: late, cancelled, forgotten."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from delayed_copies import DelayedEngine
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from stack_kit import BLOCKS, Machine
+from tier_kit import keys
+
+from sgl_ext.engine.swap_ahead import SwapAhead
+from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.runs import runs_of
+from sgl_ext.swap.adaptive import Adaptive
+
+PAGE = 4
+TOKENS = tuple(range(5 * PAGE))
+
+
+class Allocator:
+    def __init__(self) -> None:
+        self.groups = BlockGroups(BLOCKS, page=1, first=0)
+
+    def alloc(self, tokens: int) -> torch.Tensor | None:
+        if (runs := self.groups.allocate([(None, tokens // PAGE)])) is None:
+            return None
+        slots = [slot for at, many in runs[0] for slot in range(at * PAGE, (at + many) * PAGE)]
+        return torch.tensor(slots)
+
+    def free(self, slots: torch.Tensor) -> None:
+        self.groups.release(runs_of(slots[::PAGE].numpy() // PAGE))
+
+
+@dataclass
+class Tree:
+    """What SGLang's is to a swap-in: locks, and what was inserted."""
+
+    page_size: int = PAGE
+    token_to_kv_pool_allocator: Allocator = field(default_factory=Allocator)
+    locks: int = 0
+    inserted: list[InsertParams] = field(default_factory=list)
+
+    def lock(self, node: int) -> Any:
+        self.locks += 1
+        return SimpleNamespace(node=node)
+
+    def unlock(self, _lock: Any) -> None:
+        self.locks -= 1
+
+    def path_device_indices(self, _node: int) -> torch.Tensor:
+        return torch.arange(PAGE) + 1000
+
+    def insert(self, asked: InsertParams) -> None:
+        self.inserted.append(asked)
+
+
+@pytest.fixture
+def delayed() -> DelayedEngine:
+    return DelayedEngine(random.Random(0))  # noqa: S311
+
+
+@pytest.fixture
+def machine(delayed: DelayedEngine) -> Machine:
+    machine = Machine(PAGE, 16, delayed=delayed)
+    machine.compute(keys(1, 2, 3, 4), np.arange(4))
+    machine.stack.store(keys(1, 2, 3, 4), np.arange(4))
+    delayed.let_happen(1)
+    assert machine.stack.completed()
+    machine.stack.pop()
+    return machine
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
+    from sglang.srt.mem_cache import common
+
+    monkeypatch.setattr(common, "evict_from_tree_cache", lambda _tree, _tokens: None)
+    return Tree()
+
+
+@pytest.fixture
+def ahead(machine: Machine, tree: Tree) -> SwapAhead:
+    """One is on its way: pages 1 to 4 of five, of which the device has the first."""
+    ahead = SwapAhead(machine.stack, Adaptive())
+    req = SimpleNamespace(
+        rid="r", prefix_len=PAGE, last_node=7, origin_input_ids=list(TOKENS), output_ids=[9],
+        extra_key=None, cache_salt=None,
+    )  # fmt: skip
+    assert ahead.begin(tree, req, keys(1, 2, 3, 4), growth=40)
+    return ahead
+
+
+def test_what_has_landed_is_the_trees(
+    ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine
+) -> None:
+    assert (len(ahead), ahead.tokens, ahead.growth, tree.locks) == (1, 4 * PAGE, 40, 1)
+    assert not list(ahead.land(tree))
+    delayed.let_happen(1)
+    assert list(ahead.land(tree)) == [("r", 4)]
+    (asked,) = tree.inserted
+    assert list(asked.key.token_ids) == list(TOKENS)
+    assert (asked.prev_prefix_len, asked.inserted_len) == (PAGE, len(TOKENS))
+    assert asked.value[:PAGE].tolist() == [1000, 1001, 1002, 1003]
+    blocks = asked.value[PAGE::PAGE].numpy() // PAGE
+    assert machine.right(keys(1, 2, 3, 4), blocks)
+    assert (len(ahead), tree.locks, machine.stack.host._pinned) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_what_is_cancelled_leaves_nothing(
+    ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine, times: int
+) -> None:
+    """Once, it may have begun, and lands; however often, slots and places are free then."""
+    for _ in range(times):
+        ahead.cancel("r")
+        ahead.cancel("somebody else")
+    delayed.let_happen(1)
+    ((rid, pages),) = ahead.land(tree)
+    assert (rid, bool(pages)) == ("r", bool(tree.inserted))
+    if times > 1:
+        assert not pages
+        assert tree.token_to_kv_pool_allocator.groups.available == BLOCKS
+    assert (len(ahead), ahead.tokens, tree.locks, machine.stack.host._pinned) == (0, 0, 0, 0)
+
+
+def test_nothing_writes_when_all_is_forgotten(
+    ahead: SwapAhead, machine: Machine, delayed: DelayedEngine
+) -> None:
+    ahead.clear()
+    assert not delayed.pending
+    assert (len(ahead), machine.stack.host._pinned) == (0, 0)
+
+
+def test_without_slots_nothing_begins(machine: Machine, tree: Tree) -> None:
+    held = tree.token_to_kv_pool_allocator.alloc((BLOCKS - 1) * PAGE)
+    assert held is not None
+    ahead = SwapAhead(machine.stack, Adaptive())
+    req = SimpleNamespace(rid="r", prefix_len=0, last_node=7)
+    assert not ahead.begin(tree, req, keys(1, 2), growth=0)
+    assert (len(ahead), tree.locks, machine.stack.host._pinned) == (0, 0, 0)
+    assert machine.stack.host.lookup(keys(1, 2)) == 2
