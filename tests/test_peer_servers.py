@@ -29,7 +29,7 @@ from sgl_ext.bench.peer_servers import COMMON, TOKEN_BYTES, borrowed, peer, work
 from sgl_ext.bench.server import Server, System, live, serve
 from sgl_ext.models import untrained
 
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 LOCAL, BORROWED = 1024, 4096
 """Tokens of the master."""
 
@@ -96,7 +96,8 @@ def pair(
 ) -> Iterator[Pair]:
     directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
     capacity = f"{BORROWED * TOKEN_BYTES}B"
-    patient = {"deadline": "60s", "lease": "60s"}
+    # A worker that is started anew on a busy machine takes minutes.
+    patient = {"deadline": "300s", "lease": "60s"}
     ours = peer("master", directory, capacity=capacity, stream=request.param, **patient)
     systems = [
         System("large", ("--max-total-tokens", "8192", *COMMON)),

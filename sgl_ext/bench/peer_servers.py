@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.bench.server import BESIDE_OTHERS, Server, System, live, serve
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, untrained
 
@@ -24,7 +24,7 @@ WORKER_TOKEN_BYTES = 6 * 2 * 6 * 48 * 4
 CHUNK = 512
 """Tokens that are computed at a time, by all."""
 COMMON = (
-    "--page-size", str(PAGE), "--dtype", "float32", "--mem-fraction-static", "0.95",
+    "--page-size", str(PAGE), "--dtype", "float32", *BESIDE_OTHERS,
     "--chunked-prefill-size", str(CHUNK),
 )  # fmt: skip
 _LEND_DEADLINE_S = 60.0

@@ -13,6 +13,7 @@ from sgl_ext.config import Peer
 from sgl_ext.engine import kv_vacate
 from sgl_ext.engine.kv_resize import KVResizer
 from sgl_ext.engine.layer_stream import LayerStream
+from sgl_ext.engine.refusing import refuse_waiting
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
@@ -40,11 +41,19 @@ class PeerSide:
     role: Literal["master", "worker"]
     stream: LayerStream | None = None
     """A master's layer buffers, if it has any."""
+    aside: Sequence[Any] = ()
+    """Requests that wait for memory, and are not in SGLang's queue while it plans a step."""
+    out: Sequence[Any] = ()
+    """Those that gave way in this step, which are queued when it has been planned."""
 
     def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._address = directory.address(config.directory)
         self._running: Any = None
+        self._unfit: dict[str, float] = {}
+        """Ids of requests that memory is missing for, and since when."""
+        self._patience = config.deadline + config.lease
+        """Seconds that they wait for it."""
 
     def step(self, running: Any) -> None:
         """Between two steps of the scheduler, with the batch that decodes."""
@@ -56,6 +65,27 @@ class PeerSide:
     def describe(self) -> dict[str, Any]:
         """What it has, for ``/server_info``."""
         raise NotImplementedError
+
+    def _refuse_what_cannot_come(self, now: float, why: str) -> None:
+        """Requests that were accepted when there was more memory wait for it, but not for ever.
+
+        Args:
+            why: there is less.
+        """
+        scheduler = self._scheduler
+        allocator = scheduler.token_to_kv_pool_allocator
+        waiting = scheduler.waiting_queue
+        unfit = [req for req in waiting if not kv_vacate.fits(req, allocator)]
+        self._unfit = {req.rid: self._unfit.get(req.rid, now) for req in unfit}
+        for req in unfit:
+            if now - self._unfit[req.rid] > self._patience:
+                del self._unfit[req.rid]
+                refuse_waiting(
+                    scheduler,
+                    req,
+                    f"The request needs more KV memory than the {allocator.size} tokens that "
+                    f"are left: {why}. Retry later.",
+                )
 
     def _meet(self) -> None:
         """Opens the conversation, when all else has been made."""
@@ -129,6 +159,7 @@ class WorkerSide(PeerSide):
         self._worker.step(self._need(running), now)
         self._running = None
         self._link.say([self._worker.message])
+        self._refuse_what_cannot_come(now, "a peer has not given back what it was lent")
 
     def _need(self, running: Any) -> int:
         """Tokens that all requests have, or come to have."""
@@ -189,10 +220,7 @@ class MasterSide(PeerSide):
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)
-        self._out: list[Any] = []
-        self._unfit: dict[str, float] = {}
-        self._aside: list[Any] = []
-        self._patience = config.deadline + config.lease
+        self.out: list[Any] = []
         # What a worker has taken back for a moment comes again: requests wait for it so long.
         self._most = NeedWindow(self._patience)
         block = slab.layout.block_bytes
@@ -225,7 +253,7 @@ class MasterSide(PeerSide):
     def vacate(self, start: int, end: int) -> None:
         page = self._slab.layout.page
         slots = start * page, end * page
-        self._out += kv_vacate.retract(self._scheduler, self._running, *slots)
+        self.out += kv_vacate.retract(self._scheduler, self._running, *slots)
         self._evict(start, end)
 
     def step(self, running: Any) -> None:
@@ -241,54 +269,28 @@ class MasterSide(PeerSide):
             self.stream.sparing = self._master.sparing
         blocks = self._resizer.blocks
         if blocks < before:
-            self._out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
+            self.out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
         self._most.add(blocks, now)
         self._resizer.promise(self._most.largest(now))
         self._link.say(self._master.messages())
-        self._abort_what_cannot_come(now)
+        self._refuse_what_cannot_come(now, "a peer has taken back what it lent")
         self._put_aside()
 
     def _put_aside(self) -> None:
         """Who waits for memory that is not there keeps nobody waiting that needs none of it."""
         if self._unfit:
             queue = self._scheduler.waiting_queue
-            self._aside = [req for req in queue if req.rid in self._unfit]
+            self.aside = [req for req in queue if req.rid in self._unfit]
             self._scheduler.waiting_queue = [req for req in queue if req.rid not in self._unfit]
 
     def planned(self) -> None:
-        if self._aside:
-            self._scheduler.waiting_queue = [*self._aside, *self._scheduler.waiting_queue]
-            self._aside = []
-        self.retracted += len(self._out)
-        for req in self._out:
+        if self.aside:
+            self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
+            self.aside = ()
+        self.retracted += len(self.out)
+        for req in self.out:
             self._scheduler._add_request_to_queue(req, is_retracted=True)
-        self._out.clear()
-
-    def _abort_what_cannot_come(self, now: float) -> None:
-        """Requests that were accepted when there was more memory wait for it, but not for ever."""
-        scheduler = self._scheduler
-        if not scheduler.waiting_queue:
-            self._unfit = {}
-            return
-        from sglang.srt.managers.io_struct import AbortReq
-
-        allocator = scheduler.token_to_kv_pool_allocator
-        unfit = {
-            req.rid: self._unfit.get(req.rid, now)
-            for req in scheduler.waiting_queue
-            if not kv_vacate.fits(req, allocator)
-        }
-        self._unfit = unfit
-        for rid, since in unfit.items():
-            if now - since > self._patience:
-                message = (
-                    f"The request needs more KV memory than the {allocator.size} tokens that "
-                    "are left: a peer has taken back what it had lent. Retry later."
-                )
-                reason = {"type": "abort", "status_code": 503, "message": message}
-                scheduler.abort_request(
-                    AbortReq(rid=rid, abort_message=message, finished_reason=reason)
-                )
+        self.out.clear()
 
     def describe(self) -> dict[str, Any]:
         block = self._slab.layout.block_bytes

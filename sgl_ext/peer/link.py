@@ -28,6 +28,10 @@ _QUEUE = 16
 """Messages that wait for a side that does not read; later ones are lost."""
 
 
+_LARGEST = 1 << 20
+"""Bytes of a message; a larger one is none of ours."""
+
+
 class Link:
     """One side of the conversation.
 
@@ -58,6 +62,7 @@ class Link:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if self._master else zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, _LARGEST)
         self._socket.set(zmq.SNDHWM, _QUEUE)
         self._socket.set(zmq.RCVHWM, _QUEUE)
         if self._master:
@@ -67,7 +72,7 @@ class Link:
             self._socket.set(zmq.RECONNECT_IVL, 100)
             self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
             self._address = address
-        self._thread = threading.Thread(target=self._run, name="sgl_ext-peer", daemon=True)
+        self._thread = threading.Thread(target=self._carry, name="sgl_ext-peer", daemon=True)
         self._thread.start()
 
     def say(self, messages: Iterable[Message]) -> None:
@@ -100,6 +105,12 @@ class Link:
                 os.eventfd_write(self._wake, 1)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _carry(self) -> None:
+        try:
+            self._run()
+        except Exception:  # its peers take it for lost, and it them
+            logger.exception("no more messages are carried between peers: restart to lend again")
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,7 +119,10 @@ class Worker:
         self._process_of = process
         self._master: Process | None = None
         self._needs = NeedWindow(terms.window)
-        self._looked = self._heard = self._asked = self._failed = float("-inf")
+        self._looked = self._heard = self._failed = float("-inf")
+        # Numbers of the grants that asked something back and that the master may not keep to yet,
+        # and when they did.
+        self._asked: deque[tuple[int, float]] = deque()
         # By name; who has not left in time, and may still use what was replaced.
         self._late: dict[bytes, Process] = {}
         self._closed = False
@@ -146,7 +150,6 @@ class Worker:
 
     def hear(self, keep: Keep, now: float) -> None:
         """What the master says."""
-        before = self._lender.bound
         if self._lender.hear(keep):
             if not self._end(now):
                 return
@@ -155,8 +158,8 @@ class Worker:
         if self._lender.heard is not keep:
             return
         self._heard = now
-        if self._lender.bound < before:
-            self._asked = now  # it leaves: what is left to leave has its own time
+        while self._asked and self._asked[0][0] <= keep.number:
+            self._asked.popleft()
         if keep.refused != self.refused:
             self.refused = keep.refused
             if keep.refused:
@@ -197,7 +200,7 @@ class Worker:
         less = 0 if self._closed else lending.scale_up(granted, need)
         if less < granted:
             self._ask_back(less, now)
-        overdue = not self._lender.settled and now - self._asked > self._terms.deadline
+        overdue = bool(self._asked) and now - self._asked[0][1] > self._terms.deadline
         lost = now - self._heard > self._terms.lease or not self._alive()
         if self._lender.bound and (overdue or lost):
             self._end(now)
@@ -213,9 +216,8 @@ class Worker:
         self._closed = True
 
     def _ask_back(self, size: int, now: float) -> None:
-        if self._lender.settled:
-            self._asked = now
         self._lender.grant(size)
+        self._asked.append((self._lender.number, now))
 
     def _alive(self) -> bool:
         return self._master is not None and self._master.alive()
@@ -260,6 +262,7 @@ class Worker:
                 f"{bound:,}",
             )
         self._lender.end(self._memory.extents)
+        self._asked.clear()
         self.lending = self._master = None
         self._take_back()
         return True
