@@ -139,7 +139,7 @@ class Restore(Section):
     by loading; the largest recomputation, by loading (CacheFlow); the first come (Cake)."""
     chunk: Annotated[int, Field(ge=1, le=1 << 20, strict=True)] = 512
     """Tokens that are computed at a time while others load."""
-    ageing: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 0.2
+    ageing: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 0.5
     """Seconds of remaining time that a second of waiting is worth, to ``shortest``."""
     host: Literal["auto", "tokens", "layers", "never"] = "auto"
     """What is computed of what host memory has, while the rest of it loads: the first tokens, the

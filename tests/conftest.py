@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tier_kit import usable_backends
 
+from sgl_ext.bench import quick_start
 from sgl_ext.bench.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare
@@ -19,6 +20,8 @@ from sgl_ext.models import SMOLLM2, prepare
 # Threads of OpenMP that spin while they wait for each other take the cores from another engine's:
 # two engines on the same cores would be up to twenty times slower than one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests start dozens of servers and engines.
+os.environ.update(quick_start.environment())
 
 ROOT = Path(__file__).parent.parent
 POOL = ("--max-total-tokens", "16384")

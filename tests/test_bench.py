@@ -86,7 +86,10 @@ def test_a_request_that_fails_is_not_a_sample(extension: server.Server) -> None:
     ("arguments", "message"),
     [
         (["speed"], "invalid choice: 'speed'"),
-        (["restore", "--part", "speed"], "no part 'speed'; its parts: alone, batches, host"),
+        (
+            ["restore", "--part", "speed"],
+            "no part 'speed'; its parts: alone, batches, arrivals, host",
+        ),
         (["tiers", "--part", "host"], "no part 'host'; its parts: none"),
     ],
 )

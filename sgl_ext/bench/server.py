@@ -18,16 +18,20 @@ from typing import Any
 import psutil
 import requests
 
+from sgl_ext.bench import quick_start
 from sgl_ext.engine import run_directory
 from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
+BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
+"""Of servers side by side: SGLang takes what others load meanwhile for its own weights."""
 _STOP_DEADLINE_S = 30.0
 _FORGET_DEADLINE_S = 600.0
 _PORTS = range(10_000, 22_000)
 """Below those that SGLang gives to its own sockets while it starts, and the kernel to
 connections."""
 _PORTS_TRIED = 100
+_held: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,12 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
             stdout=sink,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **system.environment, "TMPDIR": str(scratch)},
+            env={
+                **quick_start.environment(),
+                **os.environ,
+                **system.environment,
+                "TMPDIR": str(scratch),
+            },
             start_new_session=True,
         )
         try:
@@ -127,15 +136,23 @@ def live(url: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now.
+    """A TCP port of the loopback interface, which no other call gives while this process lives.
 
-    Of those that nobody else takes meanwhile: the server binds it seconds later.
+    A server binds it seconds later, and until then another's must not choose it: its answers
+    would be taken for this one's.
     """
     for _ in range(_PORTS_TRIED):
         port = secrets.choice(_PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        # Servers bind what is bound and not listened on; this function does not.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(held)
+        return port
     raise ExtError(f"{_PORTS_TRIED} ports of {_PORTS} were all in use")
 
 

@@ -164,6 +164,8 @@ def _forget(_wrapper: Any, rid: str) -> None:
         restore_hooks.release(ext, rid)
         if ext.swap is not None:
             ext.swap.drop(rid)
+        if ext.ahead is not None:
+            ext.ahead.cancel(rid)
         if ext.links is not None:
             ext.links.forget(rid)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from sgl_ext.tiers.statistics import describe
 
 _NODES = 1 << 16
 """Nodes of the radix tree whose uses are remembered."""
+_HELD_S = 60.0
+"""How long host memory's pages are held for a request that SGLang does not come back to."""
 
 
 class TierLinker(UnifiedCacheLinker):
@@ -105,7 +108,7 @@ class TierLinker(UnifiedCacheLinker):
         else:
             keys = keys[: prompt.most]
             pages = self.stack.here(keys)
-            self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind)
+            self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind, prompt.precedence)
             by = None if self.restorer.asked(rid) else strategy(self.stack, prompt, pages)
             if by is not None:
                 self.prefixes.hold(rid, keys[:pages], prompt.first, by)
@@ -152,6 +155,10 @@ class TierLinker(UnifiedCacheLinker):
                 self._update_swap()
         if self.restorer is not None:
             self.restorer.advance()
+        if self.prefixes is not None:
+            # SGLang looks nobody up while it has no room: a long queue would keep all pages.
+            planned = () if runtime.current is None else runtime.current.plans
+            self.prefixes.expire(time.monotonic() - _HELD_S, planned)
         return self.stack.completed()
 
     def _update_swap(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from enum import IntEnum
 
 from sgl_ext._native import _transfer
 from sgl_ext.errors import ExtError
+
+logger = logging.getLogger(__name__)
 
 COPY_DEADLINE_S = 60.0
 """Of copies within this machine's memory: one that takes longer never ends."""
@@ -126,6 +129,17 @@ class Ticket:
             f"Ticket({self.state.name}, {self.priority.name}, "
             f"{self.bytes_done} of {self.bytes_total} bytes)"
         )
+
+
+def outlast(ticket: Ticket) -> None:
+    """Returns when ``ticket`` is finished, however it ended and however long that takes."""
+    while not ticket.poll():
+        try:
+            ticket.wait(COPY_DEADLINE_S)
+        except TimeoutError:
+            logger.error("a copy has not ended for %s s: %r", COPY_DEADLINE_S, ticket)
+        except Exception as error:  # who looks at its state knows
+            logger.debug("a copy: %s", error)
 
 
 def poll(tickets: Iterable[Ticket]) -> list[Ticket]:

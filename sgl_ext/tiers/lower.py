@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -56,6 +57,7 @@ class LowerTier:
         self.stored = Traffic()
         self.pages_per_second: float | None = None
         """Of late loads; None before the first."""
+        self._lock = threading.Lock()
         self._under_way: list[Future[Any]] = []
         self._last_load = -math.inf
         self._late_at: float | None = None
@@ -152,7 +154,8 @@ class LowerTier:
         self, pool: ThreadPoolExecutor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
         future = pool.submit(work, *args, **kwargs)
-        self._under_way = [each for each in self._under_way if not each.done()] + [future]
+        with self._lock:  # loads are asked for by their tier's thread, too
+            self._under_way = [each for each in self._under_way if not each.done()] + [future]
         future.add_done_callback(lambda _: self._wake())
         return future
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
-from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, outlast
 from sgl_ext.memory.transfer import State, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
@@ -107,6 +107,8 @@ class TierStack:
         self._loading: dict[int, list[_Load]] = {}
         self._stores: deque[_Store] = deque()
         self._presumed = 0
+        self.ended = 0
+        """Stores that are over, however they ended."""
         self._behind: list[_Store] = []
         """Popped ones that are not over."""
         self._dropped: list[Saved] = []
@@ -256,17 +258,17 @@ class TierStack:
             parent: of the page before; None if there is none.
         """
         wanted = self.host.missing(keys)
-        missing = wanted[: self.host.room if self._off is None else 0]
-        if self._off is None:
-            self.host.refuse(len(wanted) - len(missing))
-        before = keys[missing[0] - 1] if missing and missing[0] else parent
-        behind = self.host.place(before)
-        if not missing or (pages := self.host.reserve(len(missing), behind)) is None:
-            self._stores.append(_Store((), _NO_PAGES, None, not wanted, success=not wanted))
-            return
-        ticket = self._copies.store(blocks[missing], pages, self.stores)
-        names = [keys[at] for at in missing]
-        self._stores.append(_Store(names, pages, ticket, len(missing) == len(wanted)))
+        if (store := self._begin(keys, blocks, wanted, parent)) is None:
+            store = _Store((), _NO_PAGES, None, not wanted, success=not wanted)
+        self._stores.append(store)
+
+    def store_lost(self, keys: Sequence[Key], blocks: Pages) -> None:
+        """As :meth:`store`, of what SGLang takes for stored: host memory has given it up since, or
+        had no room for it. Nobody pops it; who is given the blocks waits (:attr:`in_flight`)."""
+        coming = {key for store in self._under_way for key in store.keys}
+        wanted = [at for at in self.host.missing(keys) if keys[at] not in coming]
+        if (store := self._begin(keys, blocks, wanted)) is not None:
+            self._behind.append(store)
 
     def completed(self) -> int:
         """Stores that are over and wait to be popped, in the order of their beginning."""
@@ -316,8 +318,8 @@ class TierStack:
 
     def poll(self) -> None:
         """Takes note of what has ended. The scheduler calls it once a step at least."""
-        for store in (*self._stores, *self._behind):
-            if store.success is None and store.ticket is not None and store.ticket.poll():
+        for store in self._under_way:
+            if store.ticket is not None and store.ticket.poll():
                 self._settle(store)
         if self._behind:
             self._behind = [store for store in self._behind if store.success is None]
@@ -339,12 +341,11 @@ class TierStack:
     @property
     def stores_under_way(self) -> int:
         """Copies from the device that have not ended."""
-        return sum(store.success is None for store in (*self._stores, *self._behind))
+        return len(self._under_way)
 
     def storing(self, key: Key) -> bool:
         """Whether a page of that key is about to be found."""
-        stores = (*self._stores, *self._behind)
-        return any(store.success is None and key in store.keys for store in stores)
+        return any(key in store.keys for store in self._under_way)
 
     @property
     def in_flight(self) -> BlocksInFlight:
@@ -372,15 +373,13 @@ class TierStack:
             self.cancel(rid)
         for index in list(self._loading):
             self.finish(index)
-        for store in (*self._stores, *self._behind):
-            if store.success is None and store.ticket is not None:
+        for store in self._under_way:
+            if store.ticket is not None:
                 store.ticket.cancel()
-                while not store.ticket.poll():
-                    _outwait(store.ticket)
+                outlast(store.ticket)
                 self._settle(store)
         for saved in self._again:
-            while not saved.ticket.poll():
-                _outwait(saved.ticket)
+            outlast(saved.ticket)
         self._forget_dropped()
         self._stores.clear()
         self._behind.clear()
@@ -405,6 +404,25 @@ class TierStack:
         for close in self._closing:
             close()
 
+    @property
+    def _under_way(self) -> list[_Store]:
+        return [store for store in (*self._stores, *self._behind) if store.success is None]
+
+    def _begin(
+        self, keys: Sequence[Key], blocks: Pages, wanted: Sequence[int], parent: Key | None = None
+    ) -> _Store | None:
+        """Begins to copy those of the pages that there is room for; None if it is none."""
+        missing = wanted[: self.host.room if self._off is None else 0]
+        if self._off is None:
+            self.host.refuse(len(wanted) - len(missing))
+        before = keys[missing[0] - 1] if missing and missing[0] else parent
+        behind = self.host.place(before)
+        if not missing or (pages := self.host.reserve(len(missing), behind)) is None:
+            return None
+        ticket = self._copies.store(blocks[missing], pages, self.stores)
+        names = [keys[at] for at in missing]
+        return _Store(names, pages, ticket, len(missing) == len(wanted))
+
     def _forget_dropped(self) -> None:
         over = [saved for saved in self._dropped if saved.ticket.poll()]
         for saved in over:
@@ -420,6 +438,7 @@ class TierStack:
         restored[name] = Restored(tokens=pages * page, bytes=pages * block_bytes, seconds=seconds)
 
     def _settle(self, store: _Store) -> None:
+        self.ended += 1
         ticket = store.ticket
         if ticket is None or ticket.state != State.DONE:
             store.success = False
@@ -433,12 +452,3 @@ class TierStack:
     def _offer(self, keys: Sequence[Key], pages: Pages) -> None:
         for demotion in self._demotions:
             demotion.offer(keys, pages)
-
-
-def _outwait(ticket: Ticket) -> None:
-    try:
-        ticket.wait(COPY_DEADLINE_S)
-    except TimeoutError:
-        logger.error("a copy from the device has not ended for %s s: %r", COPY_DEADLINE_S, ticket)
-    except Exception as error:  # it has ended, if not well: the store says so
-        logger.debug("a copy from the device: %s", error)
