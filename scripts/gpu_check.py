@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
+import socket
 import statistics
 import sys
 import tempfile
@@ -20,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels" / "triton"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "kernels" / "triton"), str(ROOT)]
 
 GEOMETRIES = {"SmolLM2-135M": (16, 30, 2, 3, 64), "Llama-3-8B": (16, 32, 2, 8, 128)}
 """``[page, layers, 2, kv_heads, head_dim]``; bf16."""
@@ -186,6 +189,7 @@ def listed_checks(
     ]
     listed += [(name, lambda shape=shape: real(shape)) for name, shape in GEOMETRIES.items()]
     listed.append(("CUDA graph", lambda: check_graph(torch, kernels, device)))
+    listed.append(("a slab lent to another process", lambda: check_lent(torch, device)))
     if torch.cuda.device_count() > 1:
         other = (device.index + 1) % torch.cuda.device_count()
         second = torch.device("cuda", other)
@@ -218,6 +222,74 @@ def check_graph(torch: Any, kernels: Any, device: Any) -> None:
     tokens = kv.flatten(0, 1)
     if not torch.equal(tokens[[0, 31]], tokens[[20, 3]]):
         raise AssertionError("the captured rotation by no angle left other tokens than its sources")
+
+
+def check_lent(torch: Any, device: Any) -> None:
+    """Another process reads and writes the end of a slab; then other memory takes its place."""
+    from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory
+
+    shape = (64, 16, 30, 2, 3, 64)  # blocks of SmolLM2-135M
+    block = 2 * 16 * 30 * 2 * 3 * 64
+    own, lent = (CudaMemory.create(device.index, 64 * block) for _ in range(2))
+    mapping = CudaMapping(device.index, own.size + lent.size)
+    mapping.put(0, own)
+    mapping.put(own.size, lent)
+    flat = torch.as_tensor(mapping, device=device)
+    if flat.data_ptr() != mapping.address:
+        raise AssertionError("torch has copied the mapping")
+    slab = flat[own.size :][: 64 * block].view(torch.bfloat16).view(shape)
+    slab.view(torch.int16).random_()
+    before = slab.clone()
+    here, there = socket.socketpair()
+    here.settimeout(120)
+    process = torch.multiprocessing.get_context("spawn").Process(
+        target=borrow, args=(there, device.index, lent.size, shape)
+    )
+    process.start()
+    try:
+        torch.cuda.synchronize()
+        descriptor = lent.descriptor()
+        socket.send_fds(here, [b"lent"], [descriptor])
+        os.close(descriptor)
+        if here.recv(7) != b"written":
+            raise AssertionError("the borrower has not written what it was lent")
+        if not torch.equal(slab.view(torch.int16), before.flip(0).view(torch.int16)):
+            raise AssertionError("the owner does not see what the borrower has written")
+        mapping.put(own.size, CudaMemory.create(device.index, lent.size))
+        flat[own.size :].zero_()
+        torch.cuda.synchronize()
+        here.sendall(b"replaced")
+        if here.recv(4) != b"kept":
+            raise AssertionError("the borrower lost what it had mapped")
+    finally:
+        here.close()
+        process.join(60)
+
+
+def borrow(channel: socket.socket, device: int, size: int, shape: tuple[int, ...]) -> None:
+    """The other process of :func:`check_lent`: our kernels turn the order of blocks round."""
+    import sgl_ext_kernels as kernels
+    import torch
+
+    from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory
+
+    torch.cuda.set_device(device)
+    torch.cuda.init()
+    _, (descriptor,), _, _ = socket.recv_fds(channel, 4, 1)
+    mapping = CudaMapping(device, size)
+    mapping.put(0, CudaMemory.of(descriptor, device, size))
+    os.close(descriptor)
+    flat = torch.as_tensor(mapping, device=torch.device("cuda", device))
+    slab = flat[: math.prod(shape) * 2].view(torch.bfloat16).view(shape)
+    turned = slab.flip(0)
+    every = kernels.check_blocks(slab, torch.arange(shape[0]), distinct=True)
+    for layer in range(shape[2]):
+        kernels.scatter_layer(turned[:, :, layer].contiguous(), slab, every, layer)
+    torch.cuda.synchronize()
+    channel.sendall(b"written")
+    channel.recv(8)
+    same = torch.equal(slab.view(torch.int16), turned.view(torch.int16))
+    channel.sendall(b"kept" if same else b"lost")
 
 
 def measure(

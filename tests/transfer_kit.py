@@ -78,7 +78,16 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def fake_cudart(directory: Path) -> Path:
     """A CUDA runtime of the tests' own."""
-    library = directory / "libfake_cudart.so"
-    source = ROOT / "kernels" / "native" / "tests" / "fake_cudart.c"
+    return _fake(directory, "fake_cudart")
+
+
+def fake_cuda_driver(directory: Path) -> Path:
+    """And a driver, which lends memory."""
+    return _fake(directory, "fake_cuda_driver")
+
+
+def _fake(directory: Path, name: str) -> Path:
+    library = directory / f"lib{name}.so"
+    source = ROOT / "kernels" / "native" / "tests" / f"{name}.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-pthread", source, "-o", library], check=True)
     return library

@@ -74,19 +74,21 @@ class Growing:
         """Adds a run and the figure."""
         found = [self._layer(layer) for layer in layers]
         growth = [each.growth(each.joined) for each in found]
+        with_alone = [each.growth(each.joined, each.alone) for each in found]
         alone = sum(len(each.alone) for each in found)
         report.runs.append(
             {
                 "what": f"drift after {len(self._read) * _STEP} tokens",
                 "growth": statistics.mean(growth),
                 "worst_layer": max(growth),
-                "with_lone_ones": _mean(each.growth(each.joined, each.alone) for each in found),
+                "with_lone_ones": statistics.mean(with_alone),
                 "smallest": _mean(each.growth(each.smallest) for each in found),
                 "alike": _mean(each.growth(each.alike) for each in found),
                 "alone": alone / sum(len(each.alike) for each in found),
             }
         )
         report.figures["medoid_distance_growth"] = statistics.mean(growth)
+        report.figures["medoid_distance_growth_with_lone_ones"] = statistics.mean(with_alone)
 
     def _layer(self, layer: int) -> _Grown:
         last = self._read[-1]

@@ -129,6 +129,6 @@ def _report(report: Report, name: str, measured: _Measured) -> None:
         | summary(measured.tokens, "token_ms", 1e3)
     )
     if name == AS_IT_IS:
-        report.figures["retrieval_overhead_share"] = spent["choosing"]
+        report.figures["retrieval_overhead_share"] = spent["choosing"] + spent["placing"]
     elif name == AHEAD:
         report.figures["prefetch_coverage"] = coverage

@@ -50,7 +50,7 @@ class StoredAttention:
         self._about, self._stored = stored.about, stored
         self._blocks = stored.about.blocks
         self.memory = memory
-        self.seconds = {"choosing": 0.0, "fetching": 0.0, "expecting": 0.0}
+        self.seconds = {"choosing": 0.0, "fetching": 0.0, "placing": 0.0, "expecting": 0.0}
         """That the forward's thread has spent on it."""
 
     @property
@@ -97,9 +97,10 @@ class StoredAttention:
                 wanted = _all(chosen)
             with self._timed("fetching"):
                 slots = memory.bring(layer, wanted)
-            first = slots[np.searchsorted(wanted, chosen)]
-            table, contexts = self._table(layer, chosen, first, some, len(keys))
-            batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
+            with self._timed("placing"):
+                first = slots[np.searchsorted(wanted, chosen)]
+                table, contexts = self._table(layer, chosen, first, some, len(keys))
+                batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
             parts.append(
                 native.attend(
                     batch, asked, keys, values, scale=self._about.geometry.scale,
@@ -107,7 +108,8 @@ class StoredAttention:
                 )
             )  # fmt: skip
             start = end
-        memory.keep(layer, wanted, slots)  # one step, be it of several groups
+        with self._timed("placing"):
+            memory.keep(layer, wanted, slots)  # one step, be it of several groups
         return torch.cat(parts)
 
     def expect(
