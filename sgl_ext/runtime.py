@@ -53,6 +53,8 @@ class ExtRuntime:
     """Preempted requests; None without the section."""
     ahead: SwapAhead | None = None
     """Their swap-ins that nobody waits for; None without the section."""
+    interrupted: str | None = None
+    """Request whose KV is being released, if its restoration goes on later."""
     giving_way: Any = None
     """SGLang's request whose KV is being released, if that is because it gives way."""
     resuming: list[Any] = field(default_factory=list)

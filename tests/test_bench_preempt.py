@@ -46,7 +46,7 @@ def test_every_system_can_be_configured() -> None:
 
     names = (STOCK, HICACHE, "recompute", PER_PAGE, OURS, *WITHOUT)
     policy = {"policy": "random", "quantum": 25}
-    made = systems(names, 2048, policy, Link(0.05, 20, 1_000_000))
+    made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000))
     assert [each.name for each in made] == list(names)
     for each in made[2:]:
         config = ExtConfig.model_validate(json.loads(each.arguments[-1]))

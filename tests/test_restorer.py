@@ -10,6 +10,7 @@ from restore_kit import PAGE, UNIT, Machine, until
 from tier_kit import keys
 
 from sgl_ext.plan import Compute, Load
+from sgl_ext.restore.policies import Cake, Longest, Policy
 
 
 @pytest.fixture
@@ -117,6 +118,55 @@ def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     assert not machine.restorer.turn("long", continuing=False)
     machine.restorer.release("short")
     assert machine.restorer.turn("long", continuing=False)
+
+
+def test_a_shorter_one_interrupts(machine: Machine) -> None:
+    """What was computed of the longer one stays, and what was loaded."""
+    long, short = keys(*range(30)), keys(*range(30, 34))
+    machine.keep(long + short)
+    machine.restorer.ask("long", long, 0, 0, 130)
+    assert machine.restorer.turn("long", continuing=False)
+    plan = machine.restorer.plan("long", 0, 130)
+    assert plan is not None
+    done = plan.reach(0, 130)
+    machine.restorer.computing("long", done)
+    machine.restorer.advance()
+    assert not machine.restorer.interrupt()  # nobody is there
+    machine.restorer.ask("short", short, 0, 0, 18)
+    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
+    assert not machine.restorer.turn("short", continuing=True)
+    assert machine.restorer.interrupt()
+    assert not machine.restorer.computes("long")
+    assert not machine.restorer.turn("long", continuing=False)
+    assert machine.restorer.turn("short", continuing=False)
+    machine.run("short", short, 18)
+    machine.restorer.advance()
+    assert not machine.restorer.interrupt()  # the other one is longer
+    machine.restorer.release("short")
+    machine.restorer.advance()
+    assert machine.restorer.turn("long", continuing=False)
+    plans = machine.run("long", long, 130, done)
+    assert any(isinstance(span.source, Load) for span in plans[-1].spans)
+    report = machine.restorer.report("long")
+    assert report is not None
+    assert sum(report["loaded"].values()) + report["computed"] == len(long) * PAGE
+    machine.restorer.release("long")
+    machine.settle()
+    assert machine.restorer.interrupted == 1
+
+
+@pytest.mark.parametrize("policy", [Longest(), Cake()])
+def test_who_came_first_is_computed_to_the_end(machine: Machine, policy: Policy) -> None:
+    machine.restorer._channels._policy = policy
+    long, short = keys(*range(30)), keys(*range(30, 34))
+    machine.keep(long + short)
+    machine.restorer.ask("long", long, 0, 0, 130)
+    machine.restorer.ask("short", short, 0, 0, 18, -1)
+    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
+    machine.restorer.plan("long", 0, 130)
+    machine.restorer.computing("long", 8)
+    assert not machine.restorer.interrupt()
+    assert machine.restorer.computes("long")
 
 
 def test_the_more_urgent_goes_before_the_shorter(machine: Machine) -> None:

@@ -25,9 +25,14 @@ own = []  # how the restorer decides where a forward ends
 def probe(self, path, seed=0, policy="shortest"):
     from sgl_ext import runtime
     from sgl_ext.restore import restorer as module
-    from sgl_ext.restore.policies import POLICIES
+    from sgl_ext.restore.policies import POLICIES, Shortest
+
+    class Last(Shortest):  # who comes interrupts who is there
+        def rank(self, one):
+            return -one.arrived
+
     ext = runtime.current
-    ext.restorer._channels._policy = POLICIES[policy](0.2)
+    ext.restorer._channels._policy = {**POLICIES, "last": Last}[policy](0.2)
     if not own:
         own.append(module.next_part)
     choose = random.Random(seed)
@@ -44,7 +49,8 @@ def probe(self, path, seed=0, policy="shortest"):
     ext.tiers.host.check_integrity()
     ssd = ext.tiers.lower[0]
     json.dump({"plans": len(ext.plans), "restoring": len(ext.restorer._requests),
-               "leaving": len(ext.restorer._leaving), "pinned": ext.tiers.host._pinned,
+               "leaving": len(ext.restorer._leaving), "interrupted": ext.restorer.interrupted,
+               "pinned": ext.tiers.host._pinned,
                "protected": self.tree_cache.protected_size(),
                "places": ext.tiers.host.capacity - ext.tiers.host.free - len(ext.tiers.host),
                "ssd": ssd.tier.statistics().pages, "moving": ssd.under_way,
@@ -63,6 +69,7 @@ def main():
         if "abort_after" in step:
             asyncio.get_running_loop().call_later(
                 step["abort_after"], manager.abort_request, step["rid"])
+        await asyncio.sleep(step.get("later", 0))
         start, top = step.get("logprobs", [-1, 0])
         request = GenerateReqInput(
             rid=step.get("rid"), input_ids=step["ids"], return_logprob=True,
@@ -216,7 +223,9 @@ def test_the_same_answers_however_it_is_cut(page: int, model: Path, tmp_path: Pa
     for seed, policy in cuts:
         for batch in batches:
             script.append((f"{batch} {policy}", seed, policy, [steps[at] for at in batch]))
+    late = [{**steps[at], "later": 0.3 * place} for place, at in enumerate((0, 1, 2, 5))]
     script += [
+        ("interrupted", 4, "last", late),
         ("plain, too", 3, "shortest", [steps[0], new, steps[4]]),
         ("aborted", 0, "shortest", [gone, steps[1]]),
         ("torn", 0, "shortest", [steps[0], steps[3]]),
@@ -240,6 +249,9 @@ def test_the_same_answers_however_it_is_cut(page: int, model: Path, tmp_path: Pa
     assert len(restored(ours["plain, too"])) == 2
     assert ours["aborted"]["answers"][0] == "aborted"
     same(stock["fill"], ours["aborted"], (0, 1))
+    same(stock["fill"], ours["interrupted"], (0, 1, 2, 5))
+    assert ours["interrupted"]["left"]["interrupted"] > 0
+    assert len(restored(ours["interrupted"])) == 4
     same(stock["fill"], ours["torn"], (0, 3))
     same(stock["fill"], ours["lost"], (1, 5))
     assert ours["torn"]["left"]["failures"]["checksum"] > 0

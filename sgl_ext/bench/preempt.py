@@ -52,7 +52,9 @@ _BOUND = 5.0
 """Times to the first token at light load that P95 may take at the largest load that counts."""
 _START_DEADLINE_S = 900.0
 """Of eight servers side by side."""
-PARTS = ("link", "without", "loads", "traces", "native", "static", "exact")
+_LINKED = ("link", "without", "loads", "traces")
+_NATIVE = ("native", "beside", "light", "static")
+PARTS = (*_LINKED, *_NATIVE, "exact")
 
 
 @dataclass(frozen=True)
@@ -62,57 +64,63 @@ class _Sizes:
     pause: float
     pool: int
     """Tokens of the device."""
+    host: str
+    """Memory for what has given way."""
+    quantum: int
+    """Iterations between priorities that are drawn anew, if the part does not say it."""
     seeds: Sequence[int]
     few_seeds: Sequence[int]
     """Of what no figure is asked of each of."""
     loads: Sequence[float]
-    exact: int
-    """Conversations."""
 
 
-_QUICK = _Sizes(6, 512, 2.0, 1024, (0,), (0,), (_LIGHT, _HEAVY), 6)
-_WHOLE = _Sizes(48, 320, 2.0, 3072, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY), 300)
+_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (_LIGHT, _HEAVY))
+_LINK = _Sizes(
+    48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY)
+)
+# Computing again costs as much as the device holds, for each time that priorities are drawn anew:
+# against stock SGLang it holds more, and more conversations share it.
+_WIDE = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
+_EXACT = (6, 300)
+"""Conversations of a quick run, and of a whole one."""
 
 Runs = Mapping[str, Sequence[Run]]
 """Of each system, by seed."""
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
-    sizes = _QUICK if quick else _WHOLE
+    link, native = (_QUICK, _QUICK) if quick else (_LINK, _WIDE)
     model = prepare(SMOLLM2)
-    config = {"quick": quick, "page": PAGE, "bound": _BOUND, **asdict(sizes)}
-    report = Report("preempt", config)
-    # What the measurements themselves depend on, rates of few seeds' capacity; others may be added.
-    decisive = ("conversations", "longest", "pause", "pool", "few_seeds")
-    kept = {name: config[name] for name in decisive}
-    kept |= DEFINITIONS
-    bench = _Bench(
-        report,
-        Workload(model, sizes.conversations, sizes.longest, sizes.pause),
-        sizes,
-        out,
-        Partial(out, "preempt", kept, quick=quick),
-    )
-    for part in parts:
-        if part == "exact":
-            report_exact(report, model, out / "logs", sizes.exact, sizes.pool)
-        else:
-            getattr(bench, part)()
+    config = {"quick": quick, "page": PAGE, "bound": _BOUND}
+    report = Report("preempt", config | {"link": asdict(link), "native": asdict(native)})
+    for name, of, sizes in (("link", _LINKED, link), ("native", _NATIVE, native)):
+        if chosen := [part for part in parts if part in of]:
+            bench = _Bench(report, model, sizes, out, name, quick=quick)
+            for part in chosen:
+                getattr(bench, part)()
+    if "exact" in parts:
+        report_exact(report, model, out / "logs", _EXACT[not quick], link.pool)
     return report
 
 
 class _Bench:
     def __init__(
-        self, report: Report, workload: Workload, sizes: _Sizes, out: Path, kept: Partial
+        self, report: Report, model: Path, sizes: _Sizes, out: Path, name: str, *, quick: bool
     ) -> None:
-        self._report, self._workload, self._sizes = report, workload, sizes
+        self._report, self._sizes = report, sizes
+        self._workload = Workload(model, sizes.conversations, sizes.longest, sizes.pause)
         self._logs = out / "logs" / "preempt"
-        self._kept = kept
+        # What the measurements themselves depend on, rates of few seeds' capacity; others may be
+        # added.
+        decisive = ("conversations", "longest", "pause", "pool", "host", "quantum", "few_seeds")
+        kept = {name: value for name, value in asdict(sizes).items() if name in decisive}
+        self._kept = Partial(out, f"preempt-{name}", kept | DEFINITIONS, quick=quick)
+        self._trace = _trace("random", sizes.quantum)
 
     def link(self) -> None:
         """Behind the link, at a load that nobody keeps up with."""
-        trace = _trace("random", 50)
-        runs = self._offer("link", (RECOMPUTE, PER_PAGE, OURS), trace, _HEAVY, linked=True)
+        names = (RECOMPUTE, PER_PAGE, OURS)
+        runs = self._offer("link", names, self._trace, _HEAVY, linked=True)
         figures, ours = self._report.figures, runs[OURS]
         figures["p95_ttft_speedup_vs_sync_swap"] = _ratio(runs, PER_PAGE, OURS, _p95)
         figures["p99_ttft_speedup_vs_sync_swap"] = _of_all(runs, PER_PAGE, OURS, 99)
@@ -128,13 +136,13 @@ class _Bench:
 
     def without(self) -> None:
         """The same without each of our parts."""
-        trace = _trace("random", 50)
-        runs = self._offer("without", (OURS, *WITHOUT), trace, _HEAVY, linked=True, few=True)
+        names = (OURS, *WITHOUT)
+        runs = self._offer("without", names, self._trace, _HEAVY, linked=True, few=True)
         self._report.figures["swap_out_blocks_ratio"] = _ratio(runs, OURS, WITHOUT_REUSE, _stored)
 
     def loads(self) -> None:
         """Behind the link: the largest load at which P95 stays within a bound."""
-        trace, names = _trace("random", 50), (PER_PAGE, OURS)
+        trace, names = self._trace, (PER_PAGE, OURS)
         own = self._capacity(PER_PAGE, linked=True) / self._capacity(OURS, linked=False)
         self._report.figures["sync_swap_capacity"] = own
         self._offer("own", names, trace, 0.85 * own, linked=True, few=True)
@@ -163,18 +171,27 @@ class _Bench:
     def native(self) -> None:
         """Host memory as it is."""
         # Stock has no traces: what is compared with is its recomputing, with ours of who gives way.
-        trace = _trace("random", 50)
-        names = (STOCK, RECOMPUTE, RECOMPUTE_BESIDE_TIER, PER_PAGE, OURS)
-        heavy = self._offer("native", names, trace, _HEAVY, linked=False)
-        light = self._offer("native", (PER_PAGE, OURS), trace, _LIGHT, linked=False)
-        figures = self._report.figures
-        for name, of in (
-            (RECOMPUTE, "stock"), (RECOMPUTE_BESIDE_TIER, "recompute_beside_tier"),
-            (PER_PAGE, "sync_swap"), (STOCK, "stock_first_come"),
-        ):  # fmt: skip
-            figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(heavy, name, OURS, _p95)
-            figures[f"native_throughput_ratio_vs_{of}"] = _ratio(heavy, OURS, name, _throughput)
-        figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(light, OURS, PER_PAGE, _p50)
+        self._compare({RECOMPUTE: "stock", PER_PAGE: "sync_swap"}, few=False)
+
+    def beside(self) -> None:
+        """The same of others: recomputing beside our tier, and stock's order of first come."""
+        others = {RECOMPUTE_BESIDE_TIER: "recompute_beside_tier", STOCK: "stock_first_come"}
+        self._compare(others, few=True)
+
+    def _compare(self, others: Mapping[str, str], *, few: bool) -> None:
+        names, figures = (*others, OURS), self._report.figures
+        runs = self._offer("native", names, self._trace, _HEAVY, linked=False, few=few)
+        for name, of in others.items():
+            figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(runs, name, OURS, _p95)
+            figures[f"native_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
+
+    def light(self) -> None:
+        """Where next to nobody gives way."""
+        names = (PER_PAGE, OURS)
+        runs = self._offer("light", names, self._trace, _LIGHT, linked=False, few=True)
+        self._report.figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(
+            runs, OURS, PER_PAGE, _p50
+        )
 
     def static(self) -> None:
         """Two priorities, which stock SGLang has, too."""
@@ -225,7 +242,7 @@ class _Bench:
         keys = {f"at once/{name}/{linked}/{seed}": seed for seed in self._sizes.few_seeds}
         if all(key in self._kept for key in keys):
             return [self._run(key) for key in keys]
-        with self._serve([name], _trace("random", 50), self._link() if linked else None) as (one,):
+        with self._serve([name], self._trace, self._link() if linked else None) as (one,):
             return [
                 self._run(key, partial(measure, one, self._workload.talks(seed), _AT_ONCE))
                 for key, seed in keys.items()
@@ -250,7 +267,7 @@ class _Bench:
         if not names:
             yield []
             return
-        running = systems(names, self._sizes.pool, policy, link)
+        running = systems(names, self._sizes.pool, self._sizes.host, policy, link)
         said = self._workload.talks(self._sizes.seeds[0])
         with server.serve(
             running, self._workload.model, self._logs, deadline=_START_DEADLINE_S

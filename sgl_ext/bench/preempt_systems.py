@@ -17,7 +17,6 @@ from typing import Any
 from sgl_ext.bench import server
 
 PAGE = 16
-HOST = "768MiB"
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
 RECOMPUTE_BESIDE_TIER = "recompute, prefixes in host memory"
 STOCK, HICACHE = "stock", "stock with hicache"
@@ -74,17 +73,18 @@ class Link:
         }
 
 
-DEFINITIONS = {"host": HOST, "swap": _SWAP, "link": (Link.PER_PAGE, Link.BYTES)}
+DEFINITIONS = {"swap": _SWAP, "link": (Link.PER_PAGE, Link.BYTES)}
 """What decides the measurements, beside the workload."""
 
 
 def systems(
-    names: Sequence[str], pool: int, policy: Mapping[str, Any], link: Link | None
+    names: Sequence[str], pool: int, memory: str, policy: Mapping[str, Any], link: Link | None
 ) -> list[server.System]:
     """Servers by name.
 
     Args:
         pool: tokens that the device holds.
+        memory: of the host, for what has given way and for earlier turns.
         policy: of all that swap: ``policy``, ``quantum``.
         link: None: host memory as it is.
     """
@@ -92,12 +92,12 @@ def systems(
     found = []
     for name in names:
         if name in (STOCK, HICACHE):
-            more = ("--enable-hierarchical-cache", "--hicache-size", "1")
+            more = ("--enable-hierarchical-cache", "--hicache-size", "3")
             arguments = (*base, "--enable-priority-scheduling", *(more if name == HICACHE else ()))
             found.append(server.System(name, arguments))
             continue
-        host: dict[str, Any] = {"capacity": HOST}
-        swap = {"capacity": HOST, **policy, **_SWAP[name]}
+        host: dict[str, Any] = {"capacity": memory}
+        swap = {"capacity": memory, **policy, **_SWAP[name]}
         if name == RECOMPUTE:
             host["capacity"] = swap["capacity"] = "2MiB"  # as without host memory
         elif link is not None:

@@ -115,6 +115,7 @@ def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
         "crossover": costs.crossover,
         "compute": asdict(costs.compute),
         "loads": {name: asdict(load) for name, load in costs.loads.items()},
+        "interrupted": restorer.interrupted,
         "forwards": [*costs.forwards],
         "loaded": {name: [*each] for name, each in [*costs.loaded_lately.items()]},
     }

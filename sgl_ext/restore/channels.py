@@ -35,7 +35,7 @@ class Restoration:
     """Tokens of its prompt."""
     pointers: Pointers
     first: int
-    """Page that computing begins with."""
+    """Page that computing has begun with."""
     begin: int
     """The first page of :attr:`keys` and :attr:`places`."""
     keys: Sequence[Key]
@@ -49,6 +49,8 @@ class Restoration:
     """Its precedence, and what the policy says."""
     loaded: dict[str, int] = field(default_factory=dict)
     """Pages, by tier."""
+    begun: bool = False
+    """Whether a part of its prompt was computed."""
     gone: bool = False
 
     def estimate(self, costs: Costs, page: int) -> None:
@@ -90,6 +92,11 @@ class Channels:
         self._able: dict[str, dict[str, Restoration]] = {name: {} for name in self._tiers}
         self._loading: dict[str, Restoration] = {}
         self._closed = False
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a prompt that is being computed gives way to one that comes before it."""
+        return self._policy.interrupts
 
     def changed(self, one: Restoration) -> None:
         """Its pointers have moved, or it has just come. With the lock held."""

@@ -23,7 +23,13 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
-    """Chooses among requests that are being restored."""
+    """Chooses among requests that are being restored.
+
+    Attributes:
+        interrupts: whether a prompt that is being computed gives way to one of a smaller rank.
+    """
+
+    interrupts: bool
 
     def rank(self, one: Candidate) -> float:
         """The smaller, the sooner its prompt is computed. Asked for anew when the request's
@@ -56,6 +62,8 @@ class Shortest:
         ageing: seconds of remaining time that a second of waiting is worth.
     """
 
+    interrupts = True
+
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
 
@@ -72,6 +80,8 @@ class Shortest:
 class Longest:
     """The channel goes to the largest remaining recomputation (Algorithm 1, line 7)."""
 
+    interrupts = False
+
     def rank(self, one: Candidate) -> float:
         return one.arrived
 
@@ -82,6 +92,8 @@ class Longest:
 class Cake:
     """First come, first served, by computing and by the channel: two pointers for each request
     (Jin et al., ICML 2025)."""
+
+    interrupts = False
 
     def rank(self, one: Candidate) -> float:
         return one.arrived

@@ -73,6 +73,8 @@ class Restorer:
         """When the step before began."""
         self._epoch = costs.epoch
         self._leases_seen = 0.0
+        self.interrupted = 0
+        """How often a prompt that was being computed has given way."""
         self._leaving: list[Restoration] = []
         """Gone ones in whose places something may still land."""
 
@@ -182,13 +184,20 @@ class Restorer:
 
     def _choose(self) -> None:
         """Decides whose turn it is, among those that the scheduler comes back to."""
-        since = self._before - _SEEN_S  # the last forward may have taken long
         able: Collection[Restoration] = self._opened.values()
         first = soonest(able) if able else None
-        if first is not None and self._requests[first.rid].seen <= since:  # seldom: a look at all
-            able = [one for one in able if self._requests[one.rid].seen > since]
+        if first is not None and not self._sees(first):  # seldom: a look at all
+            able = self._seen()
             first = soonest(able) if able else None
         self._first, self._chosen = first, True
+
+    def _seen(self) -> list[Restoration]:
+        return [one for one in self._opened.values() if self._sees(one)]
+
+    def _sees(self, one: Restoration) -> bool:
+        """Whether the scheduler still comes back to it."""
+        # The last forward may have taken long.
+        return self._requests[one.rid].seen > self._before - _SEEN_S
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
         """What the next forward of a request does, from token ``begin`` on.
@@ -204,7 +213,9 @@ class Restorer:
         pointers, page, now = active.pointers, self.page, time.monotonic()
         with self._channels.lock:
             if self._channels.computing is not active:
-                pointers.front = active.first = begin // page
+                pointers.front = begin // page
+                if not active.begun:
+                    active.first = pointers.front
                 self._channels.changed(active)
             free, flying = pointers.next_free, pointers.flying
             until = next_part(
@@ -225,8 +236,24 @@ class Restorer:
             return
         with self._channels.lock:
             active.pointers.compute(min(-(-until // self.page), active.pointers.end))
+            active.begun = True
             self._channels.computing = active
             self._channels.changed(active)
+
+    def interrupt(self) -> bool:
+        """Whether the prompt that is being computed gives way to another one's, which comes first
+        by now; what of it was loaded stays, and its turn comes again."""
+        computing = self._channels.computing
+        if computing is None or not self._channels.interrupts:
+            return False
+        others = [one for one in self._seen() if one is not computing]
+        if not others or soonest(others).rank >= computing.rank:
+            return False
+        with self._channels.lock:
+            self._channels.computing = None
+        self._first, self._chosen = None, False
+        self.interrupted += 1
+        return True
 
     def places(self, rid: str, begin: int, end: int) -> Pages:
         """In host memory, of tokens ``begin .. end - 1``, which were loaded."""
