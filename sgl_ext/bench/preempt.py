@@ -52,9 +52,9 @@ _BOUND = 5.0
 """Times to the first token at light load that P95 may take at the largest load that counts."""
 _START_DEADLINE_S = 900.0
 """Of eight servers side by side."""
-_LINKED = ("link", "without", "loads", "traces")
-_NATIVE = ("native", "beside", "light", "static")
-PARTS = (*_LINKED, *_NATIVE, "exact")
+_SMALL = ("link", "without", "loads", "traces", "static")
+_LARGE = ("native", "beside", "light")
+PARTS = (*_SMALL, *_LARGE, "exact")
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class _Sizes:
 
 
 _QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (_LIGHT, _HEAVY))
-_LINK = _Sizes(
+_SMALL_SIZES = _Sizes(
     48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY)
 )
 # Computing again costs as much as the device holds, for each time that priorities are drawn anew:
 # against stock SGLang it holds more, and more conversations share it.
-_WIDE = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
+_LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
 _EXACT = (6, 300)
 """Conversations of a quick run, and of a whole one."""
 
@@ -89,17 +89,17 @@ Runs = Mapping[str, Sequence[Run]]
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
-    link, native = (_QUICK, _QUICK) if quick else (_LINK, _WIDE)
+    small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
     model = prepare(SMOLLM2)
     config = {"quick": quick, "page": PAGE, "bound": _BOUND}
-    report = Report("preempt", config | {"link": asdict(link), "native": asdict(native)})
-    for name, of, sizes in (("link", _LINKED, link), ("native", _NATIVE, native)):
+    report = Report("preempt", config | {"small": asdict(small), "large": asdict(large)})
+    for name, of, sizes in (("small", _SMALL, small), ("large", _LARGE, large)):
         if chosen := [part for part in parts if part in of]:
             bench = _Bench(report, model, sizes, out, name, quick=quick)
             for part in chosen:
                 getattr(bench, part)()
     if "exact" in parts:
-        report_exact(report, model, out / "logs", _EXACT[not quick], link.pool)
+        report_exact(report, model, out / "logs", _EXACT[not quick], small.pool)
     return report
 
 
