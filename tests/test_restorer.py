@@ -131,17 +131,18 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     done = plan.reach(0, 130)
     machine.restorer.computing("long", done)
     machine.restorer.advance()
-    assert not machine.restorer.interrupt()  # nobody is there
+    assert machine.restorer.preferred() is None  # nobody is there
     machine.restorer.ask("short", short, 0, 0, 18)
     until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
     assert not machine.restorer.turn("short", continuing=True)
-    assert machine.restorer.interrupt()
+    assert machine.restorer.preferred() == "short"
+    machine.restorer.interrupt()
     assert not machine.restorer.computes("long")
     assert not machine.restorer.turn("long", continuing=False)
     assert machine.restorer.turn("short", continuing=False)
     machine.run("short", short, 18)
     machine.restorer.advance()
-    assert not machine.restorer.interrupt()  # the other one is longer
+    assert machine.restorer.preferred() is None  # the other one is longer
     machine.restorer.release("short")
     machine.restorer.advance()
     assert machine.restorer.turn("long", continuing=False)
@@ -155,6 +156,24 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     assert machine.restorer.interrupted == 1
 
 
+def test_who_is_nearly_done_is_not_interrupted(machine: Machine) -> None:
+    """Also not behind what was restored, where only computing is left."""
+    long, short = keys(*range(8)), keys(*range(30, 34))
+    machine.keep(long + short)
+    machine.restorer.ask("long", long, 0, 0, 400)
+    plans = machine.run("long", long, 36)
+    assert plans
+    machine.restorer.ask("short", short, 0, 0, 18)
+    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
+    for reached, other in ((100, "short"), (390, None), (398, None)):
+        machine.restorer.computing("long", reached)
+        machine.restorer.advance()
+        assert not machine.restorer.turn("short", continuing=True)
+        assert machine.restorer.preferred() == other
+    machine.restorer.ask("short", short, 0, 0, 18, -1)
+    assert machine.restorer.preferred() == "short"  # it is more urgent
+
+
 @pytest.mark.parametrize("policy", [Longest(), Cake()])
 def test_who_came_first_is_computed_to_the_end(machine: Machine, policy: Policy) -> None:
     machine.restorer._channels._policy = policy
@@ -165,8 +184,7 @@ def test_who_came_first_is_computed_to_the_end(machine: Machine, policy: Policy)
     until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
     machine.restorer.plan("long", 0, 130)
     machine.restorer.computing("long", 8)
-    assert not machine.restorer.interrupt()
-    assert machine.restorer.computes("long")
+    assert machine.restorer.preferred() is None
 
 
 def test_the_more_urgent_goes_before_the_shorter(machine: Machine) -> None:

@@ -64,17 +64,6 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     return result
 
 
-def _plan(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
-    """SGLang goes on with the prompt that it has begun, before it looks at any other."""
-    interrupted = restore_hooks.interrupted(scheduler)
-    if interrupted is not None:
-        running.batch_is_full = False
-    result = original(scheduler, running)
-    if interrupted is not None:  # not sooner: the result of its last part may still come
-        scheduler._add_request_to_queue(interrupted, is_retracted=True)
-    return result
-
-
 def _alone(adder: Any) -> bool:
     """Whether no other request holds memory."""
     running = adder.running_batch is not None and not adder.running_batch.is_empty()
@@ -114,12 +103,6 @@ def _held_back(adder: Any, req: Any, continuing: bool) -> bool:
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 HOOKS = (
-    hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
-        "around",
-        _plan,
-        "SGLang computes a prompt that it has begun to its end",
-    ),
     hooks.Hook(
         f"{_ADDER}.add_one_req",
         "around",

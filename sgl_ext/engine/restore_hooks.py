@@ -227,29 +227,6 @@ def release(ext: ExtRuntime, rid: str) -> None:
     ext.restorer.release(rid)
 
 
-def interrupted(scheduler: Any) -> Any | None:
-    """SGLang's request whose prompt was being computed and gives way to one that comes first by
-    now; it is to be queued again when the step has been planned.
-
-    What was computed of it stays in the radix tree.
-    """
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    ext, req = runtime.current, scheduler.chunked_req
-    if ext is None or ext.restorer is None or req is None or not ext.restorer.computes(req.rid):
-        return None
-    if req is scheduler._pending_chunked_abort_req or not ext.restorer.interrupt():
-        return None
-    scheduler.chunked_req, ext.interrupted = None, req.rid
-    try:
-        release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
-    finally:
-        ext.interrupted = None
-    req.reset_for_retract()
-    req.retraction_count -= 1  # it keeps what it has
-    return req
-
-
 def computes_from(batch: Any, tokens: int) -> int | None:
     """Where the forward of SGLang's ``ScheduleBatch`` begins, if all that it does is to compute
     ``tokens`` consecutive ones of one prompt; None if not."""

@@ -49,8 +49,8 @@ class Restoration:
     """Its precedence, and what the policy says."""
     loaded: dict[str, int] = field(default_factory=dict)
     """Pages, by tier."""
-    begun: bool = False
-    """Whether a part of its prompt was computed."""
+    reached: int = 0
+    """Tokens of its prompt that were computed or loaded, once a part was computed."""
     gone: bool = False
 
     def estimate(self, costs: Costs, page: int) -> None:
@@ -61,7 +61,8 @@ class Restoration:
         tiers = [each.tier for each in free] or [self.pointers.stretches[0].tier]
         tier = max(tiers, key=self.pointers.left)
         self.recomputing = costs.recomputing(front, back)
-        self.remaining = costs.remaining(front, back, self.pointers.end * page, self.behind, tier)
+        end = max(self.pointers.end * page, self.reached)
+        self.remaining = costs.remaining(front, back, end, self.behind, tier)
 
 
 class Channels:

@@ -214,7 +214,7 @@ class Restorer:
         with self._channels.lock:
             if self._channels.computing is not active:
                 pointers.front = begin // page
-                if not active.begun:
+                if not active.reached:
                     active.first = pointers.front
                 self._channels.changed(active)
             free, flying = pointers.next_free, pointers.flying
@@ -236,24 +236,37 @@ class Restorer:
             return
         with self._channels.lock:
             active.pointers.compute(min(-(-until // self.page), active.pointers.end))
-            active.begun = True
+            active.reached = until
             self._channels.computing = active
             self._channels.changed(active)
 
-    def interrupt(self) -> bool:
-        """Whether the prompt that is being computed gives way to another one's, which comes first
-        by now; what of it was loaded stays, and its turn comes again."""
+    def preferred(self) -> str | None:
+        """The request that comes before the one whose prompt is being computed by now, if that is
+        worth a change."""
         computing = self._channels.computing
         if computing is None or not self._channels.interrupts:
-            return False
+            return None
         others = [one for one in self._seen() if one is not computing]
-        if not others or soonest(others).rank >= computing.rank:
-            return False
+        if not others:
+            return None
+        first = soonest(others)
+        with self._channels.lock:
+            for one in (first, computing):  # what things are believed to cost may have changed
+                self._channels.changed(one)
+        begin = computing.reached
+        # Estimates change from part to part: two that are alike do not take turns.
+        worth = self.costs.compute.seconds(begin, begin + self.costs.chunk)
+        (urgency, rank), (other_urgency, other_rank) = first.rank, computing.rank
+        sooner = rank + worth < other_rank
+        return first.rid if (urgency, not sooner) < (other_urgency, True) else None
+
+    def interrupt(self) -> None:
+        """The prompt that is being computed gives way; what of it was loaded stays, and its turn
+        comes again."""
         with self._channels.lock:
             self._channels.computing = None
         self._first, self._chosen = None, False
         self.interrupted += 1
-        return True
 
     def places(self, rid: str, begin: int, end: int) -> Pages:
         """In host memory, of tokens ``begin .. end - 1``, which were loaded."""

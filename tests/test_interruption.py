@@ -1,0 +1,122 @@
+"""When a prompt gives way between two parts, and what SGLang sees of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import interruption
+from sgl_ext.runtime import ExtRuntime
+
+
+class _Restorer:
+    def __init__(self) -> None:
+        self.first: str | None = "short"
+        self.interrupted = 0
+
+    def computes(self, rid: str) -> bool:
+        return rid == "long"
+
+    def preferred(self) -> str | None:
+        return self.first
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+
+
+def _request(rid: str, tokens: int, answer: int = 16, **more: Any) -> Any:
+    req = SimpleNamespace(
+        rid=rid, origin_input_ids=[0] * tokens, output_ids=[], retraction_count=0,
+        sampling_params=SimpleNamespace(max_new_tokens=answer), return_logprob=False,
+        logprob_start_len=-1, skip_radix_cache_insert=False, prefix_len=64,
+        kv=SimpleNamespace(kv_allocated_len=64), **more,
+    )  # fmt: skip
+
+    def reset() -> None:
+        req.retraction_count += 1
+
+    req.reset_for_retract = reset
+    return req
+
+
+class Setup:
+    """A scheduler that goes on with one prompt while another one waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.restorer = _Restorer()
+        self.ext = ExtRuntime(ExtConfig(), restorer=self.restorer)  # type: ignore[arg-type]
+        monkeypatch.setattr(runtime, "current", self.ext)
+        self.released: list[tuple[str, str | None]] = []
+        monkeypatch.setattr(
+            "sglang.srt.mem_cache.common.release_kv_cache",
+            lambda req, *_a, **_k: self.released.append((req.rid, self.ext.interrupted)),
+        )
+        self.long, self.short = _request("long", 500), _request("short", 100)
+        self.running = SimpleNamespace(reqs=[], batch_is_full=True)
+        self.counts: list[int] = []
+        self.scheduler = SimpleNamespace(
+            chunked_req=self.long, waiting_queue=[self.short],
+            token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100, page_size=16),
+            tree_cache=SimpleNamespace(evictable_size=lambda: 0),
+            new_token_ratio_tracker=SimpleNamespace(current=0.5),
+            _add_request_to_queue=self._queue,
+        )  # fmt: skip
+
+    def _queue(self, req: Any, *, is_retracted: bool) -> None:
+        assert is_retracted
+        self.counts.append(req.retraction_count)
+        self.scheduler.waiting_queue.append(req)
+
+    def step(self) -> bool:
+        """Whether the prompt has given way."""
+
+        def plan(scheduler: Any, _running: Any) -> str:
+            assert self.long not in scheduler.waiting_queue
+            return "planned"
+
+        assert interruption._plan(plan, self.scheduler, self.running) == "planned"
+        return self.scheduler.chunked_req is None
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
+    return Setup(monkeypatch)
+
+
+def test_it_is_queued_as_one_that_was_accepted(setup: Setup) -> None:
+    assert setup.step()
+    assert setup.released == [("long", "long")]  # what is restored of it stays
+    assert setup.ext.interrupted is None
+    assert setup.scheduler.waiting_queue == [setup.short, setup.long]
+    assert setup.counts == [1]  # SGLang keeps the place of one that gave way
+    assert setup.long.retraction_count == 0
+    assert setup.restorer.interrupted == 1
+    assert not setup.running.batch_is_full
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["nobody comes first", "it is not in the queue", "no room", "prompt logprobs", "not cached"],
+)
+def test_it_goes_on_if_nothing_is_won(setup: Setup, why: str) -> None:
+    match why:
+        case "nobody comes first":
+            setup.restorer.first = None
+        case "it is not in the queue":
+            setup.scheduler.waiting_queue = []
+        case "no room":
+            setup.running.reqs = [_request("running", 100, 40)]
+        case "prompt logprobs":
+            setup.long.return_logprob, setup.long.logprob_start_len = True, 10
+        case "not cached":
+            setup.long.skip_radix_cache_insert = True
+    before = [*setup.scheduler.waiting_queue]
+    assert not setup.step()
+    assert setup.scheduler.chunked_req is setup.long
+    assert setup.scheduler.waiting_queue == before
+    assert not setup.released
+    assert setup.restorer.interrupted == 0
