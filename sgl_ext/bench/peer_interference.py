@@ -21,12 +21,13 @@ import psutil
 import requests
 
 from sgl_ext.bench.peer_servers import COMMON, Lent, pair
+from sgl_ext.bench.preempt_load import Talk, Turn, run
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.server import Server, System, forget
 from sgl_ext.errors import ExtError
 
 _MASTER_CORE, _WORKER_CORE = 0, 1
-_PROMPT, _ANSWER = 512, 32
+_PROMPT, _ANSWER, _REQUESTS = 512, 32, 6
 _LONG, _MANY = 3000, 2000
 """Tokens of a master's prompt, and of its answer, which is broken off."""
 _DEADLINE_S = 600.0
@@ -72,16 +73,17 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
 
 def _ask(worker: Server, seed: str) -> Sequence[tuple[float, float]]:
     """Times to the first token, and of each further one; seconds."""
-    from sgl_ext.engine.load_generator import Request, run
-
     chance = random.Random(seed)  # noqa: S311
-    requests_ = [
-        Request([chance.randrange(1000, 40_000) for _ in range(_PROMPT)], _ANSWER) for _ in range(6)
-    ]
-    timings = run(worker.url, requests_, concurrency=1)
-    if any(timing.cached_tokens or not timing.tpot for timing in timings):
-        raise ExtError(f"{worker.url} had prompts in its cache, or no text in its answers")
-    return [(timing.ttft, timing.tpot) for timing in timings]
+    found = []
+    for at in range(_REQUESTS):
+        prompt = tuple(chance.randrange(1000, 40_000) for _ in range(_PROMPT))
+        # By tokens, not by text: an untrained model may say half a character for long.
+        (heard,) = run(worker.url, [Talk(f"{seed}/{at}", 0.0, (Turn(prompt, _ANSWER),))])
+        if heard.cached:
+            raise ExtError(f"{worker.url} had {heard.cached} tokens of a new prompt in its cache")
+        each = (heard.times[-1] - heard.times[0]) / (_ANSWER - 1)
+        found.append((heard.ttft, each))
+    return found
 
 
 @contextmanager
