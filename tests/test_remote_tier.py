@@ -98,6 +98,16 @@ def serve(asked: Connection, master: str, layout: Layout, pages: int) -> None:
     tier.close()
 
 
+def deliver(child: int, how: signal.Signals) -> None:
+    """Signals a child and, as kill(2) returns before its threads have obeyed, waits until they
+    have."""
+    os.kill(child, how)
+    if how == signal.SIGSTOP:
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+    elif how == signal.SIGKILL:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+
+
 class Peer:
     def __init__(self, master: Master, layout: Layout, pages: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -116,7 +126,8 @@ class Peer:
         return list(self._answer())
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.process.pid or 0, how)
+        assert self.process.pid is not None
+        deliver(self.process.pid, how)
 
     def close(self) -> None:
         self.kill(signal.SIGCONT)
@@ -351,7 +362,7 @@ def test_a_frozen_master_holds_nobody_up(master: Master, stack: ExitStack) -> No
     tier, host = opened(stack, master)
     fill(host, keys(1), places(1))
     assert tier.store(keys(1), places(1)).all()
-    master.process.send_signal(signal.SIGSTOP)
+    deliver(master.process.pid, signal.SIGSTOP)
     assert bounded(lambda: tier.lookup(keys(1))) == 0
     assert not tier.available
     assert tier.statistics().failures == {"timeout": 1}
