@@ -28,7 +28,8 @@ class GivePriority(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rid: Annotated[str, Field(min_length=1, max_length=1000)]
-    """Of the request: its ``rid``, or the ``id`` of its answer."""
+    """Of the request: its ``rid``, or the ``id`` of its answer; of several answers (``n`` > 1) only
+    their ``id``, as SGLang gives each a ``rid`` of its own."""
     priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)]
     """The larger, the more urgent, unless SGLang was told otherwise."""
 
@@ -53,7 +54,8 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
         asked = SetInternalStateReq(server_args={_KEY + body.rid: body.priority})
         if not any(await manager.set_internal_state(asked)):
             raise UnknownRequestError(
-                f"no request {body.rid!r} waits or runs; it may have been answered"
+                f"no request {body.rid!r} waits or runs; it may have been answered, or be one of "
+                "several answers (n > 1), whose own ids are to be named"
             )
         return {"rid": body.rid, "priority": body.priority}
 
