@@ -48,8 +48,9 @@ _AT_ONCE = 1000.0
 _HEAVY = 1.3
 _LIGHT = 0.4
 _LEVELS = (0, 100)
-_BOUND = 5.0
+_BOUND = 5
 """Times to the first token at light load that P95 may take at the largest load that counts."""
+_LOOSER = (10, 15)
 _START_DEADLINE_S = 900.0
 """Of eight servers side by side."""
 _SMALL = ("link", "without", "loads", "traces", "static")
@@ -151,10 +152,12 @@ class _Bench:
             runs = self._offer("link", names, trace, load, linked=True, few=True)
             for name in names:
                 p95[name].append(statistics.median(map(_p95, runs[name])))
-        bound = _BOUND * p95[OURS][0]
-        most = {name: _largest(self._sizes.loads, p95[name], bound) for name in names}
-        self._report.figures["slo_ttft_s"] = bound
-        self._report.figures["slo_load_ratio_vs_sync_swap"] = most[OURS] / most[PER_PAGE]
+        figures, light = self._report.figures, p95[OURS][0]
+        figures["slo_ttft_s"] = _BOUND * light
+        for times in (_BOUND, *_LOOSER):
+            most = {name: _largest(self._sizes.loads, p95[name], times * light) for name in names}
+            name = "slo_load_ratio_vs_sync_swap" + (f"_{times}x" if times in _LOOSER else "")
+            figures[name] = most[OURS] / most[PER_PAGE]
 
     def traces(self) -> None:
         """The other priority traces, behind the link."""
