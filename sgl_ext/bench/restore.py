@@ -51,7 +51,7 @@ class _Sizes:
     ratios: Sequence[float]
     """Of loading to computing."""
     mixed: int
-    """Contexts of mixed lengths."""
+    """Contexts of mixed lengths that batches are drawn from."""
     batches: BatchSizes
     by_layers: Sequence[int]
     """Tokens of contexts that are restored from host memory, layer by layer."""
@@ -62,7 +62,7 @@ class _Sizes:
 
 
 _QUICK = _Sizes(
-    (1024, _REFERENCE), 1, 1, (1.0,), 12, BatchSizes({8: 2}, (0,), 8, (0,)), (), (2048,), 32_000
+    (1024, _REFERENCE), 1, 1, (1.0,), 12, BatchSizes({8: 2}, (0,), 12, (0,)), (), (2048,), 32_000
 )
 _WHOLE = _Sizes(
     (1024, 2048, _REFERENCE, 7168),
@@ -70,7 +70,7 @@ _WHOLE = _Sizes(
     1,
     (0.5, 1.0, 2.0),
     32,
-    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 32, (*range(5),)),
+    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 96, (0, 1, 2)),
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
     32_000,
@@ -97,7 +97,8 @@ def _slow_tiers(
     report: Report, model: Path, out: Path, sizes: _Sizes, parts: Sequence[str]
 ) -> None:
     lengths = [*sizes.lengths] * sizes.each
-    contexts = of_lengths(model, lengths + mixed_lengths(sizes.mixed, 256, 3072, seed=0))
+    count = max(sizes.mixed, sizes.batches.arrivals if "arrivals" in parts else 0)
+    contexts = of_lengths(model, lengths + mixed_lengths(count, 256, 3072, seed=0))
     alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
     with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
         filled = Path(scratch) / "filled"

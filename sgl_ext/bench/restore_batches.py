@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 _LOAD = 0.7
 """Share of what Cake restores at most at which contexts are asked for."""
-_AT_MOST = 8
-"""Contexts that are asked for at once, to see how many Cake restores at most."""
+_AT_MOST = 24
+"""Contexts that are asked for at once, to see how many Cake restores at most: so many that what is
+idle at the end, when one of them is left, counts for little."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class BatchSizes:
     """Batches of each number of requests, for each seed."""
     seeds: Sequence[int]
     arrivals: int
-    """Requests that come one after the other, for each of their seeds."""
+    """Contexts that are asked for one after the other, for each of their seeds: so many that it
+    does not matter that nobody waits at first."""
     arrival_seeds: Sequence[int]
 
 
@@ -161,8 +163,7 @@ class Batches:
         measured = {each.system.name: _Measured() for each in self._servers}
         for turn, seed in enumerate(self._sizes.arrival_seeds):
             choose = random.Random(f"arrivals/{seed}")  # noqa: S311
-            count = min(self._sizes.arrivals, len(self._contexts))
-            batch = choose.sample([*self._contexts], count)
+            batch = choose.sample([*self._contexts], self._sizes.arrivals)
             arrivals = np.cumsum([choose.expovariate(_LOAD * most) for _ in batch]).tolist()
             for at in range(len(self._servers)):
                 one = self._servers[(turn + at) % len(self._servers)]
