@@ -96,19 +96,23 @@ def cluster(
     directories: Annotated[
         list[Path], typer.Argument(help="One for each device, as clusters.directories.")
     ],
-    id_: Annotated[
-        Optional[str],  # noqa: UP045  (typer reads it)
-        typer.Option("--id", help="That the context is to have; stx- and a name."),
-    ] = None,
+    name: Annotated[
+        str,
+        typer.Option(help="Letters, digits, - and _: what its id is to begin with, behind stx-."),
+    ] = "",
 ) -> None:
     """Stores a recorded context on devices, for requests to follow it."""
-    import secrets
+    import re
 
     from rich.progress import Progress
 
     from sgl_ext.clusters.job import store
+    from sgl_ext.clusters.stored import new_id
 
-    id_ = id_ or f"stx-{secrets.token_urlsafe(12)}"
+    if not re.fullmatch("[A-Za-z0-9_-]{0,40}", name):
+        typer.echo(f"sgl_ext: --name {name!r} has to be up to 40 of A-Z a-z 0-9 _ -", err=True)
+        raise typer.Exit(1)
+    id_ = new_id(name)
     try:
         with Progress() as progress:
             bar = progress.add_task("layers", total=None)

@@ -176,9 +176,30 @@ def test_what_has_not_come_to_be_is_swept_away(directories: list[Path]) -> None:
     with storing(directories[0]):
         assert sweep(directories) == []
     assert sweep(directories) == ["stx-b", "stx-c", "stx-d"]
-    assert files() - before == {"something.else", "stx-a.recorded.tmp"}
+    assert files() - before == {"something.else"}
     remove("stx-a", directories)
     assert files() == {"something.else"}
+
+
+@pytest.mark.parametrize("named", ["first is empty", "another order"])
+def test_what_lies_in_directories_that_are_named_wrongly_stays(
+    named: str, directories: list[Path], tmp_path: Path
+) -> None:
+    build(recorded_context(), "stx-a", directories, OPTIONS)
+    before = [{path.name for path in each.iterdir()} for each in directories]
+    mount_point = tmp_path / "not mounted"
+    mount_point.mkdir()
+    first, second, third = directories
+    wrong = [second, first, third] if named == "another order" else [mount_point, second, third]
+    assert sweep(wrong) == []
+    assert before == [{path.name for path in each.iterdir()} - {"stx-lock"} for each in directories]
+
+
+def test_files_are_the_users_alone(directories: list[Path]) -> None:
+    build(recorded_context(), "stx-a", directories, OPTIONS)
+    files = [path for each in directories for path in each.iterdir()]
+    assert len(files) == 4
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_an_error_ends_what_is_to_come(

@@ -166,37 +166,92 @@ def test_subspaces_have_as_much_to_tell() -> None:
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 48, 64]), st.integers(0, 20),
-    st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 3.0, 60.0]), st.integers(0, 99),
+    st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 1.0, 10.0]), st.integers(0, 99),
 )  # fmt: skip
-def test_log_sum_over_what_is_near(
+def test_blocks_are_chosen_beside_what_is_seen_anyway(
     kv_heads: int, group: int, head_dim: int, near: int, rows: int, narrow: bool, spread: float,
     seed: int,
 ) -> None:  # fmt: skip
+    """Heads that look at what is near have less to say, so that it has to be right."""
     chance = torch.Generator().manual_seed(seed)
     dtype = torch.bfloat16 if narrow else torch.float32
     queries = spread * torch.randn(rows, kv_heads * group, head_dim, generator=chance)
     pool = torch.randn(40, 2, kv_heads, head_dim, generator=chance).to(dtype)[:, 1]
     slots = torch.randperm(40, generator=chance)[:9]
     lengths = torch.randint(0, 10, (rows,), generator=chance)
+    starts = torch.tensor([int(torch.randint(0, 10 - int(each), (1,))) for each in lengths])
     keys = torch.randn(near + 1, kv_heads, head_dim, generator=chance).to(dtype)
-    found = _clusters.log_sum(
-        queries.numpy(), 0.3, keys.data_ptr(), keys.stride(0), near, pool.data_ptr(),
-        pool.stride(0), slots.numpy(), lengths.numpy(), kv_heads, narrow, 2,
+    coded = torch.randn(60, kv_heads, head_dim, generator=chance).numpy()
+    codes = Codes.of(coded, queries.numpy(), 4)
+    found = _clusters.choose(
+        codes.codes, codes.centroids, codes.projection, codes.mean, queries.numpy(), 0.3,
+        keys.data_ptr(), keys.stride(0), near, pool.data_ptr(), pool.stride(0), slots.numpy(),
+        starts.numpy(), lengths.numpy(), narrow, 3, 2, 2, 2,
     )  # fmt: skip
+    beside = np.empty((rows, kv_heads * group), np.float32)
     for row in range(rows):
-        seen = torch.cat([keys[:near], pool[slots[: lengths[row]]]]).double()
-        seen = seen.repeat_interleave(group, dim=1)
+        mine = slots[starts[row] : starts[row] + lengths[row]]
+        seen = torch.cat([keys[:near], pool[mine]]).double().repeat_interleave(group, dim=1)
         logits = 0.3 * torch.einsum("hd,nhd->hn", queries[row].double(), seen)
-        expected = logits.logsumexp(1)
-        np.testing.assert_allclose(found[row], expected.numpy(), rtol=1e-4, atol=1e-4)
+        beside[row] = logits.logsumexp(1).numpy()
+    scores = codes.mass(queries.numpy(), 0.3, beside)
+    sums = scores.reshape(rows, 20, 3).sum(axis=2)
+    best = _clusters.best_blocks(scores, 3, 2, 2)
+    assert found.shape == best.shape == (rows, 4)
+    assert (np.diff(found) > 0).all()
+    # Of blocks that are alike either may be taken.
+    np.testing.assert_allclose(
+        np.take_along_axis(sums, found, 1).sum(1), np.take_along_axis(sums, best, 1).sum(1),
+        rtol=1e-3, atol=1e-6,
+    )  # fmt: skip
 
 
-def test_what_log_sum_refuses() -> None:
-    queries, lengths = np.zeros((2, 4, 16), np.float32), np.zeros(2, np.int64)
-    slots = np.zeros(3, np.int64)
-    with pytest.raises(ValueError, match="do not fit"):
-        _clusters.log_sum(queries[:, :, :8].copy(), 1.0, 0, 0, 0, 0, 0, slots, lengths, 2, False, 1)
-    with pytest.raises(ValueError, match="do not fit"):
-        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths, 3, False, 1)
+def test_what_choosing_refuses() -> None:
+    chance = np.random.default_rng(0)
+    codes = Codes.of(
+        chance.normal(size=(30, 2, 16)).astype(np.float32),
+        chance.normal(size=(9, 4, 16)).astype(np.float32), 4,
+    )  # fmt: skip
+    queries, slots = np.zeros((2, 4, 16), np.float32), np.zeros(3, np.int64)
+    starts = lengths = np.zeros(2, np.int64)
+
+    def choose(
+        queries: np.ndarray = queries, starts: np.ndarray = starts, lengths: np.ndarray = lengths,
+        block: int = 3,
+    ) -> np.ndarray:  # fmt: skip
+        return _clusters.choose(
+            codes.codes, codes.centroids, codes.projection, codes.mean, queries, 1.0, 0, 0, 0, 0, 0,
+            slots, starts, lengths, False, block, 2, 2, 1,
+        )  # fmt: skip
+
+    assert choose().shape == (2, 4)
+    with pytest.raises(ValueError, match="different shapes"):
+        choose(queries[:, :3].copy())
+    with pytest.raises(ValueError, match="do not fit each other"):
+        choose(queries[:1].copy())
     with pytest.raises(ValueError, match="more slots than there are"):
-        _clusters.log_sum(queries, 1.0, 0, 0, 0, 0, 0, slots, lengths + 4, 2, False, 1)
+        choose(lengths=lengths + 4)
+    with pytest.raises(ValueError, match="more slots than there are"):
+        choose(starts=starts + 2, lengths=lengths + 2)
+    with pytest.raises(ValueError, match="more slots than there are"):
+        choose(starts=starts - 1)
+    with pytest.raises(ValueError, match="a block has an entry"):
+        choose(block=0)
+
+
+def test_slots_of_rows() -> None:
+    first = np.array([[10, 20], [30, 10]])
+    slots, starts, lengths = np.array([5, 6, 7]), np.array([0, 1]), np.array([1, 2])
+
+    def table(text: np.ndarray | None) -> list[list[int]]:
+        rows = _clusters.table(first, 2, 100, 900, 1, 2, text, slots, starts, lengths)
+        return rows.tolist()
+
+    assert table(None) == [
+        [900, 110, 111, 120, 121, 901, 902, 5, 0],
+        [900, 130, 131, 110, 111, 901, 902, 6, 7],
+    ]
+    assert table(np.array([3, 0, 1, 2]))[0] == [900, 121, 110, 111, 120, 901, 902, 5, 0]
+    for text in ([0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]):
+        with pytest.raises(ValueError, match="the order of the text"):
+            table(np.array(text))

@@ -53,7 +53,7 @@ class Setup:
         return torch.randn(rows, GEOMETRY.heads, GEOMETRY.head_dim, generator=self.chance)
 
     def sparse(
-        self, layer: int, query: torch.Tensor, own: list[Own], share: float
+        self, layer: int, query: torch.Tensor, own: Own, share: float
     ) -> tuple[torch.Tensor, np.ndarray]:
         keys, values = self.pool[layer].unbind(1)
         chosen = self.attention._select(layer, query, keys, own, share)
@@ -61,17 +61,16 @@ class Setup:
         return found, chosen
 
     def expected(
-        self, layer: int, query: torch.Tensor, own: list[Own], chosen: np.ndarray
+        self, layer: int, query: torch.Tensor, own: Own, chosen: np.ndarray
     ) -> torch.Tensor:
         """Each row by itself, over slots of one pool that has everything."""
         about, block = self.stored.about, self.stored.about.blocks.block
         order = self.stored.layers[layer].order.reshape(-1, block)
         rows, contexts = [], []
-        seen = [slots[:length] for slots, lengths in own for length in lengths]
-        for row, slots in enumerate(seen):
-            middle = about.sinks + np.sort(order[chosen[row]].ravel())
+        for row, slots in enumerate(seen_by(own)):
+            middle = about.sinks + order[chosen[row]].ravel()
             near = np.arange(about.sinks), np.arange(TOKENS - about.window, TOKENS)
-            mine = TOKENS + slots.numpy()
+            mine = TOKENS + slots
             rows.append(np.concatenate([near[0], middle, near[1], mine]))
             contexts.append(len(rows[-1]))
         table = torch.zeros(len(rows), max(contexts), dtype=torch.int32)
@@ -88,14 +87,30 @@ def engine() -> Iterator[TransferEngine]:
         yield found
 
 
-def own_tokens(rows: int, generator: torch.Generator) -> list[Own]:
+def own_tokens(rows: int, generator: torch.Generator) -> Own:
     """Of requests with as many rows as there are, and of one with a row."""
-    found = []
+    slots, new = [], []
     for count in (rows - 1, 1):
-        begin = int(torch.randint(1, 9, (1,), generator=generator))
-        slots = torch.randperm(POOL, generator=generator)[: begin + count - 1]
-        found.append(Own(slots, range(begin, begin + count)))
-    return [one for one in found if one.lengths]
+        if count:
+            begin = int(torch.randint(1, 9, (1,), generator=generator))
+            slots.append(torch.randperm(POOL, generator=generator)[: begin + count - 1].numpy())
+            new.append(count)
+    return Own.of(slots, new)
+
+
+def seen_by(own: Own) -> list[np.ndarray]:
+    """The slots of each row."""
+    return [
+        own.slots[start : start + length]
+        for start, length in zip(own.starts, own.lengths, strict=True)
+    ]
+
+
+def test_own_tokens_of_rows() -> None:
+    own = Own.of([np.array([7, 8, 9]), np.array([4, 5])], [2, 1])
+    assert [each.tolist() for each in seen_by(own)] == [[7, 8], [7, 8, 9], [4, 5]]
+    assert own.before.tolist() == [1, 1, 1]
+    assert [each.tolist() for each in seen_by(own.only(slice(1, 3)))] == [[7, 8, 9], [4, 5]]
 
 
 @pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 30}])
@@ -122,14 +137,11 @@ def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) ->
         keys, values = setup.pool[layer].unbind(1)
         found = setup.attention.attend(setup.native, layer, query, keys, values, own, 1.0)
         slots = torch.arange(TOKENS, dtype=torch.int32).expand(3, -1)
-        width = max(len(one.slots) for one in own)
-        mine = [
-            torch.nn.functional.pad(one.slots, (0, width - len(one.slots)))
-            for one in own
-            for _ in one.lengths
-        ]
-        table = torch.cat([slots, TOKENS + torch.stack(mine).int()], 1).contiguous()
-        contexts = [TOKENS + length for one in own for length in one.lengths]
+        mine = np.zeros((3, own.lengths.max()), np.int32)
+        for row, seen in enumerate(seen_by(own)):
+            mine[row, : len(seen)] = TOKENS + seen
+        table = torch.cat([slots, torch.from_numpy(mine)], 1).contiguous()
+        contexts = (TOKENS + own.lengths).tolist()
         batch = batch_of(table, range(3), contexts, [1] * 3)
         keys, values = setup.whole[layer].unbind(1)
         dense = setup.native.attend(batch, query, keys, values, scale=GEOMETRY.scale)
@@ -224,6 +236,39 @@ def test_what_is_expected_of_a_device_that_fails(engine: TransferEngine, tmp_pat
     setup.attention.expect(0, query, keys, own, 0.3, 1.0)
     with pytest.raises(DeviceError, match="not what was written"):
         setup.sparse(0, query, own, 0.3)
+
+
+def test_rows_whose_blocks_do_not_fit_together_are_served_in_groups(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine, hot=60_000)
+    blocks = setup.stored.about.blocks.blocks
+    most = setup.memory.most = blocks // 3
+    own, query = own_tokens(37, setup.chance), setup.query(37) * 3
+    for _ in range(3):  # what several groups have made hot is right, too
+        found, chosen = setup.sparse(0, query, own, 0.1)
+        assert len(np.unique(chosen)) > most
+        torch.testing.assert_close(found, setup.expected(0, query, own, chosen), rtol=0, atol=0)
+
+
+def test_a_device_that_hangs_is_waited_for_once(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine)
+    own, query = own_tokens(1, setup.chance), setup.query(1)
+    setup.attention.expect(0, query, setup.pool[0, :, 0], own, 0.1, 1.0)
+    area = setup.memory._ahead[0]
+    reading, waits = area.reading, []
+    assert reading is not None
+    assert area.expected is not None
+
+    def wait(deadline: float) -> None:
+        waits.append(deadline)
+        raise DeviceError("device0 gave nothing in time")
+
+    area.reading = SimpleNamespace(finished=False, wait=wait)  # type: ignore[assignment]
+    with pytest.raises(DeviceError, match="in time"):
+        setup.sparse(0, query, own, 0.1)
+    assert len(waits) == 1
+    area.reading = reading
 
 
 def test_a_share_that_does_not_fit_is_refused(engine: TransferEngine, tmp_path: Path) -> None:

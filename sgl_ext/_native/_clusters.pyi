@@ -112,7 +112,11 @@ def best_blocks(
         ValueError: blocks of none, no device, or nothing of each.
     """
 
-def log_sum(
+def choose(
+    codes: NDArray[np.uint8],
+    centroids: NDArray[np.uint16],
+    projection: NDArray[np.float32],
+    mean: NDArray[np.float32],
     queries: NDArray[np.float32],
     scale: float,
     near: int,
@@ -121,24 +125,56 @@ def log_sum(
     own: int,
     own_stride: int,
     slots: NDArray[np.int64],
+    starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    kv_heads: int,
     bfloat16: bool,
+    block: int,
+    devices: int,
+    each: int,
     threads: int,
-) -> NDArray[np.float32]:
-    """Logarithm of the sum of the exponentials of the logits of what queries see anyway.
+) -> NDArray[np.int64]:
+    """What :func:`best_blocks` finds by :func:`mass`, beside what rows see anyway; without the GIL.
 
-    Without the GIL. Keys are ``[slots, kv_heads, head_dim]``, bfloat16 or float32,
-    by address and stride (in elements); who calls keeps them, and has checked slots.
+    Keys that are seen are ``[slots, kv_heads, head_dim]``, bfloat16 or float32, by address and
+    stride (in elements); who calls keeps them, and has checked slots.
 
     Args:
-        queries: ``[rows, heads, head_dim]``; the heads of a KV head follow each other.
+        queries: ``[rows, heads, head_dim]``.
         near: keys that all rows see, the first ``count``.
-        own: keys of which row ``i`` sees those at the first ``lengths[i]`` of ``slots``.
+        own: keys of which row ``i`` sees those at ``lengths[i]`` of ``slots`` from ``starts[i]``.
 
     Returns:
-        ``[rows, heads]``; minus infinity where a row sees nothing.
+        ``[rows, blocks]`` numbers, of each row rising.
 
     Raises:
         ValueError: shapes that do not fit each other, or a head of no multiple of 16.
+    """
+
+def table(
+    first: NDArray[np.int64],
+    block: int,
+    pool: int,
+    near: int,
+    sinks: int,
+    window: int,
+    text: NDArray[np.int64] | None,
+    slots: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Slots of all that rows see: sinks, blocks, window and tokens of their own.
+
+    Args:
+        first: ``[rows, blocks]`` first slot of each block.
+        block: slots of one.
+        pool: what is added to those.
+        near: slot of the first sink; the others and the window follow it.
+        text: entries of all blocks in the order in which rows see them; None for as they lie.
+        slots: of which row ``i`` sees ``lengths[i]`` from ``starts[i]`` on.
+
+    Returns:
+        ``[rows, width]``, zero behind what a row sees.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
     """

@@ -63,8 +63,13 @@ class HotBlocks:
         """``[capacity]`` the block in each place."""
         return self._held
 
-    def step(self, activated: NDArray[np.int64]) -> NDArray[np.int64]:
+    def step(
+        self, activated: NDArray[np.int64], there: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
         """A step has activated some blocks, none of them twice.
+
+        Args:
+            there: of these the ones that can come into memory; all of them if not given.
 
         Returns:
             ``[blocks]`` of those that have come into memory, whose places are to be filled.
@@ -73,7 +78,10 @@ class HotBlocks:
             return np.empty(0, np.int64)
         self._frequency *= self._decay
         self._frequency[activated] += 1
-        outside = activated[self.place[activated] < 0]
+        there = activated if there is None else there
+        outside = there[self.place[there] < 0]
+        if not len(outside):
+            return outside
         outside = outside[np.argsort(-self._frequency[outside], kind="stable")]
         inside = np.argsort(self._frequency[self._held], kind="stable")[: len(outside)]
         outside = outside[: len(inside)]

@@ -31,7 +31,7 @@ class _Header(msgspec.Struct):
 
 
 def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
-    """Writes a file.
+    """Writes a file that is the user's alone.
 
     Raises:
         OSError: it cannot be written.
@@ -41,6 +41,7 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
     text = msgspec.json.encode(header).decode()
     try:
         save_file(contiguous, path, metadata={_ABOUT: text})
+        path.chmod(0o600)
     except SafetensorError as error:  # it hides what the system has said
         raise OSError(f"{path}: {error}") from None
 

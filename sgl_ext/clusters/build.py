@@ -21,7 +21,7 @@ from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.clusters.stored import About, block_file, index_file, scratch_of
+from sgl_ext.clusters.stored import About, block_file, index_file, private, scratch_of
 from sgl_ext.errors import ExtError
 
 _WRITTEN = 4096
@@ -57,7 +57,8 @@ def build(
             files: list[BinaryIO] = []
             for device, directory in enumerate(directories):
                 path = block_file(directory, name, device)
-                files.append(opened.enter_context(path.open("xb", buffering=0)))
+                file = open(path, "xb", buffering=0, opener=private)  # noqa: SIM115
+                files.append(opened.enter_context(file))
                 new.append(path)
                 _allocate(files[-1], path, blocks.file_bytes)
             layers = _layers(recorded, options, blocks, files, progress)
@@ -76,7 +77,7 @@ def build(
         scratch.rename(index)  # from here on it is stored
         _sync(directories[0])
     except BaseException as error:
-        for path in new:
+        for path in reversed(new):
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ExtError(f"cannot store the context: {error}") from None

@@ -1,15 +1,17 @@
 """A context on devices: files of blocks, and an index that is kept in memory.
 
 ``<directory>/<name>.<device>.blocks`` is in every directory, and ``<name>.index`` in the first one,
-which is written last: without it the others are nothing. The index has the context's tokens, the K
-and V of its sinks and its window, and of every layer the order in which its entries are stored, how
-often its blocks were activated, and codes of its keys.
+which is written last: without it the others are nothing. Of the blocks those of the first directory
+are written first and removed last, so that a look into it tells of all that has been left. The
+index has the context's tokens, the K and V of its sinks and its window, and of every layer the
+order in which its entries are stored, how often its blocks were activated, and codes of its keys.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from sgl_ext.errors import ExtError
 
 PREFIX = "stx-"
 """Of the names that servers give."""
-_INDEX, _SCRATCH = ".index", ".tmp"
+_INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
 
 
 class UnknownContextError(ExtError):
@@ -163,11 +165,16 @@ def names(directories: Sequence[Path]) -> Iterator[str]:
 def remove(name: str, directories: Sequence[Path]) -> None:
     """A context is no more, or has not come to be; its index goes first."""
     index_file(directories[0], name).unlink(missing_ok=True)
-    for at, directory in enumerate(directories):
+    _remove_written(name, directories[0])
+    for at, directory in reversed([*enumerate(directories)]):
         block_file(directory, name, at).unlink(missing_ok=True)
-    for path in (index_file(directories[0], name), recorded_file(directories[0], name)):
-        scratch_of(path).unlink(missing_ok=True)
-    recorded_file(directories[0], name).unlink(missing_ok=True)
+
+
+def _remove_written(name: str, first: Path) -> None:
+    """What is there of a context only while it is stored."""
+    record, index = recorded_file(first, name), index_file(first, name)
+    for path in (record, scratch_of(record), failed_file(first, name), scratch_of(index)):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -200,23 +207,35 @@ def _locked(directory: Path, how: int) -> Iterator[bool]:
 def sweep(directories: Sequence[Path]) -> list[str]:
     """Removes what contexts have left that have not come to be; returns their names.
 
-    Nothing, if anybody is :func:`storing` one.
+    Nothing, if anybody is :func:`storing` one. What lies in further directories is left alone where
+    the first one has never heard of it: it may not be mounted, or be another one than it was.
     """
     with _locked(directories[0], fcntl.LOCK_EX) as ours:
         return _sweep(directories) if ours else []
 
 
 def _sweep(directories: Sequence[Path]) -> list[str]:
+    first = directories[0]
     stored = set(names(directories))
-    left = {
+    found = {
         path.name.partition(".")[0]
-        for directory in directories
-        for path in directory.glob(f"{PREFIX}*")
-        if path.suffix in (".blocks", ".recorded", _SCRATCH)
+        for path in first.glob(f"{PREFIX}*")
+        if path.name.endswith((".0.blocks", _RECORDED, _FAILED, _SCRATCH))
     }
-    for name in sorted(left - stored):
+    for name in found & stored:
+        _remove_written(name, first)
+    for name in found - stored:
         remove(name, directories)
-    return sorted(left - stored)
+    return sorted(found - stored)
+
+
+def new_id(name: str = "") -> str:
+    """Of a context; no two are ever alike, since requests' KV is cached under it.
+
+    Args:
+        name: what it begins with, for people to know it by.
+    """
+    return PREFIX + (f"{name}-" if name else "") + secrets.token_urlsafe(12)
 
 
 def scratch_of(path: Path) -> Path:
@@ -229,7 +248,17 @@ def index_file(directory: Path, name: str) -> Path:
 
 
 def recorded_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.recorded"
+    return directory / f"{name}{_RECORDED}"
+
+
+def failed_file(directory: Path, name: str) -> Path:
+    """Why there is no record, in a line."""
+    return directory / f"{name}{_FAILED}"
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that are the user's alone: what is in them was said by somebody."""
+    return os.open(path, flags, 0o600)
 
 
 def block_file(directory: Path, name: str, device: int) -> Path:

@@ -1,15 +1,14 @@
 """Attention over a context that lies on devices: what each query needs of it is fetched (Swarm §6).
 
-A row sees the context's sinks and window, the blocks that are selected for it, and its own tokens,
-as one sequence in the order of the text. Everything of the context lies in memory of its own, which
-the native attention reads as slots behind the pool's.
+A row sees the context's sinks and window, the blocks that are selected for it, and its own tokens.
+Everything of the context lies in memory of its own, which the native attention reads as slots
+behind the pool's.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
-from sgl_ext.clusters.selection import best_blocks, blocks_of
+from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.engine.stored_memory import StoredMemory
@@ -28,15 +27,39 @@ _ROWS = 32
 
 
 class Own(NamedTuple):
-    """A request's own tokens: those behind the context, in the pool.
+    """Tokens of requests' own, behind the context, in the pool; rows of a request share theirs.
 
     Attributes:
-        slots: ``[width]`` of all that any of its rows sees.
-        lengths: of each row, how many it sees: the first ones, itself the last.
+        slots: int64, of all requests.
+        starts: ``[rows]`` int64: where among them those of a row's request begin.
+        lengths: ``[rows]`` int64: how many a row sees, itself the last.
+        before: ``[rows]`` int64: how many there were before the forward.
     """
 
-    slots: torch.Tensor
-    lengths: Sequence[int]
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    before: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, slots: Sequence[NDArray[np.int64]], new: Sequence[int]) -> Own:
+        """What the rows of some requests see.
+
+        Args:
+            slots: of each request.
+            new: rows of each: its last tokens.
+        """
+        ends = np.array([len(each) for each in slots], np.int64)
+        rows = np.array(new, np.int64)
+        before = np.repeat(ends - rows, rows)
+        at = np.arange(len(before)) - np.repeat(np.cumsum(rows) - rows, rows)
+        return cls(
+            np.concatenate(slots), np.repeat(np.cumsum(ends) - ends, rows), before + at + 1, before
+        )
+
+    def only(self, some: slice) -> Own:
+        """Some of the rows."""
+        return Own(self.slots, self.starts[some], self.lengths[some], self.before[some])
 
 
 class StoredAttention:
@@ -65,7 +88,7 @@ class StoredAttention:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        own: Sequence[Own],
+        own: Own,
         share: float,
     ) -> torch.Tensor:
         """What rows of one query each see of the context and of their own tokens.
@@ -73,7 +96,7 @@ class StoredAttention:
         Args:
             query: ``[rows, heads, head_dim]``, the rows of each request one after the other.
             keys: ``[slots, kv_heads, head_dim]``: the pool of this layer, as ``values``.
-            own: of each request.
+            own: what the rows see behind the context.
             share: of the context's blocks, that each row is given.
 
         Returns:
@@ -88,36 +111,43 @@ class StoredAttention:
                 f"a query is given {each} blocks of the context, at most {memory.most} fit into "
                 "memory at once: ask for a smaller share"
             )
-        parts, start = [], 0
-        for some in _groups(own, self._together(each)):
-            end = start + sum(len(one.lengths) for one in some)
-            asked = query[start:end]
-            with self._timed("choosing"):
-                chosen = self._select(layer, asked, keys, some, share)
-                wanted = _all(chosen)
-            with self._timed("fetching"):
+        parts: list[torch.Tensor] = []
+        wanted_by_all: list[NDArray[np.int64]] = []
+        for start in range(0, len(query), _ROWS):
+            some = slice(start, start + _ROWS)
+            began = time.perf_counter()
+            chosen = self._select(layer, query[some], keys, own.only(some), share)
+            began = self._spent("choosing", began)
+            for first, end, wanted in _fitting(chosen, memory.most):
+                began = time.perf_counter()
                 slots = memory.bring(layer, wanted)
-            with self._timed("placing"):
-                first = slots[np.searchsorted(wanted, chosen)]
-                table, contexts = self._table(layer, chosen, first, some, len(keys))
+                began = self._spent("fetching", began)
+                some = slice(start + first, start + end)
+                rows = slots[None]
+                if end - first > 1:
+                    rows = slots[np.searchsorted(wanted, chosen[first:end])]
+                table, contexts = self._table(layer, rows, own.only(some), len(keys), share)
                 batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
-            parts.append(
-                native.attend(
-                    batch, asked, keys, values, scale=self._about.geometry.scale,
-                    elsewhere=memory.slots, beyond=True,
-                )
-            )  # fmt: skip
-            start = end
-        with self._timed("placing"):
-            memory.keep(layer, wanted, slots)  # one step, be it of several groups
-        return torch.cat(parts)
+                self._spent("placing", began)
+                parts.append(
+                    native.attend(
+                        batch, query[some], keys, values, scale=self._about.geometry.scale,
+                        elsewhere=memory.slots, beyond=True,
+                    )
+                )  # fmt: skip
+                wanted_by_all.append(wanted)
+        began = time.perf_counter()
+        # One step, be it of several groups, of which the last one's blocks are there yet.
+        memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
+        self._spent("placing", began)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def expect(
         self,
         layer: int,
         query: torch.Tensor,
         keys: torch.Tensor,
-        own: Sequence[Own],
+        own: Own,
         share: float,
         times: float,
     ) -> None:
@@ -127,27 +157,21 @@ class StoredAttention:
             query: as for :meth:`attend`, predicted.
             times: as many blocks are read as each row is given.
         """
-        each = self._each(share)
-        if share < 1 and len(query) <= self._together(each):
-            # As much as there is memory for, the best of it.
-            room = self.memory.most / (len(query) * self._blocks.blocks)
-            with self._timed("expecting"):
-                self._expect(layer, query, keys, own, min(share * times, room, 1.0))
+        if share >= 1 or len(query) > _ROWS:
+            return
+        began = time.perf_counter()
+        # As much as there is memory for, the best of it.
+        room = self.memory.most / (len(query) * self._blocks.blocks)
+        share = max(min(share * times, room, 1.0), 1 / self._blocks.blocks)
+        known = own._replace(lengths=own.before)  # the layer has no K of the new tokens yet
+        self.memory.expect(layer, _union([*self._select(layer, query, keys, known, share)]))
+        self._spent("expecting", began)
 
-    def _expect(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own], share: float
-    ) -> None:
-        before = [  # the layer has no K of the new tokens yet
-            Own(one.slots[: one.lengths[0] - 1], [one.lengths[0] - 1] * len(one.lengths))
-            for one in own
-        ]
-        self.memory.expect(layer, _all(self._select(layer, query, keys, before, share)))
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[what] += time.perf_counter() - begin
+    def _spent(self, what: str, began: float) -> float:
+        """Counts the time since then; returns what time it is."""
+        now = time.perf_counter()
+        self.seconds[what] += now - began
+        return now
 
     def describe(self) -> dict[str, Any]:
         """What following it has cost, for ``/server_info``."""
@@ -157,91 +181,56 @@ class StoredAttention:
         """Blocks that a row is given."""
         return blocks_of(share, self._blocks.blocks, self._blocks.devices)
 
-    def _together(self, each: int) -> int:
-        """Rows whose blocks fit into memory."""
-        return min(max(self.memory.most // each, 1), _ROWS)
-
     def _select(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Sequence[Own], share: float
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own, share: float
     ) -> NDArray[np.int64]:
         """``[rows, blocks]``, each row's sorted."""
         blocks = self._blocks
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
-        asked = query.float().contiguous().numpy()
-        mass = self._stored.layers[layer].codes.mass(
-            asked, self._about.geometry.scale, self._beside(layer, asked, keys, own),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return best_blocks(mass, share, block=blocks.block, devices=blocks.devices)
-
-    def _beside(
-        self, layer: int, query: NDArray[np.float32], keys: torch.Tensor, own: Sequence[Own]
-    ) -> NDArray[np.float32]:
-        """``[rows, heads]`` logarithm of the exponentials' sum over what every row sees anyway."""
         geometry, memory = self._about.geometry, self.memory
-        near = memory.slots[memory.first(layer) :, 0]
-        parts, start = [], 0
-        for slots, lengths in own:
-            rows = query[start : (start := start + len(lengths))]
-            parts.append(
-                _clusters.log_sum(
-                    rows, geometry.scale, near.data_ptr(), near.stride(0), memory.near,
-                    keys.data_ptr(), keys.stride(0), slots.numpy(), np.array(lengths, np.int64),
-                    geometry.kv_heads, keys.dtype == torch.bfloat16, torch.get_num_threads(),
-                )
-            )  # fmt: skip
-        return np.concatenate(parts)
+        codes, near = self._stored.layers[layer].codes, memory.slots[memory.first(layer) :, 0]
+        return _clusters.choose(
+            codes.codes, codes.centroids, codes.projection, codes.mean,
+            query.float().contiguous().numpy(), geometry.scale, near.data_ptr(), near.stride(0),
+            memory.near, keys.data_ptr(), keys.stride(0), own.slots, own.starts, own.lengths,
+            keys.dtype == torch.bfloat16, blocks.block, blocks.devices,
+            -(-self._each(share) // blocks.devices), torch.get_num_threads(),
+        )  # fmt: skip
 
     def _table(
-        self,
-        layer: int,
-        chosen: NDArray[np.int64],
-        first: NDArray[np.int64],
-        own: Sequence[Own],
-        pool: int,
+        self, layer: int, first: NDArray[np.int64], own: Own, pool: int, share: float
     ) -> tuple[torch.Tensor, list[int]]:
-        """Slots of each row in the order of the text, and how many there are.
+        """Slots of each row, and how many there are.
+
+        Where a row sees the whole context they are in the order of the text, so that what comes out
+        is what dense attention gives to the last bit; attention to a part has no such twin.
 
         Args:
-            first: ``[rows, blocks]`` the first slot of each chosen block.
+            first: ``[rows, blocks]`` the first slot of each block.
         """
-        block, sinks, near = self._blocks.block, self._about.sinks, self.memory.near
-        rows = len(chosen)
-        slots = first[:, :, None] + np.arange(block)
-        tokens = self._stored.layers[layer].order.reshape(-1, block)[chosen]
-        text = np.argsort(tokens.reshape(rows, -1), axis=1)
-        middle = np.take_along_axis(slots.reshape(rows, -1), text, axis=1)
-        end = sinks + middle.shape[1]
-        begin = end + near - sinks
-        table = np.empty((rows, begin + max(len(one.slots) for one in own)), np.int32)
-        kept = pool + self.memory.first(layer)
-        table[:, :sinks] = kept + np.arange(sinks)
-        table[:, sinks:end] = pool + middle
-        table[:, end:begin] = kept + np.arange(sinks, near)
-        contexts: list[int] = []
-        for one in own:
-            mine = slice(len(contexts), len(contexts) + len(one.lengths))
-            table[mine, begin : begin + len(one.slots)] = one.slots.numpy()
-            contexts += [begin + length for length in one.lengths]
-        return torch.from_numpy(table), contexts
+        about, block = self._about, self._blocks.block
+        text = np.argsort(self._stored.layers[layer].order) if share >= 1 else None
+        table = _clusters.table(
+            first, block, pool, pool + self.memory.first(layer), about.sinks, about.window, text,
+            own.slots, own.starts, own.lengths,
+        )  # fmt: skip
+        behind = about.sinks + about.window + first.shape[1] * block
+        return torch.from_numpy(table), (own.lengths + behind).tolist()
 
 
-def _all(chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Blocks that any row is given, sorted."""
-    return chosen[0] if len(chosen) == 1 else np.unique(chosen)
+def _union(chosen: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Blocks that are among any of these, sorted."""
+    return chosen[0] if len(chosen) == 1 else np.unique(np.concatenate(chosen))
 
 
-def _groups(own: Sequence[Own], most: int) -> Iterator[list[Own]]:
-    """Rows in groups of at most so many."""
-    group: list[Own] = []
-    room = most
-    for slots, lengths in own:
-        for start in range(0, len(lengths), most):
-            part = lengths[start : start + most]
-            if len(part) > room:
-                yield group
-                group, room = [], most
-            group.append(Own(slots[: part[-1]], part))
-            room -= len(part)
-    yield group
+def _fitting(chosen: NDArray[np.int64], most: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Rows in groups whose blocks together are at most so many: first, end, and the blocks."""
+    first, wanted = 0, chosen[0]
+    for row in range(1, len(chosen)):
+        more = np.union1d(wanted, chosen[row])
+        if len(more) > most:
+            yield first, row, wanted
+            first, more = row, chosen[row]
+        wanted = more
+    yield first, len(chosen), wanted

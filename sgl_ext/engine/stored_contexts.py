@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_EVERY_S = 1.0
+
 
 class UnavailableError(ExtError):
     """A context could not be opened in time."""
@@ -80,6 +82,9 @@ class StoredContexts:
         # The latest used last.
         self._open: dict[str, Future[StoredAttention]] = {}
         self._gone: set[str] = set()
+        """Open ones that have been deleted, when it was last looked."""
+        self._look = 0.0
+        """When it is looked again."""
         self._followers: dict[str, Follower] = {}
         self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
 
@@ -171,8 +176,16 @@ class StoredContexts:
         """All other requests have ended."""
         self._followers = {rid: one for rid, one in self._followers.items() if rid in rids}
         self.given_up &= self._followers.keys()
-        for id_ in self._gone & self._unused():
-            self._close(id_)
+
+    def tidy(self) -> None:
+        """Closes contexts that were deleted and that nobody follows: their files take room until
+        then."""
+        if self._open and (now := time.monotonic()) >= self._look:
+            self._look = now + _LOOKED_EVERY_S
+            self._threads.submit(self._find_gone, {*self._open})
+        if self._gone:
+            for id_ in self._gone & self._unused():
+                self._close(id_)
 
     def describe(self) -> dict[str, Any]:
         """What is open, for ``/server_info``."""
@@ -206,10 +219,12 @@ class StoredContexts:
         self._gone.discard(id_)
         self._threads.submit(_close, self._open.pop(id_))
 
-    def _opened(self, id_: str) -> StoredAttention:
+    def _find_gone(self, opened: set[str]) -> None:
         """In a thread, as all that reads files."""
-        # Whose files have been deleted takes room until it is closed.
-        self._gone = {*list(self._open)} - {*names(self._config.directories)}
+        self._gone = opened - {*names(self._config.directories)}
+
+    def _opened(self, id_: str) -> StoredAttention:
+        """In a thread, too."""
         stored = Stored.open(id_, self._config.directories, self._geometry)
         blocks = stored.about.blocks
         memory = StoredMemory(

@@ -21,8 +21,8 @@ class _Part(NamedTuple):
 
     context: StoredAttention
     followers: list[Follower]
-    own: list[Own]
-    tokens: list[torch.Tensor]
+    own: Own
+    tokens: torch.Tensor
 
 
 class StoredForward:
@@ -46,31 +46,33 @@ class StoredForward:
         lengths: Sequence[int],
     ) -> None:
         self._stored = stored
-        parts: dict[tuple[str, float], _Part] = {}
+        followed: dict[tuple[str, float], list[int]] = {}
         start = 0
         self.plain = [row for row, follower in enumerate(followers) if follower is None]
         """Rows that follow none."""
         plain: list[torch.Tensor] = []
-        rows = zip(followers, requests, contexts, lengths, strict=True)
-        for follower, request, end, new in rows:
-            tokens = torch.arange(start, start := start + new)
+        tokens: list[torch.Tensor] = []
+        for row, (follower, new) in enumerate(zip(followers, lengths, strict=True)):
+            tokens.append(torch.arange(start, start := start + new))
             if follower is None:
-                plain.append(tokens)
-                continue
-            key = follower.id, follower.share
-            part = parts.setdefault(key, _Part(stored.context(follower), [], [], []))
-            part.followers.append(follower)
-            part.own.append(Own(table[request, :end].long(), range(end - new + 1, end + 1)))
-            part.tokens.append(tokens)
+                plain.append(tokens[-1])
+            else:
+                followed.setdefault((follower.id, follower.share), []).append(row)
         self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
         """Where their queries are among the forward's."""
-        self._parts = {key: (part, torch.cat(part.tokens)) for key, part in parts.items()}
+        self._parts: dict[tuple[str, float], _Part] = {}
+        for key, some in followed.items():
+            mine = [one for row in some if (one := followers[row]) is not None]
+            slots = [table[requests[row], : contexts[row]].long().numpy() for row in some]
+            own = Own.of(slots, [lengths[row] for row in some])
+            where = torch.cat([tokens[row] for row in some])
+            self._parts[key] = _Part(stored.context(mine[0]), mine, own, where)
         self._failed: set[tuple[str, float]] = set()
 
     @property
     def followed(self) -> torch.Tensor:
         """Where the queries of rows that follow contexts are among the forward's."""
-        return torch.cat([tokens for _, tokens in self._parts.values()])
+        return torch.cat([part.tokens for part in self._parts.values()])
 
     def expect(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
         """Begins to read what a layer will probably need.
@@ -80,8 +82,8 @@ class StoredForward:
             keys: as for :meth:`attend`, as ``times`` is for :meth:`StoredAttention.expect`.
         """
         start = 0
-        for key, (part, tokens) in self._parts.items():
-            asked = query[start : (start := start + len(tokens))]
+        for key, part in self._parts.items():
+            asked = query[start : (start := start + len(part.tokens))]
             if key not in self._failed:
                 part.context.expect(layer, asked, keys, part.own, key[1], times)
 
@@ -100,11 +102,11 @@ class StoredForward:
             query: ``[tokens, heads, head_dim]`` of all rows.
             out: as ``query``, where theirs is written.
         """
-        for key, (part, tokens) in self._parts.items():
+        for key, part in self._parts.items():
             if key not in self._failed:
                 try:
-                    out[tokens] = part.context.attend(
-                        native, layer, query[tokens], keys, values, part.own, key[1]
+                    out[part.tokens] = part.context.attend(
+                        native, layer, query[part.tokens], keys, values, part.own, key[1]
                     )
                     continue
                 except DeviceError as error:
@@ -115,4 +117,4 @@ class StoredForward:
                     for follower in part.followers:
                         self._stored.given_up.add(follower.req.rid)
                         end_request(follower.req, str(error))
-            out[tokens] = 0
+            out[part.tokens] = 0

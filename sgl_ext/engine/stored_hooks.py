@@ -134,6 +134,9 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
 
 
 def _refuse(req: Any, error: Exception) -> None:
+    # SGLang runs what it refuses as a prompt of one token, which follows nothing: its KV is none of
+    # the name that it was given.
+    req.skip_radix_cache_insert = True
     status = error.status if isinstance(error, ExtError) else HTTPStatus.BAD_REQUEST
     req.set_finish_with_abort(str(error), status)
 
@@ -164,6 +167,7 @@ def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     ext = runtime.current
     if ext is None or ext.stored is None or ext.recorder is None:
         return original(scheduler, running)
+    ext.stored.tidy()
     if ext.stored.any or ext.recorder.any:
         present = {
             req.rid

@@ -203,17 +203,25 @@ class StoredMemory:
             slots[missing[~found]] = self._fetched + places * block
         return slots
 
-    def keep(self, layer: int, wanted: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+    def keep(
+        self,
+        layer: int,
+        wanted: NDArray[np.int64],
+        last: NDArray[np.int64],
+        slots: NDArray[np.int64],
+    ) -> None:
         """Blocks that have been wanted often are hot, now that nobody reads those that they
         replace.
 
         Args:
-            slots: what :meth:`bring` has said of ``wanted`` last.
+            wanted: sorted, in the whole step.
+            last: those that :meth:`bring` was asked for last.
+            slots: what it has said of them.
         """
         hot = self._hot[layer]
-        coming = hot.step(wanted)
+        coming = hot.step(wanted, last)
         if len(coming):
-            source = slots[np.searchsorted(wanted, coming)] - self._fetched
+            source = slots[np.searchsorted(last, coming)] - self._fetched
             taken = self._fetched_bytes[source // self._blocks.block]
             self._hot_bytes[layer, hot.place[coming]] = taken
 
@@ -229,6 +237,8 @@ class StoredMemory:
         try:
             reading.wait(self._deadline)
         except DeviceError:
+            if area.busy:
+                raise  # nor will the device answer when it is asked once more
             return none  # they are asked for once more, and the device says what is wrong
         at = np.searchsorted(expected.numbers[expected.order], missing)
         rows = expected.order[np.minimum(at, len(expected.order) - 1)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.recorded import Geometry, Recorded
-from sgl_ext.clusters.stored import recorded_file, scratch_of
+from sgl_ext.clusters.stored import failed_file, recorded_file, scratch_of
 from sgl_ext.engine.stored_parameters import IsRecorded
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Slab
@@ -147,6 +149,17 @@ class Recorder:
                 scratch
             )
             scratch.rename(path)
-        except Exception:  # nobody looks at what this thread raises
+        except Exception as error:  # nobody looks at what this thread raises
             logger.exception("a context cannot be written down")
             scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                failed_file(self._directory, id_).write_text(self._why(error, kv.nbytes))
+
+    def _why(self, error: Exception, needed: int) -> str:
+        if not isinstance(error, OSError):
+            return f"{type(error).__name__}: {error}"
+        free = shutil.disk_usage(self._directory).free
+        return (
+            f"{error.strerror or error}; it is first written as a whole into {self._directory}, "
+            f"where it needs more than {needed:,} B and {free:,} B are free"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,8 +16,10 @@ import msgspec
 from sgl_ext.clusters.stored import (
     UnknownContextError,
     about,
+    failed_file,
     index_file,
     names,
+    new_id,
     recorded_file,
     remove,
     require,
@@ -83,7 +84,8 @@ class StoredService:
         """
         if request in self._requests:
             return
-        keys = request.extra_key if isinstance(request.extra_key, list) else [request.extra_key]
+        key = getattr(request, "extra_key", None)  # requests for embeddings have none
+        keys = key if isinstance(key, list) else [key]
         if any(isinstance(key, str) and key.startswith("ext:") for key in keys):
             raise ExtError("an extra_key that begins with ext: is the server's own; name another")
         params = request.sampling_params
@@ -165,7 +167,7 @@ class StoredService:
         """A context that has been written down, and its file."""
         tokens = self._tokens_of(text)
         async with self._one:
-            id_ = f"stx-{secrets.token_urlsafe(12)}"
+            id_ = new_id()
             record = recorded_file(self._config.directories[0], id_)
             try:
                 self.progress[id_] = "computing"
@@ -234,9 +236,12 @@ class StoredService:
     async def _written(self, record: Path) -> None:
         """The scheduler writes beside its other work."""
         end = time.monotonic() + _WRITE_DEADLINE_S
+        failed = failed_file(record.parent, record.stem)
         while not record.exists():
+            if failed.exists():
+                raise ExtError(f"the context cannot be stored: {failed.read_text()}")
             if time.monotonic() > end:
-                raise ExtError(f"{record} was not written; the server's log says why")
+                raise ExtError(f"{record} was not written in {_WRITE_DEADLINE_S:g} s; try again")
             await asyncio.sleep(0.05)
 
     async def _store(self, id_: str, record: Path) -> None:

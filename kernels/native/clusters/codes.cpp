@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "exponentials.h"
@@ -112,7 +113,8 @@ struct Job {
   std::size_t count;
   const float *queries;
   float scale;
-  const float *beside;
+  const float *beside;  // or, where there is none:
+  const Seen *seen;
   float *parts;  // [queries, kv_heads, entries]
   std::atomic<std::size_t> next{0};
 };
@@ -128,9 +130,10 @@ void work(void *data) {
   if (part >= parts) return;  // before memory is taken: threads may be many, and parts few
   std::vector<float> logits(most * shape.entries), turned(shape.head_dim);
   std::vector<float> tables(shape.subspaces * centroids * lanes_of(most));
+  std::vector<float> near(job.seen ? job.seen->most(job.count) : 0);
   float highest[kMostLanes];
   for (; part < parts; part = job.next.fetch_add(1)) {
-    const std::size_t kv_head = part % shape.kv_heads;
+    const std::size_t kv_head = part % shape.kv_heads, row = part / shape.kv_heads;
     float *out = job.parts + part * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
     for (std::size_t first = 0; first < group; first += most) {
@@ -143,7 +146,11 @@ void work(void *data) {
                 tables.data(), logits.data(), highest);
       for (std::size_t h = 0; h < heads; ++h) {
         float *mine = logits.data() + h * shape.entries;
-        const float beside = job.beside[at + h], top = std::max(highest[h], beside);
+        const float beside =
+            job.seen ? log_sum(*job.seen, row, kv_head, job.queries + (at + h) * shape.head_dim,
+                               job.scale, near.data())
+                     : job.beside[at + h];
+        const float top = std::max(highest[h], beside);
         const float sum = exponentials_of(mine, shape.entries, top) + std::exp(beside - top);
         add(mine, shape.entries, 1.0f / sum, out);
       }
@@ -151,19 +158,30 @@ void work(void *data) {
   }
 }
 
-}  // namespace
-
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
-          float scale, const float *beside, int threads, float *out) {
-  std::vector<float> parts(count * shape.kv_heads * shape.entries);
-  Job job{shape, keys, count, queries, scale, beside, parts.data()};
+          float scale, const float *beside, const Seen *seen, int threads, float *out) {
+  // Not initialised: every thread fills what it has taken.
+  const std::unique_ptr<float[]> parts(new float[count * shape.kv_heads * shape.entries]);
+  Job job{shape, keys, count, queries, scale, beside, seen, parts.get()};
   sgl_ext::parallel(count * shape.kv_heads > 1 ? threads : 1, work, &job);
   for (std::size_t q = 0; q < count; ++q) {
     float *row = out + q * shape.entries;
     std::fill(row, row + shape.entries, 0.0f);
     for (std::size_t k = 0; k < shape.kv_heads; ++k)
-      add(parts.data() + (q * shape.kv_heads + k) * shape.entries, shape.entries, 1.0f, row);
+      add(parts.get() + (q * shape.kv_heads + k) * shape.entries, shape.entries, 1.0f, row);
   }
+}
+
+}  // namespace
+
+void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
+          float scale, const float *beside, int threads, float *out) {
+  mass(shape, keys, count, queries, scale, beside, nullptr, threads, out);
+}
+
+void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
+          float scale, const Seen &beside, int threads, float *out) {
+  mass(shape, keys, count, queries, scale, nullptr, &beside, threads, out);
 }
 
 }  // namespace sgl_ext::codes

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "log_sum.h"
+
 namespace sgl_ext::codes {
 
 constexpr std::size_t centroids = 256;
@@ -37,5 +39,9 @@ struct Keys {
 //   out      [count, entries]
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
           float scale, const float *beside, int threads, float *out);
+
+// The same, where what has no codes is at hand.
+void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
+          float scale, const Seen &beside, int threads, float *out);
 
 }  // namespace sgl_ext::codes

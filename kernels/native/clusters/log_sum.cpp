@@ -1,12 +1,9 @@
 #include "log_sum.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <vector>
 
 #include "exponentials.h"
-#include "openmp.h"
 
 namespace sgl_ext {
 namespace {
@@ -25,75 +22,39 @@ template <class T>
 }
 
 template <class T>
-[[gnu::always_inline]] inline float head_of(const LogSum &shape, const float *query, std::size_t kv_head, Near near,
-                     std::size_t count, Near own, const std::int64_t *slots, std::size_t length,
-                     float *logits) {
-  const std::size_t from = kv_head * shape.head_dim;
-  const T *keys = static_cast<const T *>(near.keys) + from;
-  for (std::size_t i = 0; i < count; ++i)
-    logits[i] = shape.scale * product(query, keys + i * near.stride, shape.head_dim);
-  keys = static_cast<const T *>(own.keys) + from;
-  for (std::size_t i = 0; i < length; ++i)
-    logits[count + i] =
-        shape.scale * product(query, keys + std::size_t(slots[i]) * own.stride, shape.head_dim);
-  const std::size_t all = count + length;
-  float highest = -INFINITY;
-  for (std::size_t i = 0; i < all; ++i) highest = std::max(highest, logits[i]);
-  return all ? highest + std::log(exponentials(logits, all, highest)) : -INFINITY;
+[[gnu::always_inline]] inline float head_of(const Seen &seen, std::size_t row, std::size_t kv_head,
+                                            const float *query, float scale, float *logits) {
+  const std::size_t from = kv_head * seen.head_dim;
+  const T *keys = static_cast<const T *>(seen.near.keys) + from;
+  float *at = logits;
+  for (std::size_t i = 0; i < seen.count; ++i)
+    *at++ = scale * product(query, keys + i * seen.near.stride, seen.head_dim);
+  keys = static_cast<const T *>(seen.own.keys) + from;
+  const std::int64_t *slots = seen.slots + seen.starts[row], *end = slots + seen.lengths[row];
+  for (; slots < end; ++slots)
+    *at++ = scale * product(query, keys + std::size_t(*slots) * seen.own.stride, seen.head_dim);
+  if (at == logits) return -INFINITY;
+  const float highest = *std::max_element(logits, at);
+  return highest + std::log(exponentials(logits, std::size_t(at - logits), highest));
 }
 
 SGL_EXT_CLONES
-float narrow_head(const LogSum &shape, const float *query, std::size_t kv_head, Near near,
-                  std::size_t count, Near own, const std::int64_t *slots, std::size_t length,
-                  float *logits) {
-  return head_of<std::uint16_t>(shape, query, kv_head, near, count, own, slots, length, logits);
+float narrow(const Seen &seen, std::size_t row, std::size_t kv_head, const float *query,
+             float scale, float *logits) {
+  return head_of<std::uint16_t>(seen, row, kv_head, query, scale, logits);
 }
 
 SGL_EXT_CLONES
-float wide_head(const LogSum &shape, const float *query, std::size_t kv_head, Near near,
-                std::size_t count, Near own, const std::int64_t *slots, std::size_t length,
-                float *logits) {
-  return head_of<float>(shape, query, kv_head, near, count, own, slots, length, logits);
-}
-
-struct Job {
-  const LogSum &shape;
-  const float *queries;
-  std::size_t rows;
-  Near near;
-  std::size_t count;
-  Near own;
-  const std::int64_t *slots;
-  const std::int64_t *lengths;
-  float *out;
-  std::size_t width;            // of a thread's logits
-  std::vector<float> logits{};  // of all threads, whose body must not throw
-  std::atomic<std::size_t> thread{0}, next{0};
-};
-
-void work(void *data) {
-  Job &job = *static_cast<Job *>(data);
-  const LogSum &shape = job.shape;
-  const std::size_t group = shape.heads / shape.kv_heads;
-  float *logits = job.logits.data() + job.thread.fetch_add(1) * job.width;
-  const auto head = shape.bfloat16 ? narrow_head : wide_head;
-  for (std::size_t at; (at = job.next.fetch_add(1)) < job.rows * shape.heads;)
-    job.out[at] = head(shape, job.queries + at * shape.head_dim, at % shape.heads / group, job.near,
-                       job.count, job.own, job.slots,
-                       std::size_t(job.lengths[at / shape.heads]), logits);
+float full(const Seen &seen, std::size_t row, std::size_t kv_head, const float *query, float scale,
+           float *logits) {
+  return head_of<float>(seen, row, kv_head, query, scale, logits);
 }
 
 }  // namespace
 
-void log_sum(const LogSum &shape, const float *queries, std::size_t rows, Near near,
-             std::size_t count, Near own, const std::int64_t *slots, const std::int64_t *lengths,
-             int threads, float *out) {
-  if (!rows) return;
-  const std::size_t longest = std::size_t(*std::max_element(lengths, lengths + rows));
-  Job job{shape, queries, rows, near, count, own, slots, lengths, out, count + longest};
-  threads = std::max(threads, 1);
-  job.logits.resize(std::size_t(threads) * job.width);
-  parallel(threads, work, &job);
+float log_sum(const Seen &seen, std::size_t row, std::size_t kv_head, const float *query,
+              float scale, float *logits) {
+  return (seen.bfloat16 ? narrow : full)(seen, row, kv_head, query, scale, logits);
 }
 
 }  // namespace sgl_ext

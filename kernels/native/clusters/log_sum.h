@@ -1,6 +1,7 @@
-// Logarithms of sums of exponentials of logits, of what every query sees anyway.
+// Logarithms of sums of exponentials of logits, of what a query sees anyway.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -12,18 +13,26 @@ struct Near {
   std::size_t stride;
 };
 
-struct LogSum {
-  std::size_t heads;     // of queries; those of one KV head follow each other
-  std::size_t kv_heads;
+// What rows see: all `count` of `near`, and of `own` the lengths[row] slots from starts[row] on.
+struct Seen {
   std::size_t head_dim;  // a multiple of 16
   bool bfloat16;
-  float scale;
+  Near near;
+  std::size_t count;
+  Near own;
+  const std::int64_t *slots;
+  const std::int64_t *starts;
+  const std::int64_t *lengths;
+
+  // Logits that any of the rows has.
+  std::size_t most(std::size_t rows) const {
+    return count + (rows ? std::size_t(*std::max_element(lengths, lengths + rows)) : 0);
+  }
 };
 
-// For each of `rows` queries [rows, heads, head_dim]: over all `count` of `near`, and over the
-// first lengths[row] of `slots` of `own`. out [rows, heads]. `threads` share the heads.
-void log_sum(const LogSum &shape, const float *queries, std::size_t rows, Near near,
-             std::size_t count, Near own, const std::int64_t *slots, const std::int64_t *lengths,
-             int threads, float *out);
+// Of one query [head_dim] of a row and its KV head; minus infinity where the row sees nothing.
+// `logits` has room for all of the row's.
+float log_sum(const Seen &seen, std::size_t row, std::size_t kv_head, const float *query,
+              float scale, float *logits);
 
 }  // namespace sgl_ext

@@ -1,8 +1,12 @@
 // Python face of clusters, blocks and codes of KV entries. See _clusters.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -92,26 +96,125 @@ auto checksums_of(const Bytes &rows) {
 template <class T, int dims>
 using Of = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
-auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
-             const Of<float, 3> &projection, const Of<float, 2> &mean,
-             const Of<float, 3> &queries, float scale, const Of<float, 2> &beside, int threads) {
-  const std::size_t count = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2);
+using Floats = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+using Numbers = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>>;
+
+// An array of numpy's that nobody has written into yet.
+template <class Array>
+Array empty(std::size_t rows, std::size_t columns) {
+  using T = typename Array::Scalar;
+  auto *values = new T[rows * columns];
+  nb::capsule owner(values, [](void *p) noexcept { delete[] static_cast<T *>(p); });
+  return Array(values, {rows, columns}, owner);
+}
+
+struct Coded {
+  sgl_ext::codes::Shape shape;
+  sgl_ext::codes::Keys keys;
+};
+
+Coded coded(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
+            const Of<float, 3> &projection, const Of<float, 2> &mean,
+            const Of<float, 3> &queries) {
+  const std::size_t heads = queries.shape(1), dim = queries.shape(2);
   const sgl_ext::codes::Shape shape{codes.shape(1), heads, codes.shape(0), codes.shape(2), dim};
   const std::size_t kv_heads = shape.kv_heads;
   if (!kv_heads || !shape.entries || !shape.subspaces || !heads || !dim || heads % kv_heads ||
       dim % shape.subspaces || centroids.shape(0) != kv_heads || centroids.shape(1) != dim ||
       centroids.shape(2) != sgl_ext::codes::centroids || projection.shape(0) != kv_heads ||
       projection.shape(1) != dim || projection.shape(2) != dim || mean.shape(0) != kv_heads ||
-      mean.shape(1) != dim || beside.shape(0) != count || beside.shape(1) != heads)
+      mean.shape(1) != dim)
     throw std::invalid_argument("codes, centroids and queries are of different shapes");
-  const sgl_ext::codes::Keys keys{codes.data(), centroids.data(), projection.data(), mean.data()};
-  auto *out = new float[count * shape.entries];
-  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<float *>(p); });
-  {
-    nb::gil_scoped_release release;
-    sgl_ext::codes::mass(shape, keys, count, queries.data(), scale, beside.data(), threads, out);
+  return {shape, {codes.data(), centroids.data(), projection.data(), mean.data()}};
+}
+
+auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
+             const Of<float, 3> &projection, const Of<float, 2> &mean,
+             const Of<float, 3> &queries, float scale, const Of<float, 2> &beside, int threads) {
+  const Coded of = coded(codes, centroids, projection, mean, queries);
+  const std::size_t count = queries.shape(0);
+  if (beside.shape(0) != count || beside.shape(1) != of.shape.heads)
+    throw std::invalid_argument("codes, centroids and queries are of different shapes");
+  auto out = empty<Floats>(count, of.shape.entries);
+  nb::gil_scoped_release release;
+  sgl_ext::codes::mass(of.shape, of.keys, count, queries.data(), scale, beside.data(), threads,
+                       out.data());
+  return out;
+}
+
+using Slots = Of<std::int64_t, 1>;
+
+// Raises ValueError if a row sees slots that there are not.
+void require_seen(const Slots &slots, const Slots &starts, const Slots &lengths,
+                  std::size_t rows) {
+  if (starts.shape(0) != rows || lengths.shape(0) != rows)
+    throw std::invalid_argument("rows and what they see do not fit each other");
+  const std::int64_t all = std::int64_t(slots.shape(0));
+  for (std::size_t row = 0; row < rows; ++row)
+    if (starts.data()[row] < 0 || lengths.data()[row] < 0 ||
+        starts.data()[row] > all - lengths.data()[row])
+      throw std::invalid_argument("a row sees more slots than there are");
+}
+
+auto choose(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
+            const Of<float, 3> &projection, const Of<float, 2> &mean, const Of<float, 3> &queries,
+            float scale, std::uintptr_t near, std::size_t near_stride, std::size_t count,
+            std::uintptr_t own, std::size_t own_stride, const Slots &slots, const Slots &starts,
+            const Slots &lengths, bool bfloat16, std::size_t block, std::size_t devices,
+            std::size_t each, int threads) {
+  const Coded of = coded(codes, centroids, projection, mean, queries);
+  const std::size_t rows = queries.shape(0), dim = of.shape.head_dim;
+  if (dim % 16) throw std::invalid_argument("a head has no multiple of 16 dimensions");
+  if (!block || !devices || !each)
+    throw std::invalid_argument("a block has an entry, and a device gives a block");
+  require_seen(slots, starts, lengths, rows);
+  const sgl_ext::Seen seen{dim, bfloat16,
+                           {reinterpret_cast<const void *>(near), near_stride}, count,
+                           {reinterpret_cast<const void *>(own), own_stride},
+                           slots.data(), starts.data(), lengths.data()};
+  const sgl_ext::Dealt dealt{of.shape.entries, block, devices, each};
+  auto out = empty<Numbers>(rows, dealt.chosen());
+  nb::gil_scoped_release release;
+  const std::unique_ptr<float[]> scores(new float[rows * dealt.entries]);
+  sgl_ext::codes::mass(of.shape, of.keys, rows, queries.data(), scale, seen, threads,
+                       scores.get());
+  sgl_ext::best_blocks(dealt, scores.get(), rows, out.data());
+  return out;
+}
+
+auto table_of(const Of<std::int64_t, 2> &first, std::size_t block, std::int32_t pool,
+              std::int32_t near, std::size_t sinks, std::size_t window,
+              std::optional<Slots> text, const Slots &slots, const Slots &starts,
+              const Slots &lengths) {
+  const std::size_t rows = first.shape(0), blocks = first.shape(1), middle = blocks * block;
+  require_seen(slots, starts, lengths, rows);
+  if (text && text->shape(0) != middle)
+    throw std::invalid_argument("the order of the text is one of all that a row is given");
+  for (std::size_t i = 0; text && i < middle; ++i)
+    if (text->data()[i] < 0 || std::size_t(text->data()[i]) >= middle)
+      throw std::invalid_argument("the order of the text is one of all that a row is given");
+  const std::size_t begin = sinks + middle + window;
+  const auto *longest = std::max_element(lengths.data(), lengths.data() + rows);
+  const std::size_t width = begin + (rows ? std::size_t(*longest) : 0);
+  auto out = empty<nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>>(rows, width);
+  for (std::size_t row = 0; row < rows; ++row) {
+    const std::int64_t *from = first.data() + row * blocks;
+    std::int32_t *at = out.data() + row * width, *const end = at + width;
+    for (std::size_t i = 0; i < sinks; ++i) *at++ = near + std::int32_t(i);
+    if (text)
+      for (std::size_t i = 0; i < middle; ++i) {
+        const std::size_t place = std::size_t(text->data()[i]);
+        *at++ = pool + std::int32_t(from[place / block] + std::int64_t(place % block));
+      }
+    else
+      for (std::size_t b = 0; b < blocks; ++b)
+        for (std::size_t e = 0; e < block; ++e) *at++ = pool + std::int32_t(from[b] + std::int64_t(e));
+    for (std::size_t i = sinks; i < sinks + window; ++i) *at++ = near + std::int32_t(i);
+    const std::int64_t *own = slots.data() + starts.data()[row];
+    for (std::int64_t i = 0; i < lengths.data()[row]; ++i) *at++ = std::int32_t(own[i]);
+    std::fill(at, end, 0);  // behind what the row sees
   }
-  return nb::ndarray<nb::numpy, float>(out, {count, shape.entries}, owner);
+  return out;
 }
 
 auto best_blocks_of(const Of<float, 2> &scores, std::size_t block, std::size_t devices,
@@ -120,37 +223,10 @@ auto best_blocks_of(const Of<float, 2> &scores, std::size_t block, std::size_t d
     throw std::invalid_argument("a block has an entry, and a device gives a block");
   const std::size_t rows = scores.shape(0);
   const sgl_ext::Dealt dealt{scores.shape(1), block, devices, each};
-  const std::size_t chosen = dealt.chosen();
-  auto *out = new std::int64_t[rows * chosen];
-  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<std::int64_t *>(p); });
-  {
-    nb::gil_scoped_release release;
-    sgl_ext::best_blocks(dealt, scores.data(), rows, out);
-  }
-  return nb::ndarray<nb::numpy, std::int64_t>(out, {rows, chosen}, owner);
-}
-
-auto log_sum_of(const Of<float, 3> &queries, float scale, std::uintptr_t near,
-                std::size_t near_stride, std::size_t count, std::uintptr_t own,
-                std::size_t own_stride, const Of<std::int64_t, 1> &slots,
-                const Of<std::int64_t, 1> &lengths, std::size_t kv_heads, bool bfloat16,
-                int threads) {
-  const std::size_t rows = queries.shape(0), heads = queries.shape(1), dim = queries.shape(2);
-  if (!kv_heads || heads % kv_heads || dim % 16 || lengths.shape(0) != rows)
-    throw std::invalid_argument("queries, heads and lengths do not fit each other");
-  for (std::size_t row = 0; row < rows; ++row)
-    if (lengths.data()[row] < 0 || std::size_t(lengths.data()[row]) > slots.shape(0))
-      throw std::invalid_argument("a row sees more slots than there are");
-  auto *out = new float[rows * heads];
-  nb::capsule owner(out, [](void *p) noexcept { delete[] static_cast<float *>(p); });
-  {
-    nb::gil_scoped_release release;
-    sgl_ext::log_sum({heads, kv_heads, dim, bfloat16, scale}, queries.data(), rows,
-                     {reinterpret_cast<const void *>(near), near_stride}, count,
-                     {reinterpret_cast<const void *>(own), own_stride}, slots.data(),
-                     lengths.data(), threads, out);
-  }
-  return nb::ndarray<nb::numpy, float>(out, {rows, heads}, owner);
+  auto out = empty<Numbers>(rows, dealt.chosen());
+  nb::gil_scoped_release release;
+  sgl_ext::best_blocks(dealt, scores.data(), rows, out.data());
+  return out;
 }
 
 }  // namespace
@@ -168,8 +244,12 @@ NB_MODULE(_clusters, m) {
         nb::arg("threads"));
   m.def("best_blocks", &best_blocks_of, nb::arg("scores"), nb::arg("block"), nb::arg("devices"),
         nb::arg("each"));
-  m.def("log_sum", &log_sum_of, nb::arg("queries"), nb::arg("scale"), nb::arg("near"),
+  m.def("choose", &choose, nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"),
+        nb::arg("mean"), nb::arg("queries"), nb::arg("scale"), nb::arg("near"),
         nb::arg("near_stride"), nb::arg("count"), nb::arg("own"), nb::arg("own_stride"),
-        nb::arg("slots"), nb::arg("lengths"), nb::arg("kv_heads"), nb::arg("bfloat16"),
-        nb::arg("threads"));
+        nb::arg("slots"), nb::arg("starts"), nb::arg("lengths"), nb::arg("bfloat16"),
+        nb::arg("block"), nb::arg("devices"), nb::arg("each"), nb::arg("threads"));
+  m.def("table", &table_of, nb::arg("first"), nb::arg("block"), nb::arg("pool"), nb::arg("near"),
+        nb::arg("sinks"), nb::arg("window"), nb::arg("text").none(), nb::arg("slots"),
+        nb::arg("starts"), nb::arg("lengths"));
 }

@@ -43,7 +43,7 @@ function(liburing_download archive why)
     message(STATUS "downloading ${LIBURING_SDIST}")
     execute_process(
       COMMAND ${Python_EXECUTABLE} -m pip --disable-pip-version-check download -q --no-deps
-              --no-binary :all: --dest ${scratch} ${LIBURING_SDIST}
+              --no-binary liburing --dest ${scratch} ${LIBURING_SDIST}
       RESULT_VARIABLE failed ERROR_VARIABLE errors OUTPUT_QUIET TIMEOUT 600)
     file(GLOB found "${scratch}/*.tar.gz")
     if(failed OR NOT found)
