@@ -12,7 +12,13 @@ export PATH=$bin:$PATH
 if (($# == 0)); then
     ruff check .
     ruff format --check .
-    mypy
+    # The type check and the model of the tests are one thread's work each.
+    mypy &
+    types=$!
+    prepared=0
+    "$bin/python" -m sgl_ext.models SmolLM2-135M-Instruct >/dev/null || prepared=$?
+    wait "$types"
+    ((prepared == 0)) || exit "$prepared"
     # Engines of two workers share the cores: starting one is mostly one thread's work. Each file
     # stays with one worker, which shares its servers.
     set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
