@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +75,7 @@ def generate(
     context: str | None = None,
     *,
     told: dict[str, Any] | None = None,
+    tokens: int = 6,
     **more: Any,
 ) -> requests.Response:
     """What a server answers to a prompt that follows a context."""
@@ -82,7 +84,8 @@ def generate(
         "input_ids": prompt,
         **(told or {"return_logprob": True}),
         "sampling_params": {
-            "temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "custom_params": follows,
+            "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True,
+            "custom_params": follows,
         },
     }  # fmt: skip
     return requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
@@ -110,8 +113,9 @@ def test_all_of_it_answers_as_dense_attention(
 ) -> None:
     context, prompts = asked
     for prompt in prompts[:2]:
-        dense = generate(server, [*context, *prompt]).json()
-        found = generate(server, prompt, stored["id"], sparsity=1.0).json()
+        # Enough of them to fill a page.
+        dense = generate(server, [*context, *prompt], tokens=20).json()
+        found = generate(server, prompt, stored["id"], sparsity=1.0, tokens=20).json()
         assert found["output_ids"] == dense["output_ids"]
         assert logprobs(found) == pytest.approx(logprobs(dense), abs=2e-4)
         assert found["meta_info"]["ext"] == [
@@ -204,18 +208,24 @@ def test_a_record_is_stored_beside_the_server(
     body = {"input_ids": context[:800], "record_only": True}
     answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
     record = answer.json()["record"]
-    command = ["cluster", record, *map(str, directories), "--id", "stx-by-hand"]
-    result = CliRunner().invoke(app, command)
+    command = ["cluster", record, *map(str, directories), "--name"]
+    result = CliRunner().invoke(app, [*command, "by-hand"])
     assert result.exit_code == 0, result.output
-    assert result.output.split()[-1] == "stx-by-hand"
-    found = generate(server, prompts[0], "stx-by-hand", sparsity=1.0).json()
+    id_ = result.output.split()[-1]
+    assert id_.startswith("stx-by-hand-")
+    found = generate(server, prompts[0], id_, sparsity=1.0).json()
     dense = generate(server, [*context[:800], *prompts[0]]).json()
     assert found["output_ids"] == dense["output_ids"]
-    again = CliRunner().invoke(app, command)
-    assert again.exit_code == 1
-    assert "File exists" in again.output
+    outside = CliRunner().invoke(app, [*command, "../by-hand"])
+    assert outside.exit_code == 1
+    assert "A-Z" in outside.output
     Path(record).unlink()
-    assert requests.delete(f"{server.url}/ext/stored_contexts/stx-by-hand", timeout=60).ok
+    assert id_ in live(server.url)["clusters"]["open"]
+    assert requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60).ok
+    end = time.monotonic() + 60
+    while id_ in live(server.url)["clusters"]["open"]:  # its files take room until it is closed
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_names_of_kv_are_not_forged(

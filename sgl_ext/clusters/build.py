@@ -21,7 +21,7 @@ from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.clusters.stored import About, block_file, index_file, private, scratch_of
+from sgl_ext.clusters.stored import About, block_file, index_file, scratch_of
 from sgl_ext.errors import ExtError
 
 _WRITTEN = 4096
@@ -57,9 +57,9 @@ def build(
             files: list[BinaryIO] = []
             for device, directory in enumerate(directories):
                 path = block_file(directory, name, device)
-                file = open(path, "xb", buffering=0, opener=private)  # noqa: SIM115
-                files.append(opened.enter_context(file))
+                files.append(opened.enter_context(path.open("xb", buffering=0)))
                 new.append(path)
+                path.chmod(0o600)  # somebody has said what is in it
                 _allocate(files[-1], path, blocks.file_bytes)
             layers = _layers(recorded, options, blocks, files, progress)
             for file in files:

@@ -256,10 +256,5 @@ def failed_file(directory: Path, name: str) -> Path:
     return directory / f"{name}{_FAILED}"
 
 
-def private(path: str, flags: int) -> int:
-    """An opener of files that are the user's alone: what is in them was said by somebody."""
-    return os.open(path, flags, 0o600)
-
-
 def block_file(directory: Path, name: str, device: int) -> Path:
     return directory / f"{name}.{device}.blocks"
