@@ -24,7 +24,9 @@ def test_what_is_computed_of_a_prompt() -> None:
     assert share == pytest.approx(0.2 + 0.6 * 2 / 30)
 
 
-def test_findings_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
+def test_findings_are_kept_when_a_run_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def partial(**config: int) -> Partial:
         return Partial(tmp_path, "link", config, quick=False)
 
@@ -38,6 +40,9 @@ def test_findings_are_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
     assert again.find("b", lambda: [0.5]) == [0.5]
     assert partial(questions=2).find("b", lambda: pytest.fail("found")) == [0.5]
     assert "a" not in partial(questions=3)
-    assert json.loads(path.read_text()) == {"questions": 3}
+    assert json.loads(path.read_text())[0] == {"questions": 3}
+    partial(questions=3).find("a", lambda: [2.0])
+    monkeypatch.setattr("sgl_ext.bench.partial._code", lambda: "other code")
+    assert "a" not in partial(questions=3)
     again.forget()
     assert not path.exists()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+import sgl_ext
+from sgl_ext._native import _attention, _clusters, _rotation, _transfer
 
 
 class Partial:
@@ -14,7 +20,8 @@ class Partial:
 
     Args:
         bench: name of the bench; its file lies in ``directory``.
-        config: what else decides them; those of another one are forgotten.
+        config: what else decides them; those of another one are forgotten, as are those of other
+            code.
         quick: a quick run has a file of its own.
     """
 
@@ -23,7 +30,7 @@ class Partial:
     ) -> None:
         self._path = path = directory / f"{bench}{'-quick' if quick else ''}.partial.jsonl"
         self._found: dict[str, Any] = {}
-        header = json.dumps(config)
+        header = json.dumps([config, _code()])
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [header]
         for line in lines[1:] if lines[:1] == [header] else ():
@@ -47,3 +54,14 @@ class Partial:
     def forget(self) -> None:
         """All has been reported."""
         self._path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _code() -> str:
+    """Digest of this package as it is."""
+    python = sorted(Path(sgl_ext.__file__).parent.rglob("*.py"))
+    native = (_attention, _clusters, _rotation, _transfer)
+    found = xxhash.xxh3_64()
+    for path in (*python, *(Path(str(module.__file__)) for module in native)):
+        found.update(path.read_bytes())
+    return found.hexdigest()
