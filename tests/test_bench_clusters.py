@@ -56,17 +56,17 @@ def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None
         # Whole blocks of every device, or of positions.
         assert (counts >= min(budget, len(layer.keys)) - 16).all()
         assert (counts <= budget + 8 * BLOCK).all()
-        found = relative_mass(layer.mass, chosen)
+        found = relative_mass(layer, chosen)
         assert (found <= 1 + 1e-6).all()
         mass = np.where(chosen, layer.mass, 0).sum(axis=1)
         assert (mass >= before - 1e-6).all()
         before = mass
-    np.testing.assert_allclose(relative_mass(layer.mass, chosen), 1, rtol=1e-5)
+    np.testing.assert_allclose(relative_mass(layer, chosen), 1, rtol=1e-5)
 
 
 def test_what_is_best_is_found_best(layer: Layer) -> None:
     mass = {
-        name: relative_mass(layer.mass, SELECTORS[name](layer).select(40)).mean()
+        name: relative_mass(layer, SELECTORS[name](layer).select(40)).mean()
         for name in SELECTORS
     }
     assert mass[EXACT] == pytest.approx(1, abs=1e-6)

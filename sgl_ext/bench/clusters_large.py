@@ -137,7 +137,7 @@ def _measured(
         for name in _NAMES:
             selector = mine if name == OURS else SELECTORS[name](layer)
             chosen = selector.select(budget if name == OURS else even)
-            found[name].append(relative_mass(layer.mass, chosen).round(5).tolist())
+            found[name].append(relative_mass(layer, chosen).round(5).tolist())
     return found
 
 

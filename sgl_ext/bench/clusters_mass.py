@@ -45,15 +45,11 @@ class _Found:
     index: float
 
 
-def relative_mass(mass: NDArray[np.float32], chosen: Mask) -> NDArray[np.float64]:
-    """Of each query: its attention to what was chosen, over that to as many of the best.
-
-    Args:
-        mass: ``[queries, entries]``.
-    """
-    best = np.cumsum(-np.sort(-mass.astype(np.float64), axis=1), axis=1)
-    limit = best[np.arange(len(mass)), chosen.sum(axis=1) - 1]
-    found: NDArray[np.float64] = np.where(chosen, mass, 0).sum(axis=1, dtype=np.float64) / limit
+def relative_mass(layer: Layer, chosen: Mask) -> NDArray[np.float64]:
+    """Of each query: its attention to what was chosen, over that to as many of the best."""
+    limit = layer.best[np.arange(len(chosen)), chosen.sum(axis=1) - 1]
+    mass = np.where(chosen, layer.mass, 0).sum(axis=1, dtype=np.float64)
+    found: NDArray[np.float64] = mass / limit
     return found
 
 
@@ -134,7 +130,7 @@ def _of_layer(layer: Layer) -> dict[str, _Found]:
     for name, make in SELECTORS.items():
         selector = mine if name == OURS else make(layer)
         each = asked if name == OURS else budgets
-        mass = [relative_mass(layer.mass, selector.select(budget)) for budget in each]
+        mass = [relative_mass(layer, selector.select(budget)) for budget in each]
         found[name] = _Found(np.stack(mass), selector.index_bytes)
     mass = [_per_head(layer, budget) for budget in budgets]
     found[PER_HEAD] = _Found(np.stack(mass), layer.profile.codes.bytes)
@@ -156,9 +152,7 @@ def _per_head(layer: Layer, budget: int) -> NDArray[np.float64]:
         scores[:, layer.profile.order] = own.mass(queries, layer.scale, beside)
         mass = attention_mass(queries, layer.keys[:, mine], layer.scale, beside)
         found += np.where(top(scores, budget), mass, 0).sum(axis=1, dtype=np.float64)
-    whole = layer.mass.astype(np.float64)
-    best = -np.partition(-whole, budget - 1, axis=1)[:, :budget]
-    share: NDArray[np.float64] = found / best.sum(axis=1)
+    share: NDArray[np.float64] = found / layer.best[:, budget - 1]
     return share
 
 

@@ -176,7 +176,7 @@ def _report_shift(report: Report, observed: Sequence[Observed], layers: Iterable
                     for name, test in tests.items():
                         budget = round(_SHARE * len(test.keys))
                         chosen = ours(replace(test, profile=profile)).select(budget)
-                        mass = relative_mass(test.mass, chosen).mean()
+                        mass = relative_mass(test, chosen).mean()
                         found[by, name, end].append(float(mass))
     for (by, name, end), masses in found.items():
         report.runs.append(

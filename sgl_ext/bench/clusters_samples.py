@@ -213,3 +213,8 @@ class Layer:
     def mass(self) -> NDArray[np.float32]:
         """``[queries, entries]``: the attention that the unseen text pays."""
         return attention_mass(self.queries, self.keys, self.scale, self.beside)
+
+    @cached_property
+    def best(self) -> NDArray[np.float64]:
+        """``[queries, entries]``: the attention to the best one, the best two, and so on."""
+        return np.cumsum(-np.sort(-self.mass, axis=1), axis=1, dtype=np.float64)

@@ -62,16 +62,13 @@ def best_clusters(
         The clusters, best first, and their entries, sorted.
     """
     order = np.argsort(-scores, kind="stable")
-    members = np.concatenate([_members(clusters, int(one)) for one in order])
-    # How many different ones there are up to each member.
-    _, first = np.unique(members, return_index=True)
-    new = np.zeros(len(members), bool)
-    new[first] = True
-    ends = np.cumsum(clusters.sizes[order])
-    reached = np.cumsum(new)[ends - 1]
+    sizes = clusters.sizes[order]
+    ends = np.cumsum(sizes)
+    at = np.arange(ends[-1])
+    members = clusters.members[np.repeat(clusters.starts[order] - (ends - sizes), sizes) + at]
+    # How many different ones there are up to each member: of two writes to a place the later stays.
+    first = np.full(members.max() + 1, -1)
+    first[members[::-1]] = at[::-1]
+    reached = np.cumsum(first[members] == at)[ends - 1]
     count = int(np.searchsorted(reached, min(budget, reached[-1]))) + 1
     return order[:count], np.unique(members[: ends[count - 1]])
-
-
-def _members(clusters: Clusters, one: int) -> NDArray[np.int32]:
-    return clusters.members[clusters.starts[one] : clusters.starts[one + 1]]
