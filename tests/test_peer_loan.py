@@ -12,10 +12,20 @@ import pytest
 from msgspec.structs import replace
 
 from sgl_ext.memory.lent import Extent
+from sgl_ext.memory.mapping import PAGE
 from sgl_ext.peer.loan import Borrower, Lender
-from sgl_ext.peer.messages import Keep, Lend, MisunderstoodError, decode, encode
+from sgl_ext.peer.messages import (
+    PROTOCOL,
+    Keep,
+    Lend,
+    MisunderstoodError,
+    Refusal,
+    RefusedError,
+    decode,
+    encode,
+)
 
-SIZES = (0, 1, 2)
+SIZES = (0, PAGE, 2 * PAGE)
 GRANTS, WIRE, SESSIONS = 2, 2, 2
 
 
@@ -184,11 +194,11 @@ def test_more_grants_than_messages_are_on_their_way() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
     assert not lender.hear(borrower.message)
-    for size in (2, 0, 1):
-        lender.grant(size)
-    assert (lender.granted, lender.bound) == (1, 2)
+    for pages in (2, 0, 1):
+        lender.grant(pages * PAGE)
+    assert (lender.granted, lender.bound) == (PAGE, 2 * PAGE)
     borrower.hear(lender.message)
-    borrower.used = 1
+    borrower.used = PAGE
     assert not lender.hear(borrower.message)
     assert lender.settled
 
@@ -196,29 +206,29 @@ def test_more_grants_than_messages_are_on_their_way() -> None:
 def test_what_is_not_there_is_not_lent() -> None:
     lender = Lender(b"worker", 1, memory(0))
     with pytest.raises(ValueError, match="no master"):
-        lender.grant(1)
+        lender.grant(PAGE)
     lender.hear(Borrower(b"master", 2, 1, lender.message).message)
-    for size in (-1, 3):
+    for size in (-PAGE, 3 * PAGE):
         with pytest.raises(ValueError, match="cannot lend"):
             lender.grant(size)
-    lender.grant(2)
+    lender.grant(2 * PAGE)
     borrower = Borrower(b"master", 2, 1, lender.message)
-    with pytest.raises(ValueError, match="3 B are more than the 2 B"):
-        borrower.used = 3
+    with pytest.raises(ValueError, match=f"{3 * PAGE:,} B are more than the {2 * PAGE:,} B"):
+        borrower.used = 3 * PAGE
 
 
 def test_a_silent_worker_is_left_until_it_is_heard() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
     lender.hear(borrower.message)
-    lender.grant(2)
+    lender.grant(2 * PAGE)
     borrower.hear(lender.message)
-    borrower.used = 2
+    borrower.used = 2 * PAGE
     borrower.silent()
-    assert borrower.excess == 2
+    assert borrower.excess == 2 * PAGE
     borrower.used = 0
     borrower.hear(lender.message)
-    assert borrower.size == 2
+    assert borrower.size == 2 * PAGE
 
 
 def wrong(message: Lend | Keep, **fields: object) -> bytes:
@@ -236,7 +246,8 @@ def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
         (b"\xc1", "no message"),
         (encode(replace(lender.message, protocol=7)), "protocol 7"),
         (wrong(lender.message, size="much"), "no message"),
-        (wrong(lender.message, size=3), "no message"),
+        (wrong(lender.message, size=3 * PAGE), "no message"),
+        (wrong(lender.message, size=1), "no message"),
         (wrong(lender.message, number=-1), "no message"),
         (wrong(lender.message, pid=0), "no message"),
         (wrong(borrower.message, block=0), "no message"),
@@ -244,3 +255,9 @@ def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
     ):
         with pytest.raises(MisunderstoodError, match=reason):
             decode(data)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, 7])
+def test_every_protocol_understands_a_refusal(protocol: int) -> None:
+    with pytest.raises(RefusedError, match="does not understand this one: it is too old"):
+        decode(encode(Refusal("it is too old", protocol)))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from peer_kit import MASTER, WORKER, LightMaster, LightWorker
 
+from sgl_ext.memory.mapping import PAGE
+from sgl_ext.peer.messages import MisunderstoodError, decode
 from sgl_ext.peer.worker import Terms
 
 TERMS = Terms(granularity="block", window=20, interval=1, deadline=5, lease=10)
@@ -213,6 +216,24 @@ def test_a_clean_leave() -> None:
     pair.master.master.close()
     pair.step(times=2)
     assert pair.master.master.borrowed == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 100), (1, 8 * PAGE), (-PAGE, 8 * PAGE), (8 * PAGE, -PAGE)]
+)
+def test_memory_that_is_no_pages_is_refused(offset: int, size: int) -> None:
+    pair = Pair()
+    master, name = pair.master.master, b""
+    for number in (0, 1):  # a worker says what it lends when it has been answered
+        lend = replace(pair.worker.worker.message, worker=b"other", master=name, number=number)
+        plain = msgspec.to_builtins(lend, builtin_types=(bytes,))
+        plain["memory"] = [["other", 3, offset, size]]
+        plain["size"] = number * max(size, 0)
+        with pytest.raises(MisunderstoodError, match=r"no message: .* not pages"):
+            master.hear(decode(msgspec.msgpack.encode(plain)), pair.now)
+        master.step(pair.now)
+        name = next((keep.master for keep in master.messages()), b"")
+    assert master.borrowed == 0
 
 
 def test_a_master_without_addresses_refuses_and_says_why() -> None:

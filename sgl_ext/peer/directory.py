@@ -54,7 +54,7 @@ def lock(directory: Path) -> IO[str]:
     """Makes this process the directory's master, as long as what is returned is open.
 
     Raises:
-        DirectoryError: there is one already.
+        DirectoryError: there is one already, or the directory's file system knows no locks.
     """
     try:
         file = (directory / _LOCK).open("a+")
@@ -69,6 +69,11 @@ def lock(directory: Path) -> IO[str]:
         raise DirectoryError(
             f"the socket directory {directory} has a master already (process {holder}); "
             "name another directory, or make this engine a worker"
+        ) from None
+    except OSError as error:
+        file.close()
+        raise DirectoryError(
+            f"{directory / _LOCK} cannot be locked: {error.strerror}; name another directory"
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))

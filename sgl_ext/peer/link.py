@@ -12,12 +12,22 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import zmq
 
-from sgl_ext.peer.messages import Keep, Lend, Message, MisunderstoodError, decode, encode
+from sgl_ext.errors import ExtError
+from sgl_ext.peer.messages import (
+    Keep,
+    Lend,
+    Message,
+    MisunderstoodError,
+    Refusal,
+    RefusedError,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +42,10 @@ _LARGEST = 1 << 20
 """Bytes of a message; a larger one is none of ours."""
 
 
+class LinkError(ExtError):
+    """An address cannot be used."""
+
+
 class Link:
     """One side of the conversation.
 
@@ -41,7 +55,7 @@ class Link:
         beat: seconds after which all is said again.
 
     Raises:
-        zmq.ZMQError: the address cannot be used.
+        LinkError: the address cannot be used.
     """
 
     def __init__(
@@ -55,25 +69,41 @@ class Link:
         self._closed = False
         self.strange = ""
         """What came last that could not be understood."""
+        self.refused = ""
+        """Why the master does not understand this worker; empty if it does."""
         self._latest: dict[bytes, Message] = {}
+        self._address = address
+        with ExitStack() as undo:
+            try:
+                self._open(undo)
+            except (zmq.ZMQError, OSError) as error:
+                raise LinkError(
+                    f"{address} cannot be used: {zmq.strerror(error.errno or 0)}"
+                ) from None
+            undo.pop_all()
+        self._thread = threading.Thread(target=self._carry, name="sgl_ext-peer", daemon=True)
+        self._thread.start()
+
+    def _open(self, undo: ExitStack) -> None:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        undo.callback(os.close, self._wake)
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """A descriptor that is readable when a side has said something new."""
+        undo.callback(os.close, self.news)
         self._context = zmq.Context()
+        undo.callback(self._context.term)
         self._socket = self._context.socket(zmq.ROUTER if self._master else zmq.DEALER)
+        undo.callback(self._socket.close)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, _LARGEST)
         self._socket.set(zmq.SNDHWM, _QUEUE)
         self._socket.set(zmq.RCVHWM, _QUEUE)
         if self._master:
             self._socket.set(zmq.ROUTER_HANDOVER, 1)
-            self._socket.bind(address)
+            self._socket.bind(self._address)
         else:
             self._socket.set(zmq.RECONNECT_IVL, 100)
             self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-            self._address = address
-        self._thread = threading.Thread(target=self._carry, name="sgl_ext-peer", daemon=True)
-        self._thread.start()
 
     def say(self, messages: Iterable[Message]) -> None:
         """What is said from now on, to each worker or to the master. Returns at once."""
@@ -145,17 +175,16 @@ class Link:
     def _receive(self) -> None:
         for _ in range(_QUEUE):
             try:
-                *_sender, data = self._socket.recv_multipart(zmq.NOBLOCK)
+                *sender, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
                 message = decode(data)
             except MisunderstoodError as error:
-                if str(error) != self.strange:
-                    logger.warning("%s", error)
-                self.strange = str(error)
+                self._misunderstood(sender, error)
                 continue
             if isinstance(message, Lend if self._master else Keep):
+                self.refused = ""
                 with self._lock:
                     self._heard[message.worker] = message
                     if self._closed:
@@ -163,6 +192,18 @@ class Link:
                     if self._latest.get(message.worker) != message:
                         self._latest[message.worker] = message
                         os.eventfd_write(self.news, 1)
+
+    def _misunderstood(self, sender: list[bytes], error: MisunderstoodError) -> None:
+        refused = isinstance(error, RefusedError) and not self._master
+        if str(error) != (self.refused if refused else self.strange):
+            logger.warning("%s", error)
+        if refused:
+            self.refused = str(error)
+            return
+        self.strange = str(error)
+        if self._master and not isinstance(error, RefusedError):
+            with suppress(zmq.ZMQError):  # it asks again
+                self._socket.send_multipart([*sender, encode(Refusal(str(error)))], zmq.NOBLOCK)
 
     def _send(self) -> None:
         with self._lock:

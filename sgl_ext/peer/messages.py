@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from sgl_ext.memory.lent import Extent
+from sgl_ext.memory.mapping import PAGE
 
 PROTOCOL = 1
 """Of these messages and of what they mean."""
@@ -41,9 +42,16 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
+        for offset, size in ((extent.offset, extent.size) for extent in self.memory):
+            if offset < 0 or size <= 0 or offset % PAGE or size % PAGE:
+                raise ValueError(
+                    f"a worker lends {size:,} B from {offset:,} on, not pages of {PAGE:,} B"
+                )
         there = sum(extent.size for extent in self.memory)
-        if self.size > there or any(extent.size <= 0 for extent in self.memory):
-            raise ValueError(f"a worker lends {self.size:,} B of {there:,} B")
+        if self.size > there or self.size % PAGE:
+            raise ValueError(
+                f"a worker lends {self.size:,} B of {there:,} B, by pages of {PAGE:,} B"
+            )
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
@@ -65,10 +73,19 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     protocol: int = PROTOCOL
 
 
+class Refusal(msgspec.Struct, frozen=True, tag="refuse"):
+    """From a master, to a worker that it does not understand."""
+
+    reason: str
+    protocol: int = PROTOCOL
+
+
 class Stranger(msgspec.Struct, frozen=True):
-    """Any message, of this protocol or of another."""
+    """Any message: what all protocols have in common."""
 
     protocol: int = 0
+    reason: str = ""
+    """Of a :class:`Refusal`."""
 
 
 Message = Lend | Keep
@@ -82,7 +99,11 @@ class MisunderstoodError(ValueError):
     """What came is no message of this protocol."""
 
 
-def encode(message: Message) -> bytes:
+class RefusedError(MisunderstoodError):
+    """What came says that the other side does not understand this one."""
+
+
+def encode(message: Message | Refusal) -> bytes:
     """The message on the wire."""
     return _encoder.encode(message)
 
@@ -91,13 +112,16 @@ def decode(data: bytes) -> Message:
     """The message on the wire, understood.
 
     Raises:
+        RefusedError: it is a refusal, of whatever protocol.
         MisunderstoodError: it is of another protocol, or none.
     """
     try:
-        protocol = _stranger.decode(data).protocol
-        if protocol != PROTOCOL:
+        stranger = _stranger.decode(data)
+        if stranger.reason:
+            raise RefusedError(f"the other side does not understand this one: {stranger.reason}")
+        if stranger.protocol != PROTOCOL:
             raise MisunderstoodError(
-                f"a peer speaks protocol {protocol}, this is protocol {PROTOCOL}; "
+                f"a peer speaks protocol {stranger.protocol}, this is protocol {PROTOCOL}; "
                 "run the same sgl_ext on both sides"
             )
         message: Message = _decoder.decode(data)
