@@ -95,6 +95,9 @@ class LightWorker(Light):
     def blocks(self) -> int:
         return self.groups.blocks
 
+    def removable(self, blocks: int) -> int:
+        return min(blocks, self.groups.tail_free)
+
     def vacate(self, blocks: int) -> int:
         return self.groups.blocks - self.groups.tail_free
 

@@ -78,11 +78,18 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         for row in rows:
             self.groups.close(row)
 
+    @property
+    def copying(self) -> bool:
+        """Whether blocks may still be copied that their owners have given away."""
+        return self.in_flight is not None and self.in_flight.pending > 0
+
     def shrink(self, blocks: int) -> bool:
         """Removes the last ``blocks``; False if one is in use, or may still be copied."""
-        if self.in_flight is not None and self.in_flight.pending:
+        if self.copying or not self.groups.shrink(blocks):
             return False
-        return self.groups.shrink(blocks)
+        # Other memory may lie there when they come back.
+        self._high = min(self._high, self.groups.first + self.groups.blocks)
+        return True
 
     def withdraw(self, start: int, end: int) -> int:
         """Removes those of blocks ``[start, end)`` that are not in use; returns how many are.

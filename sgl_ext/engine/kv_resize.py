@@ -12,7 +12,7 @@ from typing import Any
 from sgl_ext.engine.kv_allocator import BlockGroupAllocator
 from sgl_ext.errors import ExtError
 
-_HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
+HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 """Parts of the scheduler that have their own ``max_total_num_tokens``."""
 _INPUT_MARGIN = 5
 """By how many tokens SGLang keeps an input below the longest request."""
@@ -36,8 +36,8 @@ class KVResizer:
             )
         self._scheduler = scheduler
         self._allocator = allocator
-        self._holders = [getattr(scheduler, name, None) for name in _HOLDERS]
-        for name, holder in zip(_HOLDERS, self._holders, strict=True):
+        self._holders = [getattr(scheduler, name, None) for name in HOLDERS]
+        for name, holder in zip(HOLDERS, self._holders, strict=True):
             if not hasattr(holder, "max_total_num_tokens"):
                 raise ExtError(f"this SGLang's scheduler has no size in {name}; it cannot follow")
         self._longest_request: int = scheduler.model_config.context_len - 1
@@ -51,6 +51,18 @@ class KVResizer:
     def tail_free(self) -> int:
         """Blocks behind the last one in use."""
         return self._allocator.groups.tail_free
+
+    @property
+    def least(self) -> int:
+        """Blocks without which no request would fit."""
+        return -(-(_INPUT_MARGIN + 2) // self._allocator.page_size)
+
+    @property
+    def removable(self) -> int:
+        """Blocks that :meth:`shrink` can remove if none is in use: none while one may be copied."""
+        if self._allocator.copying:
+            return 0
+        return max(self.blocks - self.least, 0)
 
     def promise(self, blocks: int) -> None:
         """Requests that need so many are accepted, though they may have to wait for some."""
@@ -68,8 +80,7 @@ class KVResizer:
         Raises:
             ValueError: fewer than none.
         """
-        left = (self.blocks - blocks) * self._allocator.page_size
-        if (blocks > 0 and left <= _INPUT_MARGIN + 1) or not self._allocator.shrink(blocks):
+        if blocks > self.removable or not self._allocator.shrink(blocks):
             return False
         self._account()
         return True

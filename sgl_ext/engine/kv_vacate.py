@@ -87,8 +87,9 @@ def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
 def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
     """Has requests give way that SGLang has begun with memory that is gone now.
 
-    SGLang counts on the room that there was: a chunk of a prompt that finds none ends it, and the
-    last request that decodes is aborted. Returns as :func:`retract`.
+    SGLang counts on the room that there was when it began a prompt: a later chunk that finds none
+    ends the scheduler, and the last request that decodes is aborted. To be asked before each chunk,
+    as the one that finds none may come long after the memory has gone. Returns as :func:`retract`.
     """
     allocator = scheduler.token_to_kv_pool_allocator
     going = [

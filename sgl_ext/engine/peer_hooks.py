@@ -14,6 +14,8 @@ from sgl_ext.errors import ExtError
 
 _UNSERVED: Unserved = (
     ("tp_size", lambda size: size > 1, "tensor parallelism"),
+    ("dp_size", lambda size: size > 1, "data parallelism"),
+    ("enable_streaming_session", bool, "streaming sessions"),
     ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
 )
 
@@ -35,7 +37,7 @@ def _open(scheduler: Any) -> None:
                 f"peers lend blocks of the slab, and {ext.layer_major_because}: leave out peer"
             )
         )
-    from sgl_ext.engine.peer_side import open_side
+    from sgl_ext.engine.peer_roles import open_side
 
     try:
         ext.peer = open_side(ext.config.peer, scheduler, ext.slab)
@@ -50,6 +52,11 @@ def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     result = original(scheduler, running)
     ext.peer.planned()
     return result
+
+
+def _leave(_scheduler: Any) -> None:
+    if (ext := runtime.current) is not None and ext.peer is not None:
+        ext.peer.close()
 
 
 def _report(result: Any, _scheduler: Any, _request: Any) -> Any:
@@ -76,5 +83,11 @@ HOOKS = (
         "after",
         _report,
         "the live part of /server_info has a fixed set of contributors",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.release_host_resources",
+        "before",
+        _leave,
+        "plugins are not told of a scheduler's orderly end",
     ),
 )

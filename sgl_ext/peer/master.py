@@ -53,6 +53,7 @@ class Loan:
 
     Attributes:
         heard: when it was.
+        granted: bytes, as it said then.
         region: where its memory is mapped; None while it is not.
         first: the first block that is used, or may be; the region's end if there is none.
         leaving: whether blocks from ``first`` on are being left.
@@ -62,6 +63,7 @@ class Loan:
     borrower: Borrower
     process: Process
     heard: float
+    granted: int = 0
     session: int = 0
     region: Region | None = None
     first: int = 0
@@ -121,10 +123,10 @@ class Master:
         """What a worker says."""
         if (loan := self._loans.get(lend.worker)) is None:
             borrower = Borrower(self._name, os.getpid(), self._block, lend)
-            loan = Loan(borrower, self._process_of(lend.pid), now, lend.session)
+            loan = Loan(borrower, self._process_of(lend.pid), now, session=lend.session)
             self._loans[lend.worker] = loan
         loan.borrower.hear(lend)
-        loan.heard = now
+        loan.heard, loan.granted = now, lend.size
 
     def step(self, now: float) -> None:
         """Between two steps of the engine: leaves what is asked back, takes what is lent."""
@@ -144,13 +146,23 @@ class Master:
                 self._take(loan)
             if not borrower.size:
                 loan.tried = 0
+            if self._closed:
+                borrower.refused = "this master ends"
             if gone and not borrower.used:
                 if loan.region is not None:
                     self._drop(loan, loan.region)
                 del self._loans[worker]
 
+    @property
+    def granted(self) -> int:
+        """Bytes that workers lend, used or not."""
+        return sum(loan.granted for loan in self._loans.values())
+
     def close(self) -> None:
-        """Nothing is taken any more; what is used is left in the next steps."""
+        """Nothing is taken any more; what is used is left in the next steps.
+
+        Workers then ask back what they lend.
+        """
         self._closed = True
 
     def _offer(self, borrower: Borrower) -> None:

@@ -31,6 +31,12 @@ class Pool(Protocol):
     def blocks(self) -> int:
         """Blocks that there are."""
 
+    def removable(self, blocks: int) -> int:
+        """How many of the last ``blocks`` could be removed now, if caches left them.
+
+        None while something forbids it that passes.
+        """
+
     def vacate(self, blocks: int) -> int:
         """Makes the last ``blocks`` free where only a cache holds them.
 
@@ -226,7 +232,12 @@ class Worker:
         granted, need = self._lender.granted, self._needs.largest(now)
         if (most := lending.scale_down(granted, need, 0)) == granted:
             return
-        used = self._pool.vacate(self._pool.blocks - lending.local(most))
+        # What is evicted where nothing can be lent would be evicted for nothing, again and again.
+        blocks = self._pool.blocks
+        held = blocks - self._pool.removable(blocks - lending.local(most))
+        if (most := lending.scale_down(granted, need, held)) == granted:
+            return
+        used = self._pool.vacate(blocks - lending.local(most))
         more = lending.scale_down(granted, need, used)
         if more > granted and self._pool.shrink(self._pool.blocks - lending.local(more)):
             self._lender.grant(more)

@@ -1,0 +1,129 @@
+"""A scheduler without a model: SGLang's own radix tree over our allocator, and requests that hold
+blocks of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.memory.slab import Layout, Slab
+
+HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
+ROWS, LONGEST = 8, 20_000
+
+
+class Req(SimpleNamespace):
+    """What our code looks at of SGLang's."""
+
+    def __init__(self, rid: str, prompt: int, answer: int = 16) -> None:
+        super().__init__(
+            rid=rid, origin_input_ids=[1] * prompt, output_ids=[], beam_group=None,
+            full_untruncated_fill_ids=[1] * prompt,
+            sampling_params=SimpleNamespace(max_new_tokens=answer),
+            kv=SimpleNamespace(holds_kv=False, req_pool_idx=None, kv_allocated_len=0),
+        )  # fmt: skip
+
+    def finished(self) -> bool:
+        return False
+
+
+class Batch:
+    """Requests that decode."""
+
+    def __init__(self, scheduler: Scheduler, *reqs: Req) -> None:
+        self.scheduler, self.reqs = scheduler, list(reqs)
+        self.batch_is_full = False
+
+    def release_req(self, at: int, _remaining: int) -> None:
+        self.scheduler.release(self.reqs[at])
+
+    def filter_batch(self, keep_indices: Sequence[int]) -> None:
+        self.reqs = [self.reqs[at] for at in keep_indices]
+
+
+class Scheduler(SimpleNamespace):
+    """Has ``blocks`` blocks, and addresses for others."""
+
+    def __init__(self, page: int, blocks: int, beyond: int = 0) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        size = blocks * page
+        allocator = BlockGroupAllocator(
+            size, page, torch.float32, "cpu", None, False, expected_tokens=page, beyond=beyond
+        )
+        parameters = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,  # type: ignore[arg-type]
+            token_to_kv_pool_allocator=allocator,
+            page_size=page,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",  # knows no threads
+        )
+        table = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
+        super().__init__(
+            token_to_kv_pool_allocator=allocator, tree_cache=UnifiedRadixCache(parameters),
+            req_to_token_pool=SimpleNamespace(req_to_token=table), max_total_num_tokens=size,
+            max_req_len=size - 1, max_req_input_len=size - 6, chunked_req=None,
+            chunked_prefill_size=512, waiting_queue=[],
+            model_config=SimpleNamespace(context_len=LONGEST),
+            **{name: SimpleNamespace(max_total_num_tokens=size) for name in HOLDERS},
+        )  # fmt: skip
+        self.running_batch = Batch(self)
+        self.slab = Slab.create(
+            Layout(page, layers=1, kv_heads=1, head_dim=512, dtype="float32", fingerprint="none"),
+            1 + blocks, beyond=beyond,
+        )  # fmt: skip
+
+    def extend(self, req: Req, tokens: int) -> None:
+        """As SGLang's ``alloc_for_extend``, which ends the scheduler if there is no room."""
+        allocator = self.token_to_kv_pool_allocator
+        if not req.kv.holds_kv:
+            rows = {other.kv.req_pool_idx for other in self.holders}
+            req.kv.req_pool_idx = min(set(range(ROWS)) - rows)
+            req.kv.holds_kv = True
+            self.holders.append(req)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        there = req.kv.kv_allocated_len
+        before, after = torch.tensor([there]), torch.tensor([there + tokens])
+        last = row[there - 1 : there] if there else torch.tensor([-1])
+        slots = allocator.alloc_extend(before, before, after, after, last, tokens)
+        assert slots is not None, f"Prefill out of memory: {req.rid} needs {tokens}"
+        row[there : there + tokens] = slots
+        req.kv.kv_allocated_len += tokens
+
+    def release(self, req: Req) -> None:
+        """It has given way."""
+        page = self.token_to_kv_pool_allocator.page_size
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        self.token_to_kv_pool_allocator.free(row[: req.kv.kv_allocated_len : page])
+        self.holders.remove(req)
+        req.kv.holds_kv, req.kv.kv_allocated_len = False, 0
+
+    @property
+    def holders(self) -> list[Req]:
+        return self.__dict__.setdefault("_holders", [])
+
+    def cache(self, first: int, blocks: int) -> None:
+        """Keeps so many blocks of tokens from ``first`` on, which nobody has locked."""
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        page = self.token_to_kv_pool_allocator.page_size
+        slots = self.token_to_kv_pool_allocator.alloc(blocks * page)
+        key = RadixKey(array("q", range(first, first + blocks * page)), None)
+        self.tree_cache.insert(InsertParams(key=key, value=slots))
+
+    @property
+    def cached(self) -> int:
+        """Tokens."""
+        return int(self.tree_cache.total_size()[0])
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self.waiting_queue.append(req)

@@ -1,0 +1,255 @@
+"""Lending on schedulers without a model: who waits, who gives way, what is evicted, how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peer_kit import LightMaster
+from scheduler_kit import Batch, Req, Scheduler
+
+from sgl_ext.config import Peer
+from sgl_ext.engine import kv_vacate, peer_roles, peer_side
+from sgl_ext.engine.peer_roles import MasterSide, WorkerSide, open_side
+from sgl_ext.engine.peer_side import PeerSide
+
+PATIENT = {"deadline": "60s", "lease": "60s"}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A side on a scheduler of its own."""
+    sides: list[PeerSide] = []
+
+    def open_(role: str, page: int, blocks: int, beyond: int = 0, **options: object) -> Any:
+        scheduler = Scheduler(page, blocks, beyond)
+        if role == "master":
+            options["capacity"] = f"{beyond * scheduler.slab.layout.block_bytes}B"
+        config = Peer.model_validate(
+            {"role": role, "directory": str(tmp_path / "peers"), **PATIENT, **options}
+        )
+        sides.append(open_side(config, scheduler, scheduler.slab))
+        return sides[-1], scheduler
+
+    yield open_
+    for side in sides:
+        side._link.close()
+
+
+def worker_of(opened: Callable[..., Any], page: int, blocks: int) -> tuple[WorkerSide, Scheduler]:
+    side, scheduler = opened("worker", page, blocks, window="10ms", granularity="block")
+    return side, scheduler
+
+
+def talk(side: WorkerSide, scheduler: Scheduler, master: LightMaster, times: int = 4) -> None:
+    """Steps of both, whose messages come at once."""
+    for _ in range(times):
+        time.sleep(0.011)  # a window, and between two looks
+        step(side, scheduler)
+        now = time.monotonic()
+        master.master.hear(side._worker.message, now)
+        master.master.step(now)
+        for keep in master.master.messages():
+            side._worker.hear(keep, now)
+
+
+def step(side: PeerSide, scheduler: Scheduler) -> list[Req]:
+    """Who could be admitted in it."""
+    side.step(scheduler.running_batch)
+    found = list(scheduler.waiting_queue)
+    side.planned()
+    return found
+
+
+def test_a_prompt_gives_way_before_the_chunk_that_finds_no_room(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 512 tokens. When 3,200 are left both requests fit, and so does the next chunk."""
+    from sglang.srt.managers import schedule_batch
+
+    side, scheduler = opened("master", 16, 200, beyond=400)
+    allocator = scheduler.token_to_kv_pool_allocator
+    side._resizer.restore(301, 401)
+    one, other = Req("one", 430, 100), Req("other", 3000)
+    scheduler.extend(one, 430)
+    scheduler.extend(other, 1536)
+    scheduler.running_batch = Batch(scheduler, one)
+    scheduler.chunked_req = other
+    monkeypatch.setattr(schedule_batch, "release_req", lambda req, **_: scheduler.release(req))
+    monkeypatch.setattr(
+        side._master, "step", lambda _now: side._resizer.withdraw(301, 401), raising=True
+    )
+    chunks = 0
+    while scheduler.chunked_req is not None:
+        side.step(scheduler.running_batch)
+        if scheduler.chunked_req is not None:
+            budget = allocator.create_prefill_budget(scheduler.tree_cache)
+            budget.total_offset += one.sampling_params.max_new_tokens
+            rest = 3000 - other.kv.kv_allocated_len
+            scheduler.extend(other, min(rest, budget.available_chunk_tokens(512)))
+            chunks += 1
+            if other.kv.kv_allocated_len == 3000:
+                scheduler.chunked_req = None
+        side.planned()
+    assert allocator.size == 3200
+    assert chunks == 2
+    assert scheduler.waiting_queue == [other]
+    assert scheduler.running_batch.reqs == [one]
+    assert side.retracted == 1
+
+
+@pytest.mark.parametrize(("page", "left"), [(1, 7), (2, 4), (4, 2), (16, 1)])
+def test_an_idle_worker_lends_all_but_what_a_request_needs(
+    opened: Callable[..., Any], page: int, left: int
+) -> None:
+    side, scheduler = worker_of(opened, page, 64)
+    talk(side, scheduler, LightMaster(20, 2000, lease=60))
+    assert side.blocks == left
+    assert side.describe()["lent_bytes"] == side._memory.size
+    assert scheduler.max_req_input_len > 0
+
+
+def test_nothing_is_evicted_where_nothing_can_be_lent(opened: Callable[..., Any]) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    scheduler.cache(0, 60)
+    # A copy that passes, and then a request that holds the end.
+    allocator = scheduler.token_to_kv_pool_allocator
+    allocator.in_flight = SimpleNamespace(pending=1, wait=lambda *_: None)
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    assert (side._worker.lent, scheduler.cached) == (0, 960)
+    allocator.in_flight = None
+    req = Req("last", 64, 0)
+    scheduler.extend(req, 64)
+    scheduler.running_batch = Batch(scheduler, req)
+    talk(side, scheduler, master)
+    assert (side._worker.lent, scheduler.cached) == (0, 960)
+    scheduler.release(req)
+    scheduler.running_batch = Batch(scheduler)
+    talk(side, scheduler, master, times=12)
+    assert side._worker.lent == side._memory.size
+    assert scheduler.cached == 0
+
+
+def test_a_request_that_waits_for_memory_keeps_no_smaller_one_waiting(
+    opened: Callable[..., Any],
+) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    assert side.blocks == 1
+    large, small = Req("large", 800), Req("small", 40)
+    scheduler.waiting_queue = [large]
+    step(side, scheduler)
+    master.slow = True
+    while master.begin(20):
+        pass
+    scheduler.waiting_queue = [large, small]
+    assert step(side, scheduler) == []  # there is one block
+    assert side.aside == ()
+    side._worker._pool.grow(4)  # and the master has left a little
+    scheduler.running_batch.batch_is_full = True
+    assert step(side, scheduler) == [small]
+    assert scheduler.waiting_queue == [large, small]
+    master.slow = False
+    talk(side, scheduler, master)
+    assert side.blocks >= 52
+    assert step(side, scheduler) == [large, small]
+
+
+def test_sglang_looks_again_when_memory_has_come(opened: Callable[..., Any]) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    scheduler.waiting_queue = [Req("large", 800)]
+    scheduler.running_batch.batch_is_full = True
+    step(side, scheduler)
+    assert scheduler.running_batch.batch_is_full
+    talk(side, scheduler, master)
+    assert not scheduler.running_batch.batch_is_full
+
+
+def test_who_cannot_go_is_looked_at_when_another_has_ended(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, scheduler = opened("master", 16, 20, beyond=400)
+    looks = []
+    monkeypatch.setattr(kv_vacate, "retract", lambda *_: looks.append("req") or [])
+    monkeypatch.setattr(kv_vacate, "evict", lambda *_: looks.append("tree"))
+    monkeypatch.setattr(peer_roles, "_AGAIN_S", 1e9)
+    side._resizer.restore(21, 60)
+    one, other = Req("one", 300), Req("other", 160)
+    scheduler.extend(one, 300)
+    scheduler.extend(other, 160)
+    scheduler.running_batch = Batch(scheduler, one, other)
+
+    def leave(_now: float) -> None:
+        side.vacate(21, 40)
+
+    monkeypatch.setattr(side._master, "step", leave)
+    for _ in range(5):
+        step(side, scheduler)
+    assert looks == ["req", "tree"]
+    scheduler.running_batch.reqs.remove(one)
+    for _ in range(5):
+        step(side, scheduler)
+    assert len(looks) == 4
+    scheduler.cache(0, 1)  # it, or a lock of it, has ended
+    for _ in range(5):
+        step(side, scheduler)
+    assert len(looks) == 6
+    monkeypatch.setattr(peer_roles, "_AGAIN_S", 0.0)
+    step(side, scheduler)
+    assert len(looks) == 8
+
+
+def together(
+    sides: list[tuple[PeerSide, Scheduler]], condition: Callable[[], bool], what: str
+) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, what
+        for side, scheduler in sides:
+            step(side, scheduler)
+        time.sleep(0.01)
+
+
+def pair(opened: Callable[..., Any]) -> list[tuple[Any, Scheduler]]:
+    """A master and its worker, who has lent all."""
+    sides = [opened("worker", 16, 64), opened("master", 16, 20, beyond=400)]
+    (worker, _), (master, _) = sides
+    together(
+        sides,
+        lambda: 0 < worker._worker.used == worker._memory.size == master._master.borrowed,
+        "nothing is lent",
+    )
+    return sides
+
+
+def test_a_master_that_leaves_has_given_all_back(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (peer_side, peer_roles):
+        monkeypatch.setattr(module, "LAST_WORD_S", 30.0)
+    (worker, scheduler), (master, owner) = pair(opened)
+    owner.cache(0, 60)
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(master.close)
+        together([(worker, scheduler)], lambda: worker.blocks == 64, "the worker still waits")
+        closing.result()
+    assert owner.cached <= 20 * 16
+    assert worker._worker.counts.replaced == 0
+    assert not master._link._thread.is_alive()
+
+
+def test_a_worker_that_leaves_is_left(opened: Callable[..., Any]) -> None:
+    (worker, _), (master, scheduler) = pair(opened)
+    assert isinstance(master, MasterSide)
+    worker.close()
+    together([(master, scheduler)], lambda: not master._master.borrowed, "it is still used")
+    assert not worker._link._thread.is_alive()

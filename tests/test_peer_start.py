@@ -1,0 +1,191 @@
+"""What keeps engines from lending to each other is refused at the start, or said to both."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import zmq
+from msgspec.structs import replace
+from scheduler_kit import Scheduler
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import peer_hooks
+from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.unserved import COMMON
+from sgl_ext.peer import directory
+from sgl_ext.peer.directory import DirectoryError
+from sgl_ext.peer.link import Link, LinkError
+from sgl_ext.peer.loan import Borrower, Lender
+from sgl_ext.peer.messages import Refusal, RefusedError, decode, encode
+
+LEND = Lender(b"worker", os.getpid(), ()).message
+KEEP = Borrower(b"master", os.getpid(), 1, LEND).message
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    path = tmp_path / "peers"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def test_a_directory_is_made_private(tmp_path: Path) -> None:
+    assert directory.address(tmp_path / "a" / "b") == f"ipc://{tmp_path}/a/b/master"
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives a directory to another user")
+def test_a_directory_of_another_user_is_refused(private: Path) -> None:
+    os.chown(private, 4321, -1)
+    with pytest.raises(DirectoryError, match="belongs to user 4321, this is user 0"):
+        directory.address(private)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o702])
+def test_a_directory_that_others_can_reach_is_refused(private: Path, mode: int) -> None:
+    private.chmod(mode)
+    with pytest.raises(DirectoryError, match=f"has mode {mode:04o}, .* chmod 700 it"):
+        directory.address(private)
+
+
+def test_a_directory_that_cannot_be_is_refused(private: Path) -> None:
+    with pytest.raises(DirectoryError, match="is too long for a socket"):
+        directory.address(private / ("d" * 100))
+    with pytest.raises(DirectoryError, match="cannot be made: File name too long"):
+        directory.address(private / ("d" * 300))
+    (private / "file").touch()
+    with pytest.raises(DirectoryError, match="cannot be made: Not a directory"):
+        directory.address(private / "file" / "peers")
+
+
+def test_a_directory_has_one_master(private: Path) -> None:
+    already = rf"has a master already \(process {os.getpid()}\)"
+    with directory.lock(private), pytest.raises(DirectoryError, match=already):
+        directory.lock(private)
+    directory.lock(private).close()
+
+
+def test_a_file_system_without_locks_is_refused(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    before = psutil.Process().num_fds()
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(DirectoryError, match="cannot be locked: No locks available"):
+        directory.lock(private)
+    assert psutil.Process().num_fds() == before
+
+
+def test_an_address_that_cannot_be_used_is_refused(private: Path) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(LinkError, match="cannot be used: No such file or directory"):
+        Link("master", f"ipc://{private}/none/master")
+    assert psutil.Process().num_fds() <= before + 1  # zmq's own, of its first context
+
+
+def test_a_start_that_fails_says_why_in_one_line(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (private / "master").mkdir()  # where the socket should be
+    section = {"role": "master", "directory": str(private), "capacity": "1MiB"}
+    ext = runtime.ExtRuntime(ExtConfig.model_validate({"peer": section}))
+    scheduler = Scheduler(16, 20, beyond=20)
+    ext.slab = scheduler.slab
+    monkeypatch.setattr(runtime, "current", ext)
+    with pytest.raises(ActivationError, match=r"^peer: ipc://\S+/master cannot be used: [\w ]+$"):
+        peer_hooks._open(scheduler)
+
+
+def test_an_orderly_end_of_a_scheduler_is_a_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.scheduler import Scheduler as SGLangs
+
+    (hook,) = (each for each in peer_hooks.HOOKS if each.function is peer_hooks._leave)
+    assert hook.target.endswith(f"Scheduler.{SGLangs.release_host_resources.__name__}")
+    left: list[str] = []
+    peer = SimpleNamespace(close=lambda: left.append("peer"))
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(peer=peer))
+    hook.function(None)
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(peer=None))
+    hook.function(None)
+    assert left == ["peer"]
+
+
+def test_what_peers_do_not_serve_is_refused(private: Path) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    config = ExtConfig.model_validate({"peer": {"role": "worker", "directory": str(private)}})
+    fields = [field for field, *_ in (*COMMON, *peer_hooks._UNSERVED)]
+    assert set(fields) > {"dp_size", "enable_streaming_session"}
+    assert set(fields) <= set(ServerArgs.__struct_fields__)
+    off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}
+    peer_hooks.declare(SimpleNamespace(**off), config)
+    for field in fields:
+        flag = field.replace("_", "-")
+        with pytest.raises(ActivationError, match=rf"peers do not work with .* \(--{flag}\)"):
+            peer_hooks.declare(SimpleNamespace(**off | {field: 2}), config)
+
+
+@pytest.fixture
+def ends() -> Iterator[list[Callable[[], object]]]:
+    """To be called in the end."""
+    ends: list[Callable[[], object]] = []
+    yield ends
+    for end in reversed(ends):
+        end()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_worker_hears_why_it_is_not_understood(
+    private: Path, ends: list[Callable[[], object]]
+) -> None:
+    address = directory.address(private)
+    master, worker = Link("master", address, beat=0.05), Link("worker", address, beat=0.05)
+    ends += [master.close, worker.close]
+    worker.say([replace(LEND, protocol=7)])
+    until(lambda: worker.refused)
+    assert "a peer speaks protocol 7, this is protocol" in worker.refused
+    assert worker.refused.startswith("the other side does not understand this one")
+    assert not master.refused
+    assert "protocol 7" in master.strange
+    master.say([KEEP])
+    worker.say([LEND])
+    until(lambda: worker.heard() == [KEEP])
+    assert not worker.refused
+
+
+def test_a_worker_of_another_version_can_read_its_refusal(
+    private: Path, ends: list[Callable[[], object]]
+) -> None:
+    address = directory.address(private)
+    master = Link("master", address, beat=0.05)
+    ends.append(master.close)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVTIMEO, 30_000)
+        socket.connect(address)
+        for said in (b"nothing of ours", encode(replace(LEND, protocol=99))):
+            socket.send(said)
+            with pytest.raises(RefusedError):
+                decode(socket.recv())
+        # A refusal is not answered, or two of them would never end.
+        socket.send(encode(Refusal("a first one")))
+        socket.send(b"\xc1")
+        with pytest.raises(RefusedError, match="no message"):
+            decode(socket.recv())
