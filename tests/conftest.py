@@ -27,9 +27,18 @@ ROOT = Path(__file__).parent.parent
 POOL = ("--max-total-tokens", "16384")
 
 
+LONGEST = (
+    "swaps", "peer_servers", "start", "chunk_server", "cpu_serving", "serving", "links", "tiers",
+    "restores", "layouts", "stored_server", "tier_server", "native_sanitizers", "swap_server",
+    "remote_servers", "rows",
+)  # fmt: skip
+"""Files of tests that take a minute and more, the longest one first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker waits for it in the end."""
-    items.sort(key=lambda item: item.path.name != "test_tiers.py")
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session")
