@@ -184,9 +184,11 @@ def test_bad_restoring(restore: dict[str, object], message: str) -> None:
         load({"tiers": tiers, "restore": restore})
 
 
-def test_nothing_to_restore_from() -> None:
-    with pytest.raises(ConfigError, match="give a tiers section"):
-        load({"restore": {}})
+def test_sections_that_lack_something_or_exclude_each_other() -> None:
+    assert "restore needs something to restore from: give a tiers" in error_of({"restore": {}})
+    assert "no tier is given; name one of host, ssd, remote" in error_of({"tiers": {}})
+    both = {"clusters": {"directories": ["/tmp/c"]}, "chunks": {}}
+    assert "leave out clusters, or the others" in error_of(both)
 
 
 @pytest.mark.parametrize("device", [{"bytes_per_second": -5}, {"bytes_per_second": 0}, {}])

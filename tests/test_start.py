@@ -47,20 +47,9 @@ def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None
     assert "scheduler 0 reports {'version': '0.0.0'" in message
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ('{"teirs": {}}', "unknown key 'teirs' (did you mean 'tiers'?)"),
-        (
-            '{"clusters": {"directories": ["/tmp/c"]}, "chunks": {}}',
-            "leave out clusters, or the others",
-        ),
-        ('{"restore": {}}', "restore needs something to restore from"),
-        ('{"tiers": {}}', "no tier is given; name one of host, ssd, remote"),
-    ],
-)
-def test_a_bad_configuration_is_refused(launch: Launch, config: str, expected: str) -> None:
-    assert expected in refusal(launch("--enable-ext", "--ext-config", config))
+def test_a_bad_configuration_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", "--ext-config", '{"teirs": {}}'))
+    assert "unknown key 'teirs' (did you mean 'tiers'?)" in message
 
 
 def test_sglang_serve_takes_the_flags_too(launch: Launch) -> None:
