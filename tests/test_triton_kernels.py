@@ -61,7 +61,7 @@ def shipped_tile() -> Iterator[None]:
 @given(random=st.randoms(use_true_random=False))
 # No shrinking: interpreted, it takes minutes, and a failure names its small slab as it is.
 @settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     phases=[Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -55,7 +55,7 @@ DELTAS = [7, -1234, 100_003]
 
 @given(random=st.randoms(use_true_random=False))
 # No shrinking: interpreted, it takes minutes, and a failure names its small slab as it is.
-@settings(max_examples=60, deadline=None, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])
 def test_it_leaves_all_memory_as_its_reference_does(random: Random) -> None:
     checks.check_rotation(kernels, checks.Case.random_rotation(random), random, CPU)
 
@@ -221,14 +221,18 @@ def test_compiled_it_names_the_way_out_on_a_cpu() -> None:
         compiled.rotate_tokens(slab, moves, ROW, ROW)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("layers", "kv_heads", "head_dim", "dtype"),
-    [(30, 3, 64, "bfloat16"), (32, 8, 128, "bfloat16"), (32, 8, 128, "float16")],
+    ("layers", "kv_heads", "head_dim", "dtype", "capability"),
+    [
+        (30, 3, 64, "bfloat16", 80),
+        (30, 3, 64, "bfloat16", 90),
+        (32, 8, 128, "bfloat16", 90),
+        (32, 8, 128, "float16", 90),
+    ],
 )
 def test_compiled_for_a_gpu_it_moves_16_bytes_at_a_time_and_fuses_nothing(
-    layers: int, kv_heads: int, head_dim: int, dtype: str, interleaved: bool, capability: int,
+    layers: int, kv_heads: int, head_dim: int, dtype: str, capability: int, interleaved: bool,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
     """What the launcher asks for is compiled, not run."""
