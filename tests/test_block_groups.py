@@ -500,7 +500,7 @@ class Model:
         return real.free_runs(), real.unused_runs(), real.available, bytes(real._state)
 
 
-LIVES, OPERATIONS = 40, 2500
+LIVES, OPERATIONS = 40, 1000
 
 
 def test_withdrawn_blocks_leave_unused_parts_and_free_groups() -> None:
@@ -546,7 +546,7 @@ def test_near_blocks_come_first() -> None:
 )
 @settings(max_examples=LIVES, derandomize=True, deadline=None)
 def test_random_lives(seed: int, blocks: int, expected: int, owners: int, largest: int) -> None:
-    """100,000 operations in all, on pools that are nearly full most of the time."""
+    """40,000 operations in all, on pools that are nearly full most of the time."""
     choose = random.Random(seed)  # noqa: S311
     model = Model(blocks, blocks + 8, expected)
     for _ in range(OPERATIONS):

@@ -20,7 +20,7 @@ from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.arena import TRAILER
 from sgl_ext.tiers.ssd import SsdTier
 
-ROUNDS = 200
+ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "60"))
 NUMBERS = 96
 SLOTS = 24
 
@@ -128,7 +128,10 @@ def killed_writer(
 def test_acknowledged_pages_survive_being_killed(
     writers: subprocess.Popen[str], engine: TransferEngine, tmp_path: Path
 ) -> None:
-    """At any moment of opening, storing, evicting and loading, 200 times on the same files."""
+    """At any moment of opening, storing, evicting and loading, on the same files.
+
+    ``SGL_EXT_ROUNDS`` says how often.
+    """
     rng = random.Random(11)  # noqa: S311
     host = arena(engine, NUMBERS, LARGE)
     backends = usable_backends()

@@ -1,7 +1,7 @@
 """Whole servers that are killed at any moment: what the next one finds is right.
 
 Ten rounds take some eight minutes: they run where SGL_EXT_ROUNDS=10 asks for them. What a kill
-leaves in the files themselves, test_ssd_crash.py shows in 200 rounds.
+leaves in the files themselves, test_ssd_crash.py shows.
 """
 
 from __future__ import annotations
