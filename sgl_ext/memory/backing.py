@@ -18,6 +18,7 @@ AHEAD = 256 << 20
 """Bytes that are backed beyond the highest block in use."""
 STEP = 64 << 20
 """Bytes backed by one call: 0.11 ms a huge page, where calls for single ones take 5 ms each."""
+_IN_USE = errno.EAGAIN, errno.EBUSY
 _PAUSE_S = 0.05
 _ATTEMPTS = 200
 """To back a step of which a page is in use at each moment (or pinned for good)."""
@@ -29,26 +30,35 @@ class Backing:
     """Backs ``slab`` up to :data:`AHEAD` bytes beyond what :meth:`need` has named.
 
     At most :data:`STEP` more than that is taken. If the kernel refuses huge pages, a warning says
-    so, the thread ends, and the slab is backed as it is written. Pages that are pinned for I/O
-    cannot be backed any more: pin what is backed.
+    so, and what it refused is backed as it is written; a kernel that refuses the first ones is not
+    asked again. Pages that are pinned for I/O cannot be backed any more: pin what is backed.
     """
 
     def __init__(self, slab: Slab) -> None:
         self._slab = slab
-        self._wanted = 0
+        self._wanted = self._renewals = 0
         self._changed = threading.Condition()
         self._closed = False
         self.backed = 0
-        """Blocks that have huge pages."""
+        """Blocks from the first one on that have huge pages, or were refused them."""
         self.refused = False
-        """Whether the kernel refused."""
+        """Whether the kernel refused some."""
         self._thread = threading.Thread(target=self._run, name="sgl_ext-backing", daemon=True)
         self._thread.start()
         self.need(1)
 
     def need(self, end: int) -> None:
-        """Blocks below ``end`` are about to be used. Returns at once."""
+        """Blocks below ``end`` are about to be used. Returns at once.
+
+        To be called by the thread that puts memory into the slab's mapping: what lies there now has
+        no huge pages yet.
+        """
         with self._changed:
+            mapping = self._slab.mapping
+            if mapping.renewed < mapping.size:
+                self.backed = min(self.backed, mapping.renewed // self._slab.layout.block_bytes)
+                self._renewals += 1
+                mapping.renewed = mapping.size
             self._wanted = max(self._wanted, end + AHEAD // self._slab.layout.block_bytes)
             self._changed.notify()
 
@@ -67,21 +77,26 @@ class Backing:
                 self._changed.wait_for(lambda: self._closed or self.backed < self._target())
                 if self._closed:
                     return
-            end = min(self.backed + step, self._slab.own)
-            if code := self._back(end):
+                start, renewals = self.backed, self._renewals
+            end = min(start + step, self._slab.own)
+            if code := self._back(start, end):
+                if not self.refused:
+                    logger.warning(
+                        "the KV slab gets no huge pages from block %d on (%s); decode is slower",
+                        start, os.strerror(code),
+                    )  # fmt: skip
                 self.refused = True
-                logger.warning(
-                    "the KV slab gets no huge pages beyond block %d (%s); decode is slower",
-                    self.backed, os.strerror(code),
-                )  # fmt: skip
-                return
-            self.backed = end
+                if not start and code not in _IN_USE:
+                    return
+            with self._changed:
+                if self._renewals == renewals:  # nothing has been put there meanwhile
+                    self.backed = end
 
-    def _back(self, end: int) -> int:
-        """As ``Slab.back_with_huge_pages`` from what is backed on; waits for pages in use."""
+    def _back(self, start: int, end: int) -> int:
+        """As ``Slab.back_with_huge_pages``; waits for pages in use."""
         for _ in range(_ATTEMPTS):
-            code = self._slab.back_with_huge_pages(self.backed, end)
-            if code not in (errno.EAGAIN, errno.EBUSY):
+            code = self._slab.back_with_huge_pages(start, end)
+            if code not in _IN_USE:
                 return code
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, _PAUSE_S):

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from sgl_ext.errors import ExtError
-from sgl_ext.memory.mapping import PAGE, Mapping, create
+from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, Mapping, create
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
@@ -92,12 +92,14 @@ class Lendable:
         if size == 0:
             return
         name = unique_name("sgl_ext-kv")
+        # Huge pages need an address that is congruent to the place in the file.
+        start = (self._end - size) % HUGE_PAGE
         try:
-            fd = create(name, size)
+            fd = create(name, start + size)
         except (OSError, ExtError) as error:
             raise LentMemoryError(f"lent memory cannot be replaced: {error}") from None
         try:
-            self._mapping.put(self._end - size, fd, 0, size)
+            self._mapping.put(self._end - size, fd, start, size)
         except OSError as error:
             os.close(fd)
             raise LentMemoryError(f"lent memory cannot be replaced: {error}") from None
@@ -112,7 +114,7 @@ class Lendable:
             if rest := extent.size - own:
                 offset = extent.offset + own
                 self._retired.append(msgspec.structs.replace(extent, offset=offset, size=rest))
-        self.extents = (*kept, Extent(name, fd, 0, size))
+        self.extents = (*kept, Extent(name, fd, start, size))
 
     @property
     def retired(self) -> int:

@@ -62,10 +62,12 @@ class Mapping:
 
     Attributes:
         size: bytes of addresses.
+        renewed: where the first memory lies that has been :meth:`put`; who takes note of it sets it
+            to ``size`` again.
     """
 
     def __init__(self, fd: int, size: int, *, writable: bool, reach: int = 0) -> None:
-        self.size = max(size, reach)
+        self.size = self.renewed = max(size, reach)
         protection = _PROT_READ | (_PROT_WRITE if writable else 0)
         self.address = _map(fd, size, self.size, protection)
         self.__array_interface__: dict[str, Any] = {
@@ -92,6 +94,7 @@ class Mapping:
             OSError: the kernel cannot; what was there may be gone.
         """
         self._replace(offset, fd, start, size, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
+        self.renewed = min(self.renewed, offset)
 
     def drop(self, offset: int, size: int) -> None:
         """There is nothing at ``[offset, offset + size)`` any more; its addresses stay taken.

@@ -1,0 +1,115 @@
+"""Memory that is put in the place of other memory gets its huge pages, too."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.memory import backing
+from sgl_ext.memory.lent import Lendable
+from sgl_ext.memory.mapping import HUGE_PAGE
+from sgl_ext.memory.slab import Layout, Slab
+
+LAYOUT = Layout(4, layers=1, kv_heads=1, head_dim=128, dtype="float32", fingerprint="none")
+"""Blocks of 4 KiB."""
+BLOCKS, STEP = 4096, 512
+
+
+@pytest.fixture
+def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
+    monkeypatch.setattr(backing, "AHEAD", 0)
+    monkeypatch.setattr(backing, "STEP", STEP * LAYOUT.block_bytes)
+    return Slab.create(LAYOUT, BLOCKS)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_is_replaced_is_backed_again(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When blocks there are used that a worker had lent."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Slab, "back_with_huge_pages", lambda _, *at: asked.append(at) or 0)
+    there = backing.Backing(slab)
+    allocator = BlockGroupAllocator(
+        (BLOCKS - 1) * 4, 4, torch.float32, "cpu", None, False, expected_tokens=4
+    )
+    allocator.on_allocate = there.need
+    slots = allocator.alloc((BLOCKS - 1) * 4)
+    until(lambda: there.backed == BLOCKS)
+    allocator.free(slots)
+    lendable = Lendable(slab.mapping, slab.fd, slab.name, LAYOUT.block_bytes, slab.size)
+    for replaced in (1000, 40):
+        asked.clear()
+        assert allocator.shrink(1500)
+        lendable.replace(replaced * LAYOUT.block_bytes)
+        allocator.groups.grow(1500)
+        allocator.free(allocator.alloc((BLOCKS - 1) * 4))
+        until(lambda: there.backed == BLOCKS)
+        assert asked[0][0] == BLOCKS - replaced
+        assert asked[-1][1] == BLOCKS
+    assert there.close()
+
+
+def test_what_is_put_while_it_is_backed_is_not_taken_for_backed(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    asked: list[tuple[int, int]] = []
+
+    def back(_: Slab, start: int, end: int) -> int:
+        asked.append((start, end))
+        begun.release()
+        assert go_on.acquire(timeout=30)
+        return 0
+
+    monkeypatch.setattr(Slab, "back_with_huge_pages", back)
+    there = backing.Backing(slab)
+    assert begun.acquire(timeout=30)
+    lendable = Lendable(slab.mapping, slab.fd, slab.name, 0, slab.size)
+    lendable.replace(slab.size)
+    there.need(1)
+    go_on.release()
+    assert begun.acquire(timeout=30)  # it is backed once more
+    go_on.release(10)
+    assert asked == [(0, STEP), (0, STEP)]
+    assert there.close()
+
+
+def test_a_refused_step_is_passed_over(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def back(_: Slab, start: int, _end: int) -> int:
+        asked.append(start)
+        return errno.EINVAL if start == STEP else 0
+
+    monkeypatch.setattr(Slab, "back_with_huge_pages", back)
+    there = backing.Backing(slab)
+    there.need(BLOCKS)
+    until(lambda: there.backed == BLOCKS)
+    assert there.refused
+    assert asked == list(range(0, BLOCKS, STEP))
+    assert there.close()
+
+
+def test_other_memory_lies_where_huge_pages_can(slab: Slab) -> None:
+    lendable = Lendable(slab.mapping, slab.fd, slab.name, 0, slab.size)
+    for pages in (3, 700, 1024):
+        lendable.replace(pages * 4096)
+        place = slab.size
+        for extent in reversed(lendable.extents):
+            place -= extent.size
+            assert extent.offset % HUGE_PAGE == place % HUGE_PAGE
+    slab.tensor()[1:] = 1.0
+    if slab.back_with_huge_pages(0, BLOCKS) not in (0, errno.EAGAIN, errno.EBUSY):
+        pytest.skip("this kernel refuses huge pages")
+    assert slab.tensor()[1:].min() == 1.0
