@@ -1,0 +1,24 @@
+"""The parts of the peer benchmark that need no servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_ext.bench import peer_resize
+from sgl_ext.bench.report import Report
+
+
+def test_lending_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_resize, "_REPEATS", 3)
+    monkeypatch.setattr(peer_resize, "_WHOLE_REPEATS", 3)
+    report = Report("peer", {})
+    peer_resize.report_resize(report)
+    assert set(report.figures) == {"resize_us_ratio", "resize_whole_us_ratio"}
+    assert [(run["what"], run["blocks"], run["cached_sequences"]) for run in report.runs] == [
+        ("resize", 1_000, 0),
+        ("resize", 100_000, 0),
+        ("resize_whole", 1_000, 10),
+        ("resize_whole", 100_000, 10),
+        ("resize_whole", 100_000, 1_000),
+    ]
+    assert all(run["resize_us_p50"] > 0 for run in report.runs)
