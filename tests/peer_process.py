@@ -1,7 +1,7 @@
 """A light master or worker as a process of its own: ``python peer_process.py ROLE DIRECTORY SEED``.
 
-Says how many requests it has served whenever it is asked for a line; ends with an error if one of
-them has not found what it has written.
+Says how it is whenever it is asked for a line; ends with an error if one of its requests has not
+found what it has written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 from peer_kit import LightMaster, LightWorker
 
 from sgl_ext.peer import directory
@@ -22,6 +23,24 @@ BLOCKS = 120
 TERMS = Terms("block", window=0.2, interval=0.02, deadline=0.3, lease=0.5)
 
 
+class Said(msgspec.Struct):
+    """How a process is."""
+
+    served: int
+    """Requests."""
+    other: int
+    """Blocks in others' memory, or bytes that others may be using."""
+    files: list[str]
+    """In memory: its own, and what others could map."""
+    descriptors: int
+    retired: int = 0
+    """Bytes that others may still have mapped."""
+    large: int = 0
+    """Requests of unforeseen size that have got their memory."""
+    waiting: float = 0.0
+    """Seconds that the next one waits already, without those when this process was stopped."""
+
+
 def asked() -> bool:
     """Whether the parent wants to know."""
     if not select.select([sys.stdin], [], [], 0)[0]:
@@ -29,6 +48,10 @@ def asked() -> bool:
     if not os.read(0, 4096):
         sys.exit(0)
     return True
+
+
+def say(said: Said) -> None:
+    print(msgspec.json.encode(said).decode(), flush=True)
 
 
 def descriptors() -> int:
@@ -49,12 +72,14 @@ def master(path: Path, seed: int) -> None:
             light.master.step(now)
             link.say(light.master.messages())
             if asked():
-                print(light.served, light.groups.blocks - 40, 0, descriptors(), flush=True)
+                borrowed = light.groups.blocks - 40
+                say(Said(light.served, borrowed, [light.slab.name], descriptors()))
             time.sleep(0.002)
 
 
 def worker(path: Path, seed: int) -> None:
     light = LightWorker(BLOCKS, TERMS, seed)
+    large, waiting, before = 0, 0.0, time.monotonic()
     link = Link("worker", directory.address(path), beat=0.05)
     while True:
         now = time.monotonic()
@@ -63,11 +88,15 @@ def worker(path: Path, seed: int) -> None:
         light.serve(6)
         if not light.wanted and light.choose.random() < 0.02:
             light.wanted = light.choose.randrange(BLOCKS - light.held + 1)
+        waiting = waiting + min(now - before, 0.5) if light.wanted else 0.0
+        before, waits = now, light.wanted > 0
         light.step(now)
+        large += waits and not light.wanted
         link.say([light.worker.message])
         if asked():
-            retired = light.memory.retired
-            print(light.served, light.worker.lent, retired, descriptors(), flush=True)
+            files = {light.slab.name, *(extent.name for extent in light.memory.extents)}
+            lent, retired = light.worker.lent, light.memory.retired
+            say(Said(light.served, lent, list(files), descriptors(), retired, large, waiting))
         time.sleep(0.002)
 
 

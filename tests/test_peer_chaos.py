@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -16,11 +17,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from peer_process import TERMS, Said
 
 ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "12"))
 PROGRAM = Path(__file__).with_name("peer_process.py")
 DEADLINE_S = 60.0
+LONGEST_WAIT_S = TERMS.deadline + 30.0
+"""Of a worker for its own memory; that it is less at leisure, the tests of one clock show."""
 
 
 class Peer:
@@ -33,9 +38,7 @@ class Peer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
 
-    def ask(self) -> tuple[int, ...]:
-        """Requests served, blocks or bytes of the other side, bytes that others may still have
-        mapped, descriptors."""
+    def ask(self) -> Said:
         process = self.process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -49,7 +52,9 @@ class Peer:
         line = process.stdout.readline()
         if not line:
             pytest.fail(self.errors())
-        return tuple(map(int, line.split()))
+        said = msgspec.json.decode(line, type=Said)
+        assert said.waiting < LONGEST_WAIT_S, "it waits for its own memory"
+        return said
 
     def errors(self) -> str:
         self._errors.seek(0)
@@ -57,11 +62,24 @@ class Peer:
 
     def progresses(self) -> None:
         """Waits until more requests have been served."""
-        before = self.ask()[0]
+        self._more("served", "it serves nobody")
+
+    def has_its_memory(self) -> None:
+        """Waits until a worker has got memory that it did not know to need."""
+        self._more("large", "it waits for its own memory")
+
+    def _more(self, what: str, otherwise: str) -> None:
+        before = getattr(self.ask(), what)
         end = time.monotonic() + DEADLINE_S
-        while self.ask()[0] <= before:
-            assert time.monotonic() < end, "it serves nobody"
+        while getattr(self.ask(), what) <= before:
+            assert time.monotonic() < end, otherwise
             time.sleep(0.01)
+
+    @property
+    def mapped(self) -> set[str]:
+        """Names of the KV memory that the process has mapped, whoever it belongs to."""
+        maps = Path(f"/proc/{self.process.pid}/maps").read_text()
+        return set(re.findall(r"/memfd:(sgl_ext-kv-\w+) ", maps))
 
     def end(self) -> None:
         assert self.process.poll() is None, self.errors()
@@ -82,7 +100,7 @@ def peers(tmp_path: Path) -> Iterator[dict[str, Peer]]:
 def lending(peers: dict[str, Peer]) -> None:
     """Waits until both workers lend, and the master uses it."""
     end = time.monotonic() + DEADLINE_S
-    while not all(peer.ask()[1] for peer in peers.values()):
+    while not all(peer.ask().other for peer in peers.values()):
         assert time.monotonic() < end, {name: peer.ask() for name, peer in peers.items()}
         time.sleep(0.01)
 
@@ -100,21 +118,38 @@ def test_nobody_reads_what_another_has_written(peers: dict[str, Peer], tmp_path:
         else:  # past the deadline and the lease, or not
             peers[name].process.send_signal(signal.SIGSTOP)
             time.sleep(choose.random() * 1.2)
+            if choose.random() < 0.5:
+                progress({other: peers[other] for other in peers if other != name})
             peers[name].process.send_signal(signal.SIGCONT)
-        for peer in peers.values():
-            peer.progresses()
+        progress(peers)
     lending(peers)
     settled(peers)
 
 
-def settled(peers: dict[str, Peer]) -> None:
-    """Waits until nothing is left of memory that was replaced."""
-    end = time.monotonic() + DEADLINE_S
-    while any(peer.ask()[2] for peer in peers.values()):
-        assert time.monotonic() < end, {name: peer.ask() for name, peer in peers.items()}
-        time.sleep(0.01)
+def progress(peers: dict[str, Peer]) -> None:
+    """Each serves, and has its memory when it needs it."""
     for name, peer in peers.items():
-        assert peer.ask()[3] < 40, name
+        peer.progresses()
+        if name != "master":
+            peer.has_its_memory()
+
+
+def settled(peers: dict[str, Peer]) -> None:
+    """Waits until nothing is left of memory that was replaced, or of processes that have ended."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        said = {name: peer.ask() for name, peer in peers.items()}
+        mapped = {name: peer.mapped for name, peer in peers.items()}
+        files = {name: set(each.files) for name, each in said.items()}
+        there = set().union(*files.values())
+        leaks = {name: mapped[name] - files[name] for name in peers if name != "master"}
+        leaks["master"] = mapped["master"] - there
+        if not any(leaks.values()) and not any(each.retired for each in said.values()):
+            break
+        assert time.monotonic() < end, (said, leaks)
+        time.sleep(0.01)
+    for name, each in said.items():
+        assert each.descriptors < 40, name
 
 
 def test_a_directory_has_one_master(peers: dict[str, Peer], tmp_path: Path) -> None:
