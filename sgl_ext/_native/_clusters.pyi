@@ -150,6 +150,30 @@ def choose(
         ValueError: shapes that do not fit each other, or a head of no multiple of 16.
     """
 
+def step(
+    frequency: NDArray[np.float64],
+    place: NDArray[np.int64],
+    held: NDArray[np.int64],
+    decay: float,
+    activated: NDArray[np.int64],
+    there: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Which blocks come into memory once a step has activated some; changes the first three.
+
+    Args:
+        frequency: ``[blocks]``; a step takes a part of all and adds one to the activated ones'.
+        place: ``[blocks]`` of each in memory; -1 where it is not.
+        held: ``[capacity]`` the block in each place.
+        decay: what a step leaves of a frequency.
+        there: blocks that can come in.
+
+    Returns:
+        Those that have.
+
+    Raises:
+        ValueError: a block that there is not, or arrays of different lengths.
+    """
+
 def table(
     first: NDArray[np.int64],
     block: int,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext._native import _clusters
+
 
 def joined(
     active: NDArray[np.bool_], medoids: NDArray[np.bool_], radius: float
@@ -76,20 +78,7 @@ class HotBlocks:
         """
         if not self._capacity:
             return np.empty(0, np.int64)
-        self._frequency *= self._decay
-        self._frequency[activated] += 1
         there = activated if there is None else there
-        outside = there[self.place[there] < 0]
-        if not len(outside):
-            return outside
-        outside = outside[np.argsort(-self._frequency[outside], kind="stable")]
-        inside = np.argsort(self._frequency[self._held], kind="stable")[: len(outside)]
-        outside = outside[: len(inside)]
-        better = self._frequency[outside] > self._frequency[self._held[inside]]
-        # The best of those outside against the worst inside: once one loses, the rest does.
-        coming: NDArray[np.int64] = outside[better]
-        places = inside[better]
-        self.place[self._held[places]] = -1
-        self._held[places] = coming
-        self.place[coming] = places
-        return coming
+        return _clusters.step(
+            self._frequency, self.place, self._held, self._decay, activated, there
+        )

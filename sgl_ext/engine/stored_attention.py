@@ -188,12 +188,12 @@ class StoredAttention:
         blocks = self._blocks
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
-        geometry, memory = self._about.geometry, self.memory
-        codes, near = self._stored.layers[layer].codes, memory.slots[memory.first(layer) :, 0]
+        codes, slots = self._stored.layers[layer].codes, self.memory.slots
+        near = slots.data_ptr() + self.memory.first(layer) * slots.stride(0) * slots.itemsize
         return _clusters.choose(
             codes.codes, codes.centroids, codes.projection, codes.mean,
-            query.float().contiguous().numpy(), geometry.scale, near.data_ptr(), near.stride(0),
-            memory.near, keys.data_ptr(), keys.stride(0), own.slots, own.starts, own.lengths,
+            query.float().contiguous().numpy(), self._about.geometry.scale, near, slots.stride(0),
+            self.memory.near, keys.data_ptr(), keys.stride(0), own.slots, own.starts, own.lengths,
             keys.dtype == torch.bfloat16, blocks.block, blocks.devices,
             -(-self._each(share) // blocks.devices), torch.get_num_threads(),
         )  # fmt: skip

@@ -16,6 +16,8 @@ namespace {
 typedef float Four __attribute__((vector_size(16)));
 typedef float Eight __attribute__((vector_size(32)));
 constexpr std::size_t kMostLanes = 8;
+// Additions, about a tenth of a millisecond; to wake a thread that sleeps takes half of that.
+constexpr std::size_t kWorthThreads = std::size_t(1) << 18;
 
 // Heads of one KV head share its codes: the tables of some lie side by side, so that one code
 // costs one addition for all of them. Writes logits [heads, entries], and each head's largest.
@@ -163,7 +165,8 @@ void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *
   // Not initialised: every thread fills what it has taken.
   const std::unique_ptr<float[]> parts(new float[count * shape.kv_heads * shape.entries]);
   Job job{shape, keys, count, queries, scale, beside, seen, parts.get()};
-  sgl_ext::parallel(count * shape.kv_heads > 1 ? threads : 1, work, &job);
+  const std::size_t lookups = count * shape.kv_heads * shape.entries * shape.subspaces;
+  sgl_ext::parallel(lookups < kWorthThreads ? 1 : threads, work, &job);
   for (std::size_t q = 0; q < count; ++q) {
     float *row = out + q * shape.entries;
     std::fill(row, row + shape.entries, 0.0f);

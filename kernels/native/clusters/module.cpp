@@ -15,6 +15,7 @@
 #include "coactivation.h"
 #include "checksum.h"
 #include "codes.h"
+#include "hot_blocks.h"
 #include "log_sum.h"
 
 namespace nb = nanobind;
@@ -182,6 +183,25 @@ auto choose(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centro
   return out;
 }
 
+template <class T>
+using Kept = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+auto step_of(const Kept<double> &frequency, const Kept<std::int64_t> &place,
+             const Kept<std::int64_t> &held, double decay, const Slots &activated,
+             const Slots &there) {
+  const sgl_ext::Hot hot{frequency.data(), place.data(), frequency.shape(0), held.data(),
+                         held.shape(0)};
+  if (place.shape(0) != hot.blocks || hot.capacity > hot.blocks)
+    throw std::invalid_argument("frequencies and places are of different blocks");
+  for (const Slots &numbers : {activated, there})
+    for (std::size_t i = 0; i < numbers.shape(0); ++i)
+      if (numbers.data()[i] < 0 || std::size_t(numbers.data()[i]) >= hot.blocks)
+        throw std::invalid_argument("block " + std::to_string(numbers.data()[i]) + " of " +
+                                    std::to_string(hot.blocks));
+  return array(sgl_ext::step(hot, decay, activated.data(), activated.shape(0), there.data(),
+                             there.shape(0)));
+}
+
 auto table_of(const Of<std::int64_t, 2> &first, std::size_t block, std::int32_t pool,
               std::int32_t near, std::size_t sinks, std::size_t window,
               std::optional<Slots> text, const Slots &slots, const Slots &starts,
@@ -249,6 +269,8 @@ NB_MODULE(_clusters, m) {
         nb::arg("near_stride"), nb::arg("count"), nb::arg("own"), nb::arg("own_stride"),
         nb::arg("slots"), nb::arg("starts"), nb::arg("lengths"), nb::arg("bfloat16"),
         nb::arg("block"), nb::arg("devices"), nb::arg("each"), nb::arg("threads"));
+  m.def("step", &step_of, nb::arg("frequency"), nb::arg("place"), nb::arg("held"),
+        nb::arg("decay"), nb::arg("activated"), nb::arg("there"));
   m.def("table", &table_of, nb::arg("first"), nb::arg("block"), nb::arg("pool"), nb::arg("near"),
         nb::arg("sinks"), nb::arg("window"), nb::arg("text").none(), nb::arg("slots"),
         nb::arg("starts"), nb::arg("lengths"));

@@ -138,6 +138,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._band = CausalBand()
         self._rows = self._swa_rows = ForwardRows(torch.empty(0, 0, dtype=torch.int32), [], [], [])
         self._stored: StoredForward | None = None
+        self._plain_rows = self._rows  # of those that follow no stored context, while others do
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -146,6 +147,8 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         if runtime.current is not None and runtime.current.stored is not None:
             self._stored = self._rows.following(runtime.current.stored, forward_batch.rids)
             runtime.current.stored.running = self._stored
+            if self._stored is not None:
+                self._plain_rows = self._rows.chosen(self._stored.plain)
         if runtime.current is not None and runtime.current.recorder is not None:
             self._rows.record(runtime.current.recorder, forward_batch.rids)
         if runtime.current is not None and runtime.current.stream is not None:
@@ -250,10 +253,9 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         assert self._native is not None  # noqa: S101
         out = torch.empty_like(query)
         if len(stored.plain):
-            rows = self._rows.chosen(stored.plain)
             asked = query[stored.plain_tokens]
             out[stored.plain_tokens] = self._native.attend(
-                rows.native, asked, keys, values, scale=scale
+                self._plain_rows.native, asked, keys, values, scale=scale
             )
         stored.attend(self._native, number, query, keys, values, out)
         return out
