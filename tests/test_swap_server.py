@@ -18,13 +18,13 @@ from sgl_ext.bench.conversations import conversations
 from sgl_ext.bench.server import Server, System, serve
 
 DEADLINE_S = 240.0
-_TOKENS = 150
+_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = {"swap": {"capacity": "256MiB", "policy": "static"}}
-    arguments = ("--max-total-tokens", "1600", "--page-size", "16", "--dtype", "float32")
+    arguments = ("--max-total-tokens", "1312", "--page-size", "16", "--dtype", "float32")
     arguments += ("--enable-metrics", "--chunked-prefill-size", "512")
     system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
@@ -105,6 +105,13 @@ def test_the_more_urgent_goes_first_and_the_others_lose_nothing(
     swap = load(server)["sgl_ext"]["swap"]
     assert swap["swapped_in"] >= 1
     assert swap["recomputed"] == swap["recomputed_tokens"] == 0
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := metrics(server)).get("swapped_in_total") != swap["swapped_in"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert found["swapped"] == 0
+    assert found["busy_seconds_total"] > 0
+    assert found["recomputed_total"] == 0
 
 
 def test_priorities_change_while_requests_wait_and_run(
@@ -127,7 +134,7 @@ def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
 ) -> None:
     before = load(server)["sgl_ext"]["swap"]
     prompt = (prompts[2] + prompts[3])[:1025]  # two chunks, and one token
-    for number, delay in enumerate((0.1, 0.5, 1.0, 2.0, 3.0)):
+    for number, delay in enumerate((0.1, 0.5, 1.5)):
         requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S)
         asked = Asked(server).ask(f"aborted {number}", prompt)
         time.sleep(delay)
@@ -137,23 +144,6 @@ def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
     after = load(server)["sgl_ext"]["swap"]
     assert after["swapped"] == 0
     assert [after[name] - before[name] for name in ("swapped_out", "recomputed")] == [0, 0]
-
-
-def test_metrics_count_swaps(server: Server, prompts: list[list[int]]) -> None:
-    asked = Asked(server)
-    low = asked.ask("low", prompts[0])
-    assert asked.begun.wait(DEADLINE_S)
-    for each in (asked.ask("high", prompts[1], priority=5), low):
-        each.result()
-    swap = load(server)["sgl_ext"]["swap"]
-    assert swap["swapped_in"] > 0
-    deadline = time.monotonic() + DEADLINE_S
-    while (found := metrics(server)).get("swapped_in_total") != swap["swapped_in"]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
-    assert found["swapped"] == 0
-    assert found["busy_seconds_total"] > 0
-    assert found["recomputed_total"] == swap["recomputed"]
 
 
 @pytest.mark.parametrize(
