@@ -1,5 +1,5 @@
 """Engines that lend each other KV memory: how long requests can be, how soon they are answered,
-and what it costs the one that lends."""
+what it costs the one that lends, and what comes of it when one is killed or paused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sgl_ext.bench.peer_chaos import report_chaos
 from sgl_ext.bench.peer_context import report_context
 from sgl_ext.bench.peer_interference import report_interference
 from sgl_ext.bench.peer_resize import report_resize
@@ -14,7 +15,7 @@ from sgl_ext.bench.peer_servers import PAGE, Lent
 from sgl_ext.bench.peer_ttft import TtftSizes, report_ttft
 from sgl_ext.bench.report import Report
 
-PARTS = ("resize", "context", "ttft", "interference")
+PARTS = ("resize", "context", "ttft", "interference", "chaos")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class _Sizes:
     ttft: TtftSizes
     rounds: int
     """Of the worker's requests in each situation."""
+    chaos: int
+    """Rounds."""
 
 
-_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3)
-_WHOLE = _Sizes(1904, TtftSizes(8, 8, 5632, 8192, 65_536), 6)
+_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3, 3)
+_WHOLE = _Sizes(1904, TtftSizes(8, 8, 5632, 8192, 65_536), 6, 10)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -43,6 +46,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     if "interference" in parts:
         setup = Lent(512, 6144, "direct")
         report_interference(report, setup, sizes.rounds, logs / "interference")
+    if "chaos" in parts:
+        report_chaos(report, sizes.chaos, logs / "chaos")
     return report
 
 

@@ -84,6 +84,7 @@ def pair(
     worker: tuple[str, ...] = (),
     beside: tuple[System, ...] = (),
     environments: Mapping[str, Mapping[str, str]] | None = None,
+    terms: Mapping[str, str] | None = None,
 ) -> Iterator[list[Server]]:
     """A master, its worker, and further systems; yields when all that is to be lent is lent.
 
@@ -93,12 +94,14 @@ def pair(
         worker: of the worker.
         beside: further systems, of the master's model.
         environments: variables of ``master`` and ``worker``.
+        terms: times on which they lend, of both.
 
     Raises:
         ExtError: a server did not start, or the worker does not lend.
     """
     environments = environments or {}
     capacity = setup.borrowed * TOKEN_BYTES
+    both = {"capacity": f"{capacity}B", **(terms or {})}
     stream: dict[str, Any] = {"stream": setup.stream}
     if setup.emulate is not None:
         stream["emulate"] = {"bytes_per_second": setup.emulate}
@@ -111,7 +114,7 @@ def pair(
                 "master",
                 (
                     *COMMON, "--max-total-tokens", str(setup.regular),
-                    *peer("master", directory, capacity=f"{capacity}B", **stream), *master,
+                    *peer("master", directory, **both, **stream), *master,
                 ),
                 environments.get("master", {}),
             ),
@@ -119,7 +122,7 @@ def pair(
                 "worker",
                 (
                     *COMMON, "--model-path", str(untrained()), "--max-total-tokens", str(tokens),
-                    *peer("worker", directory, capacity=f"{capacity}B", window="1s"), *worker,
+                    *peer("worker", directory, **{"window": "1s"} | both), *worker,
                 ),
                 environments.get("worker", {}),
             ),

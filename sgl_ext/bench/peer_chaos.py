@@ -1,0 +1,587 @@
+"""Real servers of which one is killed, paused or pressed for its memory at a random moment.
+
+A large server of the master's model says what is right. Every call has to end in time, with that or
+with an error that the round explains, and nothing of the dead may be left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.peer_servers import COMMON, Lent, pair, wait_until_lent
+from sgl_ext.bench.report import Report
+from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.engine import run_directory
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.mapping import HUGE_PAGE
+from sgl_ext.models import SMOLLM2, prepare
+
+EVENTS = ("kill worker", "kill master", "pause worker", "pause master", "storm")
+"""What happens, in turn."""
+STREAMS = ("direct", "layers")
+"""Of a master; each has its share of the rounds."""
+LOCAL, BORROWED, OWN = 768, 3072, 1024
+"""Tokens of the master, and the worker's own; what it lends is some 10,000 of its tokens."""
+TERM_S = 4.0
+"""Deadline and lease, of both."""
+PAUSES_S = (1.3 * TERM_S, 5 * TERM_S)
+"""Beyond deadline or lease, and some for longer than requests wait for memory."""
+SLACK_S = 60.0
+"""Beside deadline, lease and pause, for what is computed on cores that all share. A worker's own
+requests are answered within the deadline and this."""
+STORM_S, STORM_EVERY_S = 4.0, 0.1
+ALIKE = 1e-3
+"""Logprobs that differ by no more are the same."""
+_TERMS = {"deadline": f"{TERM_S:g}s", "lease": f"{TERM_S:g}s", "window": "200ms"}
+_TOKENS = 12
+_WORKER_TOKENS = 8
+_LARGEST = 8000
+"""Tokens of a worker's request; its model has 8,192 positions."""
+_LEARN_DEADLINE_S = 600.0
+_SETTLE_S = 20.0
+"""In which what has died has to be gone."""
+_SHARING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Three servers on the same cores: threads that spin would take them from each other."""
+_COUNTS = {"master": ("retracted",), "worker": ("reclaimed", "replaced")}
+"""In ``/server_info``, by role."""
+_OURS = "/memfd:sgl_ext"
+_LATER_START = "from sgl_ext.engine import run_directory; run_directory.subdirectory()"
+
+Answer = tuple[Sequence[int], Sequence[float]]
+"""Token ids and their logprobs."""
+
+
+class Ending(Enum):
+    """Of a call, as its client sees it."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    """503, and why."""
+    CUT = "cut"
+    """The connection ended, or there was none."""
+    LATE = "late"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A greedy request.
+
+    Attributes:
+        tokens: that the answer may have, for which there has to be room.
+        end: the token id after which it ends, if it comes.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: int = _TOKENS
+    end: int | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": self.tokens}
+        if self.end is None:
+            sampling["ignore_eos"] = True
+        else:
+            sampling["stop_token_ids"] = [self.end]
+        return {
+            "input_ids": list(self.prompt), "sampling_params": sampling, "return_logprob": True,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a call ended; ``said`` is what came in place of the right answer."""
+
+    ending: Ending
+    seconds: float
+    said: str = ""
+
+
+@dataclass
+class Tally:
+    """Of a round's calls."""
+
+    right: int = 0
+    wrong: int = 0
+    errors: int = 0
+    """That the round explains."""
+    hangs: int = 0
+    faults: list[str] = field(default_factory=list)
+    """What should not have been."""
+
+    def add(self, who: str, calls: Sequence[Call], explained: frozenset[Ending]) -> None:
+        for call in calls:
+            if call.ending is Ending.RIGHT:
+                self.right += 1
+            elif call.ending in explained:
+                self.errors += 1
+            else:
+                late = call.ending is Ending.LATE
+                self.hangs += late
+                self.wrong += not late
+                self.faults.append(
+                    f"{who}: {call.ending.value} after {call.seconds:.1f} s {call.said}".strip()
+                )
+
+
+def judge(status: int, text: str, expected: Answer) -> tuple[Ending, str]:
+    """What a server's answer is, and what it says in place of the right one."""
+    if status == requests.codes.unavailable and "Retry later" in text:
+        return Ending.REFUSED, text
+    if status != requests.codes.ok:
+        return Ending.WRONG, f"{status} {text[:300]}"
+    ids, logprobs = _answer(text)
+    alike = len(logprobs) == len(expected[1]) and all(
+        abs(ours - right) <= ALIKE for ours, right in zip(logprobs, expected[1], strict=True)
+    )
+    if list(ids) != list(expected[0]) or not alike:
+        return Ending.WRONG, f"{list(ids)} {list(logprobs)}, not {expected}"
+    return Ending.RIGHT, ""
+
+
+def _answer(text: str) -> Answer:
+    found = json.loads(text)
+    entries = found["meta_info"].get("output_token_logprobs") or []
+    return found["output_ids"], [entry[0] for entry in entries]
+
+
+def ask(server: Server, question: Question, expected: Answer, deadline: float) -> Call:
+    """Asks a server that may end meanwhile; returns after ``deadline`` seconds at the latest."""
+    began = time.monotonic()
+    try:
+        found = requests.post(f"{server.url}/generate", json=question.body, timeout=deadline)
+        ending, said = judge(found.status_code, found.text, expected)
+    except requests.Timeout:
+        ending, said = Ending.LATE, ""
+    except requests.RequestException as error:
+        ending, said = Ending.CUT, str(error)
+    return Call(ending, time.monotonic() - began, said)
+
+
+def learn(server: Server, question: Question) -> Answer:
+    """What a server that nothing happens to says.
+
+    Raises:
+        ExtError: no answer.
+    """
+    url = f"{server.url}/generate"
+    found = requests.post(url, json=question.body, timeout=_LEARN_DEADLINE_S)
+    if not found.ok:
+        raise ExtError(f"{server.url} answered {found.status_code}: {found.text}")
+    return _answer(found.text)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files in memory, by inode, that the processes of a server have.
+
+    Attributes:
+        opened: bytes of memory of those that they have open: a server's own.
+        mapped: those that they have mapped.
+    """
+
+    opened: Mapping[int, int]
+    mapped: frozenset[int]
+
+
+def leaked_files(master: Files, worker: Files, room: int) -> list[str]:
+    """What a pair has that it should not have.
+
+    Args:
+        room: bytes of both slabs.
+    """
+    found = []
+    if strange := master.mapped - master.opened.keys() - worker.opened.keys():
+        found.append(f"the master maps {len(strange)} files that no worker has")
+    if len(master.opened) > 1:
+        found.append(f"the master has {len(master.opened)} files, not one")
+    if kept := worker.opened.keys() - worker.mapped:
+        found.append(f"the worker keeps {len(kept)} files that it does not use")
+    if (size := sum(master.opened.values()) + sum(worker.opened.values())) > room:
+        found.append(f"files in memory have {size:,} B, slabs {room:,} B")
+    return found
+
+
+def _opened(pids: Sequence[int]) -> dict[int, os.stat_result]:
+    """Our files in memory that are open, by inode."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):
+            for each in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if str(each.readlink()).startswith(_OURS):
+                        status = each.stat()
+                        found[status.st_ino] = status
+    return found
+
+
+def _maps(pids: Sequence[int]) -> dict[int, str]:
+    """Files that are mapped, by inode."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/"):
+                    found[int(fields[4])] = fields[5]
+    return found
+
+
+def _files(server: Server) -> Files:
+    pids = _group(server.process.pid)
+    opened = {inode: status.st_blocks * 512 for inode, status in _opened(pids).items()}
+    maps = _maps(pids)
+    return Files(opened, frozenset(at for at in maps if maps[at].startswith(_OURS)))
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of a server: it leads a group of its own, which outlives it with its last one."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+@dataclass(frozen=True)
+class _Dead:
+    """What was killed.
+
+    Attributes:
+        group: of its processes.
+        shared: inodes of what it had in /dev/shm.
+    """
+
+    role: str
+    group: int
+    shared: frozenset[int]
+
+
+class _Pair:
+    """Servers of which a dead one is replaced by another with the same arguments.
+
+    Args:
+        stack: ends those that replaced others.
+    """
+
+    def __init__(
+        self, large: Server, master: Server, worker: Server, stack: ExitStack, logs: Path
+    ) -> None:
+        self.large = large
+        self.servers = {"master": master, "worker": worker}
+        self._stack, self._logs = stack, logs
+        self._directory = Path(json.loads(worker.system.arguments[-1])["peer"]["directory"])
+        self._started = 0
+        self._dead: list[_Dead] = []
+        # Where a part of a huge page is replaced, both files may have all of it.
+        self._room = 8 * HUGE_PAGE + sum(
+            status.st_size
+            for each in (master, worker)
+            for status in _opened(_group(each.process.pid)).values()
+        )
+
+    def kill(self, role: str) -> None:
+        server = self.servers[role]
+        maps = _maps(_group(server.process.pid))
+        shared = frozenset(at for at, path in maps.items() if path.startswith("/dev/shm/"))
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        self._dead.append(_Dead(role, server.process.pid, shared))
+
+    def start(self, role: str) -> None:
+        """In the place of the one that was killed.
+
+        Raises:
+            ExtError: it does not start.
+        """
+        system = self.servers[role].system
+        self._started += 1
+        logs = self._logs / f"again-{self._started}"
+        (self.servers[role],) = self._stack.enter_context(serve([system], prepare(SMOLLM2), logs))
+
+    @contextmanager
+    def paused(self, role: str) -> Iterator[None]:
+        group = self.servers[role].process.pid
+        os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(group, signal.SIGCONT)
+
+    def leaks(self) -> list[str]:
+        """What is left of the dead, or of a loan that is over, when there was time to go."""
+        give_up = time.monotonic() + _SETTLE_S
+        while (found := self._leaks()) and time.monotonic() < give_up:
+            time.sleep(0.5)
+        self._dead.clear()
+        return found
+
+    def _leaks(self) -> list[str]:
+        found = []
+        shared = {}
+        for path in Path("/dev/shm").iterdir():
+            with suppress(OSError):  # another's, that has just gone
+                shared[path.stat().st_ino] = path
+        for dead in self._dead:
+            found += [f"process {pid} of the killed {dead.role}" for pid in _group(dead.group)]
+            found += [str(shared[inode]) for inode in dead.shared & shared.keys()]
+        left = {path.name for path in self._directory.iterdir()} - {"master", "lock"}
+        found += [f"{self._directory / name}" for name in sorted(left)]
+        master, worker = (_files(each) for each in self.servers.values())
+        return found + leaked_files(master, worker, self._room)
+
+
+def _start_later() -> None:
+    """What a server that starts removes of those before it that were killed.
+
+    As if all of them had one temporary directory, and were a minute old: what is younger may belong
+    to one that starts.
+    """
+    for directory in run_directory.subdirectory().parent.glob("*/sgl_ext-*"):
+        os.utime(directory, (0, 0))
+        environment = {**os.environ, "TMPDIR": str(directory.parent)}
+        subprocess.run([sys.executable, "-c", _LATER_START], env=environment, check=True)
+
+
+class _Texts:
+    """Prompts of the master, some asked again and again, and of the worker."""
+
+    def __init__(self, model: Path) -> None:
+        def some(count: int, tokens: tuple[int, int]) -> list[tuple[int, ...]]:
+            found = conversations(model, count, turns=1, tokens=tokens)
+            return [tuple(each.prompts[0]) for each in found]
+
+        self._short, self._long = some(3, (200, 400)), some(3, (1000, 1400))
+        chance = random.Random(0)  # noqa: S311
+        self.worker = [
+            Question(tuple(chance.randrange(1000, 40_000) for _ in range(length)), _WORKER_TOKENS)
+            for length in (100, 400, OWN + 500)
+        ]
+        """The last one does not fit the worker's own memory."""
+
+    def master(self, chance: random.Random) -> list[Question]:
+        """Two that fit the master's own memory and two that do not; one of each may be cached."""
+        first = chance.randrange(1000, 40_000)
+        return [
+            Question((*front, *chance.choice(texts)))
+            for texts in (self._short, self._long)
+            for front in ((), (first,))
+        ]
+
+
+def _ask_later(
+    server: Server, question: Question, expected: Answer, deadline: float, delay: float
+) -> Call:
+    time.sleep(delay)
+    return ask(server, question, expected, deadline)
+
+
+class _Rounds:
+    """Rounds with one pair, whose large server and worker say first what is right.
+
+    Raises:
+        ExtError: the master answers otherwise before anything has happened.
+    """
+
+    def __init__(self, pair: _Pair, texts: _Texts) -> None:
+        self._pair, self._texts = pair, texts
+        worker = pair.servers["worker"]
+        self._worker: list[tuple[Question, Answer]] = []
+        for question in texts.worker:
+            ids, _ = learn(worker, question)
+            known = replace(question, end=ids[-1])
+            self._worker.append((known, learn(worker, known)))
+        self._span = self._undisturbed()
+
+    def _undisturbed(self) -> float:
+        """Seconds in which the master answers when nothing happens."""
+        questions = self._texts.master(random.Random("undisturbed"))  # noqa: S311
+        expected = [learn(self._pair.large, each) for each in questions]
+        master = self._pair.servers["master"]
+        wait_until_lent(master, BORROWED)
+        with ThreadPoolExecutor(len(questions)) as threads:
+            deadlines = [SLACK_S] * len(questions)
+            calls = list(threads.map(partial(ask, master), questions, expected, deadlines))
+        for call in calls:
+            if call.ending is not Ending.RIGHT:
+                raise ExtError(f"the master answers wrong before anything happens: {call.said}")
+        return max(call.seconds for call in calls)
+
+    def run(self, number: int, event: str) -> tuple[Tally, dict[str, Any]]:
+        """What came of a round, and further columns of its row."""
+        chance = random.Random(f"round {number}")  # noqa: S311
+        questions = self._texts.master(chance)
+        known = [(each, learn(self._pair.large, each)) for each in questions]
+        self._lends()
+        moment, pause = chance.uniform(0, self._span), chance.uniform(*PAUSES_S)
+        deadline = 2 * TERM_S + pause + SLACK_S
+        # Who comes later than a lease after the memory has gone is not admitted any more.
+        delays = [chance.uniform(0, moment + TERM_S) for _ in known]
+        began = time.monotonic()
+        before = self._counts()
+        tally = Tally()
+        with ThreadPoolExecutor(64) as threads:
+            asked = [
+                threads.submit(_ask_later, self._pair.servers["master"], *each, deadline, delay)
+                for each, delay in zip(known, delays, strict=True)
+            ]
+            time.sleep(moment)
+            workers = self._happen(event, pause, chance, threads)
+            calls = [each.result() for each in asked]
+            heard = [each.result() for each in workers]
+        explained = Ending.CUT if event == "kill master" else Ending.REFUSED
+        tally.add("master", calls, frozenset({explained}))
+        heard.append(self._afterwards(tally, known))
+        tally.add("worker", heard, frozenset())
+        leaks = self._pair.leaks()
+        tally.faults += leaks
+        return tally, {
+            "at_s": moment,
+            "pause_s": pause if event.startswith("pause") else None,
+            **{key[1]: count - before.get(key, 0) for key, count in self._counts().items()},
+            "leaks": len(leaks),
+            "worker_answers": len(heard),
+            "worker_slowest_s": max(call.seconds for call in heard),
+            "master_slowest_s": max(call.seconds for call in calls),
+            "seconds": time.monotonic() - began,
+        }
+
+    def _afterwards(self, tally: Tally, known: Sequence[tuple[Question, Answer]]) -> Call:
+        """The pair lends again and is right; returns what the worker says that needs the memory."""
+        master = self._pair.servers["master"]
+        if self._lends():
+            with ThreadPoolExecutor(len(known)) as threads:
+                again = [threads.submit(ask, master, *each, SLACK_S) for each in known]
+            tally.add("master, afterwards", [each.result() for each in again], frozenset())
+        else:
+            tally.hangs += 1
+            tally.faults.append("the worker does not lend again")
+        return self._ask_worker(self._worker[-1])
+
+    def _lends(self) -> bool:
+        try:
+            wait_until_lent(self._pair.servers["master"], BORROWED)
+        except (ExtError, requests.RequestException):
+            return False
+        return True
+
+    def _counts(self) -> dict[tuple[int, str], int]:
+        """What loans have cost so far, by process; nothing of one that does not answer."""
+        found: dict[tuple[int, str], int] = {}
+        for role, names in _COUNTS.items():
+            server = self._pair.servers[role]
+            with suppress(requests.RequestException):
+                counts = live(server.url)["peer"]
+                found |= {(server.process.pid, name): counts[name] for name in names}
+        return found
+
+    def _happen(
+        self, event: str, pause: float, chance: random.Random, threads: ThreadPoolExecutor
+    ) -> list[Future[Call]]:
+        """Returns when it is over, with what the worker was asked meanwhile."""
+        pair = self._pair
+
+        def of_worker() -> list[Future[Call]]:
+            return [threads.submit(self._ask_worker, each) for each in self._worker]
+
+        if event == "storm":
+            return self._storm(chance, threads)
+        what, role = event.split()
+        if what == "pause":
+            with pair.paused(role):
+                before = chance.uniform(0, pause / 2)
+                time.sleep(before)
+                found = of_worker() if role == "master" else []
+                time.sleep(pause - before)
+            return found
+        pair.kill(role)
+        found = of_worker() if role == "master" else []
+        pair.start(role)
+        _start_later()
+        return found
+
+    def _storm(self, chance: random.Random, threads: ThreadPoolExecutor) -> list[Future[Call]]:
+        """The worker has to have room for other requests all the time; their answers are short."""
+        found = []
+        for _ in range(round(STORM_S / STORM_EVERY_S)):
+            question, right = chance.choice(self._worker)
+            room = chance.randrange(OWN, _LARGEST) - len(question.prompt)
+            pressing = replace(question, tokens=max(room, _WORKER_TOKENS))
+            found.append(threads.submit(self._ask_worker, (pressing, right)))
+            time.sleep(STORM_EVERY_S)
+        return found
+
+    def _ask_worker(self, known: tuple[Question, Answer]) -> Call:
+        return ask(self._pair.servers["worker"], *known, TERM_S + SLACK_S)
+
+
+def report_chaos(report: Report, rounds: int, logs: Path) -> None:
+    """Adds a row for each round and figures of all: how many answers were wrong, calls that did
+    not end in time or pairs that do not lend again, things left, and errors that say why.
+
+    Raises:
+        ExtError: a server does not start, or the pair does not answer right when nothing happens.
+    """
+    model = prepare(SMOLLM2)
+    texts = _Texts(model)
+    sums = dict.fromkeys(("wrong_answers", "hangs", "leaks", "errors"), 0)
+    large = System("large", (*COMMON, "--max-total-tokens", "8192"), _SHARING)
+    with serve([large], model, logs) as (right,):
+        for stream, numbers in shares(rounds):
+            setup = Lent(LOCAL, BORROWED, stream)
+            sharing = {"master": _SHARING, "worker": _SHARING}
+            with (
+                pair(setup, logs / stream, own=OWN, terms=_TERMS, environments=sharing) as servers,
+                ExitStack() as stack,
+            ):
+                master, worker = servers
+                series = _Rounds(_Pair(right, master, worker, stack, logs / stream), texts)
+                for number in numbers:
+                    event = EVENTS[number % len(EVENTS)]
+                    tally, row = series.run(number, event)
+                    report.runs.append(
+                        {
+                            "what": "chaos",
+                            "round": number,
+                            "stream": stream,
+                            "event": event,
+                            "right": tally.right,
+                            "wrong": tally.wrong,
+                            "errors": tally.errors,
+                            "hangs": tally.hangs,
+                            **row,
+                            "faults": "; ".join(tally.faults),
+                        }
+                    )
+                    for name in sums:
+                        key = name.removesuffix("_answers")
+                        sums[name] += report.runs[-1][key]
+    report.figures["chaos_rounds"] = rounds
+    report.figures |= {f"chaos_{name}": count for name, count in sums.items()}
+
+
+def shares(rounds: int) -> Iterator[tuple[str, range]]:
+    """The rounds of each stream, by number; if they are few, all with the first one."""
+    each = max(-(-rounds // len(STREAMS)), len(EVENTS))
+    for at, stream in enumerate(STREAMS):
+        if numbers := range(at * each, min((at + 1) * each, rounds)):
+            yield stream, numbers
