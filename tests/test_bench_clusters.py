@@ -66,8 +66,7 @@ def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None
 
 def test_what_is_best_is_found_best(layer: Layer) -> None:
     mass = {
-        name: relative_mass(layer, SELECTORS[name](layer).select(40)).mean()
-        for name in SELECTORS
+        name: relative_mass(layer, SELECTORS[name](layer).select(40)).mean() for name in SELECTORS
     }
     assert mass[EXACT] == pytest.approx(1, abs=1e-6)
     assert mass[OURS] > mass[POSITION]
