@@ -62,7 +62,8 @@ _SHARING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Three servers on the same cores: threads that spin would take them from each other."""
 _COUNTS = {"master": ("retracted",), "worker": ("reclaimed", "replaced")}
 """In ``/server_info``, by role."""
-_OURS = "/memfd:sgl_ext"
+_OURS = "/memfd:sgl_ext-kv"
+"""Memory that can be lent; a master's layer buffers are its own."""
 _LATER_START = "from sgl_ext.engine import run_directory; run_directory.subdirectory()"
 
 Answer = tuple[Sequence[int], Sequence[float]]
@@ -191,7 +192,7 @@ def learn(server: Server, question: Question) -> Answer:
 
 @dataclass(frozen=True)
 class Files:
-    """Files in memory, by inode, that the processes of a server have.
+    """Files with KV blocks, by inode, that the processes of a server have.
 
     Attributes:
         opened: bytes of memory of those that they have open: a server's own.
@@ -221,7 +222,7 @@ def leaked_files(master: Files, worker: Files, room: int) -> list[str]:
 
 
 def _opened(pids: Sequence[int]) -> dict[int, os.stat_result]:
-    """Our files in memory that are open, by inode."""
+    """Files with KV blocks that are open, by inode."""
     found = {}
     for pid in pids:
         with suppress(OSError):
