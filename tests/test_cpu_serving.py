@@ -13,12 +13,12 @@ import torch
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.bench.server import Server, System, serve
 
-NEW_TOKENS = 12
+NEW_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return sharegpt_prompts(6, characters=(1500, 3000))
+    return sharegpt_prompts(4, characters=(1500, 3000))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_hicache_with_a_file_backend(
     store.mkdir()
     arguments = [
         "--enable-ext", "--dtype", "float32", "--page-size", str(page),
-        "--max-total-tokens", "2048", "--enable-cache-report", "--enable-hierarchical-cache",
+        "--max-total-tokens", "1280", "--enable-cache-report", "--enable-hierarchical-cache",
         "--hicache-ratio", "4", "--hicache-storage-backend", "file",
         "--hicache-storage-prefetch-policy", "wait_complete",
     ]  # fmt: skip
@@ -64,20 +64,19 @@ def test_hicache_with_a_file_backend(
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
     hits = {"host": 0, "storage": 0}
-    for _start in range(2):
+    # One start shows the host tier; a second one takes its hits from the files of the first.
+    for rounds in (2,) if page == 1 else (1, 2):
         with serve([System("hicache", arguments, environment)], model, tmp_path) as (server,):
-            for _round in range(2):
+            for _round in range(rounds):
                 answers = [generate(server, prompt) for prompt in prompts]
                 assert [answer["output_ids"] for answer in answers] == reference
                 for answer in answers:
                     details = answer["meta_info"]["cached_tokens_details"] or {}
                     for tier in hits:
                         hits[tier] += details.get(tier, 0)
-        if page == 1:
-            break  # one start shows the host tier; a second one takes its hits from the files
-    assert hits["host"] > 1000
+    assert hits["host"] > 600
     if page == 16:
-        assert hits["storage"] > 1000
+        assert hits["storage"] > 600
 
 
 def test_tensor_parallelism(model: Path, prompts: list[str], reference: list[list[int]],

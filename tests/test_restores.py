@@ -93,41 +93,37 @@ def main():
         while not engine.flush_cache().success:
             time.sleep(0.1)  # what has answered may not have ended
 
-    for ext in (None, config):
-        more = {"enable_ext": True, "ext_config": ext} if ext else {}
-        engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
-                        log_level="warning", chunked_prefill_size=512, **options, **more)
-        for number, (what, seed, policy, steps) in enumerate(script):
-            if ext is None and (what != "fill" and "plain" not in what):
-                continue
-            if ext and number:
-                deadline = time.monotonic() + 60
-                while look(engine)["moving"] and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                flush(engine)
-                look(engine, seed, policy)
-            elif number:
-                flush(engine)
-            if "torn" in what or "lost" in what:
-                for name in glob.glob(os.path.join(ext["tiers"]["ssd"]["directories"][0],
-                                                   "**", "pages"), recursive=True):
-                    with open(name, "r+b") as file:
-                        if "lost" in what:
-                            file.truncate(os.path.getsize(name) // 3)
-                        for at in range(0, os.path.getsize(name), 1 << 20):
-                            file.seek(at + 100)
-                            file.write(bytes(64))
-            answers = engine.loop.run_until_complete(together(engine, steps))
-            left = {}
-            if ext:
-                deadline = time.monotonic() + 60
+    more = {"enable_ext": True, "ext_config": config} if config else {}
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
+                    log_level="warning", chunked_prefill_size=512, **options, **more)
+    for number, (what, seed, policy, steps) in enumerate(script):
+        if config and number:
+            deadline = time.monotonic() + 60
+            while look(engine)["moving"] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            flush(engine)
+            look(engine, seed, policy)
+        elif number:
+            flush(engine)
+        if "torn" in what or "lost" in what:
+            for name in glob.glob(os.path.join(config["tiers"]["ssd"]["directories"][0],
+                                            "**", "pages"), recursive=True):
+                with open(name, "r+b") as file:
+                    if "lost" in what:
+                        file.truncate(os.path.getsize(name) // 3)
+                    for at in range(0, os.path.getsize(name), 1 << 20):
+                        file.seek(at + 100)
+                        file.write(bytes(64))
+        answers = engine.loop.run_until_complete(together(engine, steps))
+        left = {}
+        if config:
+            deadline = time.monotonic() + 60
+            left = look(engine, seed, policy)
+            while any(left[what] for what in waits) and time.monotonic() < deadline:
+                time.sleep(0.1)
                 left = look(engine, seed, policy)
-                while any(left[what] for what in waits) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    left = look(engine, seed, policy)
-            print(json.dumps({"ext": bool(ext), "what": what, "answers": answers, "left": left}),
-                  flush=True)
-        engine.shutdown()
+        print(json.dumps({"what": what, "answers": answers, "left": left}), flush=True)
+    engine.shutdown()
 
 if __name__ == "__main__":
     main()
@@ -145,13 +141,15 @@ def play(
     page: int,
     tmp_path: Path,
     *,
+    restores: bool,
     retract: bool,
     **options: object,
-) -> tuple[dict[str, Step], dict[str, Step]]:
-    """What stock SGLang and an engine that restores say to each group of requests.
+) -> dict[str, Step]:
+    """What an engine says to each group of requests, by the group's name.
 
     Args:
         script: name, seed (0: pointers meet where the extension thinks best), policy, requests.
+        restores: whether it is the extension's, and not SGLang's own.
         retract: whether running requests are retracted now and then.
     """
     directory = tmp_path / "ssd"
@@ -160,7 +158,8 @@ def play(
         "directories": [str(directory)], "capacity": "2GiB", "keep_after": 1,
         "emulate": {"bytes_per_second": "12MiB", "latency": "1ms"},
     }  # fmt: skip
-    config = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
+    ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
+    config = ours if restores else None
     arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
     state = str(tmp_path / "state")
     arguments.write_text(json.dumps([str(model), page, config, options, script, state]))
@@ -178,10 +177,7 @@ def play(
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
-    stock, ours = (
-        {one["what"]: one for one in lines if one["ext"] is ext} for ext in (False, True)
-    )
-    return stock, ours
+    return {one["what"]: one for one in lines}
 
 
 def same(expected: Step, found: Step, numbers: Sequence[int]) -> None:
@@ -200,8 +196,12 @@ def restored(step: Step) -> list[Step]:
     return [entry for entry in entries if entry["power"] == "restore"]
 
 
-@pytest.mark.parametrize("page", [16, 1])
-def test_the_same_answers_however_it_is_cut(page: int, model: Path, tmp_path: Path) -> None:
+Script = list[tuple[str, int, str, list[Step]]]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Script:
+    """What needs no tier."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -213,33 +213,53 @@ def test_the_same_answers_however_it_is_cut(page: int, model: Path, tmp_path: Pa
     steps: list[Step] = [{"ids": ids} for ids in prompts]
     steps[2]["logprobs"] = [len(prompts[2]) - 30, 2]
     new = steps.pop()  # no tier has any of it
+    return [
+        ("fill", 0, "shortest", steps),
+        ("plain, too", 3, "shortest", [steps[0], new, steps[4]]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, plain: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+    """What SGLang's own engine says to that."""
+    return play(plain, model, 16, tmp_path_factory.mktemp("stock"), restores=False, retract=False)
+
+
+@pytest.mark.parametrize("page", [16, 1])
+def test_the_same_answers_however_it_is_cut(
+    page: int, plain: Script, stock: dict[str, Step], model: Path, tmp_path: Path
+) -> None:
+    fill, plain_too = plain
+    steps = fill[-1]
     gone = {**steps[0], "rid": "gone", "abort_after": 0.15}
     # The same prompt twice: one of them waits for the other.
     batches: list[tuple[int, ...]] = [(0,), (1, 2), (3, 4, 3), (0, 1, 2, 3, 4, 5)]
     cuts = [(0, "shortest"), (1, "longest")]
     if page == 1:  # the same code; half of the time
         batches, cuts = batches[1:3], [(2, "cake")]
-    script = [("fill", 0, "shortest", steps)]
+    script = [fill]
     for seed, policy in cuts:
         for batch in batches:
             script.append((f"{batch} {policy}", seed, policy, [steps[at] for at in batch]))
     late = [{**steps[at], "later": 0.3 * place} for place, at in enumerate((0, 1, 2, 5))]
     script += [
         ("interrupted", 4, "last", late),
-        ("plain, too", 3, "shortest", [steps[0], new, steps[4]]),
+        plain_too,
         ("aborted", 0, "shortest", [gone, steps[1]]),
         ("torn", 0, "shortest", [steps[0], steps[3]]),
         ("lost", 0, "longest", [steps[1], steps[5]]),
     ]
     retract = page == 1
-    stock, ours = play(script, model, page, tmp_path, retract=retract, enable_mixed_chunk=retract)
+    ours = play(
+        script, model, page, tmp_path, restores=True, retract=retract, enable_mixed_chunk=retract
+    )
     same(stock["fill"], ours["fill"], range(6))
     entries = []
     for _, policy in cuts:
         for batch in batches:
             same(stock["fill"], step := ours[f"{batch} {policy}"], batch)
             entries += restored(step)
-    asked = len(cuts) * sum(len(prompts[at]) for batch in batches for at in {*batch})
+    asked = len(cuts) * sum(len(steps[at]["ids"]) for batch in batches for at in {*batch})
     loaded = sum(entry["loaded"].get("ssd", 0) for entry in entries)
     computed = sum(entry["computed"] for entry in entries)
     assert loaded > 0.2 * asked
