@@ -253,3 +253,19 @@ def test_a_worker_that_leaves_is_left(opened: Callable[..., Any]) -> None:
     worker.close()
     together([(master, scheduler)], lambda: not master._master.borrowed, "it is still used")
     assert not worker._link._thread.is_alive()
+
+
+def test_a_master_that_was_stopped_has_not_waited_meanwhile(opened: Callable[..., Any]) -> None:
+    """Requests that need what has been taken back are accepted for as long as they would wait."""
+    side, scheduler = opened("master", 16, 200, beyond=400)
+    allocator = scheduler.token_to_kv_pool_allocator
+    side._resizer.restore(301, 401)
+    step(side, scheduler)
+    promised = allocator.promised
+    side._resizer.withdraw(301, 401)
+    side._now -= 1000  # seconds, in which it was stopped
+    step(side, scheduler)
+    assert allocator.promised == promised
+    side._awake += 121  # deadline and lease
+    step(side, scheduler)
+    assert allocator.promised == promised - 100 * 16

@@ -30,7 +30,7 @@ class _Sizes:
 
 
 _QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3, 3)
-_WHOLE = _Sizes(1904, TtftSizes(8, 8, 5632, 8192, 65_536), 6, 10)
+_WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, 10)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:

@@ -23,6 +23,8 @@ from sgl_ext.peer.need import NeedWindow
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
+_STEP_S = 1.0
+"""From one step to the next, at most, unless the process was stopped or had nothing to do."""
 _AGAIN_S = 0.1
 """After that, or when another has ended, it is looked again at who stays in what is to be left."""
 
@@ -177,7 +179,8 @@ class MasterSide(PeerSide):
             capacity=config.capacity or 0, lease=config.lease,
         )  # fmt: skip
         self.retracted = 0
-        self._now = 0.0
+        self._now = time.monotonic()
+        self._awake = 0.0
         # By range: when who uses it was looked at last, and who there was then.
         self._stayed: dict[tuple[int, int], tuple[float, object]] = {}
         if config.stream != "direct":
@@ -218,7 +221,10 @@ class MasterSide(PeerSide):
         return [req and req.rid for req in reqs], scheduler.tree_cache.evictable_size()
 
     def step(self, running: Any) -> None:
-        self._now = now = time.monotonic()
+        now = time.monotonic()
+        # A process that was stopped has not waited for anybody meanwhile.
+        self._awake += min(now - self._now, _STEP_S)
+        self._now = now
         before = self._resizer.blocks
         self._running = running
         self._talk(now)
@@ -230,8 +236,8 @@ class MasterSide(PeerSide):
         self._look_again(running, before, blocks)
         if blocks < before or self._scheduler.chunked_req is not None:
             self.out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
-        self._most.add(blocks, now)
-        self._resizer.promise(self._most.largest(now))
+        self._most.add(blocks, self._awake)
+        self._resizer.promise(self._most.largest(self._awake))
         self._put_aside(now, "a peer has taken back what it lent")
 
     def _talk(self, now: float) -> None:
