@@ -24,6 +24,9 @@ from sgl_ext.memory.tickets import Priority, Ticket, outlast
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.tiers.build import emulated
 
+_PIECE = 2 << 20
+"""Bytes that an emulated link hands on at a time: a few for each layer."""
+
 
 class _Rows(NamedTuple):
     """Slots in runs, counted from the first one in workers' memory."""
@@ -73,7 +76,7 @@ class LayerStream:
         self._engine.register(slab.address, slab.reach, owner=slab)
         self._engine.register(self._mapping.address, size, owner=self._mapping)
         lane: Lane = self._engine.host_lane()
-        slow = emulated(self._engine, link)
+        slow = emulated(self._engine, link, piece_bytes=_PIECE)
         self._full = self._lane = slow(lane) if slow else lane
         self._reduced = self._full
         if busy_rate is not None:

@@ -22,9 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def emulated(
-    engine: TransferEngine, device: EmulatedDevice | None
+    engine: TransferEngine, device: EmulatedDevice | None, *, piece_bytes: int = 256 << 10
 ) -> Callable[[Lane], Lane] | None:
-    """What makes a lane of the engine as slow as ``device``, and says so; None without one."""
+    """What makes a lane of the engine as slow as ``device``, and says so; None without one.
+
+    Args:
+        piece_bytes: that are handed on at a time: some switches of threads each, which a device
+            would not cost.
+    """
     if device is None:
         return None
     rate, latency = int(device.bytes_per_second), device.latency
@@ -34,8 +39,9 @@ def emulated(
         rate, latency, operations,
     )  # fmt: skip
     return lambda lane: engine.throttled_lane(
-        lane, bytes_per_second=rate, operations_per_second=operations, latency=latency
-    )
+        lane, bytes_per_second=rate, operations_per_second=operations, latency=latency,
+        piece_bytes=piece_bytes,
+    )  # fmt: skip
 
 
 def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStack:
