@@ -13,13 +13,12 @@ from sgl_ext.bench.peer_chaos import (
     Answer,
     Call,
     Ending,
-    Files,
     Question,
     Tally,
     judge,
-    leaked_files,
     shares,
 )
+from sgl_ext.bench.peer_files import Files, leaked_files
 
 RIGHT: Answer = [5, 6, 7], [-0.5, -1.0, -1.5]
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,10 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 
 from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.peer_files import (
+    files_of,
+    leaked_files,
+    mapped_files,
+    opened_files,
+    processes_of,
+)
 from sgl_ext.bench.peer_servers import COMMON, Lent, pair, wait_until_lent
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.server import Server, System, live, serve
@@ -62,8 +68,6 @@ _SHARING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Three servers on the same cores: threads that spin would take them from each other."""
 _COUNTS = {"master": ("retracted",), "worker": ("reclaimed", "replaced")}
 """In ``/server_info``, by role."""
-_OURS = "/memfd:sgl_ext-kv"
-"""Memory that can be lent; a master's layer buffers are its own."""
 _LATER_START = "from sgl_ext.engine import run_directory; run_directory.subdirectory()"
 
 Answer = tuple[Sequence[int], Sequence[float]]
@@ -191,79 +195,6 @@ def learn(server: Server, question: Question) -> Answer:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Files with KV blocks, by inode, that the processes of a server have.
-
-    Attributes:
-        opened: bytes of memory of those that they have open: a server's own.
-        mapped: those that they have mapped.
-    """
-
-    opened: Mapping[int, int]
-    mapped: frozenset[int]
-
-
-def leaked_files(master: Files, worker: Files, room: int) -> list[str]:
-    """What a pair has that it should not have.
-
-    Args:
-        room: bytes of both slabs.
-    """
-    found = []
-    if strange := master.mapped - master.opened.keys() - worker.opened.keys():
-        found.append(f"the master maps {len(strange)} files that no worker has")
-    if len(master.opened) > 1:
-        found.append(f"the master has {len(master.opened)} files, not one")
-    if kept := worker.opened.keys() - worker.mapped:
-        found.append(f"the worker keeps {len(kept)} files that it does not use")
-    if (size := sum(master.opened.values()) + sum(worker.opened.values())) > room:
-        found.append(f"files in memory have {size:,} B, slabs {room:,} B")
-    return found
-
-
-def _opened(pids: Sequence[int]) -> dict[int, os.stat_result]:
-    """Files with KV blocks that are open, by inode."""
-    found = {}
-    for pid in pids:
-        with suppress(OSError):
-            for each in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    if str(each.readlink()).startswith(_OURS):
-                        status = each.stat()
-                        found[status.st_ino] = status
-    return found
-
-
-def _maps(pids: Sequence[int]) -> dict[int, str]:
-    """Files that are mapped, by inode."""
-    found = {}
-    for pid in pids:
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    found[int(fields[4])] = fields[5]
-    return found
-
-
-def _files(server: Server) -> Files:
-    pids = _group(server.process.pid)
-    opened = {inode: status.st_blocks * 512 for inode, status in _opened(pids).items()}
-    maps = _maps(pids)
-    return Files(opened, frozenset(at for at in maps if maps[at].startswith(_OURS)))
-
-
-def _group(leader: int) -> list[int]:
-    """Processes of a server: it leads a group of its own, which outlives it with its last one."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):
-            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
-
-
-@dataclass(frozen=True)
 class _Dead:
     """What was killed.
 
@@ -297,12 +228,12 @@ class _Pair:
         self._room = 8 * HUGE_PAGE + sum(
             status.st_size
             for each in (master, worker)
-            for status in _opened(_group(each.process.pid)).values()
+            for status in opened_files(processes_of(each.process.pid)).values()
         )
 
     def kill(self, role: str) -> None:
         server = self.servers[role]
-        maps = _maps(_group(server.process.pid))
+        maps = mapped_files(processes_of(server.process.pid))
         shared = frozenset(at for at, path in maps.items() if path.startswith("/dev/shm/"))
         os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()
@@ -343,11 +274,13 @@ class _Pair:
             with suppress(OSError):  # another's, that has just gone
                 shared[path.stat().st_ino] = path
         for dead in self._dead:
-            found += [f"process {pid} of the killed {dead.role}" for pid in _group(dead.group)]
+            found += [
+                f"process {pid} of the killed {dead.role}" for pid in processes_of(dead.group)
+            ]
             found += [str(shared[inode]) for inode in dead.shared & shared.keys()]
         left = {path.name for path in self._directory.iterdir()} - {"master", "lock"}
         found += [f"{self._directory / name}" for name in sorted(left)]
-        master, worker = (_files(each) for each in self.servers.values())
+        master, worker = (files_of(each) for each in self.servers.values())
         return found + leaked_files(master, worker, self._room)
 
 
