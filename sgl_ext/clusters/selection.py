@@ -39,8 +39,12 @@ def best_blocks(
         ``[rows, blocks]`` numbers, of each row sorted.
     """
     blocks = -(-scores.shape[1] // block)
-    each = -(-blocks_of(share, blocks, devices) // devices)
-    return _clusters.best_blocks(scores, block, devices, each)
+    return _clusters.best_blocks(scores, block, devices, each_of(share, blocks, devices))
+
+
+def each_of(share: float, blocks: int, devices: int) -> int:
+    """How many blocks every device gives, at most."""
+    return -(-blocks_of(share, blocks, devices) // devices)
 
 
 def blocks_of(share: float, blocks: int, devices: int) -> int:

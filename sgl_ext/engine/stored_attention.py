@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
-from sgl_ext.clusters.selection import blocks_of
+from sgl_ext.clusters.selection import blocks_of, each_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.engine.stored_memory import StoredMemory
@@ -195,7 +195,7 @@ class StoredAttention:
             query.float().contiguous().numpy(), self._about.geometry.scale, near, slots.stride(0),
             self.memory.near, keys.data_ptr(), keys.stride(0), own.slots, own.starts, own.lengths,
             keys.dtype == torch.bfloat16, blocks.block, blocks.devices,
-            -(-self._each(share) // blocks.devices), torch.get_num_threads(),
+            each_of(share, blocks.blocks, blocks.devices), torch.get_num_threads(),
         )  # fmt: skip
 
     def _table(
