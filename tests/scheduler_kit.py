@@ -3,7 +3,6 @@ blocks of it."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -50,25 +49,16 @@ class Scheduler(SimpleNamespace):
     """Has ``blocks`` blocks, and addresses for others."""
 
     def __init__(self, page: int, blocks: int, beyond: int = 0) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sgl_ext.engine.prefix_tree import prefix_tree
 
         size = blocks * page
         allocator = BlockGroupAllocator(
             size, page, torch.float32, "cpu", None, False, expected_tokens=page, beyond=beyond
         )
-        parameters = CacheInitParams(
-            disable=False,
-            req_to_token_pool=None,  # type: ignore[arg-type]
-            token_to_kv_pool_allocator=allocator,
-            page_size=page,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend="python",  # knows no threads
-        )
+        tree = prefix_tree(allocator, tree_core_backend="python")  # knows no threads
         table = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
         super().__init__(
-            token_to_kv_pool_allocator=allocator, tree_cache=UnifiedRadixCache(parameters),
+            token_to_kv_pool_allocator=allocator, tree_cache=tree,
             req_to_token_pool=SimpleNamespace(req_to_token=table), max_total_num_tokens=size,
             max_req_len=size - 1, max_req_input_len=size - 6, chunked_req=None,
             chunked_prefill_size=512, waiting_queue=[],
@@ -112,13 +102,11 @@ class Scheduler(SimpleNamespace):
 
     def cache(self, first: int, blocks: int) -> None:
         """Keeps so many blocks of tokens from ``first`` on, which nobody has locked."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sgl_ext.engine.prefix_tree import insert
 
         page = self.token_to_kv_pool_allocator.page_size
         slots = self.token_to_kv_pool_allocator.alloc(blocks * page)
-        key = RadixKey(array("q", range(first, first + blocks * page)), None)
-        self.tree_cache.insert(InsertParams(key=key, value=slots))
+        insert(self.tree_cache, range(first, first + blocks * page), slots)
 
     @property
     def cached(self) -> int:

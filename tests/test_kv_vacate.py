@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,34 +18,26 @@ class Tree:
     """SGLang's, over our allocator."""
 
     def __init__(self, backend: str) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sgl_ext.engine.prefix_tree import prefix_tree
 
         self.allocator = BlockGroupAllocator(
             BLOCKS * PAGE, PAGE, torch.float32, "cpu", None, False, expected_tokens=PAGE
         )
-        parameters = CacheInitParams(
-            disable=False,
-            req_to_token_pool=None,  # type: ignore[arg-type]
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend=backend,
-        )
-        self.cache = UnifiedRadixCache(parameters)
+        self.cache = prefix_tree(self.allocator, tree_core_backend=backend)
 
     def insert(self, *blocks: int) -> None:
         """A sequence of blocks of equal tokens each, of which what is known is not kept twice."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sgl_ext.engine.prefix_tree import insert
 
         slots = self.allocator.alloc(len(blocks) * PAGE)
-        self.cache.insert(InsertParams(key=self._key(blocks), value=slots))
+        insert(self.cache, self._tokens(blocks), slots)
 
     def match(self, *blocks: int) -> Any:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        return self.cache.match_prefix(MatchPrefixParams(key=self._key(blocks)))
+        from sgl_ext.engine.prefix_tree import key_of
+
+        return self.cache.match_prefix(MatchPrefixParams(key=key_of(self._tokens(blocks))))
 
     def kept(self, *blocks: int) -> list[int]:
         """Where the longest known prefix lies."""
@@ -59,10 +50,8 @@ class Tree:
         kv_vacate.evict(self.cache, start * PAGE, end * PAGE)
 
     @staticmethod
-    def _key(blocks: tuple[int, ...]) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(array("q", [block for block in blocks for _ in range(PAGE)]), None)
+    def _tokens(blocks: tuple[int, ...]) -> list[int]:
+        return [block for block in blocks for _ in range(PAGE)]
 
 
 @pytest.fixture(params=["rust", "python"])

@@ -32,13 +32,15 @@ def test_a_prefix_is_computed_and_loaded(machine: Machine) -> None:
     assert report is not None
     loaded = sum(span.end - span.start for span in plans[-1].spans if isinstance(span.source, Load))
     assert report["loaded"]["shelf"] >= loaded > 0
-    assert report["computed"] == 80 - loaded
+    # What was on its way may land between a plan that computes it and the forward.
+    came = 80 - report["computed"]
+    assert loaded <= came <= loaded + UNIT * PAGE
     machine.restorer.release("a")
     machine.settle()
     assert not machine.restorer.pending()
-    assert len(machine.host) == loaded // PAGE  # what landed can be found
-    assert machine.hits["shelf"] >= loaded // PAGE
-    assert machine.host.free == 64 - loaded // PAGE
+    assert len(machine.host) == came // PAGE  # what landed can be found
+    assert machine.hits["shelf"] >= came // PAGE
+    assert machine.host.free == 64 - came // PAGE
 
 
 def test_what_does_not_land_is_computed(machine: Machine) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -166,37 +165,26 @@ class _Whole:
 def _scheduler(blocks: int) -> Any:
     """What of SGLang's holds and counts KV."""
     import torch
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     from sgl_ext.engine.kv_allocator import BlockGroupAllocator
     from sgl_ext.engine.kv_resize import HOLDERS
+    from sgl_ext.engine.prefix_tree import prefix_tree
 
     page, size = _LAYOUT.page, blocks * _LAYOUT.page
     allocator = BlockGroupAllocator(
         size, page, torch.float32, "cpu", None, False, expected_tokens=page
     )
-    parameters: Any = CacheInitParams(
-        disable=False,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=allocator,
-        page_size=page,
-        tree_components=(ComponentType.FULL,),
-    )
     return SimpleNamespace(
         token_to_kv_pool_allocator=allocator,
-        tree_cache=UnifiedRadixCache(parameters),
+        tree_cache=prefix_tree(allocator),
         model_config=SimpleNamespace(context_len=size),
         **{name: SimpleNamespace(max_total_num_tokens=size) for name in HOLDERS},
     )
 
 
 def _cache(tree: Any, allocator: Any, sequences: int) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sgl_ext.engine.prefix_tree import insert
 
     tokens = _LENGTH * _LAYOUT.page
     for at in range(sequences):
-        key = RadixKey(array("q", range(at * tokens, (at + 1) * tokens)), None)
-        tree.insert(InsertParams(key=key, value=allocator.alloc(tokens)))
+        insert(tree, range(at * tokens, (at + 1) * tokens), allocator.alloc(tokens))

@@ -1,0 +1,41 @@
+"""SGLang's prefix tree over any allocator, without an engine around it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+
+def prefix_tree(allocator: Any, **parameters: Any) -> UnifiedRadixCache:
+    """An empty one, which gives what it evicts back to ``allocator``.
+
+    Args:
+        parameters: further ones of ``CacheInitParams``.
+    """
+    return UnifiedRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=allocator.page_size,
+            tree_components=(ComponentType.FULL,),
+            **parameters,
+        )
+    )
+
+
+def key_of(tokens: Iterable[int]) -> RadixKey:
+    return RadixKey(array("q", tokens), None)
+
+
+def insert(tree: UnifiedRadixCache, tokens: Iterable[int], slots: torch.Tensor) -> None:
+    """``tokens`` have their KV in ``slots``: (tokens,) int64, whole pages of the allocator's."""
+    tree.insert(InsertParams(key=key_of(tokens), value=slots))
