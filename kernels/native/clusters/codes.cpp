@@ -3,111 +3,30 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <memory>
-#include <vector>
 
-#include "exponentials.h"
+#include "lanes.h"
+#include "log_sum.h"
 #include "openmp.h"
 
 namespace sgl_ext::codes {
 namespace {
 
-typedef float Four __attribute__((vector_size(16)));
-typedef float Eight __attribute__((vector_size(32)));
 constexpr std::size_t kMostLanes = 8;
 // Additions, about a tenth of a millisecond; to wake a thread that sleeps takes half of that.
 constexpr std::size_t kWorthThreads = std::size_t(1) << 18;
 
-// Heads of one KV head share its codes: the tables of some lie side by side, so that one code
-// costs one addition for all of them. Writes logits [heads, entries], and each head's largest.
-template <class Lanes, std::size_t subspaces>
-[[gnu::always_inline]] inline void look_up(const std::uint8_t *codes, std::size_t entries,
-                                           std::size_t all, std::size_t heads, const float *tables,
-                                           float *logits, float *highest) {
-  constexpr std::size_t lanes = sizeof(Lanes) / sizeof(float);
-  const std::size_t width = subspaces ? subspaces : all;
-  float each[lanes];
-  std::fill(each, each + lanes, -INFINITY);
-  Lanes most;
-  std::memcpy(&most, each, sizeof most);
-  for (std::size_t e = 0; e < entries; ++e) {
-    Lanes sum{};
-    for (std::size_t s = 0; s < width; ++s) {
-      Lanes one;
-      std::memcpy(&one, tables + (s * centroids + codes[e * width + s]) * lanes, sizeof one);
-      sum += one;
-    }
-    most = sum > most ? sum : most;
-    std::memcpy(each, &sum, sizeof sum);
-    for (std::size_t l = 0; l < heads; ++l) logits[l * entries + e] = each[l];
-  }
-  std::memcpy(each, &most, sizeof most);
-  std::copy(each, each + heads, highest);
-}
+// Room for the heads of one KV head that are taken at once.
+struct Room {
+  Room(const Shape &shape, std::size_t lanes, std::size_t near)
+      : queries(new float[shape.head_dim * lanes]),
+        turned(new float[shape.head_dim * lanes]),
+        tables(new float[shape.subspaces * centroids * lanes]),
+        logits(new float[shape.entries * lanes]),
+        near(new float[near * lanes]) {}
 
-template <class Lanes>
-[[gnu::always_inline]] inline void look_up(const Shape &shape, const std::uint8_t *codes,
-                                           std::size_t heads, const float *tables, float *logits,
-                                           float *highest) {
-  const std::size_t entries = shape.entries, all = shape.subspaces;
-  switch (all) {  // the usual numbers are unrolled
-    case 4: return look_up<Lanes, 4>(codes, entries, all, heads, tables, logits, highest);
-    case 8: return look_up<Lanes, 8>(codes, entries, all, heads, tables, logits, highest);
-    default: return look_up<Lanes, 0>(codes, entries, all, heads, tables, logits, highest);
-  }
-}
-
-// Tables that lie side by side, for so many heads.
-std::size_t lanes_of(std::size_t heads) { return heads == 1 ? 1 : heads <= 4 ? 4 : 8; }
-
-SGL_EXT_CLONES
-void logits_of(const Shape &shape, const std::uint8_t *codes, std::size_t heads,
-               const float *tables, float *logits, float *highest) {
-  switch (lanes_of(heads)) {
-    case 1: return look_up<float>(shape, codes, heads, tables, logits, highest);
-    case 4: return look_up<Four>(shape, codes, heads, tables, logits, highest);
-    default: return look_up<Eight>(shape, codes, heads, tables, logits, highest);
-  }
-}
-
-SGL_EXT_CLONES
-float exponentials_of(float *values, std::size_t count, float highest) {
-  return exponentials(values, count, highest);
-}
-
-SGL_EXT_CLONES
-void add(const float *values, std::size_t count, float factor, float *out) {
-  for (std::size_t i = 0; i < count; ++i) out[i] += values[i] * factor;
-}
-
-// The logits of a head's centroids, [subspaces, centroids, lanes], into one lane; what the mean adds
-// to all of them is in the first subspace's.
-SGL_EXT_CLONES
-void tables_of(const Shape &shape, const Keys &keys, std::size_t kv_head, const float *query,
-               float scale, float *turned, float *tables, std::size_t lanes) {
-  const std::size_t dim = shape.head_dim, width = dim / shape.subspaces;
-  const float *projection = keys.projection + kv_head * dim * dim;
-  const float *mean = keys.mean + kv_head * dim;
-  const std::uint16_t *cents = keys.centroids + kv_head * dim * centroids;
-  std::fill(turned, turned + dim, 0.0f);
-  float always = 0.0f;
-  for (std::size_t i = 0; i < dim; ++i) {
-    const float q = query[i] * scale;
-    always += q * mean[i];
-    for (std::size_t j = 0; j < dim; ++j) turned[j] += q * projection[i * dim + j];
-  }
-  float table[centroids];
-  for (std::size_t s = 0; s < shape.subspaces; ++s) {
-    std::fill(table, table + centroids, s ? 0.0f : always);
-    for (std::size_t i = s * width; i < (s + 1) * width; ++i) {
-      const float q = turned[i];
-      for (std::size_t c = 0; c < centroids; ++c) table[c] += q * wide(cents[i * centroids + c]);
-    }
-    float *into = tables + s * centroids * lanes;
-    for (std::size_t c = 0; c < centroids; ++c) into[c * lanes] = table[c];
-  }
-}
+  const std::unique_ptr<float[]> queries, turned, tables, logits, near;
+};
 
 struct Job {
   const Shape &shape;
@@ -121,6 +40,135 @@ struct Job {
   std::atomic<std::size_t> next{0};
 };
 
+// Some heads of a KV head, and a row. They share its codes and keys: what belongs to them lies side
+// by side, so that one code costs one addition for all of them, and a key is read once.
+struct Part {
+  const Job &job;
+  std::size_t row;
+  std::size_t kv_head;
+  std::size_t first;  // of the heads, among those of all rows
+  std::size_t heads;
+  const Room &room;
+};
+
+// Queries [lanes, head_dim], scaled, and what the projection makes of them.
+template <class Lanes>
+[[gnu::always_inline]] inline void turn(const Part &part) {
+  const std::size_t dim = part.job.shape.head_dim, all = lanes_of<Lanes> * dim;
+  float *queries = part.room.queries.get(), *turned = part.room.turned.get();
+  const float *given = part.job.queries + part.first * dim;
+  for (std::size_t i = 0; i < part.heads * dim; ++i) queries[i] = given[i] * part.job.scale;
+  std::fill(queries + part.heads * dim, queries + all, 0.0f);
+  std::fill(turned, turned + all, 0.0f);
+  const float *projection = part.job.keys.projection + part.kv_head * dim * dim;
+  for (std::size_t h = 0; h < part.heads; ++h)
+    for (std::size_t i = 0; i < dim; ++i) {
+      const float q = queries[h * dim + i];
+      for (std::size_t j = 0; j < dim; ++j) turned[h * dim + j] += q * projection[i * dim + j];
+    }
+}
+
+// The logits of the centroids [subspaces, centroids, lanes]; what the mean adds to all of them is
+// in the first subspace's.
+template <class Lanes>
+[[gnu::always_inline]] inline void fill_tables(const Part &part) {
+  constexpr std::size_t lanes = lanes_of<Lanes>, width = 16;
+  const Shape &shape = part.job.shape;
+  const std::size_t dim = shape.head_dim, own = dim / shape.subspaces;
+  const float *queries = part.room.queries.get(), *turned = part.room.turned.get();
+  const float *mean = part.job.keys.mean + part.kv_head * dim;
+  const std::uint16_t *cents = part.job.keys.centroids + part.kv_head * dim * centroids;
+  float *table = part.room.tables.get();
+  float always[lanes] = {};
+  for (std::size_t h = 0; h < part.heads; ++h)
+    for (std::size_t i = 0; i < dim; ++i) always[h] += queries[h * dim + i] * mean[i];
+  for (std::size_t s = 0; s < shape.subspaces; ++s, cents += own * centroids, turned += own)
+    for (std::size_t c = 0; c < centroids; c += width, table += width * lanes) {
+      Sixteen sums[lanes];
+      for (std::size_t l = 0; l < lanes; ++l) sums[l] = all<Sixteen>(s ? 0.0f : always[l]);
+      for (std::size_t i = 0; i < own; ++i) {
+        const Sixteen values = sixteen(cents + i * centroids + c);
+        for (std::size_t l = 0; l < lanes; ++l) sums[l] += turned[l * dim + i] * values;
+      }
+      float each[lanes][width];
+      std::memcpy(each, sums, sizeof each);
+      for (std::size_t i = 0; i < width; ++i)
+        for (std::size_t l = 0; l < lanes; ++l) table[i * lanes + l] = each[l][i];
+    }
+}
+
+// Logits [entries, lanes], and each head's largest.
+template <class Lanes, std::size_t subspaces>
+[[gnu::always_inline]] inline Lanes look_up(const Part &part) {
+  constexpr std::size_t lanes = lanes_of<Lanes>;
+  const Shape &shape = part.job.shape;
+  const std::size_t width = subspaces ? subspaces : shape.subspaces;
+  const std::uint8_t *code = part.job.keys.codes + part.kv_head * shape.entries * width;
+  const float *tables = part.room.tables.get();
+  float *logits = part.room.logits.get();
+  Lanes highest = all<Lanes>(-INFINITY);
+  for (std::size_t e = 0; e < shape.entries; ++e, code += width) {
+    Lanes sum{};
+    for (std::size_t s = 0; s < width; ++s)
+      sum += load<Lanes>(tables + (s * centroids + code[s]) * lanes);
+    highest = larger(sum, highest);
+    store(sum, logits + e * lanes);
+  }
+  return highest;
+}
+
+template <class Lanes>
+[[gnu::always_inline]] inline Lanes look_up(const Part &part) {
+  switch (part.job.shape.subspaces) {  // the usual numbers are unrolled
+    case 4: return look_up<Lanes, 4>(part);
+    case 8: return look_up<Lanes, 8>(part);
+    default: return look_up<Lanes, 0>(part);
+  }
+}
+
+// Adds the attention of the heads to the entries.
+template <class Lanes>
+[[gnu::always_inline]] inline void add_mass(const Part &part, float *out) {
+  constexpr std::size_t lanes = lanes_of<Lanes>;
+  const std::size_t entries = part.job.shape.entries;
+  float *logits = part.room.logits.get();
+  turn<Lanes>(part);
+  Lanes beside{};
+  if (part.job.seen) {
+    beside = log_sums<Lanes>(*part.job.seen, part.row, part.kv_head, part.room.queries.get(),
+                             part.room.near.get());
+  } else {
+    float each[lanes] = {};
+    std::copy_n(part.job.beside + part.first, part.heads, each);
+    beside = load<Lanes>(each);
+  }
+  fill_tables<Lanes>(part);
+  const Lanes highest = larger(beside, look_up<Lanes>(part));
+  float factor[lanes], top[lanes], more[lanes];
+  store(exponentials(logits, entries, highest), factor);
+  store(highest, top);
+  store(beside, more);
+  for (std::size_t l = 0; l < lanes; ++l)
+    factor[l] = l < part.heads ? 1.0f / (factor[l] + std::exp(more[l] - top[l])) : 0.0f;
+  for (std::size_t e = 0; e < entries; ++e) {
+    float sum = 0.0f;
+    for (std::size_t l = 0; l < lanes; ++l) sum += logits[e * lanes + l] * factor[l];
+    out[e] += sum;
+  }
+}
+
+SGL_EXT_CLONES void add_one(const Part &part, float *out) { add_mass<One>(part, out); }
+SGL_EXT_CLONES void add_four(const Part &part, float *out) { add_mass<Four>(part, out); }
+SGL_EXT_CLONES void add_eight(const Part &part, float *out) { add_mass<Eight>(part, out); }
+
+SGL_EXT_CLONES
+void add(const float *values, std::size_t count, float *out) {
+  for (std::size_t i = 0; i < count; ++i) out[i] += values[i];
+}
+
+// Lanes for so many heads.
+std::size_t lanes_for(std::size_t heads) { return heads == 1 ? 1 : heads <= 4 ? 4 : kMostLanes; }
+
 // The heads of one KV head at a time, whichever thread takes it: results do not depend on how many
 // threads there are.
 void work(void *data) {
@@ -128,33 +176,19 @@ void work(void *data) {
   const Shape &shape = job.shape;
   const std::size_t group = shape.heads / shape.kv_heads;
   const std::size_t most = std::min(group, kMostLanes), parts = job.count * shape.kv_heads;
-  std::size_t part = job.next.fetch_add(1);
-  if (part >= parts) return;  // before memory is taken: threads may be many, and parts few
-  std::vector<float> logits(most * shape.entries), turned(shape.head_dim);
-  std::vector<float> tables(shape.subspaces * centroids * lanes_of(most));
-  std::vector<float> near(job.seen ? job.seen->most(job.count) : 0);
-  float highest[kMostLanes];
-  for (; part < parts; part = job.next.fetch_add(1)) {
-    const std::size_t kv_head = part % shape.kv_heads, row = part / shape.kv_heads;
-    float *out = job.parts + part * shape.entries;
+  std::size_t at = job.next.fetch_add(1);
+  if (at >= parts) return;  // before memory is taken: threads may be many, and parts few
+  const Room room(shape, lanes_for(most), job.seen ? job.seen->most(job.count) : 0);
+  for (; at < parts; at = job.next.fetch_add(1)) {
+    float *out = job.parts + at * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
     for (std::size_t first = 0; first < group; first += most) {
-      const std::size_t heads = std::min(most, group - first), lanes = lanes_of(heads);
-      const std::size_t at = part * group + first;
-      for (std::size_t h = 0; h < heads; ++h)
-        tables_of(shape, job.keys, kv_head, job.queries + (at + h) * shape.head_dim, job.scale,
-                  turned.data(), tables.data() + h, lanes);
-      logits_of(shape, job.keys.codes + kv_head * shape.entries * shape.subspaces, heads,
-                tables.data(), logits.data(), highest);
-      for (std::size_t h = 0; h < heads; ++h) {
-        float *mine = logits.data() + h * shape.entries;
-        const float beside =
-            job.seen ? log_sum(*job.seen, row, kv_head, job.queries + (at + h) * shape.head_dim,
-                               job.scale, near.data())
-                     : job.beside[at + h];
-        const float top = std::max(highest[h], beside);
-        const float sum = exponentials_of(mine, shape.entries, top) + std::exp(beside - top);
-        add(mine, shape.entries, 1.0f / sum, out);
+      const Part part{job, at / shape.kv_heads, at % shape.kv_heads, at * group + first,
+                      std::min(most, group - first), room};
+      switch (lanes_for(part.heads)) {
+        case 1: add_one(part, out); break;
+        case 4: add_four(part, out); break;
+        default: add_eight(part, out);
       }
     }
   }
@@ -171,7 +205,7 @@ void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *
     float *row = out + q * shape.entries;
     std::fill(row, row + shape.entries, 0.0f);
     for (std::size_t k = 0; k < shape.kv_heads; ++k)
-      add(parts.get() + (q * shape.kv_heads + k) * shape.entries, shape.entries, 1.0f, row);
+      add(parts.get() + (q * shape.kv_heads + k) * shape.entries, shape.entries, row);
   }
 }
 

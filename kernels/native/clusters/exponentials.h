@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -42,21 +41,6 @@ namespace sgl_ext {
   float two;
   std::memcpy(&two, &exponent, sizeof two);
   return power * two;
-}
-
-// exp(value - highest) of each, in place; returns their sum.
-[[gnu::always_inline]] inline float exponentials(float *values, std::size_t count, float highest) {
-  for (std::size_t i = 0; i < count; ++i) values[i] = exp_of(values[i] - highest);
-  // In lanes, so that it is vectorised as it is written.
-  constexpr std::size_t kLanes = 32;
-  float lanes[kLanes] = {};
-  std::size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (std::size_t l = 0; l < kLanes; ++l) lanes[l] += values[i + l];
-  float sum = 0.0f;
-  for (; i < count; ++i) sum += values[i];
-  for (float lane : lanes) sum += lane;
-  return sum;
 }
 
 }  // namespace sgl_ext
