@@ -84,7 +84,8 @@ def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
     directory.chmod(0o700)
     tokens = str(worker_tokens(BORROWED + 512, own=0))
     arguments = ("--model-path", str(untrained()), "--max-total-tokens", tokens, *COMMON)
-    return System("worker", (*arguments, *peer("worker", directory, window="1s", deadline="20s")))
+    ours = "--enable-metrics", *peer("worker", directory, window="1s", deadline="20s")
+    return System("worker", (*arguments, *ours))
 
 
 @pytest.fixture(scope="module", params=os.environ.get("SGL_EXT_STREAMS", "direct").split(","))
@@ -99,6 +100,7 @@ def pair(
     # A worker that is started anew on a busy machine takes minutes.
     patient = {"deadline": "300s", "lease": "60s"}
     ours = peer("master", directory, capacity=capacity, stream=request.param, **patient)
+    ours += ("--enable-metrics",)
     systems = [
         System("large", ("--max-total-tokens", "4096", *COMMON)),
         System("master", ("--max-total-tokens", str(LOCAL), *COMMON, *ours)),
@@ -123,6 +125,19 @@ def test_answers_are_those_of_a_large_server(pair: Pair, prompts: list[list[int]
     pair.same(prompts)
     longer = [prompt + [1] * 40 for prompt in prompts]
     pair.same(longer)  # of which the master has cached what came before
+
+
+def metric(server: Server, name: str) -> float:
+    text = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    (line,) = (one for one in text.splitlines() if one.startswith(f"sglang_ext:peer_{name}{{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_metrics_say_what_is_lent(pair: Pair) -> None:
+    lent = live(pair.worker.url)["peer"]["used_bytes"]
+    until("the worker's metrics", lambda: metric(pair.worker, "used_bytes") == lent)
+    until("the master's metrics", lambda: metric(pair.master, "borrowed_bytes") == lent)
+    assert metric(pair.worker, "granted_bytes_total") >= lent
 
 
 def test_what_the_worker_needs_comes_back_and_goes_again(

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from sgl_ext.bench.questions import questions
 from sgl_ext.bench.server import Server, System, live, serve
 from sgl_ext.cli import app
+from sgl_ext.engine.stored_metrics import BLOCKS
 
 DEADLINE_S = 300.0
 _CONTEXT, _DEVICES = 1500, 3
@@ -38,7 +39,7 @@ def server(
     }  # fmt: skip
     arguments = (
         "--max-total-tokens", "12000", "--page-size", "16", "--dtype", "float32",
-        "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
+        "--enable-metrics", "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
     )  # fmt: skip
     system = System("clusters", arguments)
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
@@ -126,6 +127,20 @@ def test_all_of_it_answers_as_dense_attention(
         ]  # fmt: skip
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def blocks_given(server: Server) -> float:
+    """All that ``/metrics`` has counted."""
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    name = "sglang_ext:clusters_blocks_total{"
+    return sum(float(line.rsplit(" ")[-1]) for line in text.splitlines() if line.startswith(name))
+
+
 def test_a_part_of_it_is_near(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:
@@ -149,6 +164,7 @@ def test_a_part_of_it_is_near(
     assert mean[0.1] < 0.3
     state = live(server.url)["clusters"]["open"][stored["id"]]
     assert min(state["requests"], state["fetched"], state["expected"]) > 0
+    until(lambda: blocks_given(server) == sum(state[name] for name in BLOCKS))
 
 
 def test_requests_of_all_kinds_run_together(
@@ -221,11 +237,14 @@ def test_a_record_is_stored_beside_the_server(
     assert "A-Z" in outside.output
     Path(record).unlink()
     assert id_ in live(server.url)["clusters"]["open"]
+    opened = live(server.url)["clusters"]["open"].values()
+    given = sum(one[name] for one in opened for name in BLOCKS)
+    until(lambda: blocks_given(server) == given)
     assert requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60).ok
-    end = time.monotonic() + 60
-    while id_ in live(server.url)["clusters"]["open"]:  # its files take room until it is closed
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    # Its files take room until it is closed.
+    until(lambda: id_ not in live(server.url)["clusters"]["open"])
+    time.sleep(2)
+    assert blocks_given(server) == given
 
 
 def test_names_of_kv_are_not_forged(

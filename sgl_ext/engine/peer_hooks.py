@@ -48,9 +48,13 @@ def _open(scheduler: Any) -> None:
 def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     if (ext := runtime.current) is None or ext.peer is None:
         return original(scheduler, running)
+    from sglang.srt.runtime_context import get_observability
+
     ext.peer.step(running)
     result = original(scheduler, running)
     ext.peer.planned()
+    if get_observability().enable_metrics:
+        ext.peer.measure()
     return result
 
 

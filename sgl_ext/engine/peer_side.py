@@ -13,6 +13,7 @@ import zmq
 from sgl_ext.config import Peer
 from sgl_ext.engine import kv_vacate
 from sgl_ext.engine.layer_stream import LayerStream
+from sgl_ext.engine.peer_metrics import PeerMetrics
 from sgl_ext.engine.refusing import refuse_waiting
 from sgl_ext.memory.slab import Slab
 from sgl_ext.peer import directory
@@ -41,6 +42,7 @@ class PeerSide:
         """Ids of requests that memory is missing for, and since when."""
         self._patience = config.deadline + config.lease
         """Seconds that they wait for it."""
+        self._metrics: PeerMetrics | None = None
 
     def step(self, running: Any) -> None:
         """Between two steps of the scheduler, with the batch that decodes."""
@@ -51,6 +53,13 @@ class PeerSide:
         if self.aside:
             self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
             self.aside = ()
+
+    def measure(self) -> None:
+        """Brings ``/metrics`` up to date."""
+        if self._metrics is None:
+            self._metrics = PeerMetrics(self.describe())
+        if self._metrics.due:
+            self._metrics.update(self.describe())
 
     def describe(self) -> dict[str, Any]:
         """What it has, for ``/server_info``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from sgl_ext.clusters.stored import Stored, names
 from sgl_ext.config import Clusters
 from sgl_ext.engine.stored_attention import StoredAttention
 from sgl_ext.engine.stored_memory import StoredMemory
+from sgl_ext.engine.stored_metrics import BLOCKS, StoredMetrics
 from sgl_ext.engine.stored_parameters import FollowsStored
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
@@ -87,6 +89,9 @@ class StoredContexts:
         """When it is looked again."""
         self._followers: dict[str, Follower] = {}
         self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
+        self._past: Counter[str] = Counter()
+        """What following contexts has cost that are closed."""
+        self._metrics: StoredMetrics | None = None
 
     def ask(self, req: Any, asked: FollowsStored) -> Follower:
         """SGLang's ``req`` follows a context from now on, which begins to be opened.
@@ -189,14 +194,27 @@ class StoredContexts:
 
     def describe(self) -> dict[str, Any]:
         """What is open, for ``/server_info``."""
-        opened = {
+        return {
+            "followed": len(self._followers),
+            "open": {id_: one.describe() for id_, one in self._usable.items()},
+        }
+
+    def measure(self) -> None:
+        """Brings ``/metrics`` up to date."""
+        if self._metrics is None:
+            self._metrics = StoredMetrics()
+        if self._metrics.due:
+            opened = self._usable
+            totals = sum(map(_costs, opened.values()), self._past)
+            self._metrics.update(totals, len(opened), len(self._followers))
+
+    @property
+    def _usable(self) -> dict[str, StoredAttention]:
+        """Those that are open."""
+        return {
             id_: future.result()
             for id_, future in self._open.items()
             if future.done() and future.exception() is None
-        }
-        return {
-            "followed": len(self._followers),
-            "open": {id_: one.describe() for id_, one in opened.items()},
         }
 
     def _unused(self) -> set[str]:
@@ -217,6 +235,8 @@ class StoredContexts:
 
     def _close(self, id_: str) -> None:
         self._gone.discard(id_)
+        if (opened := self._usable.get(id_)) is not None:
+            self._past += _costs(opened)
         self._threads.submit(_close, self._open.pop(id_))
 
     def _find_gone(self, opened: set[str]) -> None:
@@ -241,6 +261,12 @@ def end_request(req: Any, message: str) -> None:
 
     req.skip_radix_cache_insert = True
     req.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable")
+
+
+def _costs(opened: StoredAttention) -> Counter[str]:
+    """Blocks and seconds, as :class:`~sgl_ext.engine.stored_metrics.StoredMetrics` names them."""
+    found = opened.describe()
+    return Counter({name: found[name] for name in BLOCKS}) + Counter(found["seconds"])
 
 
 def _close(opened: Future[StoredAttention]) -> None:

@@ -167,7 +167,11 @@ def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     ext = runtime.current
     if ext is None or ext.stored is None or ext.recorder is None:
         return original(scheduler, running)
+    from sglang.srt.runtime_context import get_observability
+
     ext.stored.tidy()
+    if get_observability().enable_metrics:
+        ext.stored.measure()
     if ext.stored.any or ext.recorder.any:
         present = {
             req.rid

@@ -85,9 +85,10 @@ class Terms:
 
 @dataclass
 class Counts:
-    """What has happened."""
+    """What has happened since the start."""
 
     lent: int = 0
+    """Bytes, as :attr:`reclaimed`."""
     reclaimed: int = 0
     replaced: int = 0
     """Times that memory was replaced because its master did not leave it."""
