@@ -6,18 +6,12 @@ with an error that the round explains, and nothing of the dead may be left.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +19,12 @@ from typing import Any
 import requests
 
 from sgl_ext.bench.conversations import conversations
-from sgl_ext.bench.peer_files import (
-    files_of,
-    leaked_files,
-    mapped_files,
-    opened_files,
-    processes_of,
-)
+from sgl_ext.bench.peer_questions import Answer, Call, Ending, Question, Tally, ask, learn
 from sgl_ext.bench.peer_servers import COMMON, Lent, pair, wait_until_lent
+from sgl_ext.bench.peer_victims import Victims, start_later
 from sgl_ext.bench.report import Report
 from sgl_ext.bench.server import Server, System, live, serve
-from sgl_ext.engine import run_directory
 from sgl_ext.errors import ExtError
-from sgl_ext.memory.mapping import HUGE_PAGE
 from sgl_ext.models import SMOLLM2, prepare
 
 EVENTS = ("kill worker", "kill master", "pause worker", "pause master", "storm")
@@ -54,246 +41,14 @@ SLACK_S = 60.0
 """Beside deadline, lease and pause, for what is computed on cores that all share. A worker's own
 requests are answered within the deadline and this."""
 STORM_S, STORM_EVERY_S = 4.0, 0.1
-ALIKE = 1e-3
-"""Logprobs that differ by no more are the same."""
 _TERMS = {"deadline": f"{TERM_S:g}s", "lease": f"{TERM_S:g}s", "window": "200ms"}
-_TOKENS = 12
 _WORKER_TOKENS = 8
 _LARGEST = 8000
 """Tokens of a worker's request; its model has 8,192 positions."""
-_LEARN_DEADLINE_S = 600.0
-_SETTLE_S = 20.0
-"""In which what has died has to be gone."""
 _SHARING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Three servers on the same cores: threads that spin would take them from each other."""
 _COUNTS = {"master": ("retracted",), "worker": ("reclaimed", "replaced")}
 """In ``/server_info``, by role."""
-_LATER_START = "from sgl_ext.engine import run_directory; run_directory.subdirectory()"
-
-Answer = tuple[Sequence[int], Sequence[float]]
-"""Token ids and their logprobs."""
-
-
-class Ending(Enum):
-    """Of a call, as its client sees it."""
-
-    RIGHT = "right"
-    WRONG = "wrong"
-    REFUSED = "refused"
-    """503, and why."""
-    CUT = "cut"
-    """The connection ended, or there was none."""
-    LATE = "late"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A greedy request.
-
-    Attributes:
-        tokens: that the answer may have, for which there has to be room.
-        end: the token id after which it ends, if it comes.
-    """
-
-    prompt: tuple[int, ...]
-    tokens: int = _TOKENS
-    end: int | None = None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": self.tokens}
-        if self.end is None:
-            sampling["ignore_eos"] = True
-        else:
-            sampling["stop_token_ids"] = [self.end]
-        return {
-            "input_ids": list(self.prompt), "sampling_params": sampling, "return_logprob": True,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Call:
-    """How a call ended; ``said`` is what came in place of the right answer."""
-
-    ending: Ending
-    seconds: float
-    said: str = ""
-
-
-@dataclass
-class Tally:
-    """Of a round's calls."""
-
-    right: int = 0
-    wrong: int = 0
-    errors: int = 0
-    """That the round explains."""
-    hangs: int = 0
-    faults: list[str] = field(default_factory=list)
-    """What should not have been."""
-
-    def add(self, who: str, calls: Sequence[Call], explained: frozenset[Ending]) -> None:
-        for call in calls:
-            if call.ending is Ending.RIGHT:
-                self.right += 1
-            elif call.ending in explained:
-                self.errors += 1
-            else:
-                late = call.ending is Ending.LATE
-                self.hangs += late
-                self.wrong += not late
-                self.faults.append(
-                    f"{who}: {call.ending.value} after {call.seconds:.1f} s {call.said}".strip()
-                )
-
-
-def judge(status: int, text: str, expected: Answer) -> tuple[Ending, str]:
-    """What a server's answer is, and what it says in place of the right one."""
-    if status == requests.codes.unavailable and "Retry later" in text:
-        return Ending.REFUSED, text
-    if status != requests.codes.ok:
-        return Ending.WRONG, f"{status} {text[:300]}"
-    ids, logprobs = _answer(text)
-    alike = len(logprobs) == len(expected[1]) and all(
-        abs(ours - right) <= ALIKE for ours, right in zip(logprobs, expected[1], strict=True)
-    )
-    if list(ids) != list(expected[0]) or not alike:
-        return Ending.WRONG, f"{list(ids)} {list(logprobs)}, not {expected}"
-    return Ending.RIGHT, ""
-
-
-def _answer(text: str) -> Answer:
-    found = json.loads(text)
-    entries = found["meta_info"].get("output_token_logprobs") or []
-    return found["output_ids"], [entry[0] for entry in entries]
-
-
-def ask(server: Server, question: Question, expected: Answer, deadline: float) -> Call:
-    """Asks a server that may end meanwhile; returns after ``deadline`` seconds at the latest."""
-    began = time.monotonic()
-    try:
-        found = requests.post(f"{server.url}/generate", json=question.body, timeout=deadline)
-        ending, said = judge(found.status_code, found.text, expected)
-    except requests.Timeout:
-        ending, said = Ending.LATE, ""
-    except requests.RequestException as error:
-        ending, said = Ending.CUT, str(error)
-    return Call(ending, time.monotonic() - began, said)
-
-
-def learn(server: Server, question: Question) -> Answer:
-    """What a server that nothing happens to says.
-
-    Raises:
-        ExtError: no answer.
-    """
-    url = f"{server.url}/generate"
-    found = requests.post(url, json=question.body, timeout=_LEARN_DEADLINE_S)
-    if not found.ok:
-        raise ExtError(f"{server.url} answered {found.status_code}: {found.text}")
-    return _answer(found.text)
-
-
-@dataclass(frozen=True)
-class _Dead:
-    """What was killed.
-
-    Attributes:
-        group: of its processes.
-        shared: inodes of what it had in /dev/shm.
-    """
-
-    role: str
-    group: int
-    shared: frozenset[int]
-
-
-class _Pair:
-    """Servers of which a dead one is replaced by another with the same arguments.
-
-    Args:
-        stack: ends those that replaced others.
-    """
-
-    def __init__(
-        self, large: Server, master: Server, worker: Server, stack: ExitStack, logs: Path
-    ) -> None:
-        self.large = large
-        self.servers = {"master": master, "worker": worker}
-        self._stack, self._logs = stack, logs
-        self._directory = Path(json.loads(worker.system.arguments[-1])["peer"]["directory"])
-        self._started = 0
-        self._dead: list[_Dead] = []
-        # Where a part of a huge page is replaced, both files may have all of it.
-        self._room = 8 * HUGE_PAGE + sum(
-            status.st_size
-            for each in (master, worker)
-            for status in opened_files(processes_of(each.process.pid)).values()
-        )
-
-    def kill(self, role: str) -> None:
-        server = self.servers[role]
-        maps = mapped_files(processes_of(server.process.pid))
-        shared = frozenset(at for at, path in maps.items() if path.startswith("/dev/shm/"))
-        os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.wait()
-        self._dead.append(_Dead(role, server.process.pid, shared))
-
-    def start(self, role: str) -> None:
-        """In the place of the one that was killed.
-
-        Raises:
-            ExtError: it does not start.
-        """
-        system = self.servers[role].system
-        self._started += 1
-        logs = self._logs / f"again-{self._started}"
-        (self.servers[role],) = self._stack.enter_context(serve([system], prepare(SMOLLM2), logs))
-
-    @contextmanager
-    def paused(self, role: str) -> Iterator[None]:
-        group = self.servers[role].process.pid
-        os.killpg(group, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.killpg(group, signal.SIGCONT)
-
-    def leaks(self) -> list[str]:
-        """What is left of the dead, or of a loan that is over, when there was time to go."""
-        give_up = time.monotonic() + _SETTLE_S
-        while (found := self._leaks()) and time.monotonic() < give_up:
-            time.sleep(0.5)
-        self._dead.clear()
-        return found
-
-    def _leaks(self) -> list[str]:
-        found = []
-        shared = {}
-        for path in Path("/dev/shm").iterdir():
-            with suppress(OSError):  # another's, that has just gone
-                shared[path.stat().st_ino] = path
-        for dead in self._dead:
-            found += [
-                f"process {pid} of the killed {dead.role}" for pid in processes_of(dead.group)
-            ]
-            found += [str(shared[inode]) for inode in dead.shared & shared.keys()]
-        left = {path.name for path in self._directory.iterdir()} - {"master", "lock"}
-        found += [f"{self._directory / name}" for name in sorted(left)]
-        master, worker = (files_of(each) for each in self.servers.values())
-        return found + leaked_files(master, worker, self._room)
-
-
-def _start_later() -> None:
-    """What a server that starts removes of those before it that were killed.
-
-    As if all of them had one temporary directory, and were a minute old: what is younger may belong
-    to one that starts.
-    """
-    for directory in run_directory.subdirectory().parent.glob("*/sgl_ext-*"):
-        os.utime(directory, (0, 0))
-        environment = {**os.environ, "TMPDIR": str(directory.parent)}
-        subprocess.run([sys.executable, "-c", _LATER_START], env=environment, check=True)
 
 
 class _Texts:
@@ -336,7 +91,7 @@ class _Rounds:
         ExtError: the master answers otherwise before anything has happened.
     """
 
-    def __init__(self, pair: _Pair, texts: _Texts) -> None:
+    def __init__(self, pair: Victims, texts: _Texts) -> None:
         self._pair, self._texts = pair, texts
         worker = pair.servers["worker"]
         self._worker: list[tuple[Question, Answer]] = []
@@ -450,7 +205,7 @@ class _Rounds:
         pair.kill(role)
         found = of_worker() if role == "master" else []
         pair.start(role)
-        _start_later()
+        start_later()
         return found
 
     def _storm(self, chance: random.Random, threads: ThreadPoolExecutor) -> list[Future[Call]]:
@@ -488,7 +243,7 @@ def report_chaos(report: Report, rounds: int, logs: Path) -> None:
                 ExitStack() as stack,
             ):
                 master, worker = servers
-                series = _Rounds(_Pair(right, master, worker, stack, logs / stream), texts)
+                series = _Rounds(Victims(right, master, worker, stack, logs / stream), texts)
                 for number in numbers:
                     event = EVENTS[number % len(EVENTS)]
                     tally, row = series.run(number, event)
