@@ -282,6 +282,7 @@ def _key_bytes(layer: Layer) -> float:
 
 
 OURS, FAITHFUL, CAPPED = "ours", "Swarm as written", "Swarm, capped clusters"
+MEDOID_ONLY, NO_REPLICA = "Swarm, medoids only", "Swarm, no replicas"
 EXACT, INFLLM, PQCACHE, QUEST = "exact top-k", "InfLLM", "PQCache", "Quest"
 MEAN_KEYS, K_MEANS = "mean keys of 16", "k-means"
 CODED, POSITION, STATIC = "ours, entry by entry", "ours, by position", "static hot set"
@@ -291,6 +292,8 @@ SELECTORS: dict[str, Callable[[Layer], Selector]] = {
     CODED: coded_entries,
     POSITION: by_position,
     FAITHFUL: clustered("faithful"),
+    MEDOID_ONLY: clustered("medoid-only"),
+    NO_REPLICA: clustered("no-replica"),
     CAPPED: clustered("capped"),
     K_MEANS: k_means,
     PQCACHE: pqcache,
