@@ -106,12 +106,14 @@ def _report_memory(report: Report, layers: Sequence[Layer]) -> None:
             of_scores = scores.reshape(len(scores), -1, layer.block).sum(axis=2)
             capacity = max(round(kept * len(of_blocks)), 1)
             wanted += sum(map(len, chosen))
+            hits["most that there is room for"] += sum(min(len(each), capacity) for each in chosen)
             misses = _ours_misses(chosen, of_blocks, capacity)
             hits["ours"] += sum(map(len, chosen)) - sum(map(len, misses))
             fixed = np.argsort(-of_blocks, kind="stable")[:capacity]
+            hits["LRU"] += _lru_hits(chosen, fixed[::-1])
             # Of what a step has used at once, the best counts as used last.
             ranked = [each[np.argsort(of_scores[step, each])] for step, each in enumerate(chosen)]
-            hits["LRU"] += _lru_hits(ranked, fixed[::-1])
+            hits["LRU, best last"] += _lru_hits(ranked, fixed[::-1])
             hits["static"] += sum(int(np.isin(each, fixed).sum()) for each in chosen)
             loads = [np.bincount(each % _DEVICES, minlength=_DEVICES) for each in misses]
             uneven += [float(load.max() / load.mean()) for load in loads if load.any()]
@@ -119,9 +121,9 @@ def _report_memory(report: Report, layers: Sequence[Layer]) -> None:
             report.runs.append(
                 {"what": f"memory for {kept:.0%} of blocks", "system": name, "hits": count / wanted}
             )
-        report.figures[f"cache_hit_ratio_vs_lru_{kept:.0%}".rstrip("%")] = (
-            hits["ours"] / hits["LRU"]
-        )
+        for name, other in (("lru", "LRU"), ("ranked_lru", "LRU, best last"), ("static", "static")):
+            ratio = hits["ours"] / hits[other]
+            report.figures[f"cache_hit_ratio_vs_{name}_{kept:.0%}".rstrip("%")] = ratio
         report.figures[f"balance_beside_memory_{kept:.0%}".rstrip("%")] = statistics.mean(uneven)
     report.figures["cache_hit_ratio_vs_lru"] = report.figures["cache_hit_ratio_vs_lru_5"]
 
@@ -137,11 +139,11 @@ def _ours_misses(
     return found
 
 
-def _lru_hits(ranked: Sequence[NDArray[np.int64]], first: NDArray[np.int64]) -> int:
-    """Of a memory that has ``first`` at first."""
+def _lru_hits(used: Sequence[NDArray[np.int64]], first: NDArray[np.int64]) -> int:
+    """Of a memory that has ``first`` at first; the last one of a step counts as used last."""
     kept: OrderedDict[int, None] = OrderedDict.fromkeys(first.tolist())
     hits = 0
-    for each in ranked:
+    for each in used:
         numbers = each.tolist()
         hits += sum(one in kept for one in numbers)
         for one in numbers:
