@@ -90,7 +90,9 @@ def _figures(
     figures["relative_mass_10_query_p10"] = float(np.percentile(queries, 10))
     figures["index_share"] = max(each.index for each in found[OURS])
     figures["relative_mass_10_faithful"] = at_10[FAITHFUL]
-    figures["relative_mass_10_over_blocks"] = at_10[OURS] - max(at_10[MEAN_KEYS], at_10[INFLLM])
+    figures["relative_mass_10_over_blocks"] = at_10[OURS] - at_10[MEAN_KEYS]
+    # Whose index is larger than ours may be.
+    figures["relative_mass_10_over_representatives"] = at_10[OURS] - at_10[INFLLM]
     figures["relative_mass_10_over_quest"] = at_10[OURS] - at_10[QUEST]
     figures["relative_mass_10_over_k_means"] = at_10[OURS] - at_10[K_MEANS]
 
