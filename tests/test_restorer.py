@@ -92,10 +92,12 @@ def test_who_shares_little_has_its_own_turn(machine: Machine) -> None:
     """As behind a system prompt: the shorter goes first, and what both have is kept once."""
     system, own, other = keys(0, 1), keys(*range(2, 30)), keys(*range(30, 36))
     machine.keep(system + own + other)
+    machine.shelf.open.clear()  # the longer one would be the shorter when most of it has come
     machine.restorer.ask("long", system + own, 0, 0, 123)
     machine.restorer.ask("short", system + other, 0, 0, 35)
     assert not machine.restorer.turn("long", continuing=False)
     assert machine.restorer.turn("short", continuing=False)
+    machine.shelf.open.set()
     machine.run("short", system + other, 35)
     machine.restorer.release("short")
     machine.restorer.advance()
@@ -110,6 +112,7 @@ def test_who_shares_little_has_its_own_turn(machine: Machine) -> None:
 def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
+    machine.shelf.open.clear()
     machine.restorer.ask("long", long, 0, 0, 130)
     machine.restorer.ask("short", short, 0, 0, 45)
     assert not machine.restorer.turn("long", continuing=False)
@@ -120,6 +123,7 @@ def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     assert not machine.restorer.turn("long", continuing=False)
     machine.restorer.release("short")
     assert machine.restorer.turn("long", continuing=False)
+    machine.shelf.open.set()
 
 
 def test_a_shorter_one_interrupts(machine: Machine) -> None:
