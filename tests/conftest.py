@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def until(condition: Callable[[], object], within: float = 30.0) -> None:
+    """Waits for it, at most so many seconds."""
+    end = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import until
 
 from sgl_ext.engine.kv_allocator import BlockGroupAllocator
 from sgl_ext.memory import backing
@@ -26,13 +25,6 @@ def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
     monkeypatch.setattr(backing, "AHEAD", 0)
     monkeypatch.setattr(backing, "STEP", STEP * LAYOUT.block_bytes)
     return Slab.create(LAYOUT, BLOCKS)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_what_is_replaced_is_backed_again(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:

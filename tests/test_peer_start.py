@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import zmq
+from conftest import until
 from msgspec.structs import replace
 from scheduler_kit import Scheduler
 
@@ -143,13 +143,6 @@ def ends() -> Iterator[list[Callable[[], object]]]:
     yield ends
     for end in reversed(ends):
         end()
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_worker_hears_why_it_is_not_understood(

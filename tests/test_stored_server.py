@@ -6,13 +6,14 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from conftest import until
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -127,13 +128,6 @@ def test_all_of_it_answers_as_dense_attention(
         ]  # fmt: skip
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def blocks_given(server: Server) -> float:
     """All that ``/metrics`` has counted."""
     text = requests.get(f"{server.url}/metrics", timeout=60).text
@@ -164,7 +158,7 @@ def test_a_part_of_it_is_near(
     assert mean[0.1] < 0.3
     state = live(server.url)["clusters"]["open"][stored["id"]]
     assert min(state["requests"], state["fetched"], state["expected"]) > 0
-    until(lambda: blocks_given(server) == sum(state[name] for name in BLOCKS))
+    until(lambda: blocks_given(server) == sum(state[name] for name in BLOCKS), within=60)
 
 
 def test_requests_of_all_kinds_run_together(
@@ -239,10 +233,10 @@ def test_a_record_is_stored_beside_the_server(
     assert id_ in live(server.url)["clusters"]["open"]
     opened = live(server.url)["clusters"]["open"].values()
     given = sum(one[name] for one in opened for name in BLOCKS)
-    until(lambda: blocks_given(server) == given)
+    until(lambda: blocks_given(server) == given, within=60)
     assert requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60).ok
     # Its files take room until it is closed.
-    until(lambda: id_ not in live(server.url)["clusters"]["open"])
+    until(lambda: id_ not in live(server.url)["clusters"]["open"], within=60)
     time.sleep(2)
     assert blocks_given(server) == given
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from sgl_ext.bench.mapped import mapped_files
 from sgl_ext.bench.server import Server
 
 _OURS = "/memfd:sgl_ext-kv"
@@ -57,18 +58,6 @@ def opened_files(pids: Sequence[int]) -> dict[int, os.stat_result]:
                     if str(each.readlink()).startswith(_OURS):
                         status = each.stat()
                         found[status.st_ino] = status
-    return found
-
-
-def mapped_files(pids: Sequence[int]) -> dict[int, str]:
-    """Files that are mapped, by inode."""
-    found = {}
-    for pid in pids:
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    found[int(fields[4])] = fields[5]
     return found
 
 

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_ext.bench.mapped import mapped_segments, segments
 from sgl_ext.bench.peer_files import (
     files_of,
     leaked_files,
-    mapped_files,
     opened_files,
     processes_of,
 )
@@ -69,8 +69,7 @@ class Victims:
 
     def kill(self, role: str) -> None:
         server = self.servers[role]
-        maps = mapped_files(processes_of(server.process.pid))
-        shared = frozenset(at for at, path in maps.items() if path.startswith("/dev/shm/"))
+        shared = mapped_segments(processes_of(server.process.pid))
         os.killpg(server.process.pid, signal.SIGKILL)
         server.process.wait()
         self._dead.append(Dead(role, server.process.pid, shared))
@@ -105,15 +104,11 @@ class Victims:
 
     def _leaks(self) -> list[str]:
         found = []
-        shared = {}
-        for path in Path("/dev/shm").iterdir():
-            with suppress(OSError):  # another's, that has just gone
-                shared[path.stat().st_ino] = path
         for dead in self._dead:
             found += [
                 f"process {pid} of the killed {dead.role}" for pid in processes_of(dead.group)
             ]
-            found += [str(shared[inode]) for inode in dead.shared & shared.keys()]
+            found += map(str, segments(dead.shared))
         left = {path.name for path in self._directory.iterdir()} - {"master", "lock"}
         found += [f"{self._directory / name}" for name in sorted(left)]
         master, worker = (files_of(each) for each in self.servers.values())

@@ -19,6 +19,7 @@ import psutil
 import requests
 
 from sgl_ext.bench import quick_start
+from sgl_ext.bench.mapped import mapped_segments, segments
 from sgl_ext.engine import run_directory
 from sgl_ext.errors import ExtError
 
@@ -204,20 +205,5 @@ def _tree(process: psutil.Popen) -> list[psutil.Process]:
 
 
 def _shared_memory_of(tree: list[psutil.Process]) -> list[Path]:
-    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped.
-
-    Matched by inode, because a named semaphore is mapped before it gets its name.
-    """
-    inodes = set()
-    for process in tree:
-        with suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/dev/shm/"):
-                    inodes.add(int(fields[4]))
-    segments = []
-    for path in Path("/dev/shm").iterdir():
-        with suppress(OSError):
-            if path.stat().st_ino in inodes:
-                segments.append(path)
-    return segments
+    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped."""
+    return segments(mapped_segments([process.pid for process in tree]))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from sgl_ext.engine.totals import Totals
-
-_INTERVAL_S = 1.0
+from sgl_ext.engine.totals import Paced, Totals
 
 _GAUGES = {
     "lendable_bytes": ("lendable_bytes", "KV memory that a worker may lend."),
@@ -31,7 +28,7 @@ _COUNTERS = {
 }
 
 
-class PeerMetrics:
+class PeerMetrics(Paced):
     """Metrics of a scheduler process; made after SGLang has set its metrics directory.
 
     Args:
@@ -52,16 +49,10 @@ class PeerMetrics:
             if key in found
         }
         self._totals = Totals()
-        self._next = 0.0
-
-    @property
-    def due(self) -> bool:
-        """Whether the last update is a while ago."""
-        return time.monotonic() >= self._next
 
     def update(self, found: Mapping[str, Any]) -> None:
         """Sets every metric to what :meth:`~sgl_ext.engine.peer_side.PeerSide.describe` says."""
-        self._next = time.monotonic() + _INTERVAL_S
+        self._updated()
         for key, gauge in self._gauges.items():
             gauge.labels(self._role).set(found[key])
         for key, counter in self._counters.items():

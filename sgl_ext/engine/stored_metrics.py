@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
-from sgl_ext.engine.totals import Totals
+from sgl_ext.engine.totals import Paced, Totals
 
-_INTERVAL_S = 1.0
 BLOCKS = ("fetched", "expected", "in_memory")
 """Where a block that is wanted comes from: read now, read ahead, or there."""
 
 
-class StoredMetrics:
+class StoredMetrics(Paced):
     """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
 
     def __init__(self) -> None:
@@ -36,12 +34,6 @@ class StoredMetrics:
             )
         }
         self._totals = Totals()
-        self._next = 0.0
-
-    @property
-    def due(self) -> bool:
-        """Whether the last update is a while ago."""
-        return time.monotonic() >= self._next
 
     def update(self, totals: Mapping[str, float], opened: int, followed: int) -> None:
         """Sets every metric.
@@ -49,7 +41,7 @@ class StoredMetrics:
         Args:
             totals: blocks and seconds since the process began, of all contexts together.
         """
-        self._next = time.monotonic() + _INTERVAL_S
+        self._updated()
         for name, total in totals.items():
             self._totals.set(self._blocks if name in BLOCKS else self._seconds, total, name)
         self._gauges["open"].set(opened)

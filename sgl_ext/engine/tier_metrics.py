@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
-from sgl_ext.engine.totals import Totals
+from sgl_ext.engine.totals import Paced, Totals
 from sgl_ext.tiers.statistics import TierReport
-
-_INTERVAL_S = 1.0
 
 _COUNTERS = {
     "hit_tokens": "Prompt tokens that were not computed because a tier had them.",
@@ -28,7 +25,7 @@ _GAUGES = {
 }
 
 
-class TierMetrics:
+class TierMetrics(Paced):
     """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:
@@ -48,16 +45,10 @@ class TierMetrics:
             (*labels, "reason"),
         )
         self._totals = Totals()
-        self._next = 0.0
-
-    @property
-    def due(self) -> bool:
-        """Whether the last update is a while ago."""
-        return time.monotonic() >= self._next
 
     def update(self, reports: Mapping[str, TierReport]) -> None:
         """Sets every metric to what the tiers say now."""
-        self._next = time.monotonic() + _INTERVAL_S
+        self._updated()
         for tier, report in reports.items():
             numbers: Mapping[str, object] = report
             for name, gauge in self._gauges.items():

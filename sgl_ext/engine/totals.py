@@ -1,8 +1,26 @@
-"""Counters of ``/metrics`` whose totals somebody else keeps."""
+"""Metrics of ``/metrics`` whose values somebody else keeps."""
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import Counter
+
+_INTERVAL_S = 1.0
+
+
+class Paced:
+    """What is brought up to date once in a while."""
+
+    _next = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the last update is a while ago."""
+        return time.monotonic() >= self._next
+
+    def _updated(self) -> None:
+        self._next = time.monotonic() + _INTERVAL_S
 
 
 class Totals:
