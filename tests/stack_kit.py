@@ -36,6 +36,7 @@ class Machine:
         bytes_per_second: float | None = None,
         by_layer: bool = False,
         delayed: DelayedEngine | None = None,
+        spare: int = 0,
     ) -> None:
         """Args:
         delayed: says when copies happen; as soon as they can without.
@@ -62,6 +63,7 @@ class Machine:
             [LowerTier(self.shelf, keep_after=keep_after, wake=wake.set)],
             wait=wait,
             wake=wake,
+            spare=spare,
             closing=[self.engine.close],
         )
 

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import admission
+from sgl_ext.engine import admission, chunk_hooks
 from sgl_ext.engine.meta_info import told
 from sgl_ext.plan import Compute, PrefillPlan, Span
 
@@ -66,13 +66,17 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def adder() -> Any:
     linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
-    cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker), tree_core=None)
+    wrapper = SimpleNamespace(cache_linker=linker, private_load_indices={})
+    cache = SimpleNamespace(linker=wrapper, tree_core=None)
     running = SimpleNamespace(is_empty=lambda: True)
     return SimpleNamespace(tree_cache=cache, can_run_list=[], running_batch=running)
 
 
 def request() -> Any:
-    return SimpleNamespace(rid="r", customized_info=None, last_node=0, output_ids=[])
+    return SimpleNamespace(
+        rid="r", customized_info=None, last_node=0, output_ids=[], session=None, beam_group=None,
+        prefix_len=16, kv=SimpleNamespace(cache_protected_len=16),
+    )  # fmt: skip
 
 
 def test_a_request_waits_for_all_that_is_on_its_way(ext: Any, adder: Any) -> None:
@@ -158,9 +162,8 @@ def test_no_plan_outlives_what_it_is_of(
         turn=lambda *_: True, restores=lambda _rid: True, computes=lambda _rid: False,
         plan=lambda *_: plan,
     )  # fmt: skip
-    req = SimpleNamespace(
-        **vars(request()), prefix_len=0, host_hit_length=0, full_untruncated_fill_ids=[0] * 32
-    )
+    req = request()
+    req.prefix_len, req.host_hit_length, req.full_untruncated_fill_ids = 0, 0, [0] * 32
     made = []
 
     def original(_adder: Any, req: Any) -> bool:
@@ -177,16 +180,17 @@ def test_no_plan_outlives_what_it_is_of(
     assert ext.plans == {}
 
 
-@pytest.mark.parametrize(("coming", "tries"), [(True, True), (None, False), (False, True)])
+@pytest.mark.parametrize(("readable", "tries"), [(True, True), (None, False), (False, True)])
 def test_others_give_way_to_whom_has_lost_its_kv(
-    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, coming: bool | None, tries: bool
+    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, readable: bool | None, tries: bool
 ) -> None:
     """It is computed again; but nobody makes room for what is still on its way."""
     ext.tiers = ext.links = None
     ext.swap = MagicMock(clock=SimpleNamespace(on=nullcontext))
     ext.swap.__contains__.return_value = True
     monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
-    monkeypatch.setattr(admission.swap_in, "coming", lambda *_: coming)
+    found = admission.swap_in.Found(16, 0, readable)
+    monkeypatch.setattr(admission.swap_in, "look_up", lambda *_: found)
     monkeypatch.setattr(admission.swap_in, "lacking", lambda *_: 3.0)
     asked = []
     monkeypatch.setattr(
@@ -198,3 +202,32 @@ def test_others_give_way_to_whom_has_lost_its_kv(
 
     assert admission._preempt(original, adder, request()) is tries
     assert asked == [3.0] * tries
+
+
+def test_a_swapped_request_waits_for_no_chunks(
+    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV holds them; if that is lost, they begin to come then, and it waits for them."""
+    ext.tiers.coming.clear()
+    asked = []
+    ext.links.ask = asked.append
+    swapped: dict[str, Any] = {"r": SimpleNamespace(keys=(), tokens=16)}
+    ext.swap = MagicMock(clock=SimpleNamespace(on=nullcontext), get=swapped.get)
+    ext.swap.__contains__.side_effect = swapped.__contains__
+    ext.swap.drop.side_effect = swapped.pop
+    monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
+    adder.page_size = 16
+    req = request()
+    assert not admission._held_back(adder, req, False)
+    chunk_hooks._check(None, req)
+    assert not asked
+
+    lost = admission.swap_in.Found(16, 0, False)
+    monkeypatch.setattr(admission.swap_in, "look_up", lambda *_: lost)
+
+    def original(*_: Any) -> AddReqResult:
+        raise AssertionError
+
+    assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
+    assert (asked, swapped) == ([req], {})
+    assert admission._held_back(adder, req, False)

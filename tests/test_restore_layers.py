@@ -102,6 +102,10 @@ def test_pages_stay_until_their_request_has_them() -> None:
     assert "a" in held
     held.expire(held["a"].since + 1, kept={"b"})
     assert "a" not in held
+    held.hold("a", names[2:4], 2, Strategy.LAYERS)
+    assert held.give_up_one(kept={"b"})  # a preempted request needs the room
+    assert "a" not in held
+    assert not held.give_up_one(kept={"b"})
     assert held.clear() == ["b"]
     assert host.room == PAGES
     host.check_integrity()

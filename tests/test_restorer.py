@@ -325,3 +325,27 @@ def test_who_waits_for_a_part_of_what_another_one_restores(machine: Machine) -> 
     assert not machine.restorer.turn("b", continuing=False)
     machine.restorer.release("a")
     machine.settle()
+
+
+def test_what_waits_gives_up_what_is_kept_for_it() -> None:
+    """A preempted request needs the room. What is being restored stays."""
+    machine = Machine(places=11)
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    for at in (0, 10):
+        pages = machine.host.reserve(1)
+        assert pages is not None
+        machine.host.publish([names[at]], pages)
+    machine.restorer.ask("a", names[:10], 1, 0, 43)
+    until(lambda: machine.restorer.restores("a") or machine.restorer.turn("a", continuing=False))
+    machine.restorer.ask("b", names[10:], 1, 10, 83)
+    assert machine.host.room == 0
+    assert machine.restorer.give_up_one()
+    assert not machine.restorer.give_up_one()
+    assert machine.host.room == 1
+    assert machine.restorer.restores("a")
+    assert not machine.restorer.asked("b")
+    machine.shelf.open.set()
+    machine.restorer.release("a")
+    machine.settle()

@@ -90,10 +90,9 @@ def ahead(machine: Machine, tree: Tree) -> SwapAhead:
     """One is on its way: pages 1 to 4 of five, of which the device has the first."""
     ahead = SwapAhead(machine.stack, Adaptive())
     req = SimpleNamespace(
-        rid="r", prefix_len=PAGE, last_node=7, origin_input_ids=list(TOKENS), output_ids=[9],
-        extra_key=None, cache_salt=None,
-    )  # fmt: skip
-    assert ahead.begin(tree, req, keys(1, 2, 3, 4), growth=40)
+        rid="r", origin_input_ids=list(TOKENS), output_ids=[9], extra_key=None, cache_salt=None
+    )
+    assert ahead.begin(tree, req, 7, PAGE, keys(1, 2, 3, 4), growth=40)
     return ahead
 
 
@@ -142,7 +141,7 @@ def test_without_slots_nothing_begins(machine: Machine, tree: Tree) -> None:
     held = tree.token_to_kv_pool_allocator.alloc((BLOCKS - 1) * PAGE)
     assert held is not None
     ahead = SwapAhead(machine.stack, Adaptive())
-    req = SimpleNamespace(rid="r", prefix_len=0, last_node=7)
-    assert not ahead.begin(tree, req, keys(1, 2), growth=0)
+    req = SimpleNamespace(rid="r")
+    assert not ahead.begin(tree, req, 7, 0, keys(1, 2), growth=0)
     assert (len(ahead), tree.locks, machine.stack.host._pinned) == (0, 0, 0)
     assert machine.stack.host.lookup(keys(1, 2)) == 2

@@ -96,6 +96,26 @@ def test_pages_that_the_device_has_are_used_too(machine: Machine) -> None:
     assert machine.stack.host.present(keys(1, 2, 3)) == keys(1, 2)
 
 
+def test_waiting_requests_leave_room_for_preempted_ones() -> None:
+    """Pages on their way take all but the spare places; landed ones are given up, the newest
+    request's first, and come again."""
+    machine = Machine(4, 16, spare=2)
+    first, second = keys(*range(6)), keys(*range(20, 40))
+    machine.shelve([*first, *second])
+    for rid, names in (("a", first), ("b", second)):
+        machine.stack.lookup(rid, names)
+        machine.settle(rid)
+    assert machine.stack.host.room == 2
+    machine.stack.make_room(2)
+    assert (machine.stack.lookup("a", first), machine.stack.host.room) == (6, 2)
+    machine.stack.make_room(3)
+    assert machine.stack.host.room == 10  # b's eight may go, a's six stay
+    assert machine.stack.lookup("b", second) == 8
+    machine.stack.make_room(16)
+    assert machine.stack.host.room == 16
+    assert machine.stack.save(places(1)) is not None
+
+
 def test_nothing_below_means_no_waiting(machine: Machine) -> None:
     assert machine.stack.lookup("r", keys(1, 2)) == 0
     assert machine.stack.ready("r")

@@ -8,6 +8,7 @@ from typing import Any
 from sgl_ext import runtime
 from sgl_ext.engine import (
     hooks,
+    ownership,
     penalties,
     plan_hooks,
     restore_hooks,
@@ -50,6 +51,8 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
         linked = ext.links.acquire(req, computing=True)
         result = original(adder, req, *args, **kw)
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    if admitted:
+        ownership.check_admitted(adder, req)
     if ext.swap is not None and admitted and req.retraction_count:
         # All but the token that comes next.
         ext.swap.counts.recomputed_tokens += len(req.full_untruncated_fill_ids) - req.prefix_len - 1
@@ -80,11 +83,12 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         if ext is None or ext.swap is None:
             return original(adder, req)
         swap_in.expect(adder)
-        coming = swap_in.coming(adder.tree_cache, req)
-        if coming is None or (req.rid not in ext.swap and penalties.apart(adder, req)):
-            return False
         with ext.swap.clock.on():
-            return swap_hooks.displace(adder, req, swap_in.lacking(adder, req))
+            found = swap_in.look_up(adder.tree_cache, req)
+            apart = req.rid not in ext.swap and penalties.apart(adder, req)
+            if found.readable is None or apart:
+                return False
+            return swap_hooks.displace(adder, req, swap_in.lacking(adder, req, found.tokens))
     finally:
         # Its plan is made anew when it is admitted: one that is kept may outlive what it is of.
         restore_hooks.considered(req, admitted=False)
@@ -98,7 +102,9 @@ def _held_back(adder: Any, req: Any, continuing: bool) -> bool:
     coming = tier_hooks.held_back(adder, req)
     coming = restore_hooks.held_back(adder, req, continuing) or coming
     coming = not stored_hooks.ready(req) or coming
-    return coming or (ext.links is not None and not ext.links.ready(req))
+    if ext.links is None or (ext.swap is not None and req.rid in ext.swap):
+        return coming  # what was swapped out holds the KV of its chunks
+    return coming or not ext.links.ready(req)
 
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"

@@ -169,8 +169,10 @@ def _open(result: Any, scheduler: Any) -> Any:
 
 def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
     """A composition that cannot be ends its own request, not the scheduler."""
-    if runtime.current is None or runtime.current.links is None:
+    if (ext := runtime.current) is None or ext.links is None:
         return
+    if ext.swap is not None and req.rid in ext.swap:
+        return  # checked when it came; it needs its chunks only if its KV is lost
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_ext.engine.link_parameters import read_parameters
@@ -181,7 +183,7 @@ def _check(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
         read_parameters(req, get_parallel().tp_size)
     except ValueError as error:
         req.set_finish_with_abort(str(error))
-    runtime.current.links.ask(req)
+    ext.links.ask(req)
 
 
 LAUNCHER_HOOKS = (

@@ -200,23 +200,40 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         return following
 
     def free(self, free_index: torch.Tensor) -> None:
-        if free_index.numel() == 0:
-            return
-        if self.free_group is not None:
-            self.free_group.append(self._copy_for_free_group(free_index))
-            return
-        slots = free_index.cpu().numpy()
+        """Frees the blocks of these slots, each of which is named once.
+
+        Raises:
+            ValueError: a slot is named twice, or its block is not in use: it was freed twice.
+        """
+        slots = np.sort(free_index.cpu().numpy())
         if self.page_size == 1:
-            self._release(np.sort(slots))  # a slot that is named twice was freed twice
-        else:
-            self._release(np.unique(slots // self.page_size))
+            self._release(slots)
+            return
+        if (slots[1:] == slots[:-1]).any():
+            twice = int(slots[1:][slots[1:] == slots[:-1]][0])
+            raise ValueError(f"slot {twice} is freed twice in one call")
+        blocks = slots // self.page_size
+        # Several slots of a block name it once.
+        self._release(blocks[np.diff(blocks, prepend=-1) != 0])
+
+    def free_group_end(self) -> None:
+        pending, self.free_group = self.free_group, None
+        if pending:
+            self._release(np.sort(torch.cat(pending).cpu().numpy()))
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         """Frees whole pages by number, none of them named twice."""
-        if self.free_group is not None:
-            self.free(page_ids * self.page_size)
-        else:
-            self._release(np.sort(page_ids.cpu().numpy()))
+        self._release(np.sort(page_ids.cpu().numpy()))
+
+    def unused(self, slots: torch.Tensor) -> int | None:
+        """The first block of whole pages of ``slots`` that is not in use, or whose release waits
+        for the end of a group; None if all are in use."""
+        blocks = slots[:: self.page_size].cpu().numpy() // self.page_size
+        if self.free_group:
+            freed = np.isin(blocks, torch.cat(self.free_group).numpy())
+            if freed.any():
+                return int(blocks[freed][0])
+        return self.groups.unused(blocks)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         if free_index.numel() and start_pos % self.page_size:
@@ -245,7 +262,11 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     # --- inside ----------------------------------------------------------------------------------
 
     def _release(self, blocks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        self.groups.release(runs_of(blocks))
+        """Releases these blocks, in ascending order; one that is named twice was freed twice."""
+        if self.free_group is not None:
+            self.free_group.append(torch.from_numpy(blocks))
+        elif len(blocks):
+            self.groups.release(runs_of(blocks))
 
     def _rows(self, count: int) -> Sequence[int | None]:
         if self._owners is not None:

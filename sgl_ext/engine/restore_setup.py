@@ -66,8 +66,8 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
         )
     wait = ext.config.tiers.wait if ext.config.tiers else 0.0
     now = devices(ext.config.tiers) if ext.config.tiers else {}
-    ext.prefixes = HostPrefixes(stack.host, page)
-    ext.restorer = Restorer(
+    ext.prefixes = prefixes = HostPrefixes(stack.host, page)
+    ext.restorer = restorer = Restorer(
         stack.host,
         stack.lower,
         POLICIES[config.policy](config.ageing),
@@ -77,6 +77,7 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
         wait=wait,
         hits=stack.hits,
     )
+    stack.keepers += [lambda: prefixes.give_up_one(ext.plans), restorer.give_up_one]
 
 
 def subject_of(layout: Layout) -> Subject:

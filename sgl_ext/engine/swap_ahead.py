@@ -61,10 +61,13 @@ class SwapAhead:
         """Tokens that their requests need beside what comes."""
         return sum(flight.growth for flight in self._flights.values())
 
-    def begin(self, tree: Any, req: Any, keys: Sequence[Key], growth: int) -> bool:
+    def begin(
+        self, tree: Any, req: Any, node: Any, first: int, keys: Sequence[Key], growth: int
+    ) -> bool:
         """Begins to copy pages that follow on what the device has of the request's tokens.
 
         Args:
+            node: of the tree, that the device's ``first`` tokens of the request end with.
             keys: of these pages, which host memory has.
             growth: tokens that the request needs beside them.
 
@@ -75,8 +78,8 @@ class SwapAhead:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         page, allocator = tree.page_size, tree.token_to_kv_pool_allocator
-        first, count = req.prefix_len, len(keys) * page
-        lock = tree.lock(req.last_node)
+        count = len(keys) * page
+        lock = tree.lock(node)
         evict_from_tree_cache(tree, count)
         if (slots := allocator.alloc(count)) is None:
             tree.unlock(lock)
@@ -122,6 +125,10 @@ class SwapAhead:
         if came := flight.ticket.state == State.DONE:
             self.adaptive.swapped(flight.ticket.bytes_total, flight.ticket.seconds)
             before = tree.path_device_indices(flight.lock.node)[: flight.first]
+            if len(before) != flight.first:
+                raise RuntimeError(
+                    f"the tree has {len(before)} tokens of a locked prefix of {flight.first}"
+                )
             tree.insert(
                 InsertParams(
                     key=flight.key,

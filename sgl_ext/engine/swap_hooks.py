@@ -90,6 +90,7 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
         swap.stack.stores = Priority.URGENT
     keys = _keys(req, tokens // page * page, page)
     swap.stack.used(keys, 1)  # what it has there is not given up for what it lacks
+    swap.stack.make_room(len(swap.stack.host.missing(keys)) + 1)
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
@@ -170,8 +171,9 @@ def makes_room(adder: Any, req: Any) -> bool:
     if not schedule.enable_priority_scheduling or schedule.disable_priority_preemption:
         return False
     with ext.swap.clock.on():
-        with adder._lock_node(req.last_node):
-            lacking = swap_in.lacking(adder, req)
+        found = swap_in.look_up(adder.tree_cache, req)
+        with adder._lock_node(found.node):
+            lacking = swap_in.lacking(adder, req, found.tokens)
         return displace(adder, req, lacking)
 
 

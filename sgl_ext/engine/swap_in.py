@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgl_ext import runtime
-from sgl_ext.engine import penalties
+from sgl_ext.engine import ownership, penalties
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
 from sgl_ext.memory.tickets import (
@@ -26,6 +26,18 @@ logger = logging.getLogger(__name__)
 
 _EXPECTING = "_sgl_ext_expecting"
 """Attribute of an adder that knows of swap-ins under way."""
+
+
+class Found(NamedTuple):
+    """Where the KV of a request is that waits."""
+
+    tokens: int
+    """Whole pages that the radix tree has on the device, in tokens."""
+    node: Any
+    """Node of the tree that they end with."""
+    readable: bool | None
+    """Whether host memory has the rest of what was swapped out; None if some is still on its way,
+    False if some is lost."""
 
 
 def take_back(adder: Any, req: Any) -> Any:
@@ -48,51 +60,69 @@ def _take_back(
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     page, tree = adder.page_size, adder.tree_cache
-    if (readable := coming(tree, req)) is None:
+    found = look_up(tree, req)
+    if found.readable is None:
         return AddReqResult.CONTINUE
-    if not readable:
+    if not found.readable:
         swap.counts.recomputed += 1
         swap.drop(req.rid)
-        return None
+        if ext.links is None:
+            return None
+        ext.links.ask(req)  # its chunks were not needed until now
+        return None if ext.links.ready(req) else AddReqResult.CONTINUE
     if seats(adder) <= 0:
         return AddReqResult.OTHER
-    here = min(req.prefix_len // page, len(swapped.keys))
-    needed = tokens_needed(adder, req)
-    with adder._lock_node(req.last_node):
+    needed = tokens_needed(adder, req, found.tokens)
+    with adder._lock_node(found.node):
         fits = needed < adder.rem_total_tokens
     if not fits:
         return AddReqResult.NO_TOKEN
     tree.linker.hit_markers.pop(req.rid, None)
+    here = found.tokens // page
     missing = swapped.keys[here:]
     if missing and ext.ahead is not None and _goes_ahead(ext.ahead, adder, len(missing)):
         growth = needed - len(missing) * page  # its slots are taken at once
-        if not ext.ahead.begin(tree, req, missing, growth):
+        if not ext.ahead.begin(tree, req, found.node, found.tokens, missing, growth):
             return AddReqResult.NO_TOKEN
         adder.memory_budget.total_offset += growth
         return AddReqResult.CONTINUE
     adder.memory_budget.total_offset += needed
     swap.hold(swapped, here)
-    req.prefix_len = req.kv.cache_protected_len = here * page
-    req.lock = tree.lock(req.last_node)
+    _adopt(tree, req, found)
     req.extend_end = swapped.tokens
     ext.resuming.append(req)
     return AddReqResult.CONTINUE
 
 
-def coming(tree: Any, req: Any) -> bool | None:
-    """Whether all that a swapped request had can be read; None if it is still on its way."""
-    ext = runtime.current
+def look_up(tree: Any, req: Any) -> Found:
+    """Looks for the KV of a request. Changes neither the request nor its hit marker."""
+    ext, tokens, node = runtime.current, req.prefix_len, req.last_node
     if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
-        return True
+        return Found(tokens, node, True)
     if ext.ahead is not None and req.rid in ext.ahead:
-        return None
-    if req.return_logprob:  # SGLang looks up no more than the prompt, to compute what follows
-        from sglang.srt.mem_cache.common import match_kv_cache
+        return Found(tokens, node, None)
+    if req.return_logprob:
+        # SGLang's own look-up ends with the prompt, so that it computes the logprobs behind it.
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        tokens = req.full_untruncated_fill_ids
-        match_kv_cache(req, tree, tokens, max_prefix_len=swapped.tokens)
-    here = min(req.prefix_len // tree.page_size, len(swapped.keys))
-    return ext.swap.readable(swapped, here)
+        key = RadixKey(
+            req.origin_input_ids + req.output_ids,
+            req.extra_key,
+            limit=swapped.tokens,
+            cache_salt=req.cache_salt,
+        )
+        match = tree.match_prefix(MatchPrefixParams(key=key))
+        tokens, node = match.device_prefix_len, match.last_device_node
+    return Found(tokens, node, ext.swap.readable(swapped, tokens // tree.page_size))
+
+
+def _adopt(tree: Any, req: Any, found: Found) -> None:
+    """Makes what the tree has on the device the request's prefix: length, node, the part that the
+    tree owns and the lock on it change together, or two owners free the same blocks."""
+    req.prefix_len = req.kv.cache_protected_len = found.tokens
+    req.last_node = found.node
+    req.lock = tree.lock(found.node)
 
 
 def seats(adder: Any) -> int:
@@ -120,9 +150,9 @@ def expect(adder: Any) -> None:
     adder.memory_budget.total_offset += ext.ahead.growth
 
 
-def tokens_needed(adder: Any, req: Any) -> int:
-    """What SGLang wants to have free before it admits a request."""
-    uncached = len(req.full_untruncated_fill_ids) - req.prefix_len
+def tokens_needed(adder: Any, req: Any, cached: int) -> int:
+    """Tokens that SGLang wants to have free before it admits a request with ``cached`` ones."""
+    uncached = len(req.full_untruncated_fill_ids) - cached
     return int(uncached + reserved(req) + adder.per_req_token_overhead)
 
 
@@ -134,9 +164,9 @@ def reserved(req: Any) -> int:
     return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
-def lacking(adder: Any, req: Any) -> float:
-    """Tokens that SGLang would have to have beside those that it can give to the request."""
-    return float(tokens_needed(adder, req) - adder.rem_total_tokens)
+def lacking(adder: Any, req: Any, cached: int) -> float:
+    """Tokens that SGLang lacks to admit a request with ``cached`` ones."""
+    return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
 
 
 def pending() -> bool:
@@ -235,6 +265,7 @@ def _fill(scheduler: Any, reqs: Sequence[Any], swap: SwapManager) -> list[Any]:
     for req in reqs:
         if (swapped := swap.get(req.rid)) is None:
             raise RuntimeError(f"{req.rid} came back without having been swapped")
+        ownership.check_resumed(req)
         slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
         loads.append((req, swapped, blocks, swap.load(swapped, blocks)))

@@ -71,15 +71,16 @@ class TierLinker(UnifiedCacheLinker):
                     "tiers hold the KV of full attention only; this model has more: "
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
-            by_layer = ext.config.swap is not None and ext.config.swap.baseline.by_layer
-            ext.tiers = open_stack(ext.config.tiers, ext.slab, by_layer=by_layer)
+            swap = ext.config.swap
+            capacity = 0 if swap is None else swap.capacity // stride_of(ext.slab.layout)
+            by_layer = swap is not None and swap.baseline.by_layer
+            ext.tiers = open_stack(ext.config.tiers, ext.slab, by_layer=by_layer, swapped=capacity)
             open_restoring(ext, ext.tiers)
             params.token_to_kv_pool_allocator.in_flight = ext.tiers.in_flight
-            if ext.config.swap is not None:
-                capacity = ext.config.swap.capacity // stride_of(ext.slab.layout)
-                ext.swap = SwapManager(ext.tiers, capacity, ext.config.swap.baseline)
+            if swap is not None:
+                ext.swap = SwapManager(ext.tiers, capacity, swap.baseline)
                 ext.ahead = SwapAhead(ext.tiers, Adaptive())
-                ext.priorities = priorities_of(ext.config.swap)
+                ext.priorities = priorities_of(swap)
         except ExtError as error:
             refuse(error)
         self.stack = ext.tiers

@@ -13,6 +13,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from operator import index
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_ext.memory.free_groups import FreeGroups
 
 EXPECTED_TOKENS = 1000
@@ -296,6 +299,11 @@ class BlockGroups:
                 end = group.next
             else:
                 return self._end - end
+
+    def unused(self, blocks: NDArray[np.int64]) -> int | None:
+        """The first of ``blocks`` that is not in use; None if all are."""
+        in_use = np.frombuffer(self._state, np.uint8)[blocks] == _IN_USE[0]
+        return None if in_use.all() else int(blocks[~in_use][0])
 
     @property
     def used(self) -> int:

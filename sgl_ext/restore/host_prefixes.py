@@ -90,6 +90,14 @@ class HostPrefixes:
             if rid not in kept:
                 self.release(rid)
 
+    def give_up_one(self, kept: Container[str]) -> bool:
+        """Lets go of what is held for the newest request that is none of ``kept``; it is held anew
+        when the request is looked up again. False if there is none."""
+        rid = next((rid for rid in reversed(self._held) if rid not in kept), None)
+        if rid is not None:
+            self.release(rid)
+        return rid is not None
+
     def clear(self) -> list[str]:
         """Gives everything up; the requests whose pages were kept."""
         rids = list(self._held)

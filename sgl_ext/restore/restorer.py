@@ -303,6 +303,15 @@ class Restorer:
             self._leaving.append(active)
             self._settle()
 
+    def give_up_one(self) -> bool:
+        """Lets the pages be evicted that are kept for the newest request of which nothing loads
+        yet. It is asked for again when it is looked up. False if there is none."""
+        for rid, request in reversed(self._unopened.items()):
+            if len(request.pinned):
+                self.release(rid)
+                return True
+        return False
+
     def advance(self) -> None:
         """Takes every step that can be taken without waiting; once in each of the scheduler's."""
         self._before, self._now = self._now, (now := time.monotonic())

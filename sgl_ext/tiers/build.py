@@ -20,6 +20,10 @@ from sgl_ext.tiers.stack import TierStack
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 8
+"""One part in so many of host memory is left to preempted requests while pages of waiting ones are
+on their way, which cannot be evicted before they have landed."""
+
 
 def emulated(
     engine: TransferEngine, device: EmulatedDevice | None, *, piece_bytes: int = 256 << 10
@@ -44,11 +48,12 @@ def emulated(
     )  # fmt: skip
 
 
-def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStack:
+def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: int = 0) -> TierStack:
     """The stack of a scheduler process.
 
     Args:
         by_layer: see :class:`~sgl_ext.tiers.copies.DeviceCopies`.
+        swapped: pages of host memory that preempted requests may have.
 
     Raises:
         ExtError: a tier cannot be opened: what was asked, what was found, what to do.
@@ -101,6 +106,7 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False) -> TierStac
             lower,
             wait=config.wait,
             wake=wake,
+            spare=min(swapped, arena.pages // _SPARE),
             closing=[engine.close],
         )
         undo.pop_all()

@@ -70,6 +70,7 @@ class TierStack:
     Args:
         lower: the nearest first.
         wait: seconds that a request is held back, at most, while its pages come from below.
+        spare: pages of host memory that these do not take.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TierStack:
         *,
         wait: float,
         wake: threading.Event,
+        spare: int = 0,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.host = host
@@ -101,7 +103,10 @@ class TierStack:
         self._copies = copies
         self._wake = wake
         self._closing = closing
-        self._waiting = Waiting(host, lower, wait)
+        self._waiting = Waiting(host, lower, wait, spare=spare)
+        self.keepers: list[Callable[[], bool]] = [self._waiting.give_up_one]
+        """Each lets the pages be evicted that it keeps for one request that waits, and says whether
+        there was one."""
         self._restored: dict[str, dict[str, Restored]] = {}
         self._queued: dict[str, _Load] = {}
         self._loading: dict[int, list[_Load]] = {}
@@ -290,6 +295,13 @@ class TierStack:
         others, who wait for the copies (:attr:`in_flight`); how many wait to be popped."""
         self._presumed = len(self._stores)
         return self._presumed
+
+    def make_room(self, count: int) -> None:
+        """Has requests that only wait give up pages that are kept for them, until there is room
+        for ``count`` pages of one that loses its blocks now."""
+        for give_up_one in self.keepers:
+            while self.host.room < count and give_up_one():
+                pass
 
     def save(self, blocks: Pages) -> Saved | None:
         """Begins to copy ``blocks`` of the device for their owner alone, until :meth:`drop`.

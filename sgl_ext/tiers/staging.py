@@ -36,10 +36,17 @@ class Staging:
     Args:
         keys: of the prompt's pages.
         here: how many of them, from the first on, host memory has.
+        spare: places of host memory that it leaves to others.
     """
 
     def __init__(
-        self, keys: Sequence[Key], here: int, host: HostPages, tiers: Sequence[LowerTier]
+        self,
+        keys: Sequence[Key],
+        here: int,
+        host: HostPages,
+        tiers: Sequence[LowerTier],
+        *,
+        spare: int = 0,
     ) -> None:
         self.keys = keys[here:]
         self.done = False
@@ -47,6 +54,7 @@ class Staging:
         """Pages that each tier has brought, by its name."""
         self.seconds = 0.0
         """From the look-up on until they were there."""
+        self._spare = spare
         self._began = time.monotonic()
         self._lookups = [(tier, tier.lookup(self.keys)) for tier in tiers]
         self._parts: list[_Part] | None = None
@@ -55,6 +63,11 @@ class Staging:
         """Whether it waits for places in host memory."""
         self._pinned = host.places(keys[:here])
         host.pin(self._pinned)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether pages stay in host memory because of it."""
+        return len(self._pinned) > 0
 
     def advance(self, host: HostPages) -> bool:
         """Takes the next step if it can be taken without waiting; whether it did."""
@@ -88,7 +101,7 @@ class Staging:
         if at == 0:
             self.done = True
             return True
-        pages = host.reserve(min(at, host.room))
+        pages = host.reserve(max(min(at, host.room - self._spare), 0))
         self.short_of_room = pages is None or not len(pages)
         if pages is None or not len(pages):
             return False  # others hold the room; it comes back

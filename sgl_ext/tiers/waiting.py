@@ -31,12 +31,16 @@ class Waiting:
     Args:
         lower: the nearest first.
         wait: seconds that a request is held back, at most.
+        spare: places of host memory that pages on their way leave to others.
     """
 
-    def __init__(self, host: HostPages, lower: Sequence[LowerTier], wait: float) -> None:
+    def __init__(
+        self, host: HostPages, lower: Sequence[LowerTier], wait: float, *, spare: int = 0
+    ) -> None:
         self._host = host
         self._lower = lower
         self._wait = wait
+        self._spare = spare
         self._requests: dict[str, _Request] = {}
         self._stagings: list[Staging] = []
 
@@ -80,6 +84,16 @@ class Waiting:
         request.staging.abandon(self._host)
         return request.staging
 
+    def give_up_one(self) -> bool:
+        """Lets the pages be evicted that are kept for one of the requests: the newest one, those
+        last that have had their turn. It is looked up again at its turn. False if there is none."""
+        keeping = [rid for rid, each in self._requests.items() if each.owner and each.staging.keeps]
+        if not keeping:
+            return False
+        early = [rid for rid in keeping if self._requests[rid].deadline is None]
+        self.leave((early or keeping)[-1])
+        return True
+
     def leave_all(self) -> None:
         for rid in list(self._requests):
             self.leave(rid)
@@ -106,7 +120,7 @@ class Waiting:
 
     def _begin(self, keys: Sequence[Key], here: int, computed: float | None) -> Staging:
         tiers = [tier for tier in self._lower if tier.worthwhile(computed)]
-        staging = Staging(keys, here, self._host, tiers)
+        staging = Staging(keys, here, self._host, tiers, spare=self._spare)
         while staging.advance(self._host):
             pass
         if not staging.done:

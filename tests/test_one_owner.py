@@ -1,0 +1,208 @@
+"""Every block of KV has one owner, and a scheduler that finds two ends before it answers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig, SwapBaseline
+from sgl_ext.engine import ownership, swap_in
+from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.engine.ownership import TwoOwnersError
+from sgl_ext.engine.prefix_tree import prefix_tree
+from sgl_ext.swap.manager import SwapManager
+
+PAGE, BLOCKS = 16, 96
+PROMPT, ANSWER = 480, 40
+
+
+class Engine(SimpleNamespace):
+    """SGLang's radix tree, request pool and requests over our allocator; no model."""
+
+    def __init__(self) -> None:
+        size = BLOCKS * PAGE
+        allocator = BlockGroupAllocator(
+            size, PAGE, torch.float32, "cpu", None, False, expected_tokens=PAGE
+        )
+        pool = ReqToTokenPool(size=8, max_context_len=size, device="cpu", enable_memory_saver=False)
+        tree = prefix_tree(allocator, tree_core_backend="python")
+        tree.req_to_token_pool = pool
+        super().__init__(
+            token_to_kv_pool_allocator=allocator, tree_cache=tree, req_to_token_pool=pool,
+            max_total_num_tokens=size, invariant_checker=SimpleNamespace(
+                _requests_owning_rows=list
+            ),
+            pool_stats_observer=SimpleNamespace(session_held_tokens=lambda: 0),
+        )  # fmt: skip
+
+    def request(self, rid: str, **options: Any) -> Req:
+        """With its prompt, and all of its answer but the last token, generated."""
+        params = SamplingParams(max_new_tokens=2 * ANSWER, temperature=0)
+        req = Req(rid, "", array("q", range(PROMPT)), params, **options)
+        req.output_ids.extend(range(1000, 1000 + ANSWER))
+        return req
+
+    def start(self, req: Req, end: int) -> None:
+        """Gives the request a row: its prefix, which is the tree's, and slots of its own."""
+        tree, pool, allocator = self.tree_cache, self.req_to_token_pool, self.allocator
+        req.kv.req_pool_idx = pool.alloc_rows(1)[0]
+        req.lock = tree.lock(req.last_node)
+        prefix = tree.path_device_indices(req.last_node)
+        assert len(prefix) == req.prefix_len
+        slots = allocator.alloc(-(-(end - req.prefix_len) // PAGE) * PAGE)
+        row = torch.cat((prefix, slots))[:end]
+        pool.write((req.kv.req_pool_idx, slice(0, end)), row.to(torch.int32))
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end = end
+
+    @property
+    def allocator(self) -> BlockGroupAllocator:
+        allocator: BlockGroupAllocator = self.token_to_kv_pool_allocator
+        return allocator
+
+    def check_integrity(self) -> None:
+        """What the tree has is in use, and nothing is counted twice."""
+        self.allocator.groups.check_integrity()
+        assert self.allocator.unused(self.tree_cache.path_device_indices(self.deepest())) is None
+
+    def deepest(self) -> Any:
+        ids = array("q", [*range(PROMPT), *range(1000, 1000 + ANSWER)])
+        return self.tree_cache.match_prefix(MatchPrefixParams(RadixKey(ids))).last_device_node
+
+
+class Host:
+    """Host memory that has lost the last page of what was swapped out."""
+
+    def __init__(self) -> None:
+        self.in_flight = SimpleNamespace(waited_seconds=0.0)
+        self.layout = SimpleNamespace(page=PAGE)
+        self.ended = 0
+        self.host = SimpleNamespace(
+            present=lambda _keys: [], places=lambda _keys: np.empty(0, np.int64),
+            pin=lambda _pages: None,
+        )  # fmt: skip
+
+    def let_go(self, _pages: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    engine = Engine()
+    original = type(engine.tree_cache).insert
+    monkeypatch.setattr(
+        type(engine.tree_cache), "insert",
+        lambda tree, params: ownership._inserted(original(tree, params), tree, params),
+    )  # fmt: skip
+    ext: Any = runtime.ExtRuntime(ExtConfig())
+    stack: Any = Host()
+    ext.slab, ext.swap = object(), SwapManager(stack, 4, SwapBaseline())
+    monkeypatch.setattr(runtime, "current", ext)
+    yield engine
+
+
+def sibling_answers(engine: Engine) -> None:
+    """One with the same prompt and answer has ended: the tree has both on the device."""
+    slots = engine.allocator.alloc(PROMPT + ANSWER // PAGE * PAGE)
+    ids = array("q", [*range(PROMPT), *range(1000, 1000 + ANSWER)])[: len(slots)]
+    engine.tree_cache.insert(InsertParams(key=RadixKey(ids), value=slots))
+
+
+def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine) -> None:
+    """SGLang looks no further than the prompt where logprobs are wanted; a sibling's answer lies
+    behind it on the device. The request is computed again from where SGLang's look-up ends."""
+    sibling_answers(engine)
+    tree = engine.tree_cache
+    req = engine.request("r", return_logprob=True)
+    req.logprob_start_len = PROMPT
+    swap = runtime.current.swap
+    swap.out("r", PROMPT + ANSWER - 1, [b"%d" % at for at in range(32)], tail=None)
+    req.init_next_round_input(tree)
+    tree.linker = SimpleNamespace(hit_markers={"r": "SGLang's"}, private_load_indices={})
+    before = (req.prefix_len, req.last_node, req.kv.cache_protected_len)
+    assert before[0] == PROMPT
+
+    adder: Any = SimpleNamespace(page_size=PAGE, tree_cache=tree)
+    assert swap_in.look_up(tree, req).tokens == PROMPT + 2 * PAGE
+    assert swap_in.take_back(adder, req) is None
+    assert "r" not in swap
+    assert (req.prefix_len, req.last_node, req.kv.cache_protected_len) == before
+    assert tree.linker.hit_markers == {"r": "SGLang's"}
+    ownership.check_admitted(adder, req)
+
+    engine.start(req, PROMPT + ANSWER)
+    req.refresh_fill_ids()
+    tree.linker = None
+    tree.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
+    engine.check_integrity()
+    assert ownership.owned_tokens(engine, SimpleNamespace(reqs=[req])) == BLOCKS * PAGE
+
+
+def test_the_trees_own_blocks_are_no_duplicates(engine: Engine) -> None:
+    """A request whose prefix is longer than the part that it takes for the tree's."""
+    sibling_answers(engine)
+    req = engine.request("r")
+    req.init_next_round_input(engine.tree_cache)
+    assert req.prefix_len == PROMPT + 2 * PAGE
+    adder: Any = SimpleNamespace(tree_cache=engine.tree_cache)
+    ownership.check_admitted(adder, req)
+    req.kv.cache_protected_len = PROMPT
+    with pytest.raises(TwoOwnersError, match="takes 480 for the tree"):
+        ownership.check_admitted(adder, req)
+    with pytest.raises(TwoOwnersError, match="takes 480 for the tree"):
+        ownership.check_resumed(req)
+    engine.start(req, PROMPT + ANSWER)
+    engine.allocator.free_group_begin()  # as when a batch's results are processed
+    with pytest.raises(TwoOwnersError, match="the radix tree still has it"):
+        engine.tree_cache.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
+
+
+def test_a_batch_with_blocks_of_two_owners_does_not_run(engine: Engine) -> None:
+    sibling_answers(engine)
+    req = engine.request("r")
+    req.init_next_round_input(engine.tree_cache)
+    engine.start(req, PROMPT + ANSWER)
+    batch = SimpleNamespace(reqs=[req])
+    ownership._running(engine, batch)
+    engine.allocator.free_page_ids(
+        torch.tensor([int(engine.req_to_token_pool.req_to_token[req.kv.req_pool_idx, 0]) // PAGE])
+    )
+    with pytest.raises(TwoOwnersError, match="blocks have two owners"):
+        ownership._running(engine, batch)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_block_is_freed_once(engine: Engine, grouped: bool) -> None:
+    allocator = engine.allocator
+    slots = allocator.alloc(2 * PAGE)
+    twice = torch.cat((slots, slots[PAGE : PAGE + 1]))
+    if grouped:
+        allocator.free_group_begin()
+        allocator.free(slots)
+        assert allocator.unused(slots) == int(slots[0]) // PAGE
+        allocator.free(slots[PAGE : PAGE + 3])
+        with pytest.raises(ValueError, match="released twice"):
+            allocator.free_group_end()
+    else:
+        with pytest.raises(ValueError, match="freed twice"):
+            allocator.free(twice)
+        allocator.free(slots)
+        with pytest.raises(ValueError, match="released twice"):
+            allocator.free(slots[:PAGE])
+
+
+def test_every_place_is_hooked() -> None:
+    targets = {hook.target for hook in ownership.HOOKS}
+    assert any(target.endswith("UnifiedRadixCache.insert") for target in targets)
+    assert any(target.endswith("Scheduler.run_batch") for target in targets)
