@@ -85,6 +85,7 @@ def activate() -> None:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
     raise SystemExit(128 + signal.SIGTERM)
 
 
