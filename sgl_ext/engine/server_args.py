@@ -91,13 +91,14 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         launcher,
         peer_hooks,
         restore_setup,
+        start_checks,
         stored_hooks,
         swap_hooks,
         tier_hooks,
     )
 
     try:
-        launcher.require_existing_model(server_args)
+        start_checks.require_startable(server_args, config)
         tier_hooks.declare(server_args, config)
         chunk_hooks.declare(server_args, config)
         restore_setup.declare(server_args, config)
@@ -109,6 +110,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         with launcher.one_sentence_about(server_args):
             original(server_args)
         launcher.require_verifiable(server_args)
+        start_checks.require_resolved(server_args, config)
         launcher.activate()
     except hooks.ActivationError as error:
         refuse(error)
