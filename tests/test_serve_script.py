@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 from conftest import ROOT, running_in_group
 
 from sgl_ext.bench.server import free_port
@@ -22,11 +23,14 @@ from sgl_ext.packages import cache_dir
 SERVE = str(ROOT / "scripts" / "serve.sh")
 
 
+KEY = "not-for-the-log"
+
+
 @pytest.fixture
 def process() -> Iterator[psutil.Popen]:
     """The script, serving; nothing of it outlives the test."""
     process = psutil.Popen(
-        [SERVE, "--port", str(free_port()), "--max-total-tokens", "8192"],
+        [SERVE, "--port", str(free_port()), "--max-total-tokens", "8192", "--api-key", KEY],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -46,15 +50,22 @@ def test_it_serves_logs_and_goes_at_ctrl_c(process: psutil.Popen) -> None:
     output = "".join(lines)
     assert lines[-1].startswith("curl "), output[-3000:]
     answer = subprocess.run(
-        shlex.split(lines[-1]), capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+        shlex.split(lines[-1].replace("$API_KEY", KEY)), capture_output=True, text=True, check=True,
+        timeout=60,
+    ).stdout  # fmt: skip
     assert "Paris" in answer
+    url = re.findall(r"http://[^/]+", lines[-1])[0]
+    header = {"Authorization": f"Bearer {KEY}"}
+    shown = requests.get(f"{url}/server_info", headers=header, timeout=30).text
+    assert KEY not in shown
+    assert shown.count("<redacted>") >= 2  # among the arguments and in the command
     assert "max_total_num_tokens=8192" in output  # our arguments come last and win
     (log,) = re.findall(rf"log: ({re.escape(str(cache_dir()))}/logs/serve-\S+)", output)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert running_in_group(process.pid) == []
     assert lines[-1] in Path(log).read_text()
+    assert KEY not in Path(log).read_text()
 
 
 REFUSED = {
