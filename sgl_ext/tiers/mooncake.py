@@ -271,6 +271,6 @@ def library() -> Any:
         ) from error
     except ImportError as error:
         raise ExtError(
-            f"remote tier: Mooncake's client cannot be loaded ({error}); on Debian and Ubuntu its "
-            "libraries are in the packages libibverbs1, librdmacm1, libnuma1 and libcurl4"
+            f"remote tier: Mooncake's client cannot be loaded ({error}); on Debian and Ubuntu, "
+            "as root: apt-get update && apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error
