@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock and this package.
+# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock,
+# which pip checks against the hashes there, and this package.
 # Does nothing when that is already done; a run that was interrupted is repaired by the next one.
 #
 #   SGL_EXT_VENV    where the virtual environment goes   (default: .venv beside this folder)
@@ -10,6 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${SGL_EXT_VENV:-$root/.venv}
 venv=${venv%/}
 lock=$root/scripts/cpu.lock
+torch_lock=$root/scripts/torch.lock
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 need_mib=5000
 
@@ -19,7 +21,7 @@ die() { say "$*"; exit 1; }
 # The stamp names everything the environment was made from; it is written last.
 stamp=$venv/.sgl_ext_setup
 native() { find "$root/kernels/native" -type f -print0 | sort -z | xargs -0 cat; }
-key=$({ cat "$lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
+key=$({ cat "$lock" "$torch_lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
 done_already() { [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; }
 
 # The remote tier's client is the one package that needs libraries of the system.
@@ -96,12 +98,11 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 : >"$log"
 step 2 "PyTorch (CPU build)"
-torch=$(grep -m1 '^torch==' "$lock")
 # Some machines know the CPU build by themselves; everywhere else it is in PyTorch's own index.
-pip install --no-deps "$torch" >>"$log" 2>&1 ||
-    quietly pip install --no-deps --extra-index-url "$torch_cpu_index" "$torch"
-step 3 "SGLang and $(($(grep -c '==' "$lock") - 2)) pinned packages (about 1 GB, a few minutes)"
-pip install --no-deps -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
+pip install --no-deps -r "$torch_lock" >>"$log" 2>&1 ||
+    quietly pip install --no-deps --extra-index-url "$torch_cpu_index" -r "$torch_lock"
+step 3 "SGLang and $(($(grep -c '==' "$lock") - 1)) pinned packages (about 1 GB, a few minutes)"
+pip install --no-deps --require-hashes -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
 step 4 "sgl_ext and its native parts"
 quietly pip install --no-deps --no-build-isolation --editable "$root"
 quietly "$venv/bin/python" -m sgl_ext.engine.cpu.torchvision_bridge
