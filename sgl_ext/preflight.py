@@ -20,7 +20,7 @@ from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.limits import available_memory
 from sgl_ext.packages import cache_dir
-from sgl_ext.peer.directory import DirectoryError, address, lock
+from sgl_ext.peer.directory import DirectoryError, address, lock, socket_path
 from sgl_ext.restore.profile import PROFILES, known
 
 Verdict = Literal["ok", "note", "fail"]
@@ -179,12 +179,13 @@ def _remote_client() -> Check:
 def _peer_directory(peer: Peer) -> Check:
     """What a start would find there; a directory that is not there yet is made by it."""
     name = f"peer directory {peer.directory}"
-    if not peer.directory.exists():
-        above = next(each for each in peer.directory.parents if each.exists())
-        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-            return Check(name, "fail", f"cannot be made in {above}", "make it, or name another")
-        return Check(name, "ok", "will be made")
     try:
+        socket_path(peer.directory)
+        if not peer.directory.exists():
+            above = next(each for each in peer.directory.parents if each.exists())
+            if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+                return Check(name, "ok", "will be made")
+            return Check(name, "fail", f"cannot be made in {above}", "make it, or name another")
         address(peer.directory)
         if peer.role == "master":
             lock(peer.directory).close()
@@ -195,7 +196,7 @@ def _peer_directory(peer: Peer) -> Check:
 
 def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     name = f"{section} directory {directory}"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112  # False for a name that cannot be, too
         return Check(name, "fail", "does not exist", "create it")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(name, "fail", "not writable", "change its owner or mode")

@@ -107,6 +107,21 @@ def test_a_peer_directory_that_others_reach_would_not_run(tmp_path: Path, role: 
     return None
 
 
+def test_a_peer_directory_that_cannot_be_made_would_not_run(tmp_path: Path) -> None:
+    def verdict(directory: Path) -> preflight.Check:
+        config = load({"peer": {"role": "worker", "directory": str(directory)}})
+        return list(preflight._sections(config))[-2]
+
+    assert verdict(tmp_path / "a" / "b").found == "will be made"
+    assert "too long for a socket" in verdict(tmp_path / ("d" * 300)).found
+    (tmp_path / "file").touch()
+    assert verdict(tmp_path / "file" / "b").found == f"cannot be made in {tmp_path}/file"
+    assert not (tmp_path / "a").exists()
+    ssd = {"directories": [str(tmp_path / ("d" * 300))]}
+    with pytest.raises(ExtError, match="does not exist: create it"):
+        preflight.require(load({"clusters": ssd}))
+
+
 def test_everything_that_fails_is_one_line(tmp_path: Path) -> None:
     ssd = {"directories": ["/nope"], "capacity": "1MiB"}
     config = load({"tiers": {"ssd": ssd, "host": {"capacity": "4000TiB"}}})
