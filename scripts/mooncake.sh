@@ -20,7 +20,7 @@ fi
 master=$package/mooncake_master
 if missing=$(ldd "$master" | grep 'not found'); then
     printf 'mooncake.sh: libraries are missing:\n%s\n%s\n' "$missing" \
-        'on Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4' >&2
+        'on Debian and Ubuntu, as root: apt-get update && apt-get install libibverbs1 libnuma1 libcurl4' >&2
     exit 1
 fi
 printf "mooncake.sh: the master is starting; Ctrl-C ends it\n" >&2

@@ -21,14 +21,29 @@ if [[ -z $own_model ]]; then
     defaults=(--model-path "$model" --served-model-name SmolLM2-135M-Instruct --max-total-tokens 65536)
 fi
 
+command=("$python" -m sglang.launch_server --enable-ext "${defaults[@]}" "$@")
 logs=$("$python" -c 'from sgl_ext.packages import cache_dir; print(cache_dir() / "logs")')
-if mkdir -p "$logs" 2>/dev/null && [[ -w $logs ]]; then
-    find "$logs" -name 'serve-*.log' -mtime +7 -delete
-    log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
-    printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
-    # The copy outlives Ctrl-C until the server has closed its output.
-    exec > >(exec tee -i "$log") 2>&1
-else
+if ! mkdir -p "$logs" 2>/dev/null || ! chmod 700 "$logs" 2>/dev/null || [[ ! -w $logs ]]; then
     printf 'sgl_ext: starting the server (about 20 s); no log: %s cannot be written\n' "$logs" >&2
+    exec "${command[@]}"
 fi
-exec "$python" -m sglang.launch_server --enable-ext "${defaults[@]}" "$@"
+find "$logs" -name 'serve-*.log' -mtime +7 -delete
+log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
+(umask 077 && : >"$log")
+
+# SGLang kills every child of its process before it prints why it ends: the copy into the log is a
+# child of this shell, which waits for both, and passes on what it is told to end by.
+exec 3> >(exec tee -i "$log")
+copy=$!
+env --default-signal=INT,QUIT "${command[@]}" >&3 2>&1 3>&- &
+server=$!
+exec 3>&-
+trap 'kill -TERM "$server" 2>/dev/null || true' TERM HUP
+trap : INT QUIT  # a terminal sends them to the server, too
+printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
+ended() { ! kill -0 "$server" 2>/dev/null; }
+until ended; do wait "$server" || true; done
+status=0
+wait "$server" || status=$?
+wait "$copy" || true
+exit "$status"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock and this package.
+# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock,
+# which pip checks against the hashes there, and this package.
 # Does nothing when that is already done; a run that was interrupted is repaired by the next one.
 #
 #   SGL_EXT_VENV    where the virtual environment goes   (default: .venv beside this folder)
@@ -10,6 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${SGL_EXT_VENV:-$root/.venv}
 venv=${venv%/}
 lock=$root/scripts/cpu.lock
+torch_lock=$root/scripts/torch.lock
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 need_mib=5000
 
@@ -19,9 +21,33 @@ die() { say "$*"; exit 1; }
 # The stamp names everything the environment was made from; it is written last.
 stamp=$venv/.sgl_ext_setup
 native() { find "$root/kernels/native" -type f -print0 | sort -z | xargs -0 cat; }
-key=$({ cat "$lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
+key=$({ cat "$lock" "$torch_lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
 done_already() { [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; }
-done_already && exit 0
+
+# The remote tier's client is the one package that needs libraries of the system.
+missing_libraries() {
+    local known package
+    known=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null) || return 0
+    for package in libibverbs1:libibverbs.so.1 libnuma1:libnuma.so.1 libcurl4:libcurl.so.4; do
+        [[ $known == *"${package#*:} "* ]] || printf ' %s' "${package%%:*}"
+    done
+}
+# Only CI, whose machine is its own, gets system packages without being asked.
+bring_libraries() {
+    local packages install=(apt-get install -y --no-install-recommends)
+    packages=$(missing_libraries)
+    [[ -n $packages ]] || return 0
+    if [[ -n ${CI:-} && $EUID -eq 0 ]] && command -v apt-get >/dev/null; then
+        say "installing$packages for the remote tier"
+        read -ra packages <<<"$packages"
+        apt-get update >/dev/null 2>&1 || true
+        DEBIAN_FRONTEND=noninteractive "${install[@]}" "${packages[@]}" >&2 || die "that failed"
+        return 0
+    fi
+    say "the remote tier (Mooncake) needs system libraries; on Debian and Ubuntu, as root:" \
+        "apt-get update && ${install[*]}$packages"
+}
+done_already && { [[ -z ${CI:-} ]] || bring_libraries; exit 0; }
 
 mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv"); set SGL_EXT_VENV to a writable place"
 exec 9>"$venv.lock" || die "cannot write $venv.lock; set SGL_EXT_VENV to a writable place"
@@ -43,6 +69,7 @@ free_mib=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
 [[ -d $venv || $free_mib -ge $need_mib ]] ||
     die "the environment needs $need_mib MiB, $(dirname "$venv") has $free_mib MiB free; free some or set SGL_EXT_VENV"
 
+bring_libraries
 step() { say "[$1/5] $2"; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 log=$venv/setup.log
@@ -71,12 +98,11 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 : >"$log"
 step 2 "PyTorch (CPU build)"
-torch=$(grep -m1 '^torch==' "$lock")
 # Some machines know the CPU build by themselves; everywhere else it is in PyTorch's own index.
-pip install --no-deps "$torch" >>"$log" 2>&1 ||
-    quietly pip install --no-deps --extra-index-url "$torch_cpu_index" "$torch"
-step 3 "SGLang and $(($(grep -c '==' "$lock") - 2)) pinned packages (about 1 GB, a few minutes)"
-pip install --no-deps -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
+pip install --no-deps -r "$torch_lock" >>"$log" 2>&1 ||
+    quietly pip install --no-deps --extra-index-url "$torch_cpu_index" -r "$torch_lock"
+step 3 "SGLang and $(($(grep -c '==' "$lock") - 1)) pinned packages (about 1 GB, a few minutes)"
+pip install --no-deps --require-hashes -r "$lock" 2>&1 | tee -a "$log" | count || stopped "pip install -r $lock"
 step 4 "sgl_ext and its native parts"
 quietly pip install --no-deps --no-build-isolation --editable "$root"
 quietly "$venv/bin/python" -m sgl_ext.engine.cpu.torchvision_bridge

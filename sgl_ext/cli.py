@@ -16,6 +16,7 @@ from sgl_ext import doctor as _doctor
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.config_source import ConfigError
 from sgl_ext.errors import ExtError
+from sgl_ext.preflight import Check
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -159,7 +160,7 @@ def version() -> None:
     print(f"sgl_ext {__version__} for SGLang {SUPPORTED_SGLANG}")
 
 
-def _print(checks: list[_doctor.Check]) -> None:
+def _print(checks: list[Check]) -> None:
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
     table = Table("check", "", "found", "to do", box=None, pad_edge=False)
     for check in checks:

@@ -10,8 +10,8 @@ import requests
 
 from sgl_ext.bench import server
 from sgl_ext.config import ExtConfig
-from sgl_ext.doctor import Check
 from sgl_ext.errors import ExtError
+from sgl_ext.preflight import Check
 
 _TOKENS = "8192"
 """Of KV: the probe takes few."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from skips import unexpected
 from tier_kit import usable_backends
 
 from sgl_ext.bench import quick_start
@@ -40,6 +41,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker waits for it in the end."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def _unexpected_skips(config: pytest.Config) -> list[str]:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or terminal is None:  # workers have none
+        return []
+    return unexpected([report.longrepr[2] for report in terminal.stats.get("skipped", ())])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a test that is skipped is a failure, unless it is known why."""
+    if _unexpected_skips(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for reason in _unexpected_skips(config):
+        line = f"FAILED: skipped in CI, and not in tests/skips.py: {reason}"
+        terminalreporter.write_line(line, red=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import pytest
 
 from sgl_ext.bench import data, server
 from sgl_ext.bench import memory as memory_bench
+from sgl_ext.bench.progress import Progress
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.sampling import interleaved
 from sgl_ext.engine.load_generator import Request, RequestError, run
@@ -121,5 +122,19 @@ def test_a_missing_fio_is_named_before_anything_is_measured(
     ):
         monkeypatch.setattr(part, "measure", measure)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ExtError, match=r"fio, .* is missing; apt-get install fio"):
+    with pytest.raises(ExtError, match=r"fio, which is not installed; .* apt-get install fio"):
         memory_bench.run(quick=True, out=tmp_path)
+
+
+def test_progress_is_said_every_ten_seconds_with_what_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = iter(range(0, 1000, 4))
+    progress = Progress("answers", 10, now=lambda: float(next(clock)))
+    for _ in range(10):
+        progress.step()
+    assert capsys.readouterr().err.splitlines() == [
+        "sgl_ext: answers: 3 of 10, about 28 s left",
+        "sgl_ext: answers: 6 of 10, about 16 s left",
+        "sgl_ext: answers: 9 of 10, about 4 s left",
+    ]

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 from typer.testing import CliRunner
 
-from sgl_ext import doctor
+from sgl_ext import doctor, preflight
 from sgl_ext.cli import app
 from sgl_ext.config import SECTIONS, load
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+from sgl_ext.peer import directory
 from sgl_ext.restore.costs import ComputeCost
 from sgl_ext.restore.profile import PROFILES, VERSION, Profile, Subject, save
+from sgl_ext.tiers.arena import Arena
 
 
 @pytest.fixture(scope="module")
-def hooks_check() -> doctor.Check:
+def hooks_check() -> preflight.Check:
     return doctor._hooks()
 
 
 @pytest.fixture(autouse=True)
-def _once(monkeypatch: pytest.MonkeyPatch, hooks_check: doctor.Check) -> None:
+def _once(monkeypatch: pytest.MonkeyPatch, hooks_check: preflight.Check) -> None:
     """Importing SGLang in a process of its own takes seconds: one real result serves all."""
     monkeypatch.setattr(doctor, "_hooks", lambda: hooks_check)
 
@@ -65,13 +70,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     config = load({"tiers": {"ssd": ssd}, "swap": {"capacity": "4000TiB"}})
     verdicts = {check.name: check for check in doctor.examine(config)}
     assert "on a disk of" in verdicts[f"tiers directory {tmp_path}"].found
-    assert "asked" in verdicts["swap host memory"].found
+    assert "asked" in verdicts["host memory"].found
+    assert verdicts["host memory"].todo == "lower swap.capacity and tiers.host.capacity"
 
 
 def test_a_profile_that_is_missing_or_of_another_version_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(preflight, "cache_dir", lambda: tmp_path)
     config = load({"tiers": {"host": {"capacity": "1MiB"}}, "restore": {}})
 
     def noted() -> bool:
@@ -83,6 +89,63 @@ def test_a_profile_that_is_missing_or_of_another_version_is_noted(
     assert not noted()
     path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 1'))
     assert noted()
+
+
+@pytest.mark.parametrize("role", ["master", "worker"])
+def test_a_peer_directory_that_others_reach_would_not_run(tmp_path: Path, role: str) -> None:
+    tmp_path.chmod(0o755)
+    peer = {"role": role, "directory": str(tmp_path), "capacity": "1MiB"}
+    with pytest.raises(ExtError, match=r"mode 0755.*: chmod 700 it"):
+        preflight.require(load({"peer": peer}))
+    tmp_path.chmod(0o700)
+    preflight.require(load({"peer": peer}))
+    with directory.lock(tmp_path):
+        if role == "worker":
+            return preflight.require(load({"peer": peer}))
+        with pytest.raises(ExtError, match="has a master already"):
+            preflight.require(load({"peer": peer}))
+    return None
+
+
+def test_a_peer_directory_that_cannot_be_made_would_not_run(tmp_path: Path) -> None:
+    def verdict(directory: Path) -> preflight.Check:
+        config = load({"peer": {"role": "worker", "directory": str(directory)}})
+        return list(preflight._sections(config))[-2]
+
+    assert verdict(tmp_path / "a" / "b").found == "will be made"
+    assert "too long for a socket" in verdict(tmp_path / ("d" * 300)).found
+    (tmp_path / "file").touch()
+    assert verdict(tmp_path / "file" / "b").found == f"cannot be made in {tmp_path}/file"
+    assert not (tmp_path / "a").exists()
+    ssd = {"directories": [str(tmp_path / ("d" * 300))]}
+    with pytest.raises(ExtError, match="does not exist: create it"):
+        preflight.require(load({"clusters": ssd}))
+
+
+def test_everything_that_fails_is_one_line(tmp_path: Path) -> None:
+    ssd = {"directories": ["/nope"], "capacity": "1MiB"}
+    config = load({"tiers": {"ssd": ssd, "host": {"capacity": "4000TiB"}}})
+    with pytest.raises(ExtError) as refused:
+        preflight.require(config)
+    (line,) = str(refused.value).splitlines()
+    assert "tiers directory /nope: does not exist: create it" in line
+    assert "host memory: 4096000.0 GiB asked" in line
+    assert line.endswith("lower tiers.host.capacity")
+
+
+def test_an_arena_says_what_to_lower() -> None:
+    layout = Layout(16, 1 << 20, 1 << 10, 1 << 10, "float32", "")
+    with pytest.raises(ExtError, match=r"lower tiers\.host\.capacity"):
+        Arena(layout, 1 << 20)
+
+
+def test_a_client_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = {"remote": {"master": "127.0.0.1:1"}}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "no_mooncake"))
+    verdicts = {check.name: check for check in doctor.examine(load({"tiers": remote}))}
+    assert verdicts["remote tier"].verdict == "fail"
+    assert "libibverbs.so.1" in verdicts["remote tier"].found
+    assert "apt-get install libibverbs1" in verdicts["remote tier"].todo
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")

@@ -30,7 +30,7 @@ from sgl_ext.tiers.arena import VERSION, Arena
 from sgl_ext.tiers.remote import RemoteTier
 
 try:
-    mooncake._library()
+    mooncake.library()
 except ExtError as error:
     pytest.skip(str(error), allow_module_level=True)
 

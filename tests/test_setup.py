@@ -58,6 +58,23 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     assert (precious / "data").read_text() == "keep"
 
 
+def test_missing_system_libraries_are_named_with_the_command(tmp_path: Path) -> None:
+    program(tmp_path / "ldconfig", "echo 'libcurl.so.4 (libc6,x86-64) => /lib/libcurl.so.4'")
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "data").touch()  # the set-up ends there
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="")
+    said = result.stderr.splitlines()[0]
+    assert "on Debian and Ubuntu, as root: apt-get update && apt-get install -y" in said
+    assert said.endswith(" libibverbs1 libnuma1")
+    if os.geteuid() == 0:  # whom CI runs as
+        program(tmp_path / "apt-get", f"echo $@ >> {tmp_path}/called")
+        run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="1")
+        update, install = (tmp_path / "called").read_text().splitlines()
+        assert update == "update"
+        assert install.endswith("--no-install-recommends libibverbs1 libnuma1")
+
+
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     program(tmp_path / "df", "printf 'head\\nfs 100 90 10 90%% /\\n'")
     path = f"{tmp_path}:{os.environ['PATH']}"

@@ -113,6 +113,28 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> 
 
 
 @pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"tiers": {"ssd": {"directories": ["/nope"], "capacity": "1GiB"}}},
+            "tiers directory /nope: does not exist: create it",
+        ),
+        (
+            {"tiers": {"host": {"capacity": "64MiB"}}, "restore": {"chunk": 24}},
+            "restore.chunk is 24 tokens, no multiple of the page of 16; 32 is one",
+        ),
+    ],
+)
+def test_what_a_section_lacks_is_refused_before_the_model_is_loaded(
+    launch: Launch, config: dict[str, object], reason: str
+) -> None:
+    result = launch("--enable-ext", "--page-size", "16", "--ext-config", json.dumps(config))
+    assert reason in refusal(result)
+    assert "Load weight begin" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["--dp-size", "2"], "data parallelism (--dp-size)"),

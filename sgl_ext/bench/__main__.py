@@ -9,6 +9,7 @@ from pathlib import Path
 
 import requests
 
+from sgl_ext.bench.progress import say
 from sgl_ext.errors import ExtError
 
 BENCHES = (
@@ -26,13 +27,21 @@ BENCHES = (
 )
 
 
+_QUICK_MINUTES = {"link": 14, "overhead": 3}
+"""Of ``--quick`` on two cores that compute bfloat16, rounded up, where it is not less."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m sgl_ext.bench",
         description="Compares systems in one interleaved run; writes DIR/NAME.json.",
     )
     parser.add_argument("name", choices=BENCHES)
-    parser.add_argument("--quick", action="store_true", help="under 3 minutes on 2 cores")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few rounds: most end in under 3 minutes on 2 cores, link in some 14",
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(
         "--part", action="append", default=[], metavar="PART",
@@ -47,6 +56,11 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {"parts": options.part or known} if known else {}
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
+        if options.quick:
+            minutes = _QUICK_MINUTES.get(options.name, 3)
+            say(f"bench {options.name} --quick: up to about {minutes} minutes on 2 cores")
+        else:
+            say(f"bench {options.name}: many minutes to hours; --quick takes a few rounds only")
         report = bench.run(quick=options.quick, out=options.out, **chosen)
         if options.part:
             report.name = "-".join((report.name, *options.part))

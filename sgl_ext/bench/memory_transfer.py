@@ -61,7 +61,10 @@ LLAMA3 = Layout(
 def require_fio() -> None:
     """Raises ExtError where fio is not installed; to be called before anything is measured."""
     if shutil.which("fio") is None:
-        raise ExtError("fio, which SSD reads are compared with, is missing; apt-get install fio")
+        raise ExtError(
+            "bench memory compares SSD reads with fio, which is not installed; on Debian and "
+            "Ubuntu, as root: apt-get update && apt-get install fio"
+        )
 
 
 def measure(report: Report, *, quick: bool, out: Path) -> None:

@@ -26,7 +26,7 @@ _PROCESSES = 2
 
 def run(*, quick: bool, out: Path) -> Report:
     # A first token costs a tenth of a whole answer here and varies more: it gets more rounds.
-    first_rounds, answer_rounds = (100, 10) if quick else (400, 100)
+    first_rounds, answer_rounds = (40, 6) if quick else (400, 100)
     report = Report(
         "overhead",
         {
@@ -48,20 +48,20 @@ def run(*, quick: bool, out: Path) -> Report:
     systems = [server.System(f"{name}-{i}", flags[name]) for i, name in enumerate(names)]
     with server.serve(systems, model, out / "logs") as servers:
 
-        def samples(rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
+        def samples(what: str, rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
             """Timings by system, its processes pooled."""
             requests = [Request(next(prompts), output_tokens) for _ in range(rounds)]
             samplers = [
                 lambda n, url=running.url: send(url, [requests[n]])[0] for running in servers
             ]
             pooled: dict[str, list[Timing]] = {name: [] for name in flags}
-            for name, timings in zip(names, interleaved(samplers, rounds), strict=True):
+            for name, timings in zip(names, interleaved(samplers, rounds, what), strict=True):
                 pooled[name] += timings
             return pooled
 
-        samples(_WARM_UP, _OUTPUT_TOKENS)
-        firsts = samples(first_rounds, 1)
-        answers = samples(answer_rounds, _OUTPUT_TOKENS)
+        samples("warm-up", _WARM_UP, _OUTPUT_TOKENS)
+        firsts = samples("first tokens", first_rounds, 1)
+        answers = samples("answers", answer_rounds, _OUTPUT_TOKENS)
     ttft = {name: [timing.ttft for timing in timings] for name, timings in firsts.items()}
     tpot = {name: [timing.tpot for timing in timings] for name, timings in answers.items()}
     for name in flags:

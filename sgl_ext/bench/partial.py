@@ -13,6 +13,7 @@ import xxhash
 
 import sgl_ext
 from sgl_ext._native import _attention, _clusters, _rotation, _transfer
+from sgl_ext.bench.progress import say
 
 
 class Partial:
@@ -46,6 +47,7 @@ class Partial:
         """What was found under that name; if nothing was, what ``measure`` returns, which JSON has
         to take."""
         if name not in self._found:
+            say(f"measuring {name}")
             self._found[name] = found = measure()
             with self._path.open("a") as file:
                 file.write(json.dumps([name, found]) + "\n")

@@ -20,6 +20,7 @@ import requests
 
 from sgl_ext.bench import quick_start
 from sgl_ext.bench.mapped import mapped_segments, segments
+from sgl_ext.bench.progress import say
 from sgl_ext.engine import run_directory
 from sgl_ext.errors import ExtError
 
@@ -71,6 +72,7 @@ def serve(
     """
     logs.mkdir(parents=True, exist_ok=True)
     give_up = time.monotonic() + deadline
+    say(f"starting {', '.join(system.name for system in systems)}; logs in {logs}")
     with ExitStack() as stack:
         servers = [stack.enter_context(_process(system, model, logs)) for system in systems]
         for server in servers:

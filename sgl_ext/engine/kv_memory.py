@@ -18,37 +18,45 @@ _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
 
 
-def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
-    """Why SGLang's own pool must serve here; None if the slab can.
+def obstacle_in_arguments(view: Any) -> str | None:
+    """Why SGLang's own pool must serve under these resolved arguments; None if the slab can.
 
     Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
     something else than K and V of equal width in one of :data:`DTYPES`.
     """
     from sglang.srt.environ import envs
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.runtime_context import (
-        get_disagg,
-        get_exec,
-        get_memory,
-        get_parallel,
-        get_schedule,
-    )
 
+    dtype = "bfloat16" if view.kv_cache_dtype == "bf16" else view.kv_cache_dtype
+    reasons = (
+        (view.device != "cpu", f"the device {view.device}"),
+        (dtype not in ("auto", *DTYPES), f"KV of type {dtype}"),
+        (view.enable_kv_cache_sharding, "--enable-kv-cache-sharding"),
+        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE"),
+        (view.enable_memory_saver, "--enable-memory-saver"),
+        (view.enable_hisparse, "--enable-hisparse"),
+        (view.dcp_size > 1, "decode context parallelism"),
+        (view.prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
+        (view.disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
+    """Why SGLang's own pool must serve this model, too; None if the slab can."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.runtime_context import get_context
+
+    if reason := obstacle_in_arguments(resolving_view(get_context().server_args)):
+        return reason
     config = configurator.model_config
     dtype = str(configurator.kv_cache_dtype).removeprefix("torch.")
     reasons = (
-        (configurator.device != "cpu", f"the device {configurator.device}"),
         (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
         (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
         (config.v_head_dim != config.head_dim, "values of another width than keys"),
         (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
         (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
-        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE"),
-        (get_exec().features.enable_memory_saver, "--enable-memory-saver"),
-        (get_memory().enable_hisparse, "--enable-hisparse"),
-        (get_parallel().dcp_enabled, "decode context parallelism"),
-        (get_schedule().prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
-        (get_disagg().disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
     )
     return next((reason for applies, reason in reasons if applies), None)
 

@@ -9,11 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-
-from safetensors import SafetensorError, safe_open
 
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
@@ -43,22 +40,6 @@ _UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Launch paths with processes that do not answer this launcher, and could not be verified."""
 
 
-def require_existing_model(server_args: Any) -> None:
-    """A path that is plainly local must exist, with whole weights; others may be a hub's names."""
-    path = server_args.model_path
-    is_local = Path(path).is_absolute() or path.startswith((".", "~"))
-    if is_local and not Path(path).exists():
-        raise hooks.ActivationError(f"--model-path {path} does not exist; name a model folder")
-    for weights in Path(path).glob("*.safetensors"):
-        try:
-            with safe_open(weights, framework="pt"):
-                pass  # reads the header, and compares it with the file's size
-        except (SafetensorError, OSError) as error:
-            raise hooks.ActivationError(
-                f"{weights} is not whole ({error}); copy or convert the model again"
-            ) from None
-
-
 def require_verifiable(server_args: Any) -> None:
     """Raises ActivationError for a launch path, as resolved, that would escape verification."""
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -85,6 +66,7 @@ def activate() -> None:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
     raise SystemExit(128 + signal.SIGTERM)
 
 

@@ -66,7 +66,8 @@ class LayerStream:
         self._row = layout.token_bytes // layout.layers
         slots = (slab.blocks - slab.own) * layout.page
         size = buffers * slots * self._row
-        self._mapping = Mapping(create("sgl_ext-layers", size), size, writable=True)
+        fd = create("sgl_ext-layers", size, "peer.capacity")
+        self._mapping = Mapping(fd, size, writable=True)
         self._buffers: torch.Tensor = (
             torch.from_numpy(np.asarray(self._mapping))
             .view(getattr(torch, layout.dtype))

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.config import ExtConfig
+from sgl_ext.config import ExtConfig, Restore
 from sgl_ext.engine import hooks
 from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.memory.slab import Layout
@@ -54,16 +54,7 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
     from sglang.srt.runtime_context import get_schedule
 
     page, size = stack.layout.page, get_schedule().chunked_prefill_size
-    if size is None or size < page:
-        raise hooks.ActivationError(
-            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
-            f"give one of {page} or more"
-        )
-    if config.chunk % page:
-        raise hooks.ActivationError(
-            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
-            f"{-(-config.chunk // page) * page} is one"
-        )
+    require_parts(config, page, size)
     wait = ext.config.tiers.wait if ext.config.tiers else 0.0
     now = devices(ext.config.tiers) if ext.config.tiers else {}
     ext.prefixes = prefixes = HostPrefixes(stack.host, page)
@@ -78,6 +69,25 @@ def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
         hits=stack.hits,
     )
     stack.keepers += [lambda: prefixes.give_up_one(ext.plans), restorer.give_up_one]
+
+
+def require_parts(config: Restore, page: int, size: int | None) -> None:
+    """Raises ActivationError if prompts are not computed in parts of whole pages.
+
+    Args:
+        page: tokens.
+        size: ``--chunked-prefill-size``, as resolved.
+    """
+    if size is None or size < page:
+        raise hooks.ActivationError(
+            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
+            f"give one of {page} or more"
+        )
+    if config.chunk % page:
+        raise hooks.ActivationError(
+            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
+            f"{-(-config.chunk // page) * page} is one"
+        )
 
 
 def subject_of(layout: Layout) -> Subject:

@@ -45,13 +45,17 @@ def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
     return copy
 
 
-def _embedding_of(model: torch.nn.Module) -> Any:
-    name = type(model).__name__
+def require_architecture(name: str) -> None:
+    """Raises ActivationError for a class of models whose keys are not known to move as one."""
     if name not in _ARCHITECTURES:
         raise hooks.ActivationError(
             f"chunks are served for {', '.join(sorted(_ARCHITECTURES))}, not for {name}: in other "
             "models layers differ in how they rotate keys; leave the chunks section out"
         )
+
+
+def _embedding_of(model: torch.nn.Module) -> Any:
+    require_architecture(type(model).__name__)
     found = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
     if len(found) != 1:
         raise hooks.ActivationError(

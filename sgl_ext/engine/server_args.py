@@ -13,7 +13,7 @@ from typing import Any
 
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.config_source import ConfigError
-from sgl_ext.engine import activation, hooks
+from sgl_ext.engine import activation, hooks, secrets
 from sgl_ext.engine.activation import (
     CARRIED,
     Carried,
@@ -91,13 +91,15 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         launcher,
         peer_hooks,
         restore_setup,
+        start_checks,
         stored_hooks,
         swap_hooks,
         tier_hooks,
     )
 
+    secrets.mask_command(server_args)
     try:
-        launcher.require_existing_model(server_args)
+        start_checks.require_startable(server_args, config)
         tier_hooks.declare(server_args, config)
         chunk_hooks.declare(server_args, config)
         restore_setup.declare(server_args, config)
@@ -109,10 +111,17 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         with launcher.one_sentence_about(server_args):
             original(server_args)
         launcher.require_verifiable(server_args)
+        start_checks.require_resolved(server_args, config)
         launcher.activate()
     except hooks.ActivationError as error:
         refuse(error)
     return None
+
+
+def _mask(result: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    if carried_by(server_args) is None and _requested is None:
+        return result
+    return secrets.masked(result)
 
 
 def _beside_a_record() -> ExtConfig | None:
@@ -171,6 +180,12 @@ HOOKS = (
         "around",
         _resolve_once,
         "the one step every launcher takes between parsing and spawning",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.resolved_dict",
+        "after",
+        _mask,
+        "SGLang logs the result and shows it in /server_info, and masks its watermark's keys only",
     ),
 )
 

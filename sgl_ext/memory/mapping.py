@@ -27,18 +27,20 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def create(name: str, size: int) -> int:
+def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fraction-static") -> int:
     """A memfd of ``size`` bytes that can never change its size, so that nobody maps past its end.
 
     Its memory is taken as it is written.
+
+    Args:
+        lower: what decides the size, for who reads the error.
 
     Raises:
         ExtError: this process can have less memory than that.
     """
     if size > (available := available_memory()):
         raise ExtError(
-            f"{name} needs {size:,} B of memory, {available:,} B are available; "
-            "lower --max-total-tokens or --mem-fraction-static"
+            f"{name} needs {size:,} B of memory, {available:,} B are available; lower {lower}"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

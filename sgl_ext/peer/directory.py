@@ -41,13 +41,22 @@ def address(directory: Path) -> str:
             f"the socket directory {directory} has mode {mode:04o}, so that others can reach it; "
             f"chmod 700 it"
         )
+    return f"ipc://{socket_path(directory)}"
+
+
+def socket_path(directory: Path) -> Path:
+    """The socket of the directory's master; the directory itself need not be there.
+
+    Raises:
+        DirectoryError: the path is too long.
+    """
     path = directory.resolve() / _SOCKET
     if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
         raise DirectoryError(
             f"{path} is too long for a socket (at most {_LONGEST_SOCKET_PATH} bytes); "
             "name a shorter directory"
         )
-    return f"ipc://{path}"
+    return path
 
 
 def lock(directory: Path) -> IO[str]:

@@ -43,6 +43,9 @@ TRAILER = np.dtype(
 """The end of a page's place; ``checksum`` is of the page, ``seal`` of the trailer before it."""
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
 
+_LOWER = "tiers.host.capacity (without a host tier tiers.staging), or --max-total-tokens"
+"""What leaves an arena enough memory."""
+
 Key = bytes
 """SHA-256 of a page's tokens and all before them, in their namespace (as SGLang chains them)."""
 Pages = NDArray[np.int64]
@@ -81,7 +84,7 @@ class Arena:
         self.pages = pages
         self._sealing = threading.Lock()
         size = pages * self.stride
-        fd = create("sgl_ext-arena", size)
+        fd = create("sgl_ext-arena", size, _LOWER)
         try:
             self._mapping = Mapping(fd, size, writable=True)
         finally:

@@ -99,7 +99,7 @@ class Client:
                 "cannot be below 0, a deadline must be above 0"
             )
         self._master = _address(master)
-        self._library = _library()
+        self._library = library()
         self._memory = memory
         self._setup = (metadata, segment, protocol, host)
         self._deadline = deadline
@@ -254,7 +254,12 @@ def _way_to(master: tuple[str, int]) -> str:
         return str(probe.getsockname()[0])
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The module of Mooncake's client.
+
+    Raises:
+        ExtError: it is not installed, or a library that it needs is missing.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -266,6 +271,6 @@ def _library() -> Any:
         ) from error
     except ImportError as error:
         raise ExtError(
-            f"remote tier: Mooncake's client cannot be loaded ({error}); on Debian and Ubuntu its "
-            "libraries are in the packages libibverbs1, librdmacm1, libnuma1 and libcurl4"
+            f"remote tier: Mooncake's client cannot be loaded ({error}); on Debian and Ubuntu, "
+            "as root: apt-get update && apt-get install libibverbs1 libnuma1 libcurl4"
         ) from error

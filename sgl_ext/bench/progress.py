@@ -1,0 +1,38 @@
+"""What a benchmark says while it runs, on the standard error output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+_EVERY_S = 10.0
+
+
+def say(text: str) -> None:
+    """Prints a line at once."""
+    print(f"sgl_ext: {text}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Counts equal steps, and says every ten seconds how many are done and what is left.
+
+    Args:
+        what: is measured.
+        steps: in all.
+        now: a clock, in seconds.
+    """
+
+    def __init__(self, what: str, steps: int, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._steps, self._now = what, steps, now
+        self._done = 0
+        self._begin = self._said = now()
+
+    def step(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if (now := self._now()) - self._said < _EVERY_S:
+            return
+        self._said = now
+        left = (now - self._begin) / self._done * (self._steps - self._done)
+        say(f"{self._what}: {self._done} of {self._steps}, about {left:.0f} s left")

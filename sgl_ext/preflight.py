@@ -1,0 +1,244 @@
+"""Checks of the machine that need no model: ``sgl-ext doctor`` and every start make them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Literal
+
+from sgl_ext.config import SECTIONS, Clusters, ExtConfig, Peer, Restore, Swap, Tiers
+from sgl_ext.engine.cpu import platform as cpu
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.limits import available_memory
+from sgl_ext.packages import cache_dir
+from sgl_ext.peer.directory import DirectoryError, address, lock, socket_path
+from sgl_ext.restore.profile import PROFILES, known
+
+Verdict = Literal["ok", "note", "fail"]
+
+_LEAST_SHARED_MEMORY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``fail`` means that the configuration would not run."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    todo: str = ""
+
+
+def examine(config: ExtConfig) -> list[Check]:
+    """Every check of this module, the machine's first, then one verdict per section."""
+    return [_plugin(), _native(), _shared_memory(), *_sections(config)]
+
+
+def require(config: ExtConfig) -> None:
+    """Refuses a start that could not succeed, before anything is loaded.
+
+    Little shared memory, and compiled parts that no section needs, do not end a start.
+
+    Raises:
+        ExtError: what failed, all of it in one line.
+    """
+    checks = [_plugin(), *_sections(config)]
+    if config.tiers or config.clusters:
+        checks.append(_native())
+    failed = [check for check in checks if check.verdict == "fail"]
+    if failed:
+        raise ExtError("; ".join(f"{each.name}: {each.found}: {each.todo}" for each in failed))
+
+
+def _plugin() -> Check:
+    """SGLang restricts plugins, and platforms with them, by two environment variables."""
+    names = {ep.name for ep in entry_points(group="sglang.srt.plugins")}
+    if "sgl_ext" not in names:
+        return Check(
+            "plugin", "fail", "SGLang does not see this package",
+            "install it (pip install -e .) into the environment that runs SGLang",
+        )  # fmt: skip
+    needed = {"sgl_ext"} | ({cpu.PLATFORM_NAME} if _cpu_platform_serves() else set())
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    missing = sorted(needed - {name.strip() for name in allowed.split(",")})
+    if allowed and missing:
+        return Check(
+            "plugin", "fail", f"SGLANG_PLUGINS={allowed} leaves out {', '.join(missing)}",
+            "add it, or unset the variable",
+        )  # fmt: skip
+    selected = os.environ.get("SGLANG_PLATFORM")
+    if selected and selected != cpu.PLATFORM_NAME:
+        return Check(
+            "plugin", "fail", f"SGLANG_PLATFORM={selected} shuts out this package's plugin",
+            f"unset it, or set it to {cpu.PLATFORM_NAME}",
+        )  # fmt: skip
+    return Check("plugin", "ok", "registered with SGLang")
+
+
+def _cpu_platform_serves() -> bool:
+    try:
+        return cpu.reason_inactive() is None
+    except ImportError:  # no torch, which its own check reports
+        return False
+
+
+def _native() -> Check:
+    try:
+        from sgl_ext._native import _attention, _transfer
+    except ImportError as error:
+        return Check("native parts", "fail", str(error), "reinstall with scripts/setup.sh")
+    isas = ", ".join(_attention.isas())
+    rings = "with" if _transfer.io_uring_built() else "without"
+    return Check("native parts", "ok", f"attention for {isas}; transfer engine {rings} io_uring")
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Check("shared memory", "note", f"/dev/shm: {error.strerror}", "mount a tmpfs there")
+    found = f"{gib(usage.free)} free of {gib(usage.total)}"
+    if usage.free < _LEAST_SHARED_MEMORY:
+        return Check("shared memory", "fail", found, "free some, or mount a larger /dev/shm")
+    return Check("shared memory", "ok", found)
+
+
+_NEEDS = {
+    "tiers": "host memory, SSD directories, or a Mooncake master",
+    "chunks": "a model with rotary positions",
+    "restore": "a tier to restore from",
+    "swap": "host memory",
+    "peer": "a second engine on this host",
+    "clusters": "SSD directories, one per device",
+}
+
+
+def _sections(config: ExtConfig) -> Iterator[Check]:
+    present = config.sections()
+    for name in SECTIONS:
+        if name not in present:
+            yield Check(name, "ok", f"off (needs {_NEEDS[name]})")
+            continue
+        section = present[name]
+        probed = "; --model-path looks at the model, too" if name == "chunks" else ""
+        yield Check(name, "ok", f"on{probed}")
+        if isinstance(section, Restore) and not any(known(cache_dir() / PROFILES)):
+            yield Check(
+                "restore profile", "note", "none: servers learn what computing and loading cost",
+                "sgl-ext calibrate --model-path … with this configuration",
+            )  # fmt: skip
+        if isinstance(section, Tiers):
+            yield from _tiers(section, config.swap)
+        if isinstance(section, Clusters):
+            for directory in section.directories:
+                yield _ssd_directory(name, directory, 0)
+        if isinstance(section, Peer):
+            yield _peer_directory(section)
+
+
+def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
+    if tiers.ssd is not None:
+        for directory in tiers.ssd.directories:
+            yield _ssd_directory("tiers", directory, tiers.ssd.capacity)
+    if tiers.remote is not None:
+        yield _remote_client()
+    key, asked = "tiers.staging", tiers.staging
+    if tiers.host is not None:
+        # Without a host tier, swap brings one of its own size.
+        swaps = swap is not None and swap.capacity == tiers.host.capacity
+        key = "swap.capacity and tiers.host.capacity" if swaps else "tiers.host.capacity"
+        asked = tiers.host.capacity
+    if asked > (available := available_memory()):
+        yield Check(
+            "host memory", "fail", f"{gib(asked)} asked, {gib(available)} available",
+            f"lower {key}",
+        )  # fmt: skip
+
+
+def _remote_client() -> Check:
+    """In a process of its own: the library starts threads, and has a log."""
+    program = "from sgl_ext.tiers.mooncake import library; library()"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        found = result.stderr.strip().rpartition("\n")[2].partition("remote tier: ")[2]
+        return Check("remote tier", "fail", *_found_and_todo(found or result.stderr[-500:]))
+    return Check("remote tier", "ok", "Mooncake's client can be loaded")
+
+
+def _peer_directory(peer: Peer) -> Check:
+    """What a start would find there; a directory that is not there yet is made by it."""
+    name = f"peer directory {peer.directory}"
+    try:
+        socket_path(peer.directory)
+        if not peer.directory.exists():
+            above = next(each for each in peer.directory.parents if each.exists())
+            if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+                return Check(name, "ok", "will be made")
+            return Check(name, "fail", f"cannot be made in {above}", "make it, or name another")
+        address(peer.directory)
+        if peer.role == "master":
+            lock(peer.directory).close()
+    except DirectoryError as error:
+        return Check(name, "fail", *_found_and_todo(str(error)))
+    return Check(name, "ok", f"can be used by a {peer.role}")
+
+
+def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
+    name = f"{section} directory {directory}"
+    if not os.path.isdir(directory):  # noqa: PTH112  # False for a name that cannot be, too
+        return Check(name, "fail", "does not exist", "create it")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return Check(name, "fail", "not writable", "change its owner or mode")
+    usage = shutil.disk_usage(directory)
+    if capacity > usage.total:
+        return Check(
+            name, "fail", f"capacity {gib(capacity)} on a disk of {gib(usage.total)}", "lower it"
+        )
+    found = f"{gib(usage.free)} free"
+    try:
+        direct = _takes_direct_io(directory)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Check(name, "note", "full", "KV that is there is served, and written over")
+        return Check(name, "fail", f"cannot be written: {error.strerror}", "change it")
+    if not direct:
+        return Check(name, "note", f"{found}, no O_DIRECT", "reads go through the page cache")
+    return Check(name, "ok", f"{found}, O_DIRECT")
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    """Writes one aligned block with O_DIRECT; some file systems refuse only the write."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".sgl_ext-doctor-") as file:
+        try:
+            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            try:
+                with mmap.mmap(-1, mmap.PAGESIZE) as block:
+                    os.write(descriptor, block)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True
+
+
+def _found_and_todo(message: str) -> tuple[str, str]:
+    found, _, todo = message.rpartition("; ")
+    return found or message, todo if found else ""
+
+
+def gib(size: int) -> str:
+    """``size`` bytes, as people read them."""
+    return f"{size / (1 << 30):.1f} GiB"

@@ -1,0 +1,1 @@
+"""Mooncake's package on a machine that lacks a library of its client."""

@@ -1,0 +1,119 @@
+"""What a launcher finds out before anything is loaded; the refusals themselves: test_start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import huggingface_hub
+import pytest
+import torch
+from sglang.srt.arg_groups import model_override_base, overrides
+
+from sgl_ext.config import load
+from sgl_ext.engine import start_checks
+from sgl_ext.engine.hooks import ActivationError
+
+HOST = {"host": {"capacity": "64MiB"}}
+
+
+def arguments(**changed: object) -> SimpleNamespace:
+    fields = {
+        "model_path": "a/model", "load_format": "auto", "revision": None, "device": "cpu",
+        "kv_cache_dtype": "auto", "enable_kv_cache_sharding": False, "enable_memory_saver": False,
+        "enable_hisparse": False, "dcp_size": 1, "prefill_only_disable_kv_cache": False,
+        "disaggregation_mode": "null", "disable_radix_cache": False, "page_size": 16,
+        "chunked_prefill_size": 2048, "tp_size": 1,
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changed))
+
+
+@pytest.fixture(autouse=True)
+def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if SGLang had resolved :func:`arguments` for a model of Llama's kind, in float32."""
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["GemmaForCausalLM"]), dtype=torch.float32,
+        head_dim=64, v_head_dim=64, num_hidden_layers=30, get_num_kv_heads=lambda size: 3 // size,
+    )  # fmt: skip
+    monkeypatch.setattr(overrides, "resolving_view", lambda arguments: arguments)
+    monkeypatch.setattr(model_override_base, "model_config_of", lambda _arguments: model)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "reason"),
+    [
+        ({"tiers": HOST, "restore": {"chunk": 24}}, {}, "restore.chunk is 24 .* 32 is one"),
+        ({"tiers": HOST, "restore": {}}, {"chunked_prefill_size": -1}, "-size is -1; give one of"),
+        ({"tiers": HOST}, {"disable_radix_cache": True}, "tiers need the radix cache"),
+        ({"tiers": HOST}, {"page_size": 4096}, "host.capacity is 64MiB.* 4096 tokens.*188,747,776"),
+        (
+            {"tiers": HOST, "swap": {"capacity": "512KiB"}}, {},
+            "swap.capacity is 512KiB, and one page of 16 tokens takes 741,376 B; raise it",
+        ),
+        ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers: .* KV of type fp8_e4m3; leave"),
+        ({"tiers": HOST, "memory": {"layout": "layer_major"}}, {}, "serve memory.layout layer_maj"),
+        ({"memory": {"layout": "block_major"}}, {"enable_memory_saver": True}, "-memory-saver; l"),
+        ({"chunks": {}}, {}, "chunks are served for Llama.*not for GemmaForCausalLM"),
+    ],
+)  # fmt: skip
+def test_what_the_resolved_arguments_do_not_serve(
+    config: Mapping[str, object], changed: Mapping[str, object], reason: str
+) -> None:
+    with pytest.raises(ActivationError, match=reason):
+        start_checks.require_resolved(arguments(**changed), load(config))
+
+
+def test_what_they_serve() -> None:
+    start_checks.require_resolved(
+        arguments(), load({"tiers": HOST, "restore": {"chunk": 32}, "swap": {"capacity": "1MiB"}})
+    )
+    # Without a section that needs the slab SGLang's own pool serves.
+    start_checks.require_resolved(arguments(enable_memory_saver=True), load({}))
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    named = arguments(model_path=str(tmp_path))
+    start_checks.require_startable(named, load({}))  # no model: SGLang says so
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ActivationError, match=r"lacks weights \(\*\.safetensors"):
+        start_checks.require_startable(named, load({}))
+    start_checks.require_startable(
+        arguments(model_path=str(tmp_path), load_format="dummy"), load({})
+    )
+    (tmp_path / "a.bin").touch()
+    start_checks.require_startable(named, load({}))
+    shards = {"weight_map": {"one": "a.bin", "two": "b.bin"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    with pytest.raises(ActivationError, match=r"lacks b\.bin; copy or convert"):
+        start_checks.require_startable(named, load({}))
+
+
+def test_a_hub_out_of_reach_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    cached: dict[str, str] = {}
+
+    def unreachable(url: str, **_kw: object) -> None:
+        asked.append(url)
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda name, *_args, **_kw: cached.get(name)
+    )
+    with pytest.raises(ActivationError, match=r"no folder here.*cannot be reached"):
+        start_checks.require_startable(arguments(), load({}))
+    assert len(asked) == 1
+    for name in ("dummy", "s3://bucket/model"):
+        start_checks.require_startable(arguments(model_path=name), load({}))
+    cached["a/model"] = str(tmp_path)
+    start_checks.require_startable(arguments(), load({}))
+    assert len(asked) == 1
+
+
+def test_a_machine_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    config = load({"clusters": {"directories": [str(tmp_path / "none")]}})
+    with pytest.raises(ActivationError, match=r"clusters directory \S+/none: does not exist"):
+        start_checks.require_startable(arguments(model_path=str(tmp_path)), config)
