@@ -296,8 +296,7 @@ def test_random_lives_load_what_was_stored(page: int, seed: int) -> None:
 def test_more_than_goes_down_at_once_goes_down_in_turn(page: int) -> None:
     machine = Machine(page, 16, keep_after=1)
     machine.store(keys(*range(16)), places(*range(16)))
-    machine.until(lambda: len(machine.shelf.pages) == 16)
-    assert machine.stack.host.room == 16
+    machine.until(lambda: len(machine.shelf.pages) == machine.stack.host.room == 16)
     machine.stack.close()
 
 
