@@ -1,7 +1,7 @@
 """Chat through the OpenAI client.
 
 ./scripts/serve.sh            # in another terminal
-python examples/chat.py
+.venv/bin/python examples/chat.py
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """An SGLang frontend program: the forks share the KV of what comes before them.
 
 ./scripts/serve.sh            # in another terminal
-python examples/frontend.py
+.venv/bin/python examples/frontend.py
 """
 
 import argparse

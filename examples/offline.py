@@ -1,6 +1,6 @@
 """SGLang's offline engine with the extension: no server.
 
-python examples/offline.py
+.venv/bin/python examples/offline.py
 """
 
 import sglang as sgl

@@ -4,7 +4,7 @@
 config='{"tiers": {"remote": {"master": "127.0.0.1:50051"}}}'
 ./scripts/serve.sh --page-size 16 --port 30000 --sleep-on-idle --ext-config "$config"    # and
 ./scripts/serve.sh --page-size 16 --port 30001 --sleep-on-idle --ext-config "$config"    # and
-python examples/shared_kv.py
+.venv/bin/python examples/shared_kv.py
 """
 
 import time

@@ -1,7 +1,7 @@
 """Streams an answer token by token through the OpenAI client.
 
 ./scripts/serve.sh            # in another terminal
-python examples/stream.py
+.venv/bin/python examples/stream.py
 """
 
 import argparse

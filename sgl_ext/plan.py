@@ -102,16 +102,21 @@ class PrefillPlan:
         return math.ceil(work - _ROUNDING)
 
     def reach(self, start: int, budget: int) -> int:
-        """How far a forward from ``start`` on gets that computes ``budget`` tokens."""
+        """End of a forward from ``start`` on that computes ``budget`` tokens.
+
+        It lies behind a token that is computed: rows compute the last token of a part in any case.
+        """
         end = self._reach(start, budget)
         return end if self.stop is None else min(end, self.stop)
 
     def _reach(self, start: int, budget: int) -> int:
-        at, left = start, float(budget)
+        end, left = start, float(budget)
         for span in self.between(start, len(self)):
-            cost = (span.end - span.start) * span.source.work
-            if cost >= left:
-                return at + int(left / span.source.work)
-            left -= cost
-            at = span.end
-        return at + int(left)
+            length, work = span.end - span.start, span.source.work
+            if not work:
+                continue
+            fitting = int(left / work + _ROUNDING)
+            if fitting < length:
+                return span.start + fitting if fitting else end
+            end, left = span.end, left - length * work
+        return end + int(left + _ROUNDING)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import until
 
 from sgl_ext.bench import data, server
 from sgl_ext.bench import memory as memory_bench
@@ -58,12 +59,35 @@ def test_a_server_that_dies_is_reported_with_its_log(model: Path, tmp_path: Path
         pass
 
 
-def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path, tmp_path: Path) -> None:
+NEVER_READY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("loading", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = tmp_path / "sglang" / "launch_server.py"
+    stub.parent.mkdir()
+    stub.write_text(NEVER_READY)
+    (stub.parent / "__init__.py").touch()
     before = set(psutil.Process().children(recursive=True))
-    expected = pytest.raises(ExtError, match="'slow' was not ready in time")
-    with expected, server.serve([server.System("slow")], model, tmp_path, deadline=12.0):
+    slow = server.System("slow", environment={"PYTHONPATH": str(tmp_path)})
+    log = tmp_path / "slow.log"
+    ready = server._wait_until_ready
+
+    def wait(one: server.Server, give_up: float) -> None:
+        until(lambda: "loading" in log.read_text())  # it has come some way
+        assert len(set(psutil.Process().children(recursive=True)) - before) == 2
+        ready(one, give_up)
+
+    monkeypatch.setattr(server, "_wait_until_ready", wait)
+    expected = pytest.raises(ExtError, match=r"'slow' was not ready in time.*\nloading")
+    with expected, server.serve([slow], tmp_path, tmp_path, deadline=1.0):
         pass
-    assert (tmp_path / "slow.log").stat().st_size  # it had come some way
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

@@ -87,6 +87,25 @@ def test_what_is_seen_again_is_worth_keeping_once(tier: int) -> None:
     assert host.worth_keeping(pages, 2, tier).tolist() == [True]  # it is remembered
 
 
+@pytest.mark.parametrize("leaves", ["flushed", "evicted"])
+def test_uses_are_remembered(leaves: str) -> None:
+    host = HostPages(2)
+    put(host, keys(1, 2))
+    host.use(keys(1))
+    if leaves == "flushed":
+        host.clear()
+    else:
+        put(host, keys(3, 4))
+    assert host.missing(keys(1, 2)) == [0, 1]
+    pages = put(host, keys(1, 2))
+    assert host.worth_keeping(pages, 2, 0).tolist() == [True, True]
+    assert host.worth_keeping(pages, 3, 0).tolist() == [True, False]
+    assert not host.worth_keeping(pages, 4, 0).any()
+    for number in range(10, 40, 2):
+        put(host, keys(number, number + 1))
+    assert len(host._ghosts) == 8  # bounded
+
+
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 40))
 @settings(max_examples=LIVES, derandomize=True, deadline=None)
 def test_random_lives(seed: int, capacity: int) -> None:

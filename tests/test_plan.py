@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_ext.plan import Compute, Link, PrefillPlan, Source, Span
 
 CHUNKS = (0, 1)
+
+
+def planned(*parts: tuple[int, float | None]) -> PrefillPlan:
+    """A plan of ``parts``, each of so many tokens, linked with so much work or computed."""
+    spans, at = [], 0
+    for length, work in parts:
+        source = Compute() if work is None else Link(0, 0, work)
+        spans.append(Span(at, at + length, source))
+        at += length
+    return PrefillPlan(spans)
 
 
 @st.composite
@@ -39,11 +49,16 @@ def test_parts_are_the_plan(plan: PrefillPlan, start: int, length: int) -> None:
 
 
 @given(plans(), st.integers(0, 60), st.integers(1, 60))
+@example(planned((9, 0.15), (9, 0.15), (9, 0.15), (9, 0.15), (4, 0.15), (1, 0.0), (1, None)), 0, 6)
+@example(planned((1, 0.15), (1, 0.0), (1, None)), 0, 1)
+@example(planned((4, 0.5), (3, 0.0), (2, None)), 0, 2)
 def test_a_budget_reaches_as_far_as_it_can(plan: PrefillPlan, start: int, budget: int) -> None:
     end = plan.reach(start, budget)
-    assert end > start
     assert plan.computed(start, end) == budget
-    assert sources(plan, start, end)[-1].work > 0
+    further = sources(plan, end, end + 100)
+    assert sources(plan, start, end)[-1].work > 0  # the last token is computed in any case
+    idle = next(at for at, source in enumerate(further) if source.work)
+    assert plan.computed(start, end + idle + 1) > budget
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     """What was computed of the longer one stays, and what was loaded."""
     long, short = keys(*range(30)), keys(*range(30, 34))
     machine.keep(long + short)
+    machine.shelf.open.clear()  # the longer one would be the shorter when most of it has come
     machine.restorer.ask("long", long, 0, 0, 130)
     assert machine.restorer.turn("long", continuing=False)
     plan = machine.restorer.plan("long", 0, 130)
@@ -146,6 +147,7 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     assert not machine.restorer.computes("long")
     assert not machine.restorer.turn("long", continuing=False)
     assert machine.restorer.turn("short", continuing=False)
+    machine.shelf.open.set()
     machine.run("short", short, 18)
     machine.restorer.advance()
     assert machine.restorer.preferred() is None  # the other one is longer

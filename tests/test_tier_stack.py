@@ -218,6 +218,15 @@ def test_what_is_seen_that_often_goes_down(page: int, keep_after: int) -> None:
     machine.stack.close()
 
 
+def test_what_was_seen_before_a_flush_counts(page: int) -> None:
+    machine = Machine(page, 32, keep_after=2)
+    machine.store(keys(1, 2), places(1, 2))
+    machine.stack.clear()
+    machine.store(keys(1, 2, 3), places(4, 5, 6))
+    machine.until(lambda: set(machine.shelf.pages) == set(keys(1, 2)))
+    machine.stack.close()
+
+
 def test_no_room_is_no_success(machine: Machine) -> None:
     machine.store(keys(*range(16)), places(*range(16)))
     machine.stack.host.pin(np.arange(16))
@@ -307,8 +316,7 @@ def test_random_lives_load_what_was_stored(page: int, seed: int) -> None:
 def test_more_than_goes_down_at_once_goes_down_in_turn(page: int) -> None:
     machine = Machine(page, 16, keep_after=1)
     machine.store(keys(*range(16)), places(*range(16)))
-    machine.until(lambda: len(machine.shelf.pages) == 16)
-    assert machine.stack.host.room == 16
+    machine.until(lambda: len(machine.shelf.pages) == machine.stack.host.room == 16)
     machine.stack.close()
 
 

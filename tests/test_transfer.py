@@ -271,7 +271,7 @@ def test_tickets_of_a_level_finish_in_order(engine: TransferEngine) -> None:
 
 def test_cancel_keeps_what_was_done(engine: TransferEngine) -> None:
     src, dst = memory(engine, MIB, seed=8), memory(engine, MIB)
-    lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=4e5, piece_bytes=4096)
+    lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1e5, piece_bytes=4096)
     first = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
     second = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
     while first.bytes_done == 0:

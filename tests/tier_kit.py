@@ -139,7 +139,7 @@ def two_volumes(
         directories(parent, 2),
         30 * host.stride,
         backend=backend,
-        deadline=0.2,
+        deadline=0.5,
     )
     assert all(put(tier, host, *range(40)))
     yield tier

@@ -46,7 +46,8 @@ class HostPages:
         self._pinned = 0  # places
         self._uses = np.zeros(capacity, np.uint32)
         self._copied = np.zeros(capacity, np.uint8)
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._ghosts: OrderedDict[Key, int] = OrderedDict()
+        """Uses of pages that were here; the ones that left last are kept."""
         self.evicted = 0
         """Pages that had to go, so far."""
         self.refused = 0
@@ -134,7 +135,7 @@ class HostPages:
             self.release(np.delete(pages, fresh))
             keys, pages = [keys[at] for at in fresh], pages[fresh]
         # A page that was here before has been seen before, wherever it has been since.
-        seen = [self._ghosts.pop(key, self) is None for key in keys]
+        seen = [self._ghosts.pop(key, 0) for key in keys]
         self._uses[pages] = np.fromiter(seen, np.uint32, len(seen)) + 1
         self._copied[pages] = 0
         self._index.update(zip(reversed(keys), reversed(pages.tolist()), strict=True))
@@ -164,9 +165,8 @@ class HostPages:
         self._copied[pages] |= np.uint8(copied << tier)
 
     def clear(self) -> None:
-        """Forgets every page that is not pinned."""
+        """Forgets every page that is not pinned, and remembers how often each was used."""
         self._remove([key for key, page in self._index.items() if not self._pins[page]])
-        self._ghosts.clear()
         for chain in self._chains:
             self._groups.close(chain)
         self._chains.clear()
@@ -189,15 +189,15 @@ class HostPages:
         keys = list(islice(unpinned, count))
         if len(keys) < count:
             return False
-        self._ghosts.update(dict.fromkeys(keys))
-        while len(self._ghosts) > _GHOSTS * self.capacity:
-            self._ghosts.popitem(last=False)
         self.evicted += count
         self._remove(keys)
         return True
 
     def _remove(self, keys: Sequence[Key]) -> None:
         pages = np.fromiter(map(self._index.pop, keys), np.int64, len(keys))
+        self._ghosts.update(zip(keys, self._uses[pages].tolist(), strict=True))
+        while len(self._ghosts) > _GHOSTS * self.capacity:
+            self._ghosts.popitem(last=False)
         self._groups.release(runs_of(np.sort(pages)))
 
     def check_integrity(self) -> None:
