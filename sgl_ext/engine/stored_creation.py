@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ class StoredCreation:
         self._layers, self._entry_bytes = layers, entry_bytes
         self._most = min(manager.context_len, pool) - 2 * _QUERIES
         self._one = asyncio.Lock()
+        self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
         self.requests = OwnRequests(manager, "the context")
         """By which contexts are computed."""
         self._storing: dict[str, _Storing] = {}
@@ -125,7 +127,8 @@ class StoredCreation:
         one = self._storing[id_] = _Storing(salt)
         try:
             async with asyncio.timeout(_STORE_DEADLINE_S):
-                tokens = await asyncio.to_thread(self._tokens_of, text)
+                loop = asyncio.get_running_loop()
+                tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
                 async with self._one:
                     one.progress = "computing"
                     with storing(self._folders[0]):
