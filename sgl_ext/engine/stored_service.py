@@ -76,15 +76,14 @@ class StoredService:
             raise ExtError("an extra_key that begins with ext: is the server's own; name another")
         params, salt = request.sampling_params, getattr(request, "cache_salt", None)
         several = isinstance(params, list)
+        salts = salt if isinstance(salt, list) and salt else [salt]
         for at, each in enumerate(params if several else [params]):
             custom = each.get("custom_params") if isinstance(each, dict) else None
             if isinstance(custom, dict):
                 custom.pop(RECORDED, None)
                 if custom.get(STORED) is not None:
-                    salts = salt if isinstance(salt, list) and salt else [salt]
-                    if several and at < len(salts):
-                        salts = [salts[at]] if isinstance(salt, list) else salts
-                    custom[STORED] = self._followed(custom[STORED], each, salts)
+                    own = salts[at : at + 1] if several else salts
+                    custom[STORED] = self._followed(custom[STORED], each, own or salts)
 
     def _followed(
         self, value: Any, params: Mapping[str, Any], salts: Sequence[Any]
