@@ -170,6 +170,7 @@ def test_a_damaged_record_is_refused(kept: Kept) -> None:
 
 def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
     """Writes a file with right digests, whatever is in it."""
+    content = {name: np.ascontiguousarray(array) for name, array in content.items()}
     header = {"version": arrays.VERSION, "about": msgspec.Raw(text)}
     header["digest"] = arrays._digest(content)
     said = msgspec.json.encode(header).decode(errors="replace")
