@@ -107,8 +107,8 @@ def cluster(
 
     from rich.progress import Progress
 
+    from sgl_ext.clusters.files import new_id
     from sgl_ext.clusters.job import store
-    from sgl_ext.clusters.stored import new_id
 
     if not re.fullmatch("[A-Za-z0-9_-]{0,40}", name):
         typer.echo(f"sgl_ext: --name {name!r} has to be up to 40 of A-Z a-z 0-9 _ -", err=True)

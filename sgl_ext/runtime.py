@@ -85,6 +85,7 @@ class ExtRuntime:
             "blocks": self.slab.own,
             "page": layout.page,
             "block_bytes": layout.block_bytes,
+            "layers": layout.layers,
             "dtype": layout.dtype,
             "fingerprint": layout.fingerprint,
         }

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
+from sgl_ext.clusters.files import block_file, index_file, names, remove, storing, sweep
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import Device, DeviceError, Reader
 from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
-from sgl_ext.clusters.stored import Stored, block_file, index_file, names, remove, storing, sweep
+from sgl_ext.clusters.stored import Stored
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
@@ -136,7 +137,7 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
         with pytest.raises(ExtError, match=match):
             Stored.open(name, directories, geometry)
 
-    refused("there is no stored context b", name="b")
+    refused("there is no stored context 'b'", name="b")
     refused(
         "not of this model .fingerprint: expected another, found a model",
         replace(GEOMETRY, fingerprint="another"),
@@ -150,6 +151,7 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     refused(r"has [\d,]+ B, not [\d,]+; store it again")
+    file.write_bytes(whole)
     index = index_file(directories[0], "a")
     contents = index.read_bytes()
     index.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
@@ -209,7 +211,9 @@ def test_an_error_ends_what_is_to_come(
     recorded.kv[0, 5] = 255  # no numbers
     done: list[int] = []
     one = dataclasses.replace(OPTIONS, threads=1)
-    with pytest.raises(ExtError, match="layer 0 of the context has keys or queries that are no"):
+    with pytest.raises(
+        ExtError, match="layer 0 of the context has keys, values or queries that are no"
+    ):
         build(recorded, "a", directories, one, lambda number, _of: done.append(number))
     assert len(done) < 3
     assert not [path for each in directories for path in each.iterdir()]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.engine.stored_attention import Own, StoredAttention
+from sgl_ext.engine.stored_contexts import Follower
+from sgl_ext.engine.stored_forward import StoredForward
 from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
@@ -292,3 +295,56 @@ def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_pa
     setup.memory._asked.reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
     with pytest.raises(DeviceError, match="has not answered an earlier read yet"):
         setup.sparse(0, query, own, 0.3)
+
+
+@pytest.mark.parametrize("error", [IndexError("it is cut"), DeviceError("it is gone")])
+def test_an_error_of_one_context_ends_its_own_requests(
+    error: Exception, engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine)
+
+    class Broken(StoredAttention):
+        def expect(self, *args: Any) -> None:
+            if isinstance(error, IndexError):
+                raise error
+
+        def attend(self, *args: Any) -> torch.Tensor:
+            raise error
+
+    contexts = {"good": setup.attention, "bad": Broken(setup.stored, setup.memory)}
+    stored = SimpleNamespace(given_up=set(), context=lambda follower: contexts[follower.id])
+    reqs = [SimpleNamespace(rid=str(at), to_finish=None) for at in range(4)]
+    followers = [
+        Follower("good", 0.3, reqs[0], 0.0), Follower("bad", 0.3, reqs[1], 0.0), None,
+        Follower("bad", 0.2, reqs[3], 0.0),
+    ]  # fmt: skip
+    table = torch.arange(POOL, dtype=torch.int32).reshape(4, -1)
+    lengths, contexts_ = [1, 2, 1, 1], [5, 6, 7, 8]
+    forward = StoredForward(stored, followers, table, range(4), contexts_, lengths)  # type: ignore[arg-type]
+    query = setup.query(5)
+    for layer in range(2):
+        keys, values = setup.pool[layer].unbind(1)
+        forward.expect(layer, query[forward.followed], keys, 1.0)
+        out = torch.full_like(query, 7.0)
+        forward.attend(setup.native, layer, query, keys, values, out)
+        own = Own.of([table[0, :5].long().numpy()], [1])
+        alone = setup.attention.attend(setup.native, layer, query[:1], keys, values, own, 0.3)
+        assert torch.equal(out[:1], alone)
+        assert (out[[1, 2, 4]] == 0).all()
+        assert (out[3] == 7).all()  # follows nothing
+    assert stored.given_up == {"1", "3"}
+    assert [req.to_finish is None for req in reqs] == [True, False, True, False]
+    assert str(error) in reqs[1].to_finish.message
+    # A device may come back; what is in memory of the context may be wrong.
+    assert bool(contexts["bad"].failed) == isinstance(error, IndexError)
+
+
+def test_attention_that_is_no_number_is_an_error(engine: TransferEngine, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine)
+    own, query = own_tokens(2, setup.chance), setup.query(2)
+    setup.memory.slots[setup.memory.first(0)] = torch.nan
+    with pytest.raises(ExtError, match="attention of layer 0 to it is no number; store it again"):
+        setup.sparse(0, query, own, 0.3)
+    setup.attention.failed = "context a is given up"
+    with pytest.raises(ExtError, match="context a is given up"):
+        setup.sparse(1, query, own, 0.3)

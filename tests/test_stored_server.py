@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import requests
 from conftest import until
+from test_stored_fuzz import content_of, planted
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from sgl_ext.bench.questions import questions
 from sgl_ext.bench.server import Server, System, live, serve
 from sgl_ext.cli import app
+from sgl_ext.clusters.files import index_file, own_folders
 from sgl_ext.engine.stored_metrics import BLOCKS
 
 DEADLINE_S = 300.0
@@ -29,6 +31,12 @@ _CONTEXT, _DEVICES = 1500, 3
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [tmp_path_factory.mktemp(f"device{at}") for at in range(_DEVICES)]
+
+
+@pytest.fixture(scope="module")
+def folders(directories: list[Path]) -> tuple[Path, ...]:
+    """The folders of contexts in the directories."""
+    return own_folders(directories)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +106,14 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def test_a_context_is_stored(
-    server: Server, stored: dict[str, Any], directories: list[Path]
+    server: Server, stored: dict[str, Any], folders: tuple[Path, ...]
 ) -> None:
     assert stored["tokens"] == _CONTEXT
     assert stored["index_bytes"] < stored["bytes"]
-    sizes = [sum(file.stat().st_size for file in each.glob("*.blocks")) for each in directories]
+    sizes = [sum(file.stat().st_size for file in each.glob("*.blocks")) for each in folders]
     assert stored["bytes"] <= sum(sizes) <= 1.01 * stored["bytes"]
     listed = requests.get(f"{server.url}/ext/stored_contexts/list", timeout=60).json()
-    assert listed == {"contexts": [stored], "unreadable": {}, "storing": {}}
+    assert listed == {"contexts": [stored], "unreadable": {}, "damaged": 0, "storing": {}}
     one = requests.get(f"{server.url}/ext/stored_contexts/{stored['id']}", timeout=60)
     assert one.json() == stored
 
@@ -193,13 +201,14 @@ def test_requests_of_all_kinds_run_together(
 @pytest.mark.parametrize(
     ("follows", "status", "message"),
     [
-        ({"id": "stx-nothing"}, 404, "there is no stored context stx-nothing"),
+        ({"id": "stx-nothing"}, 404, "there is no stored context 'stx-nothing'"),
         ({"id": "../x"}, 400, "what is said of a stored context"),
         ({"id": "stx-a\n"}, 400, "what is said of a stored context"),
         ({"id": "stx-" + 64 * "\U00010400"}, 400, "what is said of a stored context"),
         ({"sparsity": 2}, 400, "what is said of a stored context"),
         ({"sparsity": "much"}, 400, "what is said of a stored context"),
         ({"share": 0.5}, 400, "what is said of a stored context"),
+        ({"sparsity": json.loads("[" * 80 + "]" * 80)}, 400, "what is said of a stored context"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(
@@ -261,41 +270,74 @@ def test_names_of_kv_are_not_forged(
              {"input_ids": [1] * 20_000}, {"text": "a", "input_ids": [1]}],
 )  # fmt: skip
 def test_what_cannot_be_stored_is_refused(
-    server: Server, body: dict[str, Any], directories: list[Path]
+    server: Server, body: dict[str, Any], folders: tuple[Path, ...]
 ) -> None:
-    before = sorted(path.name for each in directories for path in each.iterdir())
+    before = sorted(path.name for each in folders for path in each.iterdir())
     answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
     assert answer.status_code in (400, 422), answer.text
-    assert sorted(path.name for each in directories for path in each.iterdir()) == before
+    assert sorted(path.name for each in folders for path in each.iterdir()) == before
 
 
 def test_a_device_that_fails_ends_those_who_need_it(
     server: Server,
     asked: tuple[list[int], list[list[int]]],
-    directories: list[Path],
+    folders: tuple[Path, ...],
 ) -> None:
     context, prompts = asked
-    body = {"input_ids": context[:900]}
+    body = {"input_ids": context[:900], "cache_salt": "a tenant"}
     created = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
     id_ = created.json()["id"]
-    good = generate(server, prompts[0], id_, sparsity=0.3).json()
-    (file,) = directories[1].glob(f"{id_}.*")
+    salted = {"return_logprob": True, "cache_salt": "a tenant"}
+
+    def follow(prompt: list[int], share: float) -> requests.Response:
+        return generate(server, prompt, id_, told=salted, sparsity=share)
+
+    assert generate(server, prompts[0], id_).status_code == 404  # another tenant's
+    good = follow(prompts[0], 0.3).json()
+    (file,) = folders[1].glob(f"{id_}.*")
     contents = file.read_bytes()
     os.truncate(file, 0)
-    answer = generate(server, prompts[1], id_, sparsity=0.9)
+    answer = follow(prompts[1], 0.9)
     assert answer.status_code == 503, answer.text
     assert "cannot be read" in answer.text
     assert generate(server, prompts[1]).ok
     file.write_bytes(contents)
-    again = generate(server, prompts[1], id_, sparsity=0.9)
+    again = follow(prompts[1], 0.9)
     assert again.ok
     assert again.json()["meta_info"]["cached_tokens"] == 0  # nothing of the failed one is kept
-    assert (
-        generate(server, prompts[0], id_, sparsity=0.3).json()["output_ids"] == good["output_ids"]
-    )
-    deleted = requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60)
+    assert follow(prompts[0], 0.3).json()["output_ids"] == good["output_ids"]
+    url = f"{server.url}/ext/stored_contexts/{id_}"
+    assert requests.delete(url, timeout=60).status_code == 404
+    deleted = requests.delete(url, params={"cache_salt": "a tenant"}, timeout=60)
     assert deleted.ok
-    assert not [path for each in directories for path in each.glob(f"{id_}*")]
-    assert generate(server, prompts[0], id_).status_code == 404
-    gone = requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60)
+    assert not [path for each in folders for path in each.glob(f"{id_}*")]
+    assert follow(prompts[0], 0.3).status_code == 404
+    gone = requests.delete(url, params={"cache_salt": "a tenant"}, timeout=60)
     assert gone.status_code == 404
+
+
+def test_damaged_and_planted_contexts_end_their_own_requests(
+    server: Server, asked: tuple[list[int], list[list[int]]], folders: tuple[Path, ...]
+) -> None:
+    context, prompts = asked
+    url = f"{server.url}/ext/stored_contexts"
+    created = requests.post(url, json={"input_ids": context[:900]}, timeout=DEADLINE_S)
+    id_ = created.json()["id"]
+    index = index_file(folders[0], id_)
+    said, arrays = content_of(index)
+    arrays["often"] = arrays["often"][:, :3]
+    planted(index, json.dumps(said).encode(), arrays)
+    answer = generate(server, prompts[0], id_)
+    assert answer.status_code == 400, answer.text
+    assert "often" in answer.text
+    contents = bytearray(index.read_bytes())
+    contents[100] ^= 1
+    index.write_bytes(contents)
+    listed = requests.get(f"{url}/list", timeout=60).json()
+    assert id_ not in {each["id"] for each in listed["contexts"]}
+    assert listed["damaged"] == 1
+    for path in (id_, "%00", "stx-%00", "a" * 5000, "..%2F..%2Fx"):
+        assert requests.get(f"{url}/{path}", timeout=60).status_code in (400, 404)
+    assert generate(server, prompts[0], id_).status_code == 400
+    assert requests.delete(f"{url}/{id_}", timeout=60).ok
+    assert generate(server, prompts[0]).ok

@@ -1,26 +1,45 @@
-"""Arrays, and what they are of, in a file of safetensors."""
+"""Arrays, and what they are of, in a file of safetensors of which every byte is checked.
+
+The metadata has a JSON text with the version, what the arrays are of and a digest of them, and
+beside it a digest of that text: whoever reads only the header knows that it is what was written. A
+digest is no signature, so whatever it covers is checked for its shape and range as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from sgl_ext.errors import ExtError
+from sgl_ext.own_files import open_own
 
-VERSION = 2
-_ABOUT = "sgl_ext"
+VERSION = 3
+_LARGEST_HEADER = 1 << 20
+_READ = 1 << 30
+"""Bytes that the system is asked for at once."""
+_DTYPES = {"U8": "|u1", "U16": "<u2", "I32": "<i4", "F32": "<f4", "I64": "<i8", "U64": "<u8"}
+"""Those that are read, by the name of safetensors."""
 
 Arrays = dict[str, NDArray[Any]]
+Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
+"""Dtype and shape of each array."""
 About = TypeVar("About", bound=msgspec.Struct)
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class DamagedError(ExtError):
+    """A file is not what was written, or of another version."""
 
 
 class _Header(msgspec.Struct):
@@ -28,6 +47,19 @@ class _Header(msgspec.Struct):
     about: msgspec.Raw
     digest: str
     """Of all arrays."""
+
+
+class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
+    sgl_ext: str
+    """The :class:`_Header`."""
+    digest: str
+    """Of the header."""
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
@@ -40,53 +72,106 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
     header = {"version": VERSION, "about": about, "digest": _digest(contiguous)}
     text = msgspec.json.encode(header).decode()
     try:
-        save_file(contiguous, path, metadata={_ABOUT: text})
+        save_file(contiguous, path, metadata={"sgl_ext": text, "digest": _digest_of(text)})
         path.chmod(0o600)
     except SafetensorError as error:  # it hides what the system has said
         raise OSError(f"{path}: {error}") from None
 
 
-def load(path: Path, kind: type[About]) -> tuple[Arrays, About]:
-    """What :func:`save` wrote.
+def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tuple[Arrays, About]:
+    """Reads what :func:`save` wrote.
+
+    Args:
+        shapes: of the arrays that there have to be. Asked before any of them is read, it may raise
+            ExtError.
 
     Raises:
-        ExtError: nothing of the kind is there, or of another version.
+        DamagedError: nothing of the kind is there, or of another version.
     """
     with _opened(path) as file:
-        header = _header(path, file)
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if _digest(arrays) != header.digest:
-            raise ExtError(f"{path} is not what was written; store the context again")
-        return arrays, msgspec.json.decode(header.about, type=kind)
+        header, tensors, start = _read_header(path, file)
+        about = msgspec.json.decode(header.about, type=kind)
+        expected = shapes(about)
+        _require_shapes(tensors, expected, os.fstat(file.fileno()).st_size - start)
+        arrays = {
+            name: _read(file, start + tensors[name].data_offsets[0], dtype, shape)
+            for name, (dtype, shape) in expected.items()
+        }
+    if _digest(arrays) != header.digest:
+        raise DamagedError(f"{path} is not what was written; store the context again")
+    return arrays, about
 
 
 def load_about(path: Path, kind: type[About]) -> About:
-    """What the arrays are of; reads none of them.
+    """Reads what the arrays are of, and none of them.
 
     Raises:
-        ExtError: see :func:`load`.
+        DamagedError: see :func:`load`.
     """
     with _opened(path) as file:
-        return msgspec.json.decode(_header(path, file).about, type=kind)
+        return msgspec.json.decode(_read_header(path, file)[0].about, type=kind)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with safe_open(path, framework="numpy") as file:
+        with os.fdopen(open_own(path, os.O_RDONLY), "rb", buffering=0) as file:
             yield file
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ExtError(f"{path} is no context of sgl_ext: {error}") from None
+    except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
+        raise DamagedError(f"{path} is no context of sgl_ext: {error or 'too large'}") from None
 
 
-def _header(path: Path, file: Any) -> _Header:
-    header = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=_Header)
+def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:
+    """Header, arrays by name, and where their bytes begin."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= _LARGEST_HEADER:
+        raise ValueError(f"its header is to have {length} B")
+    found = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+    if "__metadata__" not in found:
+        raise ValueError("it has no metadata")
+    metadata = msgspec.json.decode(found.pop("__metadata__"), type=_Metadata)
+    if _digest_of(metadata.sgl_ext) != metadata.digest:
+        raise DamagedError(f"{path} is not what was written; store the context again")
+    header = msgspec.json.decode(metadata.sgl_ext, type=_Header)
     if header.version != VERSION:
-        raise ExtError(
+        raise DamagedError(
             f"{path} is of version {header.version}, this is version {VERSION}; store the context "
             "again"
         )
-    return header
+    tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
+    return header, tensors, 8 + length
+
+
+def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int) -> None:
+    """Raises ValueError unless there are exactly these arrays in so many bytes."""
+    if tensors.keys() != expected.keys():
+        raise ValueError(f"it has {', '.join(sorted(tensors))}, not {', '.join(sorted(expected))}")
+    for name, (dtype, shape) in expected.items():
+        tensor = tensors[name]
+        if _DTYPES.get(tensor.dtype) != np.dtype(dtype).str or tensor.shape != shape:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(shape)}")
+    at = 0
+    for tensor in sorted(tensors.values(), key=lambda each: each.data_offsets):
+        length = math.prod(tensor.shape) * np.dtype(_DTYPES[tensor.dtype]).itemsize
+        if tensor.data_offsets != (at, at + length):
+            raise ValueError("its arrays do not lie one behind the other")
+        at += length
+    if at != size:
+        raise ValueError(f"its arrays take {at:,} B, not {size:,}")
+
+
+def _read(
+    file: BinaryIO, offset: int, dtype: type[np.generic], shape: tuple[int, ...]
+) -> NDArray[Any]:
+    """Not by a mapping, which ends the process if somebody makes the file shorter."""
+    array = np.empty(shape, dtype)
+    left = array.reshape(-1).view(np.uint8)
+    while len(left):
+        count = os.preadv(file.fileno(), [left[:_READ].data], offset)
+        if not count:
+            raise ValueError("it has become shorter")
+        left, offset = left[count:], offset + count
+    return array
 
 
 def _digest(arrays: Arrays) -> str:
@@ -95,3 +180,7 @@ def _digest(arrays: Arrays) -> str:
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
         found.update(array.data)
     return found.hexdigest()
+
+
+def _digest_of(text: str) -> str:
+    return xxhash.xxh3_64(text.encode()).hexdigest()

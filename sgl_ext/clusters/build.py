@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.arrays import Arrays, save
+from sgl_ext.clusters.files import block_file, index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.clusters.stored import About, block_file, index_file, scratch_of
+from sgl_ext.clusters.stored import About, out_of_range
 from sgl_ext.errors import ExtError
 
 _WRITTEN = 4096
@@ -66,10 +67,15 @@ def build(
                 os.fsync(file.fileno())
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
         arrays["tokens"] = recorded.tokens
+        if wrong := out_of_range(arrays, geometry.dtype):  # nobody could open it
+            raise ExtError(f"the context cannot be stored: its index has {wrong}")
         scratch = scratch_of(index)
         with scratch.open("xb"):
             new.append(scratch)
-        about = About(geometry, tokens, options.sinks, options.window, len(directories))
+        about = About(
+            geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
+            recorded.salt,
+        )  # fmt: skip
         save(arrays, scratch, about)
         _sync(scratch)
         for directory in directories:

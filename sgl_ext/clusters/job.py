@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sgl_ext.clusters.build import build
+from sgl_ext.clusters.files import own_folders, storing
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.clusters.stored import storing
 from sgl_ext.errors import ExtError
 
 
@@ -28,8 +28,9 @@ def store(
         ExtError: it cannot be stored.
     """
     options = Options(threads=len(os.sched_getaffinity(0)))
-    with storing(directories[0]):
-        build(Recorded.load(record), id_, directories, options, progress)
+    folders = own_folders(directories)
+    with storing(folders[0]):
+        build(Recorded.load(record), id_, folders, options, progress)
 
 
 def main() -> None:

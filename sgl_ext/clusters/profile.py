@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
 from sgl_ext.clusters.codes import Codes
-from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.recorded import Recorded, as_float32
 from sgl_ext.errors import ExtError
 
 _QUERIES = 64
@@ -81,11 +81,14 @@ class Profile:
             block: entries that are stored together.
 
         Raises:
-            ExtError: it has keys or queries that are no numbers.
+            ExtError: it has keys, values or queries that are no numbers.
         """
         keys, queries = recorded.keys(layer), recorded.queries[layer]
-        if not (np.isfinite(keys).all() and np.isfinite(queries).all()):
-            raise ExtError(f"layer {layer} of the context has keys or queries that are no numbers")
+        kv = as_float32(recorded.kv[layer], recorded.geometry.dtype)
+        if not (np.isfinite(kv).all() and np.isfinite(queries).all()):
+            raise ExtError(
+                f"layer {layer} of the context has keys, values or queries that are no numbers"
+            )
         middle = keys[options.sinks : len(keys) - options.window]
         received = np.zeros(len(middle), np.float32)
 

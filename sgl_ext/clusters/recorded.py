@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.arrays import load, save
+from sgl_ext.clusters.arrays import Shapes, load, save
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES
+
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Salt = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class Geometry(msgspec.Struct, frozen=True):
     """Whose KV it is, and how its bytes are read."""
 
-    layers: int
-    heads: int
+    layers: Count
+    heads: Count
     """Of queries; those of one KV head follow each other."""
-    kv_heads: int
-    head_dim: int
+    kv_heads: Count
+    head_dim: Count
     dtype: str
     """Name of the torch dtype of K and V."""
     scale: float
     """Of logits."""
-    fingerprint: str
+    fingerprint: Annotated[str, msgspec.Meta(max_length=1024)]
     """Of the model, its weights and the rank."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"K and V are {self.dtype}, not one of {', '.join(DTYPES)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} KV heads")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"the scale of logits is {self.scale}")
 
     @property
     def entry_bytes(self) -> int:
@@ -42,6 +56,25 @@ class Geometry(msgspec.Struct, frozen=True):
         )
 
 
+class _About(msgspec.Struct, frozen=True):
+    """What the file of a record says of it."""
+
+    geometry: Geometry
+    tokens: Count
+    queries: Count
+    salt: Salt | None
+
+    def shapes(self) -> Shapes:
+        """Of the arrays of :class:`Recorded`."""
+        geometry, tokens, queries = self.geometry, self.tokens, self.queries
+        return {
+            "tokens": (np.int32, (tokens,)),
+            "kv": (np.uint8, (geometry.layers, tokens, geometry.entry_bytes)),
+            "queries": (np.float32, (geometry.layers, queries, geometry.heads, geometry.head_dim)),
+            "seen": (np.int64, (queries,)),
+        }
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A context that a model has read.
@@ -51,6 +84,7 @@ class Recorded:
         kv: ``[layers, n, entry_bytes]`` uint8: K of all heads, then V, as they lie in the pool.
         queries: ``[layers, queries, heads, head_dim]`` float32, of those that profile it.
         seen: ``[queries]`` int64: how many of the tokens each query sees.
+        salt: ``cache_salt`` of the tenant; nobody else follows the context.
     """
 
     geometry: Geometry
@@ -58,6 +92,7 @@ class Recorded:
     kv: NDArray[np.uint8]
     queries: NDArray[np.float32]
     seen: NDArray[np.int64]
+    salt: str | None = None
 
     def keys(self, layer: int) -> NDArray[np.float32]:
         """``[n, kv_heads, head_dim]``."""
@@ -72,18 +107,24 @@ class Recorded:
         Raises:
             OSError: it cannot be written.
         """
-        arrays = vars(self).copy()
-        save(arrays, path, arrays.pop("geometry"))
+        about = _About(self.geometry, len(self.tokens), len(self.seen), self.salt)
+        save({name: getattr(self, name) for name in about.shapes()}, path, about)
 
     @classmethod
     def load(cls, path: Path) -> Recorded:
         """Reads what :meth:`save` wrote.
 
         Raises:
-            ExtError: it is no such file, or one of another version.
+            ExtError: it is no such file, one of another version, or another user's.
         """
-        arrays, geometry = load(path, Geometry)
-        return cls(geometry=geometry, **arrays)
+        arrays, about = load(path, _About, _About.shapes)
+        seen, tokens = arrays["seen"], arrays["tokens"]
+        if (seen < 0).any() or (seen > about.tokens).any() or (tokens < 0).any():
+            raise ExtError(
+                f"{path} has queries that see tokens that there are not, or token ids below zero; "
+                "record the context again"
+            )
+        return cls(about.geometry, salt=about.salt, **arrays)
 
 
 def as_float32(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:

@@ -1,51 +1,53 @@
 """A context on devices: files of blocks, and an index that is kept in memory.
 
-``<directory>/<name>.<device>.blocks`` is in every directory, and ``<name>.index`` in the first one,
-which is written last: without it the others are nothing. Of the blocks those of the first directory
-are written first and removed last, so that a look into it tells of all that has been left. The
-index has the context's tokens, the K and V of its sinks and its window, and of every layer the
+The index has the context's tokens, the K and V of its sinks and its window, and of every layer the
 order in which its entries are stored, how often its blocks were activated, and codes of its keys.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.arrays import load, load_about
-from sgl_ext.clusters.codes import Codes
+from sgl_ext.clusters.arrays import Arrays, Shapes, load, load_about
+from sgl_ext.clusters.codes import CENTROIDS, Codes
+from sgl_ext.clusters.files import block_file, require
 from sgl_ext.clusters.placement import Blocks
-from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.recorded import Count, Geometry, Salt, as_float32
 from sgl_ext.errors import ExtError
+from sgl_ext.own_files import open_own
 
-PREFIX = "stx-"
-"""Of the names that servers give."""
-_INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
-
-
-class UnknownContextError(ExtError):
-    """No context of that name is stored."""
-
-    status = 404
+_Near = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class About(msgspec.Struct, frozen=True):
     """What an index says of its context."""
 
     geometry: Geometry
-    tokens: int
-    sinks: int
-    window: int
-    devices: int
+    tokens: Count
+    sinks: _Near
+    window: _Near
+    devices: Count
+    subspaces: Count
+    """Bytes that are kept of a key, of each KV head."""
+    salt: Salt | None = None
+    """``cache_salt`` of the tenant; nobody else follows, sees or deletes the context."""
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        if blocks.entries < 1 or blocks.entries % blocks.block:
+            raise ValueError(
+                f"{blocks.entries} entries behind sinks and window are no blocks of {blocks.block}"
+            )
+        if self.geometry.head_dim % self.subspaces:
+            raise ValueError(f"{self.subspaces} codes of {self.geometry.head_dim} dimensions")
 
     @property
     def blocks(self) -> Blocks:
@@ -53,6 +55,23 @@ class About(msgspec.Struct, frozen=True):
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
         return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers)
+
+    def shapes(self) -> Shapes:
+        """Of the arrays of the index: the tokens, and what :class:`Layer` has of each layer."""
+        geometry, blocks = self.geometry, self.blocks
+        layers, heads, width = geometry.layers, geometry.kv_heads, geometry.head_dim
+        near = self.sinks + self.window
+        return {
+            "tokens": (np.int32, (self.tokens,)),
+            "codes": (np.uint8, (layers, heads, blocks.entries, self.subspaces)),
+            "centroids": (np.uint16, (layers, heads, width, CENTROIDS)),
+            "projection": (np.float32, (layers, heads, width, width)),
+            "mean": (np.float32, (layers, heads, width)),
+            "order": (np.int32, (layers, blocks.entries)),
+            "often": (np.int32, (layers, blocks.blocks)),
+            "sums": (np.uint64, (layers, blocks.blocks)),
+            "resident": (np.uint8, (layers, near, geometry.entry_bytes)),
+        }
 
 
 @dataclass(frozen=True)
@@ -74,6 +93,12 @@ class Layer:
     sums: NDArray[np.uint64]
     resident: NDArray[np.uint8]
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]], at: int) -> Layer:
+        """One of those in the arrays of an index."""
+        codes = Codes(*(arrays[key][at] for key in ("codes", "centroids", "projection", "mean")))
+        return cls(codes, *(arrays[key][at] for key in ("order", "often", "sums", "resident")))
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -91,170 +116,94 @@ class Stored:
     files: tuple[Path, ...]
 
     @classmethod
-    def open(cls, name: str, directories: Sequence[Path], geometry: Geometry) -> Stored:
-        """Reads the index of a context and sees that its files are there.
+    def open(
+        cls, name: str, folders: Sequence[Path], geometry: Geometry, longest: int | None = None
+    ) -> Stored:
+        """Reads the index of a context, and checks all of it and that its files are there.
 
         Whether a block is what was written is seen when it is read.
 
+        Args:
+            longest: tokens that the model takes; a context has fewer.
+
         Raises:
             UnknownContextError: it is not there.
-            ExtError: it is of another model; a file is missing or too short.
+            ExtError: it is damaged, or of another model; a file is missing or of another size.
         """
-        arrays, about = load(require(name, directories), About)
-        if difference := geometry.difference(about.geometry):
-            raise ExtError(f"context {name} is not of this model ({difference}); store it again")
-        if about.devices != len(directories):
-            raise ExtError(
-                f"context {name} lies on {about.devices} devices, {len(directories)} "
-                "directories were named; name those that it was stored in, in that order"
-            )
-        files = tuple(block_file(directory, name, at) for at, directory in enumerate(directories))
-        for file in files:
-            try:
-                found = file.stat().st_size
-            except OSError as error:
-                raise ExtError(f"context {name}: {error}; store it again") from None
-            if found != about.blocks.file_bytes:
+
+        def shapes(about: About) -> Shapes:
+            if difference := geometry.difference(about.geometry):
                 raise ExtError(
-                    f"context {name}: {file} has {found:,} B, not {about.blocks.file_bytes:,}; "
-                    "store it again"
+                    f"context {name} is not of this model ({difference}); store it again"
                 )
-        layers = tuple(
-            Layer(
-                Codes(*(arrays[key][at] for key in ("codes", "centroids", "projection", "mean"))),
-                *(arrays[key][at] for key in ("order", "often", "sums", "resident")),
-            )
-            for at in range(geometry.layers)
-        )  # fmt: skip
-        return cls(name, about, arrays["tokens"], layers, files)
+            if longest is not None and about.tokens >= longest:
+                raise ExtError(
+                    f"context {name} has {about.tokens} tokens, the model takes less than {longest}"
+                )
+            require_files(name, about, folders)
+            return about.shapes()
+
+        arrays, about = load(require(name, folders), About, shapes)
+        if wrong := out_of_range(arrays, geometry.dtype):
+            raise ExtError(f"context {name} has {wrong}; store it again")
+        layers = tuple(Layer.of(arrays, at) for at in range(geometry.layers))
+        return cls(name, about, arrays["tokens"], layers, _files(name, folders))
 
 
-def about(name: str, directories: Sequence[Path]) -> About:
-    """What a context is, by the first lines of its index.
-
-    Raises:
-        UnknownContextError: it is not there.
-        ExtError: that is no index.
-    """
-    return load_about(require(name, directories), About)
-
-
-def require(name: str, directories: Sequence[Path]) -> Path:
-    """The index of a context.
+def about(name: str, folders: Sequence[Path]) -> About:
+    """What a context is, by the header of its index.
 
     Raises:
         UnknownContextError: it is not there.
-        ExtError: it cannot be looked for.
+        DamagedError: that is no index.
     """
-    path = index_file(directories[0], name)
-    try:
-        path.stat()
-    except FileNotFoundError:
-        raise UnknownContextError(f"there is no stored context {name}") from None
-    except OSError as error:
-        raise ExtError(f"context {name} cannot be looked for: {error}") from None
-    return path
+    return load_about(require(name, folders), About)
 
 
-def names(directories: Sequence[Path]) -> Iterator[str]:
-    """Of all contexts that have an index."""
-    for path in sorted(directories[0].glob(f"*{_INDEX}")):
-        yield path.name.removesuffix(_INDEX)
-
-
-def remove(name: str, directories: Sequence[Path]) -> None:
-    """A context is no more, or has not come to be; its index goes first."""
-    index_file(directories[0], name).unlink(missing_ok=True)
-    _remove_written(name, directories[0])
-    for at, directory in reversed([*enumerate(directories)]):
-        block_file(directory, name, at).unlink(missing_ok=True)
-
-
-def _remove_written(name: str, first: Path) -> None:
-    """What is there of a context only while it is stored."""
-    record, index = recorded_file(first, name), index_file(first, name)
-    for path in (record, scratch_of(record), failed_file(first, name), scratch_of(index)):
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def storing(directory: Path) -> Iterator[None]:
-    """Within it nobody sweeps contexts whose indexes are there.
-
-    Raises:
-        ExtError: somebody does at this moment.
-    """
-    with _locked(directory, fcntl.LOCK_SH) as ours:
-        if not ours:
-            raise ExtError(f"{directory} is being cleaned by a server that starts: try again")
-        yield
-
-
-@contextmanager
-def _locked(directory: Path, how: int) -> Iterator[bool]:
-    fd = os.open(directory / f"{PREFIX}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
+    """Raises ExtError unless the files of blocks are where they were written, as large as then."""
+    if about.devices != len(folders):
+        raise ExtError(
+            f"context {name} lies on {about.devices} devices, {len(folders)} directories were "
+            "named; name those that it was stored in, in that order"
+        )
+    for file in _files(name, folders):
         try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
+            opened = open_own(file, os.O_RDONLY)
+        except OSError as error:
+            raise ExtError(f"context {name}: {error}; store it again") from None
+        try:
+            found = os.fstat(opened).st_size
+        finally:
+            os.close(opened)
+        if found != about.blocks.file_bytes:
+            raise ExtError(
+                f"context {name}: {file} has {found:,} B, not {about.blocks.file_bytes:,}; "
+                "store it again"
+            )
 
 
-def sweep(directories: Sequence[Path]) -> list[str]:
-    """Removes what contexts have left that have not come to be; returns their names.
-
-    Nothing, if anybody is :func:`storing` one. What lies in further directories is left alone where
-    the first one has never heard of it: it may not be mounted, or be another one than it was.
-    """
-    with _locked(directories[0], fcntl.LOCK_EX) as ours:
-        return _sweep(directories) if ours else []
+def _files(name: str, folders: Sequence[Path]) -> tuple[Path, ...]:
+    return tuple(block_file(folder, name, at) for at, folder in enumerate(folders))
 
 
-def _sweep(directories: Sequence[Path]) -> list[str]:
-    first = directories[0]
-    stored = set(names(directories))
-    found = {
-        path.name.partition(".")[0]
-        for path in first.glob(f"{PREFIX}*")
-        if path.name.endswith((".0.blocks", _RECORDED, _FAILED, _SCRATCH))
-    }
-    for name in found & stored:
-        _remove_written(name, first)
-    for name in found - stored:
-        remove(name, directories)
-    return sorted(found - stored)
-
-
-def new_id(name: str = "") -> str:
-    """Of a context; no two are ever alike, since requests' KV is cached under it.
+def out_of_range(arrays: Arrays, dtype: str) -> str:
+    """What is out of range in an index; empty if nothing is.
 
     Args:
-        name: what it begins with, for people to know it by.
+        arrays: of the shapes of :meth:`About.shapes`.
+        dtype: of K and V.
     """
-    return PREFIX + (f"{name}-" if name else "") + secrets.token_urlsafe(12)
-
-
-def scratch_of(path: Path) -> Path:
-    """What a file is written under until it is whole."""
-    return path.with_name(path.name + _SCRATCH)
-
-
-def index_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}{_INDEX}"
-
-
-def recorded_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}{_RECORDED}"
-
-
-def failed_file(directory: Path, name: str) -> Path:
-    """Why there is no record, in a line."""
-    return directory / f"{name}{_FAILED}"
-
-
-def block_file(directory: Path, name: str, device: int) -> Path:
-    return directory / f"{name}.{device}.blocks"
+    order = arrays["order"]
+    if not (np.sort(order) == np.arange(order.shape[1])).all():
+        return "an order that is none of its entries"
+    if (arrays["often"] < 0).any() or (arrays["tokens"] < 0).any():
+        return "counts or token ids below zero"
+    infinite = 0x7F80  # the exponent of bfloat16's infinities, and of what is no number
+    if (arrays["centroids"] & infinite == infinite).any():
+        return "centroids that are no numbers"
+    if not all(np.isfinite(arrays[name]).all() for name in ("projection", "mean")):
+        return "a projection or a mean that is no number"
+    if not all(np.isfinite(as_float32(layer, dtype)).all() for layer in arrays["resident"]):
+        return "sinks or a window that are no numbers"
+    return ""

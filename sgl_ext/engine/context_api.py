@@ -25,7 +25,7 @@ def _of_unicode(text: str) -> str:
     return text
 
 
-_Text = Annotated[str, AfterValidator(_of_unicode)]
+Text = Annotated[str, AfterValidator(_of_unicode)]
 
 
 class CreateContexts(BaseModel):
@@ -33,17 +33,17 @@ class CreateContexts(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    chunks: Annotated[list[_Text | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
+    chunks: Annotated[list[Text | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
     """Each a text, or its token ids."""
-    method: _Text | None = None
+    method: Text | None = None
     """Name of the link method; the server's default without it."""
     split: Split = Split()
     """How each chunk is split first; there is a context of each part then."""
-    prefix: _Text | None = None
+    prefix: Text | None = None
     """What prompts that link them begin with, such as the system prompt."""
     ttl: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Seconds until they expire; never without it."""
-    cache_salt: _Text | None = None
+    cache_salt: Text | None = None
     """Keeps them apart from those of other tenants."""
 
 

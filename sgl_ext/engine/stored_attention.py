@@ -75,6 +75,8 @@ class StoredAttention:
         self.memory = memory
         self.seconds = {"choosing": 0.0, "fetching": 0.0, "placing": 0.0, "expecting": 0.0}
         """That the forward's thread has spent on it."""
+        self.failed = ""
+        """Why nobody can follow it until it is opened again."""
 
     @property
     def tokens(self) -> int:
@@ -104,7 +106,10 @@ class StoredAttention:
 
         Raises:
             DeviceError: a block does not come.
+            ExtError: the share is too large, what comes out is no number, or it has failed before.
         """
+        if self.failed:
+            raise ExtError(self.failed)
         each, memory = self._each(share), self.memory
         if each > memory.most:
             raise ExtError(
@@ -140,7 +145,10 @@ class StoredAttention:
         # One step, be it of several groups, of which the last one's blocks are there yet.
         memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         self._spent("placing", began)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not torch.isfinite(found).all():  # sampling from it would end the process
+            raise ExtError(f"attention of layer {layer} to it is no number; store it again")
+        return found
 
     def expect(
         self,
@@ -157,7 +165,7 @@ class StoredAttention:
             query: as for :meth:`attend`, predicted.
             times: as many blocks are read as each row is given.
         """
-        if share >= 1 or len(query) > _ROWS:
+        if share >= 1 or len(query) > _ROWS or self.failed:
             return
         began = time.perf_counter()
         # As much as there is memory for, the best of it.

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sgl_ext.clusters.files import names, own_folders
 from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.selection import blocks_of
-from sgl_ext.clusters.stored import Stored, names
+from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters
 from sgl_ext.engine.stored_attention import StoredAttention
 from sgl_ext.engine.stored_memory import StoredMemory
@@ -76,10 +77,11 @@ class StoredContexts:
         """Why no context is followed any more."""
         self._engine = TransferEngine()
         slow = emulated(self._engine, config.emulate)
-        lanes = [self._engine.file_lane(directory) for directory in config.directories]
+        self._folders = own_folders(config.directories)
+        lanes = [self._engine.file_lane(folder) for folder in self._folders]
         self._devices = [
-            Device(directory, lane, slow(lane) if slow else lane)
-            for directory, lane in zip(config.directories, lanes, strict=True)
+            Device(folder, lane, slow(lane) if slow else lane)
+            for folder, lane in zip(self._folders, lanes, strict=True)
         ]
         # The latest used last.
         self._open: dict[str, Future[StoredAttention]] = {}
@@ -183,13 +185,14 @@ class StoredContexts:
         self.given_up &= self._followers.keys()
 
     def tidy(self) -> None:
-        """Closes contexts that were deleted and that nobody follows: their files take room until
-        then."""
+        """Closes contexts that were deleted or have failed, and that nobody follows: their files
+        take room until then."""
         if self._open and (now := time.monotonic()) >= self._look:
             self._look = now + _LOOKED_EVERY_S
             self._threads.submit(self._find_gone, {*self._open})
-        if self._gone:
-            for id_ in self._gone & self._unused():
+        failed = {id_ for id_, one in self._usable.items() if one.failed}
+        if gone := self._gone | failed:
+            for id_ in gone & self._unused():
                 self._close(id_)
 
     def describe(self) -> dict[str, Any]:
@@ -241,11 +244,11 @@ class StoredContexts:
 
     def _find_gone(self, opened: set[str]) -> None:
         """In a thread, as all that reads files."""
-        self._gone = opened - {*names(self._config.directories)}
+        self._gone = opened - {*names(self._folders)}
 
     def _opened(self, id_: str) -> StoredAttention:
         """In a thread, too."""
-        stored = Stored.open(id_, self._config.directories, self._geometry)
+        stored = Stored.open(id_, self._folders, self._geometry, self._longest)
         blocks = stored.about.blocks
         memory = StoredMemory(
             self._engine, self._devices, stored, hot=self._config.hot,

@@ -12,6 +12,7 @@ from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.cpu.native_attention import NativeAttention
 from sgl_ext.engine.stored_attention import Own, StoredAttention
 from sgl_ext.engine.stored_contexts import Follower, StoredContexts, end_request
+from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ class StoredForward:
         for key, part in self._parts.items():
             asked = query[start : (start := start + len(part.tokens))]
             if key not in self._failed:
-                part.context.expect(layer, asked, keys, part.own, key[1], times)
+                try:
+                    part.context.expect(layer, asked, keys, part.own, key[1], times)
+                except Exception as error:
+                    self._fail(key, part, error)
 
     def attend(
         self,
@@ -109,12 +113,22 @@ class StoredForward:
                         native, layer, query[part.tokens], keys, values, part.own, key[1]
                     )
                     continue
-                except DeviceError as error:
-                    # The others of the batch go on. These end when SGLang looks at what came out,
-                    # which is nothing, and none of it is kept.
-                    logger.error("%s", error)
-                    self._failed.add(key)
-                    for follower in part.followers:
-                        self._stored.given_up.add(follower.req.rid)
-                        end_request(follower.req, str(error))
+                except Exception as error:
+                    self._fail(key, part, error)
             out[part.tokens] = 0
+
+    def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
+        """Ends the requests of a part; whatever it is, the others of the batch go on.
+
+        They end when SGLang looks at what came out, which is nothing, and none of it is kept.
+        """
+        message = str(error)
+        if not isinstance(error, DeviceError):
+            # What is in memory of the context may be half of this and half of that.
+            message = part.context.failed or f"context {key[0]} is given up: {error}"
+            part.context.failed = message
+        logger.error("%s", message, exc_info=not isinstance(error, ExtError))
+        self._failed.add(key)
+        for follower in part.followers:
+            self._stored.given_up.add(follower.req.rid)
+            end_request(follower.req, message)

@@ -64,9 +64,15 @@ def _serve(
     from sglang.srt.entrypoints.http_server import app
 
     from sgl_ext.engine import stored_api
+    from sgl_ext.engine.scheduler import REPORT_KEY
     from sgl_ext.engine.stored_service import StoredService
 
-    service = StoredService(manager, config.clusters, scheduler_infos[0]["max_total_num_tokens"])
+    info = scheduler_infos[0]
+    memory = info[REPORT_KEY]["memory"]
+    service = StoredService(
+        manager, config.clusters, pool=info["max_total_num_tokens"], layers=memory["layers"],
+        entry_bytes=memory["block_bytes"] // memory["page"] // memory["layers"],
+    )  # fmt: skip
     setattr(manager, _SERVICE, service)
     stored_api.install(app, service)
 
@@ -94,18 +100,19 @@ def _open(scheduler: Any) -> None:
                 "clusters"
             )
         )
-    from sgl_ext.clusters.stored import sweep
+    from sgl_ext.clusters.files import own_folders, sweep
     from sgl_ext.engine.stored_contexts import StoredContexts
     from sgl_ext.engine.stored_geometry import geometry_of
     from sgl_ext.engine.stored_recorder import Recorder
 
     config = ext.config.clusters
     try:
-        if left := sweep(config.directories):
+        folders = own_folders(config.directories)
+        if left := sweep(folders):
             logger.info("removed what is left of contexts that were not stored: %s", left)
         geometry = geometry_of(scheduler, ext.slab.layout)
         ext.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
-        ext.recorder = Recorder(ext.slab, geometry, config.directories[0])
+        ext.recorder = Recorder(ext.slab, geometry, folders[0])
         if config.prefetch:
             from sgl_ext.engine.stored_prefetch import Prefetch
 

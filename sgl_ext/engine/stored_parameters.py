@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,11 @@ class IsRecorded(msgspec.Struct, frozen=True):
     """Last ones of the context that profile it; all that follow it do."""
     last: bool
     """Whether this is the last prompt, and all is to be written."""
+    salt: str | None = None
+    """``cache_salt`` of the tenant whose context it is."""
+
+
+Said = TypeVar("Said", FollowsStored, IsRecorded)
 
 
 def read_stored(req: Any) -> FollowsStored | IsRecorded | None:
@@ -41,11 +46,20 @@ def read_stored(req: Any) -> FollowsStored | IsRecorded | None:
     params = req.sampling_params.custom_params
     if not isinstance(params, dict):
         return None
-    try:
-        if (value := params.get(STORED)) is not None:
-            return msgspec.convert(value, FollowsStored)
-        if (value := params.get(RECORDED)) is not None:
-            return msgspec.convert(value, IsRecorded)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"what is said of a stored context: {error}") from None
+    if (value := params.get(STORED)) is not None:
+        return said(value, FollowsStored)
+    if (value := params.get(RECORDED)) is not None:
+        return said(value, IsRecorded)
     return None
+
+
+def said(value: Any, kind: type[Said]) -> Said:
+    """What a value under one of the keys says.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"what is said of a stored context: {error}") from None

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext.clusters.files import failed_file, recorded_file, scratch_of
 from sgl_ext.clusters.recorded import Geometry, Recorded
-from sgl_ext.clusters.stored import failed_file, recorded_file, scratch_of
 from sgl_ext.engine.stored_parameters import IsRecorded
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Slab
@@ -119,7 +119,7 @@ class Recorder:
             # The slots are given away when this returns; all else has time.
             kv = self._kv(slots[: asked.tokens])
             context = np.array(tokens[: asked.tokens], np.int32)
-            self._threads.submit(self._write, asked.id, context, kv, queries)
+            self._threads.submit(self._write, asked, context, kv, queries)
             return len(queries.seen)
         return 0
 
@@ -139,21 +139,24 @@ class Recorder:
         return bytes_
 
     def _write(
-        self, id_: str, tokens: NDArray[np.int32], kv: NDArray[np.uint8], queries: _Queries
+        self,
+        asked: IsRecorded,
+        tokens: NDArray[np.int32],
+        kv: NDArray[np.uint8],
+        queries: _Queries,
     ) -> None:
-        path = recorded_file(self._directory, id_)
+        path = recorded_file(self._directory, asked.id)
         scratch = scratch_of(path)
         try:
             layers = torch.stack([torch.cat(each) for each in queries.layers]).numpy()
-            Recorded(self._geometry, tokens, kv, layers, np.array(queries.seen, np.int64)).save(
-                scratch
-            )
+            seen = np.array(queries.seen, np.int64)
+            Recorded(self._geometry, tokens, kv, layers, seen, asked.salt).save(scratch)
             scratch.rename(path)
         except Exception as error:  # nobody looks at what this thread raises
             logger.exception("a context cannot be written down")
             scratch.unlink(missing_ok=True)
             with suppress(OSError):
-                failed_file(self._directory, id_).write_text(self._why(error, kv.nbytes))
+                failed_file(self._directory, asked.id).write_text(self._why(error, kv.nbytes))
 
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):

@@ -7,7 +7,6 @@ import fcntl
 import json
 import logging
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
+from sgl_ext.own_files import make_own_folder, open_own
 from sgl_ext.tiers.arena import VERSION, layout_digest, stride_of
 
 _PREFIX = "sgl_ext-v"
@@ -45,8 +45,7 @@ class Folder:
         self.path = directory / f"{_PREFIX}{VERSION}-{layout_digest(layout).hex()}"
         self._lock = -1
         try:
-            self.path.mkdir(0o700, exist_ok=True)
-            _require_own(self.path)
+            make_own_folder(self.path)
             self._lock = open_own(self.path / _LOCK)
             self._acquire()
             self._check(layout)
@@ -102,7 +101,7 @@ class Folder:
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
         draft = file.with_suffix(".draft")
-        with open(open_own(draft), "w") as sink:
+        with os.fdopen(open_own(draft), "w") as sink:
             sink.truncate()
             json.dump(expected, sink, indent=2)
         draft.replace(file)
@@ -111,30 +110,6 @@ class Folder:
 def _description(layout: Layout) -> dict[str, object]:
     fields = msgspec.to_builtins(layout)
     return {"version": VERSION, **fields, "stride": stride_of(layout)}
-
-
-def open_own(file: Path) -> int:
-    """Opens a regular file of this user for reading and writing, making it if need be.
-
-    Raises:
-        OSError: it is anything else: a link, another user's, a device.
-    """
-    # Who may write to the directory may have put something there that is not for us to write to.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    opened = os.open(file, flags, 0o600)
-    status = os.fstat(opened)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        os.fchmod(opened, 0o600)
-        return opened
-    os.close(opened)
-    raise PermissionError(errno.EPERM, "it is no regular file of this user", str(file))
-
-
-def _require_own(folder: Path) -> None:
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "it is no directory of this user", str(folder))
-    folder.chmod(0o700)
 
 
 def _read(file: Path) -> dict[str, object] | None:

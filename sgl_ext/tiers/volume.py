@@ -25,8 +25,9 @@ from sgl_ext.memory.transfer import (
     Ticket,
     TransferEngine,
 )
+from sgl_ext.own_files import open_own
 from sgl_ext.tiers.arena import ALIGNMENT, Arena, Pages
-from sgl_ext.tiers.folder import PAGES, Folder, open_own
+from sgl_ext.tiers.folder import PAGES, Folder
 from sgl_ext.tiers.slots import Slots
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -1,0 +1,313 @@
+"""Damaged and planted files of stored contexts: the documented error, or what was written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fuzz_kit import mutate, rounds
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from test_cluster_store import devices_of
+
+from sgl_ext.clusters import arrays
+from sgl_ext.clusters.build import build
+from sgl_ext.clusters.files import index_file
+from sgl_ext.clusters.profile import Options
+from sgl_ext.clusters.reader import DeviceError
+from sgl_ext.clusters.recorded import Geometry, Recorded
+from sgl_ext.clusters.stored import Stored, about
+from sgl_ext.engine.cpu.native_attention import NativeAttention
+from sgl_ext.engine.stored_attention import Own, StoredAttention
+from sgl_ext.engine.stored_memory import StoredMemory
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+
+GEOMETRY = Geometry(
+    layers=2, heads=2, kv_heads=1, head_dim=16, dtype="float32", scale=0.2, fingerprint="a model"
+)
+TOKENS, OPTIONS = 300, Options(sinks=2, window=8, subspaces=2)
+LONGEST = 1 << 12
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    255,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 63,
+    1 << 200,
+    0.5,
+    -0.0,
+    1e308,
+)
+VALUES = (*NUMBERS, None, True, "", "float64", "bfloat16", [], {}, [[[]]], "\0", "\U0001f600")
+
+
+def recorded_context() -> Recorded:
+    chance = np.random.default_rng(1)
+    values = chance.normal(size=(GEOMETRY.layers, TOKENS, GEOMETRY.entry_bytes // 4))
+    return Recorded(
+        GEOMETRY,
+        chance.integers(0, 1000, TOKENS).astype(np.int32),
+        values.astype("<f4").view(np.uint8),
+        chance.normal(size=(GEOMETRY.layers, 20, GEOMETRY.heads, 16)).astype(np.float32),
+        np.arange(TOKENS - 20, TOKENS),
+        "a tenant",
+    )
+
+
+class Kept:
+    """A stored context, and its files as they were written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.folders = [directory / f"device{at}" for at in range(2)]
+        for each in self.folders:
+            each.mkdir()
+        self.record = directory / "record"
+        recorded_context().save(self.record)
+        build(recorded_context(), "a", self.folders, OPTIONS)
+        self.index = index_file(self.folders[0], "a")
+        self.stored = Stored.open("a", self.folders, GEOMETRY, LONGEST)
+        files = (self.index, self.record, *self.stored.files)
+        self.contents = {file: file.read_bytes() for file in files}
+        for file in files:  # one write less for every round
+            file.chmod(0o600)
+
+    def opened(self) -> Stored | None:
+        """The context, unless it is refused."""
+        try:
+            return Stored.open("a", self.folders, GEOMETRY, LONGEST)
+        except ExtError:
+            return None
+
+    def restore(self) -> None:
+        for file, contents in self.contents.items():
+            file.write_bytes(contents)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return Kept(tmp_path_factory.mktemp("contexts"))
+
+
+@pytest.fixture
+def kept(whole: Kept) -> Iterator[Kept]:
+    yield whole
+    whole.restore()
+
+
+def same(one: Stored, other: Stored) -> bool:
+    left, right = (
+        [each.tokens, *(array for layer in each.layers for array in arrays_of(layer))]
+        for each in (one, other)
+    )
+    return one.about == other.about and all(map(np.array_equal, left, right))
+
+
+def arrays_of(layer: Any) -> list[np.ndarray]:
+    return [*vars(layer.codes).values(), layer.order, layer.often, layer.sums, layer.resident]
+
+
+def test_an_index_of_which_any_bit_differs_is_refused(kept: Kept) -> None:
+    """Of the header every bit, which is all that is read of a context that is listed."""
+    contents = kept.contents[kept.index]
+    header = 8 + int.from_bytes(contents[:8], "little")
+    bits = range(8 * header)
+    chance = random.Random(0)  # noqa: S311
+    for bit in chance.sample(bits, min(rounds(3000), len(bits))):
+        flipped = bytearray(contents)
+        flipped[bit // 8] ^= 1 << bit % 8
+        kept.index.write_bytes(flipped)
+        for found, expected in ((listed(kept), kept.stored.about), (kept.opened(), kept.stored)):
+            if isinstance(found, Stored):
+                assert same(found, kept.stored)
+            else:
+                assert found in (None, expected)
+
+
+def listed(kept: Kept) -> object:
+    try:
+        return about("a", kept.folders)
+    except ExtError:
+        return None
+
+
+def test_a_damaged_index_is_refused(kept: Kept) -> None:
+    chance, contents = random.Random(1), kept.contents[kept.index]  # noqa: S311
+    for _ in range(rounds(1500)):
+        kept.index.write_bytes(mutate(contents, chance))
+        assert listed(kept) in (None, kept.stored.about)
+        found = kept.opened()
+        assert found is None or same(found, kept.stored)
+
+
+def test_a_damaged_record_is_refused(kept: Kept) -> None:
+    chance, contents = random.Random(2), kept.contents[kept.record]  # noqa: S311
+    expected = Recorded.load(kept.record)
+    for _ in range(rounds(1000)):
+        kept.record.write_bytes(mutate(contents, chance))
+        try:
+            found = Recorded.load(kept.record)
+        except ExtError:
+            continue
+        assert (found.geometry, found.salt) == (expected.geometry, expected.salt)
+        for name in ("tokens", "kv", "queries", "seen"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name))
+
+
+def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
+    """Writes a file with right digests, whatever is in it."""
+    content = {name: np.ascontiguousarray(array) for name, array in content.items()}
+    header = {"version": arrays.VERSION, "about": msgspec.Raw(text)}
+    header["digest"] = arrays._digest(content)
+    said = msgspec.json.encode(header).decode(errors="replace")
+    save_file(content, path, {"sgl_ext": said, "digest": arrays._digest_of(said)})
+
+
+def content_of(path: Path) -> tuple[dict[str, Any], arrays.Arrays]:
+    """What is in a file, with no check."""
+    with safe_open(path, framework="numpy") as file:
+        said = json.loads(file.metadata()["sgl_ext"])
+        return said["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def other_about(found: dict[str, Any], chance: random.Random) -> bytes:
+    """One field differs, or the text itself does."""
+    if chance.random() < 0.3:
+        return mutate(json.dumps(found).encode(), chance)
+    found = json.loads(json.dumps(found))
+    inside = chance.choice([found, found["geometry"]])
+    name = chance.choice([*inside])
+    if chance.random() < 0.1:
+        del inside[name]
+    elif isinstance(inside[name], int) and chance.random() < 0.5:
+        inside[name] += chance.choice((-1, 1, 16, -16))
+    else:
+        inside[name] = chance.choice(VALUES)
+    return json.dumps(found).encode()
+
+
+def other_array(content: arrays.Arrays, chance: random.Random) -> arrays.Arrays:
+    """One array differs: its dtype, its shape, its values, or that it is there."""
+    found = {name: array.copy() for name, array in content.items()}
+    name = chance.choice([*found])
+    array = found[name]
+    kind = chance.randrange(6)
+    if kind == 0:
+        found[name] = array.astype(chance.choice(["u1", "i2", "i4", "i8", "u8", "f4", "f8", "?"]))
+    elif kind == 1:
+        found[name] = np.delete(array, 0, axis=chance.randrange(array.ndim))
+    elif kind == 2:
+        found[name] = array.reshape(chance.choice([(1, *array.shape), (-1,), (*array.shape, 1)]))
+    elif kind == 3:
+        found[chance.choice([*found, "more"])] = found.pop(name)
+    else:
+        raw = array.reshape(-1).view(np.uint8)
+        for _ in range(chance.randint(1, 8)):
+            raw[chance.randrange(len(raw))] = chance.choice((0, 1, 0x7F, 0x80, 0xFF))
+    return found
+
+
+Attend = Callable[[Stored], None]
+
+
+@pytest.fixture
+def attend() -> Iterator[Attend]:
+    """Attends to a context as a forward does; it is served, or a device is said to fail."""
+    native = NativeAttention()
+    shape = (GEOMETRY.layers, 8, 2, GEOMETRY.kv_heads, GEOMETRY.head_dim)
+    pool, query = torch.ones(shape), torch.ones(2, GEOMETRY.heads, GEOMETRY.head_dim)
+    own = Own.of([np.arange(3)], [2])
+    with TransferEngine() as engine:
+
+        def once(stored: Stored) -> None:
+            devices = devices_of(engine, [file.parent for file in stored.files])
+            memory = StoredMemory(engine, devices, stored, hot=9000, most=1000, deadline=20)
+            try:
+                served = StoredAttention(stored, memory)
+                for layer, share in itertools.product(range(GEOMETRY.layers), (0.2, 1.0)):
+                    keys, values = pool[layer].unbind(1)
+                    served.attend(native, layer, query, keys, values, own, share)
+            finally:
+                memory.close()
+
+        yield once
+
+
+def test_a_planted_index_is_refused_or_harmless(kept: Kept, attend: Attend) -> None:
+    chance = random.Random(3)  # noqa: S311
+    said, content = content_of(kept.index)
+    served = 0
+    for _ in range(rounds(1500)):
+        if chance.random() < 0.5:
+            planted(kept.index, other_about(said, chance), content)
+        else:
+            planted(kept.index, json.dumps(said).encode(), other_array(content, chance))
+        listed(kept)
+        if (found := kept.opened()) is not None and served < 100:
+            served += 1
+            try:
+                attend(found)
+            except DeviceError:  # its checksums are others
+                continue
+    assert served
+
+
+def test_a_planted_record_is_refused_or_stored(kept: Kept, tmp_path: Path) -> None:
+    chance = random.Random(4)  # noqa: S311
+    said, content = content_of(kept.record)
+    tried = 0
+    for _ in range(rounds(500)):
+        if chance.random() < 0.5:
+            planted(kept.record, other_about(said, chance), content)
+        else:
+            planted(kept.record, json.dumps(said).encode(), other_array(content, chance))
+        try:
+            found = Recorded.load(kept.record)
+            if (tried := tried + 1) <= 8:
+                build(found, f"b{tried}", [tmp_path], OPTIONS)
+        except ExtError:
+            continue
+    assert tried
+
+
+def test_damaged_blocks_are_refused(kept: Kept, attend: Attend) -> None:
+    chance = random.Random(5)  # noqa: S311
+    for _ in range(rounds(200)):
+        file = chance.choice(kept.stored.files)
+        file.write_bytes(mutate(kept.contents[file], chance))
+        if (found := kept.opened()) is not None:
+            if file.read_bytes() == kept.contents[file]:
+                attend(found)
+            else:
+                with pytest.raises(DeviceError, match="not what was written"):
+                    attend(found)
+        file.write_bytes(kept.contents[file])
+
+
+def test_files_that_are_not_the_users_own_are_refused(kept: Kept, tmp_path: Path) -> None:
+    for file in (kept.index, kept.stored.files[1]):
+        elsewhere = tmp_path / file.name
+        shutil.move(file, elsewhere)
+        file.symlink_to(elsewhere)
+        with pytest.raises(ExtError, match=r"Too many levels of symbolic links"):
+            Stored.open("a", kept.folders, GEOMETRY)
+        file.unlink()
+        file.mkdir()
+        assert kept.opened() is None
+        file.rmdir()
+        shutil.move(elsewhere, file)
+    assert kept.opened() is not None

@@ -1,0 +1,373 @@
+"""Stored contexts over HTTP: tenants, damaged files, what is refused first; no model runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import until
+from context_kit import Manager
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.utils.auth import add_api_key_middleware
+from test_stored_fuzz import GEOMETRY, OPTIONS, recorded_context
+
+from sgl_ext.clusters.build import build
+from sgl_ext.clusters.files import index_file, names, own_folders
+from sgl_ext.config import Clusters
+from sgl_ext.engine import stored_creation
+from sgl_ext.engine.client_gone import ClientGoneError, while_connected
+from sgl_ext.engine.stored_api import install
+from sgl_ext.engine.stored_attention import StoredAttention
+from sgl_ext.engine.stored_contexts import StoredContexts
+from sgl_ext.engine.stored_creation import BusyError
+from sgl_ext.engine.stored_parameters import RECORDED, STORED, FollowsStored
+from sgl_ext.engine.stored_service import StoredService
+from sgl_ext.errors import ExtError
+
+ROUTE = "/ext/stored_contexts"
+MINE = {"cache_salt": "mine"}
+
+
+class Waiting(Manager):
+    """Computes nothing until it is told to."""
+
+    context_len = 5000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def generate_request(self, request: GenerateReqInput) -> AsyncIterator[dict[str, Any]]:
+        self.requests.append(request)
+        self.asked.set()
+        await asyncio.Event().wait()
+        yield {}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """With one context of a tenant, and one of none."""
+    found = [tmp_path_factory.mktemp(f"device{at}") for at in range(2)]
+    for name, salt in (("stx-mine", "mine"), ("stx-open", None)):
+        build(replace(recorded_context(), salt=salt), name, own_folders(found), OPTIONS)
+    return found
+
+
+@pytest.fixture
+def manager() -> Waiting:
+    return Waiting()
+
+
+@pytest.fixture
+def service(manager: Waiting, directories: list[Path]) -> StoredService:
+    return StoredService(
+        manager, Clusters(directories=tuple(directories)), pool=5000,
+        layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def client(service: StoredService) -> TestClient:
+    app = FastAPI()
+    install(app, service)
+    return TestClient(app)
+
+
+@pytest.fixture
+def index(directories: list[Path]) -> Iterator[Path]:
+    """The tenant's, which is restored."""
+    path = index_file(own_folders(directories)[0], "stx-mine")
+    contents = path.read_bytes()
+    yield path
+    path.write_bytes(contents)
+
+
+def listed(client: TestClient, **params: str) -> list[str]:
+    found = client.get(f"{ROUTE}/list", params=params).json()
+    assert found["unreadable"] == found["storing"] == {}
+    return [each["id"] for each in found["contexts"]]
+
+
+def test_tenants_are_kept_apart(client: TestClient) -> None:
+    assert listed(client) == ["stx-open"]
+    assert listed(client, **MINE) == ["stx-mine"]
+    assert listed(client, cache_salt="other") == listed(client, cache_salt="") == []
+    assert client.get(f"{ROUTE}/stx-mine", params=MINE).json()["id"] == "stx-mine"
+    for params in ({}, {"cache_salt": "other"}, {"cache_salt": ""}):
+        for method in (client.get, client.delete):
+            answer = method(f"{ROUTE}/stx-mine", params=params)
+            assert answer.status_code == 404
+            unknown = method(f"{ROUTE}/stx-none", params=params).json()["error"]["message"]
+            assert answer.json()["error"]["message"] == unknown.replace("none", "mine")
+    assert client.get(f"{ROUTE}/stx-open", params=MINE).status_code == 404
+
+
+def follows(id_: Any, **more: Any) -> dict[str, Any]:
+    return {"custom_params": {STORED: {"id": id_, **more}, RECORDED: "forged"}}
+
+
+@pytest.mark.parametrize(
+    ("params", "salt", "served"),
+    [
+        (follows("stx-mine"), "mine", True),
+        (follows("stx-mine"), None, False),
+        (follows("stx-mine"), "other", False),
+        (follows("stx-mine"), ["mine", "mine"], True),
+        (follows("stx-mine"), ["mine", "other"], False),
+        (follows("stx-mine"), [], False),
+        ([follows("stx-open"), follows("stx-mine")], ["", "mine"], False),
+        ([follows("stx-mine"), {}], ["mine", "other"], True),
+        ([{}, follows("stx-mine")], ["mine", "other"], False),
+        ([{}, follows("stx-mine")], ["mine"], True),
+        ([{}, follows("stx-open")], None, True),
+    ],
+)
+def test_followers_are_their_tenants(
+    service: StoredService, params: Any, salt: Any, served: bool
+) -> None:
+    request = GenerateReqInput(input_ids=[1], sampling_params=params, cache_salt=salt)
+    if not served:
+        with pytest.raises(ExtError, match="there is no stored context 'stx-"):
+            service.own(request)
+        return
+    service.own(request)
+    for each in params if isinstance(params, list) else [params]:
+        custom = each.get("custom_params", {})
+        assert RECORDED not in custom
+        assert custom.get(STORED, {}).get("sparsity") is None
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        follows(nested(900)),
+        follows("stx-open", sparsity=nested(100_000)),
+        follows("stx-open", more=nested(900)),
+        {"custom_params": {STORED: nested(900)}},
+        {"custom_params": {STORED: "stx-open"}},
+        {**follows("stx-open"), "beam_width": 2},
+        {**follows("stx-open"), "beam_width": "many"},
+        follows("stx-open\0"),
+        follows("stx-none"),
+    ],
+    ids=range(9),
+)
+def test_what_cannot_be_followed_is_refused(service: StoredService, params: Any) -> None:
+    with pytest.raises(ExtError):
+        service.own(GenerateReqInput(input_ids=[1], sampling_params=params))
+
+
+@pytest.mark.parametrize("id_", ["%00", "stx-%00", "a" * 5000, "stx-mine.index", "%ff", "%0A"])
+def test_what_is_no_id_is_not_there(client: TestClient, id_: str) -> None:
+    for method in (client.get, client.delete):
+        assert method(f"{ROUTE}/{id_}", params=MINE).status_code == 404
+
+
+def test_a_damaged_context_is_counted_and_can_be_deleted(
+    client: TestClient, service: StoredService, index: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = bytearray(index.read_bytes())
+    contents[contents.index(b"tokens")] ^= 1
+    index.write_bytes(contents)
+    for _ in range(2):
+        found = client.get(f"{ROUTE}/list", params=MINE).json()
+        assert found == {"contexts": [], "unreadable": {}, "damaged": 1, "storing": {}}
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert "stored context stx-mine is damaged" in said
+    assert listed(client) == ["stx-open"]
+    assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 400
+    request = GenerateReqInput(input_ids=[1], sampling_params=follows("stx-mine"), **MINE)
+    with pytest.raises(ExtError, match=r"not what was written|no context of sgl_ext"):
+        service.own(request)
+
+
+def test_a_context_whose_blocks_are_not_there_is_listed_as_such(
+    client: TestClient, directories: list[Path]
+) -> None:
+    (file,) = own_folders(directories)[1].glob("stx-mine.1.blocks")
+    aside = file.rename(file.with_suffix(".aside"))
+    found = client.get(f"{ROUTE}/list", params=MINE).json()
+    assert found["contexts"] == []
+    assert "No such file" in found["unreadable"]["stx-mine"]
+    assert client.get(f"{ROUTE}/list").json()["unreadable"] == {}
+    aside.rename(file)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"text": "too short"}, "has 10 tokens, of which 260 stay in memory"),
+        ({"input_ids": [1] * 12}, "has 12 tokens, of which 260 stay in memory"),
+        ({"input_ids": [1] * 4000}, "has 4000 tokens; model and KV pool take 3976"),
+        ({"text": "x" * 4000}, "has 4001 tokens; model and KV pool take 3976"),
+        ({"text": "x" * 300_000}, "has 300000 characters; model and KV pool take 3976"),
+        ({"input_ids": [1, 200, *[1] * 400]}, "token ids .200. are beyond the vocabulary of 200"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_stored_is_refused_before_anything_is_computed(
+    client: TestClient, manager: Waiting, body: dict[str, Any], message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    encode = lambda text: [1, *map(ord, text)]  # noqa: E731
+    monkeypatch.setattr(Manager, "tokenizer", SimpleNamespace(encode=encode))
+    answer = client.post(ROUTE, json=body)
+    assert answer.status_code == 400
+    assert message.replace(".200.", "[200]") in answer.json()["error"]["message"]
+    assert not manager.requests
+
+
+def test_a_full_device_is_found_before_anything_is_computed(
+    client: TestClient, manager: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=10_000)
+    monkeypatch.setattr(stored_creation.shutil, "disk_usage", lambda _path: free)
+    answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
+    assert answer.status_code == 400
+    assert "has no room for" in answer.json()["error"]["message"]
+    assert not manager.requests
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "\\ud800"}',
+        '{"text": "a", "cache_salt": "\\ud800"}',
+        '{"text": "a", "cache_salt": 1}',
+        '{"text": ""}',
+        '{"input_ids": [true]}',
+        '{"a": 1}',
+        "[]",
+        "{",
+    ],
+)
+def test_bodies_of_another_shape(client: TestClient, content: str) -> None:
+    answer = client.post(ROUTE, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422)
+
+
+def test_the_queue_is_bounded_and_ends_with_its_clients(
+    service: StoredService, manager: Waiting, directories: list[Path]
+) -> None:
+    folders = own_folders(directories)
+    before = [*names(folders)]
+
+    async def run() -> None:
+        creation, here = service.creation, [True]
+
+        async def gone() -> bool:
+            return not here[0]
+
+        request: Any = SimpleNamespace(is_disconnected=gone)
+        tasks = [
+            asyncio.create_task(while_connected(request, creation.create([1] * 1000, "mine")))
+            for _ in range(stored_creation._AT_ONCE)
+        ]
+        await manager.asked.wait()
+        assert sorted(creation.progress("mine").values()) == ["computing", *["waiting"] * 7]
+        assert creation.progress(None) == {}
+        with pytest.raises(BusyError, match="8 contexts are being stored or wait for it"):
+            await creation.create([1] * 1000, None)
+        assert BusyError.status == 429
+        here[0] = False
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(each) for each in found} == {ClientGoneError}
+        while creation.progress("mine"):
+            await asyncio.sleep(0.01)
+        assert not creation._one.locked()
+
+    asyncio.run(run())
+    assert [*names(folders)] == before
+    assert all(request.cache_salt == "mine" for request in manager.requests)
+    assert len(manager.requests) == 1
+
+
+def test_a_deadline_includes_the_wait(
+    service: StoredService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_creation, "_STORE_DEADLINE_S", 0.2)
+
+    async def run() -> list[Any]:
+        both = (service.creation.create([1] * 1000, None) for _ in range(2))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    first, second = map(str, asyncio.run(run()))
+    assert "was not stored in 0.2 s; it was at computing" in first
+    assert "was not stored in 0.2 s; it was at waiting" in second
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "allowed"),
+    [
+        ({"api_key": "u", "admin_api_key": "a"}, "u", False),
+        ({"api_key": "u", "admin_api_key": "a"}, "a", True),
+        ({"api_key": None, "admin_api_key": "a"}, "", False),
+        ({"api_key": "u", "admin_api_key": None}, "u", True),
+        ({"api_key": None, "admin_api_key": None}, "", True),
+    ],
+)
+def test_storing_and_deleting_are_guarded_as_flushing_is(
+    service: StoredService, keys: dict[str, Any], key: str, allowed: bool
+) -> None:
+    app = FastAPI()
+    install(app, service)
+    add_api_key_middleware(app, **keys)
+    client = TestClient(app, headers={"Authorization": f"Bearer {key}"} if key else {})
+    answers = [client.post(ROUTE, json={}), client.delete(f"{ROUTE}/stx-none")]
+    found = [answer.status_code for answer in answers]
+    assert found == ([422, 404] if allowed else [401, 401])
+    if key != "a":
+        assert client.get(f"{ROUTE}/list").status_code == 200
+
+
+def test_a_directory_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (folder,) = own_folders([tmp_path])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    for directory in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ExtError, match="cannot keep contexts in"):
+            own_folders([directory])
+
+
+def test_a_context_that_failed_is_opened_again_when_nobody_follows_it(
+    directories: list[Path], index: Path
+) -> None:
+    contexts = StoredContexts(Clusters(directories=tuple(directories)), GEOMETRY, 1000)
+
+    def followed(rid: str) -> StoredAttention:
+        params = SimpleNamespace(max_new_tokens=5, min_new_tokens=0)
+        req = SimpleNamespace(rid=rid, origin_input_ids=[1], sampling_params=params)
+        follower = contexts.ask(req, FollowsStored("stx-mine", 0.2))
+        until(lambda: contexts.opened(rid))
+        return contexts.context(follower)
+
+    first = followed("a")
+    first.failed = "it failed"
+    contexts.tidy()
+    assert followed("b") is first
+    contexts.keep([])
+    contexts.tidy()
+    second = followed("c")
+    assert second is not first
+    assert not second.failed
+    second.failed = "it failed"
+    contexts.keep([])
+    contexts.tidy()
+    index.write_bytes(index.read_bytes()[:-1])
+    with pytest.raises(ExtError, match=r"its arrays take [\d,]+ B, not [\d,]+"):
+        followed("d")
