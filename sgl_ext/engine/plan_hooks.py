@@ -11,11 +11,29 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.engine import blend, hooks, host_restore, restore_hooks, rows
+from sgl_ext.engine.activation import refuse
+from sgl_ext.engine.attention_backends import require_store_first
 from sgl_ext.engine.meta_info import tell
+from sgl_ext.errors import ExtError
 from sgl_ext.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that goes on with a prompt."""
+
+_PLANNING = ("chunks", "restore")
+"""Sections whose plans split a forward into rows."""
+
+
+def _require_rows(scheduler: Any) -> None:
+    """Refuses a start whose prefill cannot run rows that alias one request."""
+    if (ext := runtime.current) is None:
+        return
+    for section in _PLANNING:
+        if getattr(ext.config, section) is not None:
+            try:
+                require_store_first(scheduler.tp_worker.model_runner, section)
+            except ExtError as error:
+                refuse(hooks.ActivationError(str(error)))
 
 
 def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -194,6 +212,12 @@ def _on_release(_tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "before",
+        _require_rows,
+        "nothing is called between the making of all parts of a scheduler and its ready message",
+    ),
     hooks.Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
         "around",
