@@ -73,7 +73,7 @@ def require_own(runner: Any, layout: Layout, scale: float, power: str) -> None:
     for phase, found in running(runner)._asdict().items():
         if _name(found) != OWN:
             raise ExtError(
-                f"{power} needs the compiled CPU attention, and {phase} runs "
+                f"the compiled CPU attention is needed, and {phase} runs "
                 f"{type(found).__name__}; use --attention-backend torch_native for both phases, or "
                 f"leave out {power}"
             )
@@ -82,8 +82,8 @@ def require_own(runner: Any, layout: Layout, scale: float, power: str) -> None:
         if not found.is_native(query, keys, keys, scale):
             asked = str(runner.dtype).removeprefix("torch.")
             raise ExtError(
-                f"{power} needs the compiled CPU attention, which is switched off or does not "
-                f"serve queries of {asked} over KV of {layout.dtype} with heads of "
+                "the compiled CPU attention is needed, and it is switched off or does not serve "
+                f"queries of {asked} over KV of {layout.dtype} with heads of "
                 f"{layout.head_dim} here; sgl-ext doctor says what is compiled. Or leave out "
                 f"{power}"
             )

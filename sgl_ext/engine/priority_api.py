@@ -42,12 +42,15 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
     """
     from fastapi import APIRouter
     from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from sgl_ext.engine.context_parts import refusal
+    from sgl_ext.engine.ext_route import ExtRoute, add_routes
 
-    routes = APIRouter()
+    routes = APIRouter(route_class=ExtRoute)
 
     @routes.post("/ext/priority")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def give(body: GivePriority) -> dict[str, Any]:
         if useless is not None:
             raise ExtError(useless)
@@ -59,7 +62,7 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
             )
         return {"rid": body.rid, "priority": body.priority}
 
-    app.include_router(routes)
+    add_routes(app, routes)
     app.add_exception_handler(ExtError, refusal)
 
 
@@ -69,12 +72,25 @@ def _serve(server_args: Any, manager: Any, *_args: Any, **_kw: Any) -> None:
         return
     from sglang.srt.entrypoints.http_server import app
 
-    policy, useless = config.swap.policy, None
-    if policy == "sglang" and not server_args.enable_priority_scheduling:
-        useless = "this server takes no priorities; start it with swap.policy static"
-    elif policy not in ("sglang", "static"):
-        useless = f"here {policy} decides who runs; start with swap.policy static for priorities"
-    install(app, manager, useless)
+    policy = config.swap.policy
+    install(app, manager, useless(policy, server_args.enable_priority_scheduling))
+
+
+def useless(policy: str, by_priority: bool) -> str | None:
+    """Why priorities do not count under ``swap.policy``; None if they do.
+
+    Args:
+        by_priority: whether SGLang was told to schedule by priority.
+    """
+    counts = "priorities count with swap.policy static"
+    if policy == "sglang" and not by_priority:
+        return (
+            "swap.policy is sglang without --enable-priority-scheduling, and no priority counts; "
+            f"{counts}, or with that option"
+        )
+    if policy not in ("sglang", "static"):
+        return f"swap.policy is {policy}, which decides itself who runs; {counts}"
+    return None
 
 
 def _set(original: Callable[..., Any], state: Any, request: Any) -> Any:

@@ -1,0 +1,49 @@
+"""The extension's own HTTP routes on SGLang's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from sglang.srt.entrypoints.http_server import ORJSONRoute
+
+from sgl_ext.errors import ExtError
+
+
+class InvalidBodyError(ExtError):
+    """A body of another shape than the route takes."""
+
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
+
+
+class ExtRoute(ORJSONRoute):
+    """Answers 422 with the fields that are wrong; SGLang's own answer is 400 and names the source
+    file of the route."""
+
+    def get_route_handler(self) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+        original = super().get_route_handler()
+
+        async def handle(request: Any) -> Any:
+            try:
+                return await original(request)
+            except RequestValidationError as error:
+                wrong = [f"{_place(each)}: {each['msg']}" for each in error.errors()]
+                raise InvalidBodyError("; ".join(wrong)) from None
+
+        return handle
+
+
+def add_routes(app: Any, router: APIRouter) -> None:
+    """Adds a router's routes to the application itself.
+
+    SGLang looks up a route's ``auth_level`` among the application's own routes only, and takes
+    ``NORMAL`` for those of an included router.
+    """
+    app.router.routes.extend(router.routes)
+
+
+def _place(error: Any) -> str:
+    return ".".join(str(part) for part in error["loc"] if part != "body") or "body"
