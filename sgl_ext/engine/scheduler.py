@@ -8,6 +8,7 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import (
     admission,
+    cached_tokens,
     chunk_hooks,
     hooks,
     interruption,
@@ -48,6 +49,7 @@ HOOKS = (
     *admission.HOOKS,
     *interruption.HOOKS,
     *tier_hooks.HOOKS,
+    *cached_tokens.HOOKS,
     *plan_hooks.HOOKS,
     *chunk_hooks.HOOKS,
     *swap_hooks.HOOKS,
