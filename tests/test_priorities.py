@@ -64,8 +64,11 @@ def test_metrics_count_by_what_was_given(policy: Priorities) -> None:
     policy.step(reqs, [], 51)
     assert labels([ended]) == {3: 1}
     assert policy.give("b", 7)
-    policy.step(reqs, [], 52)
-    assert labels(reqs) == {0: 1, 7: 1}
+    policy.step(reqs[:1], [], 52)  # the other one is between two queues
+    priorities.give_to(reqs[1], 9)
+    assert not policy.give("b", 8)
+    policy.step(reqs, [], 53)
+    assert labels(reqs) == {0: 1, 9: 1}
 
 
 @pytest.mark.parametrize("policy", ["round-robin"], indirect=True)

@@ -92,6 +92,13 @@ def given(req: Any) -> int:
     return 0 if req.priority in _UNSET else int(req.priority)
 
 
+def give_to(req: Any, priority: int) -> None:
+    """SGLang's request has that priority from now on, whether or not a policy has seen it."""
+    req.priority = priority
+    if (one := getattr(req, _CANDIDATE, None)) is not None:
+        one.given = priority
+
+
 @contextmanager
 def as_given(reqs: Collection[Any]) -> Iterator[None]:
     """Has SGLang's requests bear the priorities that they were given, not a policy's levels."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by
+from sgl_ext.engine.priorities import give_to
 from sgl_ext.errors import ExtError
 
 _KEY = "sgl_ext.priority/"
@@ -122,7 +123,7 @@ def _give(scheduler: Any, rid: str, priority: int) -> bool:
     }
     named = [req for req in present if req.rid == rid]
     for req in named:
-        req.priority = priority
+        give_to(req, priority)
     return bool(named)
 
 
