@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.plan_hooks import _continue, _select
+from sgl_ext.engine.plan_hooks import _charge, _continue, _log, _select
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
 PAGE = 16
@@ -38,7 +38,8 @@ def adder(rem: int, **more: Any) -> Any:
     budget = SimpleNamespace(remaining_total=10_000, total_offset=0, ceil_paged_tokens=int)
     fields = {
         "new_chunked_req": None, "chunked_req_limit": None, "can_run_list": [],
-        "memory_budget": budget,
+        "memory_budget": budget, "log_input_tokens": 0, "log_hit_tokens": 0,
+        "log_replay_tokens": 0, "reprocessed_log_input_tokens": 0, "reprocessed_log_hit_tokens": 0,
     }  # fmt: skip
     return SimpleNamespace(
         page_size=PAGE, rem_chunk_tokens=rem, rem_input_tokens=1000, **{**fields, **more}
@@ -93,7 +94,7 @@ def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> No
     budget = adder(64)
     req = SimpleNamespace(
         rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480,
-        extend_end=taken, sampling_params=SimpleNamespace(max_new_tokens=7),
+        extend_end=taken, sampling_params=SimpleNamespace(max_new_tokens=7), retracted_stain=False,
     )  # fmt: skip
 
     def original(adder: Any, req: Any) -> Any:
@@ -101,11 +102,14 @@ def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> No
         if taken:
             adder.can_run_list.append(req)
             adder.rem_chunk_tokens -= taken
+            adder.log_input_tokens += taken
         return req
 
     assert _continue(original, budget, req) is req
     assert budget.rem_chunk_tokens == 64 - PLAN.computed(0, taken)
     assert budget.rem_input_tokens == 1000 + taken - PLAN.computed(0, taken)
+    assert budget.log_input_tokens == PLAN.computed(0, taken)
+    assert budget.log_hit_tokens == taken - PLAN.computed(0, taken)
     # Nobody is given the memory of the rest, and of the answer.
     assert budget.memory_budget.total_offset == (480 - taken + 7 if taken else 0)
 
@@ -116,3 +120,22 @@ def test_a_limit_is_of_computed_tokens() -> None:
     _continue(lambda adder, _req: adder.chunked_req_limit, limited, req)
     assert limited.chunked_req_limit == 352
     assert limited.rem_chunk_tokens == 512
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_linked_tokens_are_logged_as_cached(retracted: bool) -> None:
+    """SGLang's own method charges what :func:`_charge` says; no log has a negative number."""
+    found = adder(512, rem_dllm_tokens=None, dllm_config=None, exact_chunk_fill=False)
+    found.memory_budget.reserve = lambda *_args, **_kw: None
+    found.ceil_paged_tokens, found.per_req_token_overhead = int, 0
+    charge = _charge(lambda *_: 0, found, SimpleNamespace(
+        rid="linked", full_untruncated_fill_ids=[0] * 480), 0)  # fmt: skip
+    PrefillAdder._update_prefill_budget(found, 0, 480, 7, retracted, replay_len=charge)
+    _log(None, found, 0, 480, 7, retracted, replay_len=charge)
+    assert found.rem_chunk_tokens == 512 - PLAN.computed(0, 480)
+    assert found.log_replay_tokens == 0
+    assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)
+    again = (found.reprocessed_log_input_tokens, found.reprocessed_log_hit_tokens)
+    assert again == ((180, 300) if retracted else (0, 0))
+    _log(None, found, 0, 480, 7, retracted, replay_len=100)  # a replay of SGLang's
+    assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)

@@ -80,7 +80,9 @@ def main():
         if meta["finish_reason"]["type"] == "abort":
             return "aborted"
         return [answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]],
-                [entry[0] for entry in meta["input_token_logprobs"] or ()], meta.get("ext")]
+                [entry[0] for entry in meta["input_token_logprobs"] or ()], meta.get("ext"),
+                [meta["cached_tokens"], meta["prompt_tokens"],
+                 meta.get("cached_tokens_details") or {}]]
 
     async def together(engine, steps):
         return await asyncio.gather(*(ask(engine, step) for step in steps))
@@ -185,7 +187,7 @@ def same(expected: Step, found: Step, numbers: Sequence[int]) -> None:
     for number, answer in zip(numbers, found["answers"], strict=True):
         if answer == "aborted":
             continue
-        ids, logprobs, of_prompt, _ = expected["answers"][number]
+        ids, logprobs, of_prompt, *_ = expected["answers"][number]
         assert answer[0] == ids
         assert answer[1] == pytest.approx(logprobs, abs=1e-3)
         assert answer[2] == pytest.approx(of_prompt, abs=1e-3)
@@ -194,6 +196,22 @@ def same(expected: Step, found: Step, numbers: Sequence[int]) -> None:
 def restored(step: Step) -> list[Step]:
     entries = [entry for answer in step["answers"] for entry in answer[3] or ()]
     return [entry for entry in entries if entry["power"] == "restore"]
+
+
+def counted(step: Step) -> None:
+    """What was restored is counted as cached, by tier, and what was computed is not."""
+    for answer in step["answers"]:
+        if answer == "aborted":
+            continue
+        cached, prompt, details = answer[4]
+        assert cached == sum(details.values()) < prompt
+        for entry in answer[3] or ():
+            if entry["power"] == "restore":
+                assert cached + entry["computed"] <= prompt
+                for tier, loaded in entry["loaded"].items():
+                    assert details.get(tier, 0) <= loaded
+                if not entry["computed"]:
+                    assert cached >= sum(entry["loaded"].values())
 
 
 Script = list[tuple[str, int, str, list[Step]]]
@@ -254,15 +272,18 @@ def test_the_same_answers_however_it_is_cut(
         script, model, page, tmp_path, restores=True, retract=retract, enable_mixed_chunk=retract
     )
     same(stock["fill"], ours["fill"], range(6))
-    entries = []
+    for step in ours.values():
+        counted(step)
+    entries, from_ssd = [], 0
     for _, policy in cuts:
         for batch in batches:
             same(stock["fill"], step := ours[f"{batch} {policy}"], batch)
             entries += restored(step)
+            from_ssd += sum(answer[4][2].get("ssd", 0) for answer in step["answers"])
     asked = len(cuts) * sum(len(steps[at]["ids"]) for batch in batches for at in {*batch})
     loaded = sum(entry["loaded"].get("ssd", 0) for entry in entries)
     computed = sum(entry["computed"] for entry in entries)
-    assert loaded > 0.2 * asked
+    assert loaded >= from_ssd > 0.2 * asked
     assert computed > 0.2 * asked
     assert loaded + computed > 0.9 * asked
     same(stock["plain, too"], ours["plain, too"], range(3))

@@ -14,9 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
 from sgl_ext import SUPPORTED_SGLANG, __version__
+from sgl_ext.errors import ExtError
 
 
-class ActivationError(Exception):
+class ActivationError(ExtError):
     """The extension cannot be active here: what was asked, what was found, what to do."""
 
 

@@ -97,17 +97,9 @@ def _build_pool(
     if (ext := runtime.current) is None or configurator.is_draft_worker:
         return build(mha_pool_class)
     if ext.config.memory.layout == "layer_major":
-        ext.layer_major_because = "the configuration asks for it"
         return build(mha_pool_class)
     if reason := obstacle(configurator, mha_pool_class, quant_method):
-        if ext.config.memory.layout == "block_major":
-            refuse(
-                hooks.ActivationError(
-                    f"the block-major layout does not serve {reason}; "
-                    'leave out "layout", or set it to "layer_major"'
-                )
-            )
-        ext.layer_major_because = f"the slab does not serve {reason}"
+        _require_no_slab(ext, reason)
         return build(mha_pool_class)
     from sgl_ext.engine.kv_pool import SlabKVPool
 
@@ -117,6 +109,33 @@ def _build_pool(
     pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows))
     ext.slab = pool.slab
     return pool
+
+
+def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
+    """Notes why SGLang's own pool serves; refuses the start if the slab was asked for."""
+    if ext.config.memory.layout == "block_major":
+        refuse(
+            hooks.ActivationError(
+                f"the block-major layout does not serve {reason}; "
+                'leave out "layout", or set it to "layer_major"'
+            )
+        )
+    ext.layer_major_because = f"the slab does not serve {reason}"
+
+
+def _pools_built(pools: Any, configurator: Any, **_kw: Any) -> Any:
+    """Says why there is no slab, whichever of SGLang's pools there is in its place."""
+    ext = runtime.current
+    if ext is None or configurator.is_draft_worker or ext.slab is not None:
+        return pools
+    if ext.config.memory.layout == "layer_major":
+        ext.layer_major_because = "the configuration asks for it"
+    elif ext.layer_major_because is None:
+        # Models of MLA, sliding windows, recurrent state or a sparse index have other pools.
+        model = ", ".join(configurator.model_config.hf_config.architectures or ())
+        pool = type(pools.token_to_kv_pool).__name__
+        _require_no_slab(ext, f"the pool {pool} of {model or 'this model'}")
+    return pools
 
 
 def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
@@ -181,6 +200,12 @@ HOOKS = (
         _build_pool,
         "the platform's pool class exists for out-of-tree platforms only, and there also serves "
         "parts of composite pools",
+    ),
+    hooks.Hook(
+        f"{_CONFIGURATOR}._init_pools",
+        "after",
+        _pools_built,
+        "SGLang builds each kind of pool in a method of its own",
     ),
     hooks.Hook(
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",

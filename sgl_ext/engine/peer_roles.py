@@ -6,14 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, Literal
 
-import torch
-
 from sgl_ext.config import Peer
 from sgl_ext.engine import kv_vacate
+from sgl_ext.engine.attention_backends import require_own
 from sgl_ext.engine.kv_resize import KVResizer
 from sgl_ext.engine.layer_stream import LayerStream
 from sgl_ext.engine.peer_side import LAST_WORD_S, PeerSide
-from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Slab
@@ -148,19 +146,6 @@ class WorkerSide(PeerSide):
         }
 
 
-def _require_native(slab: Slab) -> None:
-    from sgl_ext.engine.cpu.native_attention import NativeAttention, native_attention
-
-    layout = slab.layout
-    shape = (1, layout.kv_heads, layout.head_dim)
-    sample = torch.empty(shape, dtype=getattr(torch, layout.dtype))
-    if native_attention() is None or not NativeAttention.serves(sample, sample, sample, 1.0):
-        raise ExtError(
-            f"the compiled attention does not serve {layout.dtype} with heads of "
-            f"{layout.head_dim} here, and torch's knows no layer buffers; set stream to direct"
-        )
-
-
 class MasterSide(PeerSide):
     """Has blocks in its workers' memory; see :class:`~sgl_ext.peer.master.Master`."""
 
@@ -184,7 +169,8 @@ class MasterSide(PeerSide):
         # By range: when who uses it was looked at last, and who there was then.
         self._stayed: dict[tuple[int, int], tuple[float, object]] = {}
         if config.stream != "direct":
-            _require_native(slab)
+            runner = scheduler.tp_worker.model_runner
+            require_own(runner, slab.layout, 1.0, f"peer.stream {config.stream}")
             buffers = 1 if config.stream == "layer" else 2
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)

@@ -10,12 +10,30 @@ from math import lcm
 from typing import Any
 
 from sgl_ext import runtime
-from sgl_ext.engine import blend, hooks, host_restore, restore_hooks, rows
+from sgl_ext.engine import blend, cached_tokens, hooks, host_restore, restore_hooks, rows
+from sgl_ext.engine.activation import refuse
+from sgl_ext.engine.attention_backends import require_store_first
 from sgl_ext.engine.meta_info import tell
+from sgl_ext.errors import ExtError
 from sgl_ext.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that goes on with a prompt."""
+
+_PLANNING = ("chunks", "restore")
+"""Sections whose plans split a forward into rows."""
+
+
+def _require_rows(scheduler: Any) -> None:
+    """Refuses a start whose prefill cannot run rows that alias one request."""
+    if (ext := runtime.current) is None:
+        return
+    for section in _PLANNING:
+        if getattr(ext.config, section) is not None:
+            try:
+                require_store_first(scheduler.tp_worker.model_runner, section)
+            except ExtError as error:
+                refuse(hooks.ActivationError(str(error)))
 
 
 def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -37,6 +55,8 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
             if ext.links is not None:
                 ext.links.fill(batch.rids[at], prefixes[at], ends[at], slots)
     parts = rows.rows_of(plans, prefixes, ends)
+    within = {batch.rids[at]: each for at, each in coming.items()}
+    before = cached_tokens.computed_within(ext, within)
     with ExitStack() as shorter:
         if candidates := _candidates(ext, batch.rids, plans, prefixes, ends):
             restore_hooks.fill_all(ext, coming)  # one forward goes on with fewer tokens only once
@@ -50,6 +70,7 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
             output = original(runner, rows.split(batch, parts), *args, **kw)
         finally:
             ext.split = None
+    cached_tokens.count_within(ext, within, before)
     for rid, plan, end in zip(batch.rids, plans, ends, strict=True):
         if plan is not None and end >= len(plan):
             _release(rid)
@@ -87,6 +108,24 @@ def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> 
     plan = _plan_of(req)
     end = len(req.full_untruncated_fill_ids)
     return charge if plan is None else charge - (end - prefix - plan.computed(prefix, end))
+
+
+def _log(
+    _result: None, adder: Any, _prefix: int, _length: int, _answer: int, retracted: bool, **kw: Any
+) -> None:
+    """What :func:`_charge` took off is no replay of SGLang's: it is logged as cached."""
+    if (credit := -kw.get("replay_len", 0)) > 0:
+        adder.log_replay_tokens += credit
+        _log_cached(adder, credit, retracted)
+
+
+def _log_cached(adder: Any, tokens: int, retracted: bool) -> None:
+    """Moves tokens that no forward computes from those that SGLang logs as new to the cached."""
+    adder.log_input_tokens -= tokens
+    adder.log_hit_tokens += tokens
+    if retracted:
+        adder.reprocessed_log_input_tokens -= tokens
+        adder.reprocessed_log_hit_tokens += tokens
 
 
 def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> Any:
@@ -143,7 +182,9 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     result = original(adder, req)
     if adder.can_run_list and adder.can_run_list[-1] is req:
         restore_hooks.considered(req, admitted=True)
-        credit -= req.extend_len - plan.computed(prefix, prefix + req.extend_len)
+        filled = req.extend_len - plan.computed(prefix, prefix + req.extend_len)
+        credit -= filled
+        _log_cached(adder, filled, req.retracted_stain)
         if result is req:
             _reserve(adder, req, req.extend_end)
     adder.rem_chunk_tokens -= credit  # what was not needed
@@ -195,6 +236,12 @@ def _on_release(_tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 HOOKS = (
     hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        "before",
+        _require_rows,
+        "nothing is called between the making of all parts of a scheduler and its ready message",
+    ),
+    hooks.Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
         "around",
         _forward,
@@ -211,6 +258,12 @@ HOOKS = (
         "around",
         _charge,
         "SGLang charges its budget of computed tokens for every token behind the prefix",
+    ),
+    hooks.Hook(
+        f"{_ADDER}._update_prefill_budget",
+        "after",
+        _log,
+        "SGLang logs what a budget is charged beside the extend as tokens that it computes again",
     ),
     hooks.Hook(
         f"{_ADDER}._select_prefill_admission",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from sgl_ext import runtime
 from sgl_ext.config import Swap
+from sgl_ext.engine import hooks
 from sgl_ext.swap.fairness import (
     Candidate,
     FirstCome,
@@ -19,6 +22,8 @@ from sgl_ext.swap.fairness import (
 
 _UNSET = {None, sys.maxsize, -sys.maxsize - 1}
 """What SGLang gives requests that come without a priority."""
+_CANDIDATE = "_sgl_ext_candidate"
+"""Attribute of SGLang's ``Req``: its :class:`Candidate`."""
 
 
 def priorities_of(config: Swap) -> Priorities | None:
@@ -58,10 +63,11 @@ class Priorities:
         present: dict[str, tuple[Any, Candidate]] = {}
         for runs, reqs in ((False, waiting), (True, running)):
             for req in reqs:
-                if (one := self._known.get(req.rid)) is None:
-                    given = 0 if req.priority in _UNSET else req.priority
+                one = getattr(req, _CANDIDATE, None)
+                if one is None or one.name != req.rid:  # a copy of another request
                     prompt = len(req.origin_input_ids)
-                    one = Candidate(req.rid, req.cache_salt, given, prompt)
+                    one = Candidate(req.rid, req.cache_salt, given(req), prompt)
+                    setattr(req, _CANDIDATE, one)
                 one.generated, one.running = len(req.output_ids), runs
                 present[req.rid] = req, one
         if forwards != self._forwards or not present.keys() <= self._known.keys():
@@ -77,3 +83,60 @@ class Priorities:
             return False
         one.given = priority
         return True
+
+
+def given(req: Any) -> int:
+    """The priority that SGLang's request was submitted with, or was given since; 0 without one."""
+    if (one := getattr(req, _CANDIDATE, None)) is not None:
+        return int(one.given)
+    return 0 if req.priority in _UNSET else int(req.priority)
+
+
+def give_to(req: Any, priority: int) -> None:
+    """SGLang's request has that priority from now on, whether or not a policy has seen it."""
+    req.priority = priority
+    if (one := getattr(req, _CANDIDATE, None)) is not None:
+        one.given = priority
+
+
+@contextmanager
+def as_given(reqs: Collection[Any]) -> Iterator[None]:
+    """Has SGLang's requests bear the priorities that they were given, not a policy's levels."""
+    levels = [(req, req.priority) for req in reqs]
+    for req in reqs:
+        req.priority = given(req)
+    try:
+        yield
+    finally:
+        for req, level in levels:
+            req.priority = level
+
+
+def _count(original: Callable[..., Any], kind: type, reqs: Collection[Any], *args: Any) -> Any:
+    if (ext := runtime.current) is None or ext.priorities is None:
+        return original(kind, reqs, *args)
+    with as_given(reqs):
+        return original(kind, reqs, *args)
+
+
+def _full(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+    if (ext := runtime.current) is None or ext.priorities is None:
+        return original(scheduler, req)
+    with as_given([*scheduler.waiting_queue, req]):
+        return original(scheduler, req)
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.observability.metrics_collector.QueueCount.from_reqs",
+        "around",
+        _count,
+        "SGLang makes a series of each priority, and a policy's levels are many",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit",
+        "around",
+        _full,
+        "SGLang compares what a new request was given with a policy's levels of those that wait",
+    ),
+)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by
+from sgl_ext.engine.priorities import give_to
 from sgl_ext.errors import ExtError
 
 _KEY = "sgl_ext.priority/"
@@ -42,12 +43,15 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
     """
     from fastapi import APIRouter
     from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from sgl_ext.engine.context_parts import refusal
+    from sgl_ext.engine.ext_route import ExtRoute, add_routes
 
-    routes = APIRouter()
+    routes = APIRouter(route_class=ExtRoute)
 
     @routes.post("/ext/priority")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def give(body: GivePriority) -> dict[str, Any]:
         if useless is not None:
             raise ExtError(useless)
@@ -59,7 +63,7 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
             )
         return {"rid": body.rid, "priority": body.priority}
 
-    app.include_router(routes)
+    add_routes(app, routes)
     app.add_exception_handler(ExtError, refusal)
 
 
@@ -69,12 +73,25 @@ def _serve(server_args: Any, manager: Any, *_args: Any, **_kw: Any) -> None:
         return
     from sglang.srt.entrypoints.http_server import app
 
-    policy, useless = config.swap.policy, None
-    if policy == "sglang" and not server_args.enable_priority_scheduling:
-        useless = "this server takes no priorities; start it with swap.policy static"
-    elif policy not in ("sglang", "static"):
-        useless = f"here {policy} decides who runs; start with swap.policy static for priorities"
-    install(app, manager, useless)
+    policy = config.swap.policy
+    install(app, manager, useless(policy, server_args.enable_priority_scheduling))
+
+
+def useless(policy: str, by_priority: bool) -> str | None:
+    """Why priorities do not count under ``swap.policy``; None if they do.
+
+    Args:
+        by_priority: whether SGLang was told to schedule by priority.
+    """
+    counts = "priorities count with swap.policy static"
+    if policy == "sglang" and not by_priority:
+        return (
+            "swap.policy is sglang without --enable-priority-scheduling, and no priority counts; "
+            f"{counts}, or with that option"
+        )
+    if policy not in ("sglang", "static"):
+        return f"swap.policy is {policy}, which decides itself who runs; {counts}"
+    return None
 
 
 def _set(original: Callable[..., Any], state: Any, request: Any) -> Any:
@@ -106,7 +123,7 @@ def _give(scheduler: Any, rid: str, priority: int) -> bool:
     }
     named = [req for req in present if req.rid == rid]
     for req in named:
-        req.priority = priority
+        give_to(req, priority)
     return bool(named)
 
 

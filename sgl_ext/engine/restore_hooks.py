@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext import runtime
+from sgl_ext.engine import cached_tokens
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.plan import Load, LoadOrCompute
 from sgl_ext.restore.host_prefixes import Held, Strategy
@@ -152,6 +153,10 @@ def considered(req: Any, admitted: bool) -> None:
             ext.plans.pop(req.rid, None)
         return
     restorer.computing(req.rid, req.extend_end)
+    if within:
+        ext.prefixes[req.rid].request = req
+    else:
+        cached_tokens.count_loaded(ext.plans[req.rid], restorer, req)
     if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, "restore"):
         return
     if within:

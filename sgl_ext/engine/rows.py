@@ -1,8 +1,10 @@
 """A forward whose rows are the computed spans of its requests.
 
-Every attention backend writes a layer's new K and V to the pool before it attends, so rows that
-alias one request's line of slots see each other as in a sequential run. A row attends to all that
-lies before it, whoever put it there; what is not computed simply has no row.
+Rows that alias one request's line of slots see each other as in a sequential run where the prefill
+backend writes a layer's new K and V to the pool before it attends. Not every backend does
+(FlashInfer's ragged prefill attends first): a start with one that is not known to is refused
+(:mod:`.attention_backends`). A row attends to all that lies before it, whoever put it there; what
+is not computed simply has no row.
 """
 
 from __future__ import annotations

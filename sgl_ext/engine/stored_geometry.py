@@ -1,20 +1,19 @@
-"""What of a model its stored contexts have to be of."""
+"""The geometry of a model whose contexts are stored."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_ext.clusters.recorded import Geometry
-from sgl_ext.engine.cpu.native_attention import NativeAttention, native_attention
+from sgl_ext.engine.attention_backends import require_own
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
 
 def geometry_of(scheduler: Any, layout: Layout) -> Geometry:
-    """Of the model that a scheduler serves.
+    """The geometry of the model that a scheduler serves.
 
     Raises:
         ExtError: clusters do not serve it.
@@ -35,12 +34,7 @@ def geometry_of(scheduler: Any, layout: Layout) -> Geometry:
     if any(each.sliding_window_size > -1 or each.logit_cap for each in layers):
         raise ExtError("clusters do not serve sliding windows or capped attention logits")
     ((heads, kv_heads, head_dim, scale),) = shapes
-    sample = torch.empty(1, kv_heads, head_dim, dtype=getattr(torch, layout.dtype))
-    if native_attention() is None or not NativeAttention.serves(sample, sample, sample, scale):
-        raise ExtError(
-            f"the compiled attention does not serve {layout.dtype} with heads of {head_dim} here, "
-            "and torch's reads no stored contexts"
-        )
+    require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
     return Geometry(
         layout.layers, heads, kv_heads, head_dim, layout.dtype, scale, layout.fingerprint
     )

@@ -44,6 +44,12 @@ def declare(server_args: Any, config: ExtConfig) -> None:
             "--schedule-low-priority-values-first and --disable-priority-preemption; leave them "
             "out, or set swap.policy to sglang"
         )
+    if server_args.radix_eviction_policy == "priority":
+        raise hooks.ActivationError(
+            f"swap.policy {config.swap.policy} gives requests levels in place of priorities, by "
+            "which --radix-eviction-policy priority would order the cache; choose another one, or "
+            "set swap.policy to sglang"
+        )
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     declare_resolution(

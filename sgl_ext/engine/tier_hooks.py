@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import hooks, restore_hooks, restore_setup, swap_in, weight_updates
-from sgl_ext.engine.meta_info import tell, told
+from sgl_ext.engine.meta_info import tell
 from sgl_ext.engine.unserved import Unserved, require_served
 
 if TYPE_CHECKING:
@@ -136,16 +136,6 @@ def _computed(batch: Any) -> int:
     )
 
 
-def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dict[str, Any] | None:
-    """``cached_tokens_details`` says which tier had the tokens; SGLang knows ``host`` only."""
-    entries = told(req, "tiers")
-    if details is None or not entries:
-        return details
-    # SGLang tells of the first prefill only; what a retracted request loads later is not in it.
-    first = {name: source["tokens"] for name, source in entries[0]["sources"].items()}
-    return {**details, **first} if sum(first.values()) == details["host"] else details
-
-
 def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     wrapper.hit_markers.pop(req.rid, None)
     restore_hooks.looked_up(req)
@@ -222,13 +212,6 @@ HOOKS = (
         "around",
         _measure,
         "SGLang counts prefill throughput for its log only",
-    ),
-    hooks.Hook(
-        "sglang.srt.managers.scheduler_components.output_streamer."
-        "SchedulerOutputStreamer.get_cached_tokens_details",
-        "after",
-        _name_tiers,
-        "SGLang reports every hit of an external cache as host memory",
     ),
     hooks.Hook(
         f"{_WRAPPER}.release_request",

@@ -34,6 +34,8 @@ class Held:
     computed: int = 0
     """Tokens that forwards have computed instead of taking them; by layers, as many tokens as the
     layers are worth."""
+    request: Any = None
+    """The scheduler's, once the first of the forwards that take some of them is about to run."""
     told: dict[str, Any] | None = None
     """What the request's answer will say of it, once the last of the forwards has begun."""
 

@@ -112,6 +112,12 @@ class Pointers:
         """Whether a load brought it before it was computed."""
         return bool(self._landed[page])
 
+    def regions(self) -> Iterator[tuple[str, int, int]]:
+        """The pages that each tier has, whoever has taken them: tier, first page, end."""
+        ends = [*(each.begin for each in self.stretches[1:]), self.end]
+        for each, end in zip(self.stretches, ends, strict=True):
+            yield each.tier, each.begin, end
+
     def loaded(self) -> Iterator[tuple[int, int]]:
         """Runs of pages behind :attr:`front` that have landed."""
         end = self.front

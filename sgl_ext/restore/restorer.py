@@ -273,6 +273,13 @@ class Restorer:
         active = self._opened[rid]
         return active.places[begin // self.page - active.begin : end // self.page - active.begin]
 
+    def tiers(self, rid: str, begin: int, end: int) -> Counter[str]:
+        """Tokens ``begin .. end - 1``, which were loaded, by tier."""
+        page, found = self.page, Counter[str]()
+        for tier, first, last in self._opened[rid].pointers.regions():
+            found[tier] += max(min(end, last * page) - max(begin, first * page), 0)
+        return found
+
     def report(self, rid: str) -> Restored | None:
         """What has become of a request's prefix, when nothing more will."""
         if (active := self._opened.get(rid)) is None:

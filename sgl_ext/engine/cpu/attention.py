@@ -192,6 +192,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
+    def is_native(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> bool:
+        """Whether the compiled kernels attend to such tensors, not torch over a copy."""
+        native = self._native
+        return native is not None and native.serves(query, keys, values, scale)
+
     def _forward(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
     ) -> torch.Tensor:
@@ -204,7 +211,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         native = self._native
-        if native is not None and not native.serves(query, keys, values, layer.scaling):
+        if not self.is_native(query, keys, values, layer.scaling):
             native = None
         stream = None if runtime.current is None else runtime.current.stream
         if native is None or (stream is not None and not stream.active):

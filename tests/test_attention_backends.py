@@ -1,0 +1,158 @@
+"""Powers that change what attention reads are refused under backends that do not serve them."""
+
+from __future__ import annotations
+
+import pkgutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine import plan_hooks, stored_geometry
+from sgl_ext.engine.attention_backends import (
+    _STORE_FIRST,
+    OWN,
+    require_own,
+    require_store_first,
+    running,
+)
+from sgl_ext.engine.cpu.attention import CpuAttnBackend
+from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+
+LAYOUT = Layout(16, layers=1, kv_heads=2, head_dim=64, dtype="float32", fingerprint="none")
+
+
+def made(kind: type, **fields: Any) -> Any:
+    """An instance that has these fields and nothing of its constructor's."""
+    backend = object.__new__(kind)
+    backend.__dict__.update(fields)
+    return backend
+
+
+def own(kernels: str = "native") -> CpuAttnBackend:
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    return CpuAttnBackend(runner, kernels=kernels)
+
+
+def hybrid(prefill: Any, decode: Any) -> Any:
+    return made(HybridAttnBackend, prefill_backend=prefill, decode_backend=decode)
+
+
+def runner(backend: Any, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    return SimpleNamespace(attn_backend=backend, dtype=dtype, **fields)
+
+
+TRITON, FLASHINFER = made(TritonAttnBackend), made(FlashInferAttnBackend)
+STOCK = made(TorchNativeAttnBackend)
+
+
+def test_the_names_are_those_of_classes() -> None:
+    for name in _STORE_FIRST:
+        if "flashattention" not in name:  # whose module needs a compiled kernel
+            kind = pkgutil.resolve_name(name)
+            assert f"{kind.__module__}.{kind.__qualname__}" == name
+    assert pkgutil.resolve_name(OWN) is CpuAttnBackend
+
+
+def test_the_backends_of_both_phases_are_found() -> None:
+    assert running(runner(TRITON)) == (TRITON, TRITON)
+    assert running(runner(hybrid(STOCK, TRITON))) == (STOCK, TRITON)
+    assert running(runner(STOCK, decode_attn_backend=TRITON)) == (STOCK, TRITON)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [own(), STOCK, TRITON, made(TRTLLMHAAttnBackend), hybrid(STOCK, FLASHINFER)],
+    ids=lambda backend: type(backend).__name__,
+)
+def test_backends_that_store_first_serve_rows(backend: Any) -> None:
+    require_store_first(runner(backend), "chunks")
+
+
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        (FLASHINFER, "FlashInferAttnBackend"),
+        (hybrid(FLASHINFER, TRITON), "FlashInferAttnBackend"),
+        (made(TboAttnBackend), "TboAttnBackend"),
+    ],
+)
+def test_other_backends_are_refused_for_rows(
+    backend: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner(backend)))
+    tiers = {"tiers": {"host": {"capacity": "1MiB"}}}
+    for section in plan_hooks._PLANNING:
+        config = ExtConfig.model_validate({**tiers, section: {}})
+        monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(config))
+        with pytest.raises(ExtError, match=rf"^{section} computes .*, and {named} is not known"):
+            plan_hooks._require_rows(scheduler)
+    for config in (ExtConfig(), ExtConfig.model_validate({**tiers, "swap": {"capacity": "1MiB"}})):
+        monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(config))
+        plan_hooks._require_rows(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        (TRITON, "prefill runs TritonAttnBackend"),
+        (STOCK, "prefill runs TorchNativeAttnBackend"),
+        (hybrid(own(), TRITON), "decode runs TritonAttnBackend"),
+        (hybrid(TRITON, own()), "prefill runs TritonAttnBackend"),
+        (own("torch"), "is switched off or does not serve queries of float32"),
+    ],
+)
+def test_other_backends_than_our_own_are_refused(backend: Any, found: str) -> None:
+    with pytest.raises(ExtError, match=f"{found}.*leave out clusters"):
+        require_own(runner(backend), LAYOUT, 1.0, "clusters")
+
+
+def test_our_own_serves_what_it_is_compiled_for() -> None:
+    require_own(runner(own()), LAYOUT, 1.0, "clusters")
+    require_own(runner(hybrid(own(), own())), LAYOUT, 1.0, "clusters")
+    with pytest.raises(ExtError, match="queries of bfloat16 over KV of float32 with heads of 64"):
+        require_own(runner(own(), torch.bfloat16), LAYOUT, 1.0, "clusters")
+
+
+def test_stored_contexts_ask_what_runs() -> None:
+    model = torch.nn.Module()
+    model.layer = RadixAttention(4, 64, 0.125, 2, 0)
+    for backend in (own(), TRITON):
+        scheduler = SimpleNamespace(
+            model_config=SimpleNamespace(),
+            tp_worker=SimpleNamespace(model_runner=runner(backend, model=model)),
+        )
+        if backend is TRITON:
+            with pytest.raises(ExtError, match="prefill runs TritonAttnBackend"):
+                stored_geometry.geometry_of(scheduler, LAYOUT)
+        else:
+            assert stored_geometry.geometry_of(scheduler, LAYOUT).heads == 4
+
+
+@pytest.mark.parametrize("name", ["ours", "gathering", "stock"])
+def test_rows_that_alias_a_request_see_what_the_forward_stores(name: str) -> None:
+    geometry = Geometry(dtype=torch.float32)
+    outs = []
+    for rows in ([Row(0, 8, 24)], [Row(0, 8, 10), Row(0, 18, 14)]):
+        trial = AttentionTrial(geometry, [32])
+        backend = getattr(trial, name)
+        query = trial.query(rows)
+        keys, values = (trial.query(rows).view(24, 9, 64)[:, :3] for _ in range(2))
+        batch = trial._batch(ForwardMode.EXTEND, rows)
+        batch.out_cache_loc = trial.ours.req_to_token_pool.req_to_token[0, 8:32].long()
+        backend.init_forward_metadata(batch)
+        outs.append(backend.forward_extend(query, keys, values, trial.layers[0], batch))
+    torch.testing.assert_close(*outs, atol=2e-6, rtol=2e-6)

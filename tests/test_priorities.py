@@ -1,0 +1,128 @@
+"""A policy's levels order requests in the scheduler; nobody else sees them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.observability.metrics_collector import QueueCount
+
+from sgl_ext import runtime
+from sgl_ext.config import ExtConfig, Swap
+from sgl_ext.engine import priorities, swap_hooks
+from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.priorities import Priorities, priorities_of
+
+LEAST = -sys.maxsize - 1
+"""What SGLang gives a request without a priority."""
+
+
+def request(rid: str, priority: int = LEAST) -> Any:
+    return SimpleNamespace(
+        rid=rid, priority=priority, cache_salt=None, origin_input_ids=[1] * 8, output_ids=[],
+        time_stats=SimpleNamespace(wait_queue_entry_time=0.0),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Priorities:
+    found = priorities_of(Swap(capacity=1 << 20, policy=request.param, quantum=1))
+    assert found is not None
+    ext = runtime.ExtRuntime(ExtConfig())
+    ext.priorities = found
+    monkeypatch.setattr(runtime, "current", ext)
+    return found
+
+
+def labels(reqs: list[Any]) -> dict[int, int]:
+    found = priorities._count(QueueCount.from_reqs.__func__, QueueCount, reqs, True)
+    assert found.total == len(reqs)
+    assert found.by_priority is not None
+    return found.by_priority
+
+
+POLICIES = ["fcfs", "static", "round-robin", "token-counter", "random", "markov"]
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_metrics_count_by_what_was_given(policy: Priorities) -> None:
+    reqs = [request("a"), request("b", 3), request("c", 3)]
+    late = request("late", 1)
+    seen, levels = set(labels(reqs)), set()
+    for forward in range(50):
+        policy.step(reqs[1:], reqs[:1], forward)
+        reqs[0].output_ids.append(1)
+        levels |= {req.priority for req in reqs}
+        assert labels([*reqs, late]) == {0: 1, 3: 2, 1: 1}
+        seen |= set(labels(reqs))
+    assert seen == {0, 3}
+    assert len(levels) > 2 or policy._policy.__class__.__name__ in ("Static", "TokenCounter")
+    ended = reqs.pop()  # is counted in the report of the forward that it ended in
+    policy.step(reqs, [], 51)
+    assert labels([ended]) == {3: 1}
+    assert policy.give("b", 7)
+    policy.step(reqs[:1], [], 52)  # the other one is between two queues
+    priorities.give_to(reqs[1], 9)
+    assert not policy.give("b", 8)
+    policy.step(reqs, [], 53)
+    assert labels(reqs) == {0: 1, 9: 1}
+
+
+@pytest.mark.parametrize("policy", ["round-robin"], indirect=True)
+def test_a_flush_does_not_take_levels_for_what_was_given(policy: Priorities) -> None:
+    reqs = [request("a"), request("b", 2)]
+    for forward in range(9):
+        policy.step(reqs[1:], reqs[:1], forward)
+    policy.clear()
+    policy.step(reqs, [], 0)
+    assert labels(reqs) == {0: 1, 2: 1}
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "fcfs"], indirect=True)
+@pytest.mark.parametrize(("new", "refused"), [(LEAST, "new"), (0, "new"), (1, "new"), (5, "b")])
+def test_a_full_queue_compares_what_was_given(
+    policy: Priorities, new: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.managers.scheduler._make_abort_req", lambda *_, **_kw: None)
+    waiting = [request("a", 1), request("b"), request("c", 1)]
+    waiting[1].priority = 1
+    for forward in range(9):
+        policy.step(waiting, [], forward)
+    before = [req.priority for req in waiting]
+    aborted: list[str] = []
+    scheduler = SimpleNamespace(
+        max_queued_requests=3, waiting_queue=waiting, enable_priority_scheduling=True,
+        schedule_low_priority_values_first=False, _release_aborted_request=lambda _req: None,
+        beam_coordinator=SimpleNamespace(retire_group=lambda _req: None),
+        send_abort_output=lambda _out, req: aborted.append(req.rid),
+    )  # fmt: skip
+    for req in (*waiting, asked := request("new", new)):
+        req.time_stats.trace_ctx = SimpleNamespace(abort=lambda **_kw: None)
+    waiting[1].time_stats.wait_queue_entry_time = 1.0  # the last of them
+    original = getattr(Scheduler._abort_on_queued_limit, "__wrapped__", None)
+    original = original or Scheduler._abort_on_queued_limit
+    assert priorities._full(original, scheduler, asked) is (refused == "new")
+    assert aborted == [refused]
+    left = [level for level, rid in zip(before, "abc", strict=True) if rid != refused]
+    assert [req.priority for req in waiting] == left
+    assert asked.priority == new
+
+
+def test_a_cache_that_is_ordered_by_priority_is_refused() -> None:
+    from sgl_ext.engine.unserved import COMMON
+
+    fields = [field for field, *_ in (*COMMON, *swap_hooks._UNSERVED)]
+    off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}
+    args = SimpleNamespace(
+        **off, schedule_low_priority_values_first=False, disable_priority_preemption=False,
+        radix_eviction_policy="priority",
+    )  # fmt: skip
+    swap = {"capacity": "1MiB", "policy": "fcfs"}
+    tiers = {"host": {"capacity": "1MiB"}}
+    with pytest.raises(ActivationError, match=r"swap\.policy fcfs .* --radix-eviction-policy"):
+        swap_hooks.declare(args, ExtConfig.model_validate({"tiers": tiers, "swap": swap}))
+    own = ExtConfig.model_validate({"tiers": tiers, "swap": {"capacity": "1MiB"}})
+    swap_hooks.declare(args, own)

@@ -1,0 +1,87 @@
+"""``POST /ext/priority`` without a model: who may use it, what it takes, when it does not count."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints.http_server import validation_exception_handler
+from sglang.srt.utils.auth import add_api_key_middleware
+
+from sgl_ext.engine import priority_api
+
+BODY = {"rid": "one", "priority": 3}
+
+
+def served(policy: str, *, by_priority: bool = False, **keys: str) -> TestClient:
+    """The route of a server that knows the request ``one``."""
+
+    async def set_internal_state(asked: Any) -> list[bool]:
+        return [asked.server_args == {"sgl_ext.priority/one": 3}]
+
+    app = FastAPI(exception_handlers={422: validation_exception_handler})
+    manager = SimpleNamespace(set_internal_state=set_internal_state)
+    priority_api.install(app, manager, priority_api.useless(policy, by_priority))
+    if keys:
+        found = {"api_key": None, "admin_api_key": None, **keys}
+        add_api_key_middleware(app, **found)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(("policy", "by_priority"), [("static", True), ("sglang", True)])
+def test_priorities_are_given_where_they_count(policy: str, by_priority: bool) -> None:
+    client = served(policy, by_priority=by_priority)
+    answer = client.post("/ext/priority", json=BODY)
+    assert (answer.status_code, answer.json()) == (200, BODY)
+    answer = client.post("/ext/priority", json=BODY | {"rid": "nobody"})
+    assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("policy", ["sglang", "fcfs", "round-robin", "token-counter", "random"])
+def test_priorities_are_refused_where_they_do_not_count(policy: str) -> None:
+    by_priority = policy != "sglang"  # which these policies switch on
+    answer = served(policy, by_priority=by_priority).post("/ext/priority", json=BODY)
+    assert answer.status_code == 400
+    assert f"swap.policy is {policy}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"priority": "high"}, "priority: Input should be a valid integer"),
+        ({"priority": 1.5}, "priority: "),
+        ({"priority": True}, "priority: "),
+        ({"priority": None}, "priority: "),
+        ({"priority": 1 << 31}, "priority: "),
+        ({"rid": ""}, "rid: "),
+        ({"rid": []}, "rid: "),
+        ({"rids": []}, "rids: Extra inputs are not permitted"),
+        ({"\ud800": 1}, ""),
+        ({"rid": "\ud800"}, ""),
+    ],
+)
+def test_what_is_none_is_answered_with_422(change: dict[str, Any], named: str) -> None:
+    client = served("static", by_priority=True)
+    headers = {"content-type": "application/json"}
+    answer = client.post("/ext/priority", content=json.dumps(BODY | change), headers=headers)
+    assert answer.status_code == 422
+    message = answer.json()["error"]["message"]
+    assert message.startswith(named)
+    assert ".py" not in message
+    assert client.post("/ext/priority", content=b"{", headers=headers).status_code == 422
+
+
+def test_it_is_guarded_as_flush_cache_is() -> None:
+    for keys, given, code in (
+        ({"api_key": "user"}, "user", 200),
+        ({"api_key": "user", "admin_api_key": "admin"}, "user", 401),
+        ({"api_key": "user", "admin_api_key": "admin"}, "admin", 200),
+        ({"admin_api_key": "admin"}, "", 401),
+    ):
+        headers = {"Authorization": f"Bearer {given}"}
+        client = served("static", by_priority=True, **keys)
+        assert client.post("/ext/priority", json=BODY, headers=headers).status_code == code, keys
