@@ -22,6 +22,7 @@ from sgl_ext.engine import (
     chunk_hooks,
     hooks,
     priority_api,
+    request_checks,
     run_directory,
     stored_hooks,
 )
@@ -247,6 +248,7 @@ HOOKS = (
         _port_args,
         "socket paths come from the global temporary directory and are left behind there",
     ),
+    *request_checks.LAUNCHER_HOOKS,
     *chunk_hooks.LAUNCHER_HOOKS,
     *priority_api.LAUNCHER_HOOKS,
     *stored_hooks.LAUNCHER_HOOKS,

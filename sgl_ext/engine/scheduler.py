@@ -17,6 +17,7 @@ from sgl_ext.engine import (
     penalties,
     plan_hooks,
     priority_api,
+    request_checks,
     skipped_logprobs,
     stored_hooks,
     swap_hooks,
@@ -42,6 +43,7 @@ HOOKS = (
         "the ready message has a fixed set of keys; it is the launcher's only word from a "
         "scheduler before serving, and SGLang shows it in /server_info",
     ),
+    *request_checks.HOOKS,
     *kv_memory.HOOKS,
     *meta_info.HOOKS,
     *admission.HOOKS,

@@ -46,6 +46,6 @@ def read_stored(req: Any) -> FollowsStored | IsRecorded | None:
             return msgspec.convert(value, FollowsStored)
         if (value := params.get(RECORDED)) is not None:
             return msgspec.convert(value, IsRecorded)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"what is said of a stored context: {error}") from None
     return None
