@@ -43,8 +43,6 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
     from fastapi import APIRouter
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
-    from sgl_ext.engine.context_parts import refusal
-
     routes = APIRouter()
 
     @routes.post("/ext/priority")
@@ -60,7 +58,6 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
         return {"rid": body.rid, "priority": body.priority}
 
     app.include_router(routes)
-    app.add_exception_handler(ExtError, refusal)
 
 
 def _serve(server_args: Any, manager: Any, *_args: Any, **_kw: Any) -> None:

@@ -1,27 +1,18 @@
-"""Refuses requests that would end SGLang's processes, whichever route or program they come from.
+"""Checks of requests that SGLang's front takes and its scheduler cannot decode or compute with.
 
-SGLang's front takes values that its scheduler cannot decode or compute with: prompts of no tokens,
-ids that the model has no embedding of, numbers that overflow a tensor. A scheduler that raises ends
-the server, so each request is checked where the front has tokenised it and before it is sent.
+These are prompts of no tokens, ids that the model has no embedding of, numbers that overflow a
+tensor. A scheduler that raises ends the server.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
-
-from sgl_ext import runtime
-from sgl_ext.engine import hooks
-from sgl_ext.engine.activation import carried_by
-
-logger = logging.getLogger(__name__)
 
 _ANSWERS = 1 << 10
 """Most answers to one prompt (``n``)."""
@@ -36,7 +27,7 @@ _LEAST_PENALTY = 1e-5
 """Logits are divided by it in float32."""
 NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least one token"
 _INTEGERS = ("top_k", "min_new_tokens", "stream_interval", "beam_width", "n")
-_MALFORMED = (
+MALFORMED = (
     TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError,
     msgspec.MsgspecError,
 )  # fmt: skip
@@ -48,7 +39,7 @@ def malformed_is_refused(what: str) -> Iterator[None]:
     """Raises ValueError, which SGLang's routes answer with 400, for what they answer with 500."""
     try:
         yield
-    except _MALFORMED as error:
+    except MALFORMED as error:
         if isinstance(error, ValueError):
             raise
         raise ValueError(
@@ -186,20 +177,7 @@ def check_positions(name: str, positions: Any, tokens: int) -> None:
         raise ValueError(f"{name} are positions in a prompt of {tokens} tokens, from 0 on")
 
 
-def _generate(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Checks what a request looks like before SGLang expands it."""
-    if carried_by(manager.server_args) is not None:
-        try:
-            check_size(request.sampling_params, _prompts(request))
-            with malformed_is_refused("the request"):
-                copy.copy(request).normalize_batch_and_arguments()
-        except ValueError:
-            request.is_single, request.rid = False, []  # nothing for SGLang to abort
-            raise
-    return original(manager, request, *args)
-
-
-def _prompts(request: Any) -> int:
+def prompts_of(request: Any) -> int:
     """How many prompts a request has, whatever SGLang makes of it."""
     if request.rid is not None and not request.rid:
         raise ValueError("rid is empty; leave it out, or name each prompt's answer")
@@ -211,25 +189,6 @@ def _prompts(request: Any) -> int:
             return 1  # the session has the prompt
         raise ValueError(NO_TOKENS)
     return 1 if isinstance(prompts[0], int) else len(prompts)
-
-
-def _validate(original: Callable[..., None], manager: Any, request: Any, ids: Any) -> None:
-    if carried_by(manager.server_args) is None:
-        return original(manager, request, ids)
-    check_types(request.sampling_params, sampling_fields(manager.sampling_params_class))
-    with malformed_is_refused("the request"):
-        original(manager, request, ids)
-    return None
-
-
-def _tokenized(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Checks the values of a request that is about to be sent."""
-    if carried_by(manager.server_args) is None:
-        return original(manager, request, *args)
-    with malformed_is_refused("the request"):
-        made = original(manager, request, *args)
-        check_request(made, manager.model_config.vocab_size, manager.context_len)
-    return made
 
 
 def check_request(made: Any, vocabulary: int, context: int) -> None:
@@ -246,6 +205,7 @@ def check_request(made: Any, vocabulary: int, context: int) -> None:
         raise ValueError(NO_TOKENS)
     if made.mm_inputs is None:  # else some ids stand for images
         check_tokens("input_ids", made.input_ids or (), vocabulary)
+    check_fields(made)
     check_sampling(made.sampling_params, vocabulary)
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
         check_positions(name, getattr(made, name), tokens)
@@ -253,82 +213,22 @@ def check_request(made: Any, vocabulary: int, context: int) -> None:
         check_logprobs(made, vocabulary, context)
 
 
-def _dispatch(original: Callable[..., None], manager: Any, message: Any) -> None:
-    """Refuses what cannot be encoded, or the scheduler could not decode."""
-    if carried_by(manager.server_args) is not None:
-        from sglang.srt.managers.io_struct import _USE_PICKLE_IPC, msgpack_decode, msgpack_encode
+def check_fields(made: Any) -> None:
+    """Checks the types of a request's fields, which SGLang's scheduler takes as they are.
 
-        with malformed_is_refused("the request"):
-            if not _USE_PICKLE_IPC:
-                msgpack_decode(msgpack_encode(message))
-            return original(manager, message)
-    return original(manager, message)
+    Raises:
+        ValueError: names the first field of another type.
+    """
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+    from sglang.srt.managers.io_struct import _USE_PICKLE_IPC, msgpack_encode
+    from sglang.srt.managers.utils import msgpack_decode_explained
 
-
-def _handle(original: Callable[..., None], scheduler: Any, request: Any, **kw: Any) -> None:
-    """Ends a request that cannot be taken in, and no other."""
-    if runtime.current is None:
-        return original(scheduler, request, **kw)
-    try:
-        original(scheduler, request, **kw)
-    except Exception as error:
-        logger.exception("request %r is refused", request.rid)
-        from sglang.srt.managers.io_struct import AbortReq
-
-        message = f"the server cannot take this request in: {error!s:.300}"
-        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
-        scheduler.send_abort_output(
-            AbortReq(rid=request.rid, abort_message=message, finished_reason=reason), request
-        )
-    return None
-
-
-def _queue(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
-    """A session's prompt may turn out to have no tokens."""
-    if runtime.current is not None and req.to_finish is None and not req.origin_input_ids:
-        req.set_finish_with_abort(NO_TOKENS)
-
-
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-LAUNCHER_HOOKS = (
-    hooks.Hook(
-        f"{_MANAGER}.generate_request",
-        "around",
-        _generate,
-        "SGLang expands batches and answers before it looks at their number",
-    ),
-    hooks.Hook(
-        f"{_MANAGER}._validate_one_request",
-        "around",
-        _validate,
-        "SGLang computes with values of any type here",
-    ),
-    hooks.Hook(
-        f"{_MANAGER}._create_tokenized_object",
-        "around",
-        _tokenized,
-        "SGLang's checks let values through that end its scheduler",
-    ),
-    hooks.Hook(
-        f"{_MANAGER}._dispatch_to_scheduler",
-        "around",
-        _dispatch,
-        "SGLang's scheduler ends with a message that it cannot decode",
-    ),
-)
-
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-HOOKS = (
-    hooks.Hook(
-        f"{_SCHEDULER}.handle_generate_request",
-        "around",
-        _handle,
-        "SGLang's scheduler ends with a request that it cannot take in",
-    ),
-    hooks.Hook(
-        f"{_SCHEDULER}._add_request_to_queue",
-        "before",
-        _queue,
-        "only here is the prompt of a session's request known",
-    ),
-)
+    plain = copy.copy(made)
+    plain.time_stats = plain.mm_inputs = None  # made by SGLang itself
+    if isinstance(plain.positional_embed_overrides, PositionalEmbeds):
+        plain.positional_embed_overrides = None  # made by a program of tensors
+    if _USE_PICKLE_IPC:
+        # What the extension tells its schedulers there is of no type of SGLang's.
+        plain.sampling_params = copy.copy(plain.sampling_params)
+        plain.sampling_params.custom_params = None
+    msgpack_decode_explained(msgpack_encode(plain))

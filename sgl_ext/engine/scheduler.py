@@ -17,7 +17,7 @@ from sgl_ext.engine import (
     penalties,
     plan_hooks,
     priority_api,
-    request_checks,
+    request_hooks,
     skipped_logprobs,
     stored_hooks,
     swap_hooks,
@@ -43,7 +43,7 @@ HOOKS = (
         "the ready message has a fixed set of keys; it is the launcher's only word from a "
         "scheduler before serving, and SGLang shows it in /server_info",
     ),
-    *request_checks.HOOKS,
+    *request_hooks.HOOKS,
     *kv_memory.HOOKS,
     *meta_info.HOOKS,
     *admission.HOOKS,
