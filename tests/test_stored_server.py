@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 from conftest import until
+from http_fuzz_kit import bombard
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -299,3 +300,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     assert generate(server, prompts[0], id_).status_code == 404
     gone = requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60)
     assert gone.status_code == 404
+
+
+def test_malformed_requests_end_nothing_and_disturb_nobody(server: Server) -> None:
+    assert bombard(server, "clusters")[400] > 0
