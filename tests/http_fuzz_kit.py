@@ -44,10 +44,8 @@ def bombard(server: Server, seed: str) -> Counter[int]:
     with ThreadPoolExecutor(_AT_ONCE + 1) as threads:
         other = threads.submit(others)
         try:
-            statuses = Counter(
-                threads.map(lambda at: _send(server, malformed(random.Random(f"{seed} {at}"))),
-                            range(count))
-            )  # fmt: skip
+            choices = (random.Random(f"{seed} {at}") for at in range(count))  # noqa: S311
+            statuses = Counter(threads.map(lambda rng: _send(server, malformed(rng)), choices))
         finally:
             done.set()
         other.result()
