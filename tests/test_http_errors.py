@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from sgl_ext.config import load
-from sgl_ext.engine.http_errors import install
+from sgl_ext.engine.http_errors import _anthropic, _openai, install
 
 
 class Body(BaseModel):
@@ -63,7 +63,9 @@ def test_what_a_route_raises_for_a_value(
     message = answer.json()["error"]["message"]
     assert message == "the request cannot be read (IndexError: list index out of range)"
     (record,) = caplog.records
-    assert "POST /generate was refused: IndexError" in record.getMessage()
+    assert (
+        "POST /generate was refused: the request cannot be read (IndexError" in record.getMessage()
+    )
     assert record.exc_info is None
     assert client.post("/generate", json={"number": 2}).status_code == 500
 
@@ -91,3 +93,44 @@ def test_routes_of_a_section_that_is_on_are_left_alone(client: TestClient) -> No
     answer = client.post("/ext/priority", json={})
     assert answer.status_code == 404
     assert answer.json() == {"detail": "Not Found"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(TypeError("no"), 400), (ValueError("no"), 400), (RuntimeError("no"), 500)]
+)
+def test_what_sglang_catches_itself(error: Exception, code: int) -> None:
+    told: list[dict[str, Any]] = []
+
+    def respond(_serving: object, message: str, **kw: Any) -> None:
+        told.append({"message": message, **kw})
+
+    try:
+        raise error
+    except Exception:
+        _openai(respond, None, message="Internal server error: no", status_code=500)
+        _anthropic(respond, None, message="Internal server error", status_code=500)
+    assert [one["status_code"] for one in told] == [code, code]
+    if code == 400:
+        assert {one["message"] for one in told} == {
+            f"the request cannot be read ({type(error).__name__}: no)"
+        }
+    told.clear()
+    _openai(respond, None, "overloaded", status_code=503)
+    assert told == [{"message": "overloaded", "status_code": 503}]
+
+
+def test_the_log_has_the_place_of_a_clients_error(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert client is not None
+    logger = logging.getLogger("sglang.srt.entrypoints.openai.serving_base")
+    for error in (TypeError("no"), RuntimeError("no")):
+        try:
+            raise error
+        except (TypeError, RuntimeError):
+            logger.exception("Error in request: %s", error)
+    one, whole = caplog.records
+    assert one.getMessage().startswith("Error in request: no (")
+    assert "test_http_errors.py:" in one.getMessage()
+    assert one.exc_info is None
+    assert whole.exc_info

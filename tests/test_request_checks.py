@@ -136,12 +136,8 @@ def test_what_sglang_raises_becomes_a_refusal(error: Exception) -> None:
 def test_a_request_is_refused_before_it_is_expanded(fields: dict[str, Any], message: str) -> None:
     manager = SimpleNamespace(server_args=SimpleNamespace(**{CARRIED: SimpleNamespace(config=1)}))
     request = GenerateReqInput(**fields)
-
-    def original(*_args: object) -> None:
-        raise AssertionError
-
     with pytest.raises(ValueError, match=message):
-        request_hooks._generate(original, manager, request)
+        request_hooks._generate(manager, request)
     # SGLang then aborts nothing.
     assert (request.is_single, request.rid) == (False, [])
 

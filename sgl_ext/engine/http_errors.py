@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -27,6 +29,14 @@ _ROUTES = {
     "swap": "/ext/priority",
 }
 """Routes of each section."""
+_CLIENTS = (*MALFORMED, ValueError)
+"""What SGLang's routes raise for values that they do not expect."""
+_CATCHING = (
+    "openai.serving_base", "openai.serving_tokenize", "openai.serving_responses",
+    "openai.serving_rerank", "anthropic.serving",
+)  # fmt: skip
+"""SGLang's modules that catch such errors, log tracebacks and answer with 500."""
+_ENTRYPOINTS = "sglang.srt.entrypoints"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _SHOWN = 5
 """Problems of a body that are named."""
@@ -62,17 +72,50 @@ class Malformed:
 
         try:
             await self._app(scope, receive, watched)
-        except (*MALFORMED, ValueError) as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
+        except _CLIENTS as error:
             logger.error(
-                "%s %s was refused: %s: %.300s (%s:%s)",
-                scope["method"], scope["path"], type(error).__name__, error,
-                where.filename, where.lineno,
+                "%s %s was refused: %.300s (%s)",
+                scope["method"], scope["path"], _reason(error), _place(error),
             )  # fmt: skip
             if not started:
-                message = f"the request cannot be read ({type(error).__name__}: {error!s:.300})"
-                answer = await refusal(Request(scope), ExtError(message))
+                answer = await refusal(Request(scope), ExtError(_reason(error)))
                 await answer(scope, receive, send)
+
+
+def _reason(error: BaseException) -> str:
+    return f"the request cannot be read ({type(error).__name__}: {error!s:.300})"
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, for the log."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{where.filename}:{where.lineno}"
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """Keeps the place of a client's error, and drops the traceback."""
+    if record.exc_info and isinstance(error := record.exc_info[1], _CLIENTS):
+        record.msg, record.args = f"{record.getMessage()} ({_place(error)})", None
+        record.exc_info = None
+    return True
+
+
+def _openai(original: Callable[..., Any], serving: Any, message: str, *args: Any, **kw: Any) -> Any:
+    error = sys.exc_info()[1]
+    if (
+        isinstance(error, _CLIENTS)
+        and kw.get("status_code", 400) >= HTTPStatus.INTERNAL_SERVER_ERROR
+    ):
+        kw.update(err_type="BadRequestError", status_code=400)
+        message = _reason(error)
+    return original(serving, message, *args, **kw)
+
+
+def _anthropic(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    error = sys.exc_info()[1]
+    if isinstance(error, _CLIENTS) and kw["status_code"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        kw.update(error_type="invalid_request_error", status_code=400, message=_reason(error))
+    return original(*args, **kw)
 
 
 def install(app: FastAPI, config: ExtConfig) -> None:
@@ -93,6 +136,8 @@ def install(app: FastAPI, config: ExtConfig) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ExtError, refusal)
     app.add_middleware(Malformed)
+    for module in _CATCHING:
+        logging.getLogger(f"{_ENTRYPOINTS}.{module}").addFilter(_one_line)
     on = config.sections()
     for section, path in _ROUTES.items():
         if section not in on:
@@ -123,5 +168,23 @@ LAUNCHER_HOOKS = (
         "before",
         _serve,
         "SGLang's answers to bodies of another shape show its paths, or are errors of its own",
+    ),
+    hooks.Hook(
+        f"{_ENTRYPOINTS}.openai.serving_base.OpenAIServingBase.create_error_response",
+        "around",
+        _openai,
+        "SGLang answers with 500 for any error but ValueError",
+    ),
+    hooks.Hook(
+        f"{_ENTRYPOINTS}.openai.serving_responses.OpenAIServingResponses.create_error_response",
+        "around",
+        _openai,
+        "SGLang answers with 500 for any error but ValueError",
+    ),
+    hooks.Hook(
+        f"{_ENTRYPOINTS}.anthropic.serving.AnthropicServing._error_response",
+        "around",
+        _anthropic,
+        "SGLang answers with 500 for any error but ValueError",
     ),
 )

@@ -24,7 +24,7 @@ from sgl_ext.engine.request_checks import (
 logger = logging.getLogger(__name__)
 
 
-def _generate(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+def _generate(manager: Any, request: Any, *_args: Any, **_kw: Any) -> None:
     """Checks what a request looks like before SGLang expands it."""
     if carried_by(manager.server_args) is not None:
         try:
@@ -34,7 +34,6 @@ def _generate(original: Callable[..., Any], manager: Any, request: Any, *args: A
         except ValueError:
             request.is_single, request.rid = False, []  # nothing for SGLang to abort
             raise
-    return original(manager, request, *args)
 
 
 def _validate(original: Callable[..., None], manager: Any, request: Any, ids: Any) -> None:
@@ -92,7 +91,7 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 LAUNCHER_HOOKS = (
     hooks.Hook(
         f"{_MANAGER}.generate_request",
-        "around",
+        "before",
         _generate,
         "SGLang expands batches and answers before it looks at their number",
     ),
