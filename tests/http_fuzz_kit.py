@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import requests
 from fuzz_kit import rounds
-from malformed_kit import Asked, malformed
+from malformed_kit import LETHAL, Asked, malformed
 
 from sgl_ext.bench.server import Server
 
@@ -34,6 +34,8 @@ def bombard(server: Server, seed: str) -> Counter[int]:
     count = min(rounds(_CI), _MOST)
     begin = server.log.stat().st_size
     expected = _answer(server)
+    for asked in LETHAL:
+        assert _send(server, asked) == 400, asked
     done, answers = threading.Event(), list[list[int]]()
 
     def others() -> None:

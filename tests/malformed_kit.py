@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fuzz_kit import mutate
@@ -20,6 +20,7 @@ class Asked(NamedTuple):
     headers: Mapping[str, str]
 
 
+_JSON = {"Content-Type": "application/json"}
 _SAMPLING = {
     "max_new_tokens": 2, "temperature": 0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "n": 1,
     "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1,
@@ -145,6 +146,32 @@ _VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+def _lethal() -> Iterator[Asked]:
+    """Requests that end a scheduler of SGLang's, or break its front, and that none may take."""
+    few = {"max_new_tokens": 2}
+    sampling: tuple[dict[str, Any], ...] = (
+        {"max_new_tokens": "b"}, {"n": 1 << 40}, {"n": 0}, {"temperature": True},
+        {"top_k": 1 << 40}, {"min_new_tokens": 2, "max_new_tokens": 4, "stop_token_ids": [1 << 40]},
+        {"logit_bias": {"5": 1e308}}, {"logit_bias": {"5": "a"}}, {"repetition_penalty": 1e-320},
+    )  # fmt: skip
+    bodies: tuple[dict[str, Any], ...] = (
+        {"text": ""}, {"text": [""]}, {"text": ["a", ""]}, {"text": []}, {"input_ids": []},
+        {"input_ids": [[5], []]}, {"input_ids": [49152]}, {"input_ids": [-1]},
+        {"input_ids": [[5], [1 << 40]]}, {"text": "a", "rid": []}, {"text": "a", "rid": ""},
+        {"text": "", "sampling_params": {**few, "n": 2}},
+        {"text": "a", "top_logprobs_num": 1 << 20, "return_logprob": True},
+        {"text": "a", "logprob_start_len": -5, "return_logprob": True},
+        {"text": "a", "positional_embed_overrides": "a"}, {"text": "a", "session_params": {"a": 1}},
+        {"text": "a", "token_indices_to_pool": [99]}, {"input_ids": [5], "priority": 1 << 70},
+        *({"text": "a", "sampling_params": {**few, **each}} for each in sampling),
+    )  # fmt: skip
+    for body in bodies:
+        yield Asked("POST", "/generate", encoded({"sampling_params": few, **body}), _JSON)
+    for prompt in ("", [], [[]], [""], [49152], [-1], ["a", ""]):
+        completion = {"model": "m", "prompt": prompt, "max_tokens": 2}
+        yield Asked("POST", "/v1/completions", encoded(completion), _JSON)
+
+
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of everything within a value, its own excluded."""
     found: list[tuple[Any, ...]] = []
@@ -190,7 +217,7 @@ def malformed(rng: random.Random) -> Asked:
     # The first routes take the most fields.
     method, path, template = rng.choice((*_ROUTES, *_ROUTES[:7], *_ROUTES[:2], _ROUTES[23]))
     body = spoiled(template, rng)
-    headers = {"Content-Type": "application/json"}
+    headers = _JSON
     data = encoded(body)
     kind = rng.random()
     if kind < 0.06:
@@ -214,3 +241,6 @@ def encoded(value: Any) -> bytes:
     if isinstance(value, list):
         return b"[" + b",".join(map(encoded, value)) + b"]"
     return json.dumps(value).encode()
+
+
+LETHAL = (*_lethal(),)

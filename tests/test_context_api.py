@@ -427,3 +427,12 @@ def test_a_context_that_is_not_there(client: TestClient, path: str) -> None:
     assert answer.status_code == 404
     assert "create it again" in answer.json()["error"]["message"]
     assert client.post(path, json={**body, "cache_salt": "mine"}).status_code == 200
+
+
+@pytest.mark.parametrize("levels", [255, 900])
+def test_a_body_that_is_nested_too_deeply(client: TestClient, levels: int) -> None:
+    deep = b"[" * levels + b"]" * levels
+    body = b'{"text": [{"type": "text", "text": "a"}], "custom_labels": ' + deep + b"}"
+    answer = client.post("/generate", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]
