@@ -151,15 +151,16 @@ def check_logprobs(request: Any, vocabulary: int, context: int) -> None:
     """
     start, most = request.logprob_start_len, request.top_logprobs_num
     tokens = len(request.input_ids or ())
+    # Requests of one batch are computed as if all of them had asked.
+    if not 0 <= most <= vocabulary:
+        raise ValueError(f"top_logprobs_num is {most}; give one from 0 to {vocabulary}")
+    if not request.return_logprob:
+        return
     if start < -1 or start > tokens:
         raise ValueError(
             f"logprob_start_len is {start}; give one from 0 to the prompt's {tokens} tokens, or -1 "
             "for its answer only"
         )
-    if not 0 <= most <= vocabulary:
-        raise ValueError(f"top_logprobs_num is {most}; give one from 0 to {vocabulary}")
-    if not request.return_logprob:
-        return
     new = request.sampling_params.max_new_tokens
     new = context - tokens if new is None else min(new, context - tokens)
     positions = new + (tokens - start if start >= 0 else 0)
