@@ -85,7 +85,7 @@ def test_messages_of_peers() -> None:
             with suppress(TypeError, OverflowError, ValueError, RecursionError):
                 data = msgspec.msgpack.encode(spoiled(packed(message), rng))
         if number % 50 == 0:
-            data = data[: rng.randrange(len(data))] + rng.choice((b"\x91", b"\x81\xa1a")) * 3000
+            data = data[: rng.randrange(len(data) + 1)] + rng.choice((b"\x91", b"\x81\xa1a")) * 3000
         with suppress(MisunderstoodError):
             decoded = decode(data)
             assert decode(encode(decoded)) == decoded
