@@ -35,6 +35,18 @@ from sgl_ext.config_values import (
 from sgl_ext.errors import ExtError
 
 _LONGEST_ECHO = 80
+EXAMPLES = {
+    "tiers": '{"host": {"capacity": "4GiB"}}',
+    "tiers.host": '{"capacity": "4GiB"}',
+    "tiers.ssd": '{"directories": ["/ssd"], "capacity": "100GiB"}',
+    "tiers.remote": '{"master": "localhost:50051"}',
+    "chunks": "{}",
+    "restore": "{}",
+    "swap": '{"capacity": "1GiB"}',
+    "peer": '{"role": "worker", "directory": "/run/peers"}',
+    "clusters": '{"directories": ["/ssd"]}',
+}
+"""What switches a section on, for errors."""
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
 
 
@@ -392,7 +404,11 @@ def _describe(problem: Any) -> str:
     if problem["type"] == "byte_size_unit" or problem["type"] == "byte_size":
         message = "expected a size with a unit such as '4GiB', or bytes as a whole number"
     if problem["type"] == "missing":
-        return f"{where!r} is required"
+        above = ".".join(location[:-1])
+        example = f"; write, for example, {above}: {EXAMPLES[above]}" if above in EXAMPLES else ""
+        return f"{where!r} is required{example}"
+    if problem["type"] in ("model_type", "dict_type") and where in EXAMPLES:
+        message = f"expected a section such as {EXAMPLES[where]}, or none to leave it off"
     if not where and problem["type"] == "value_error":
         return message
     if not where:

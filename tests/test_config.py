@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.config import SECTIONS, ExtConfig, load
+from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, load
 from sgl_ext.config_source import ConfigError
 
 
@@ -26,6 +26,22 @@ def test_everything_is_off_by_default() -> None:
     assert load(None) == load("{}") == load({}) == ExtConfig()
     assert ExtConfig().sections() == {}
     assert set(SECTIONS) < set(ExtConfig.model_fields)
+
+
+@pytest.mark.parametrize(("name", "example"), EXAMPLES.items())
+def test_what_switches_a_section_on_is_said(name: str, example: str) -> None:
+    outer, _, inner = name.partition(".")
+    for wrong in (True, "on", []):
+        message = error_of({outer: {inner: wrong} if inner else wrong})
+        assert f"{name!r}: expected a section such as {example}" in message
+    section = json.loads(example)
+    load({"tiers": {"host": {"capacity": "4GiB"}}, outer: {inner: section} if inner else section})
+    if section:
+        assert (
+            f"is required; write, for example, {name}: {example}"
+            in error_of({outer: {inner: {}} if inner else {}})
+            or name == "tiers"
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_ext.chunks.compose import mark
+from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
+from sgl_ext.engine import client_gone, context_service
 from sgl_ext.engine.context_api import CreateContexts, install
 from sgl_ext.engine.context_parts import _read
 from sgl_ext.engine.context_service import ALONE, ContextService
@@ -82,6 +85,74 @@ def test_long_texts_are_split(client: TestClient, manager: Manager) -> None:
     answer = client.post("/ext/context_cache", json={"chunks": ["a"], "split": {"by": "tokens"}})
     assert answer.status_code == 400
     assert "needs the tokens of a part" in answer.json()["error"]["message"]
+
+
+def test_others_go_on_while_a_long_text_is_split(service: ContextService) -> None:
+    how, done = Split(by="paragraph", tokens=50), []
+
+    async def parts(name: str, text: str) -> None:
+        await service.parts([text], how, 1 << 20)
+        done.append(name)
+
+    async def both() -> None:
+        await asyncio.gather(parts("long", "x" * 200_000), parts("short", "y" * 200))
+
+    asyncio.run(both())
+    assert done == ["short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"chunks": ["x" * 400_000], "split": {"by": "paragraph", "tokens": 4}}, "more than 1024"),
+        ({"chunks": ["x" * (1 << 22)], "prefix": "p"}, "have 4194305 characters; create contexts"),
+        ({"chunks": ["x"] * 11}, "11 chunks at once, and the server keeps 10"),
+    ],
+)
+def test_too_much_at_once(
+    client: TestClient, manager: Manager, body: dict[str, Any], message: str
+) -> None:
+    answer = client.post("/ext/context_cache", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert not manager.requests
+
+
+def test_splitting_has_a_deadline(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_service, "SPLITTING_S", 0.0)
+    body = {"chunks": ["x" * 100], "split": {"by": "paragraph", "tokens": 8}}
+    answer = client.post("/ext/context_cache", json=body)
+    assert answer.status_code == 400
+    assert "splitting has taken more than 0 s" in answer.json()["error"]["message"]
+
+
+def test_work_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_gone, "LOOK_S", 0.01)
+    ended = []
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(True)
+            raise
+        return "done"
+
+    async def ask(*connected: bool) -> str:
+        looks = iter(connected)
+
+        async def gone() -> bool:
+            return not next(looks)
+
+        request: Any = SimpleNamespace(is_disconnected=gone)
+        try:
+            return await client_gone.while_connected(request, work())
+        finally:
+            await asyncio.sleep(0)
+
+    with pytest.raises(client_gone.ClientGoneError):
+        asyncio.run(ask(True, True, False))
+    assert ended == [True]
 
 
 def test_a_primed_default_needs_company(manager: Manager) -> None:
@@ -356,3 +427,12 @@ def test_a_context_that_is_not_there(client: TestClient, path: str) -> None:
     assert answer.status_code == 404
     assert "create it again" in answer.json()["error"]["message"]
     assert client.post(path, json={**body, "cache_salt": "mine"}).status_code == 200
+
+
+@pytest.mark.parametrize("levels", [255, 900])
+def test_a_body_that_is_nested_too_deeply(client: TestClient, levels: int) -> None:
+    deep = b"[" * levels + b"]" * levels
+    body = b'{"text": [{"type": "text", "text": "a"}], "custom_labels": ' + deep + b"}"
+    answer = client.post("/generate", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "nested too deeply" in answer.json()["error"]["message"]

@@ -244,6 +244,10 @@ def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
     for data, reason in (
         (b"", "no message"),
         (b"\xc1", "no message"),
+        (b"\x91" * 3000, "no message"),
+        (b"\x81\xa1a" * 3000, "no message"),
+        (b"\x81\xa1a" + b"\x91" * 3000, "no message"),
+        (wrong(lender.message, worker=b"w" * 65), "no message"),
         (encode(replace(lender.message, protocol=7)), "protocol 7"),
         (wrong(lender.message, size="much"), "no message"),
         (wrong(lender.message, size=3 * PAGE), "no message"),

@@ -236,6 +236,27 @@ def test_memory_that_is_no_pages_is_refused(offset: int, size: int) -> None:
     assert master.borrowed == 0
 
 
+def test_names_that_nobody_has_are_bounded_and_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Pair()
+    pair.step(times=4)
+    lent = pair.lent
+    assert lent
+    invented = replace(pair.worker.worker.message, master=b"", number=0, size=0)
+    for number in range(5000):
+        pair.master.master.hear(replace(invented, worker=b"%d" % number), pair.now)
+    assert len(pair.master.master.loans) == 64
+    assert len(pair.worker_lives) == 64  # descriptors
+    (record,) = caplog.records
+    assert "64 workers lend to this master" in record.getMessage()
+    pair.step(times=4)
+    assert pair.lent == lent
+    pair.step(times=12)  # the lease of names that are heard no more
+    assert len(pair.master.master.loans) == 1
+    assert pair.lent == lent
+
+
 def test_a_master_without_addresses_refuses_and_says_why() -> None:
     pair = Pair(beyond=1)
     pair.step(times=4)

@@ -182,3 +182,35 @@ def test_a_worker_of_another_version_can_read_its_refusal(
         socket.send(b"\xc1")
         with pytest.raises(RefusedError, match="no message"):
             decode(socket.recv())
+
+
+def test_a_message_that_is_no_message_ends_no_link(
+    private: Path, ends: list[Callable[[], object]]
+) -> None:
+    address = directory.address(private)
+    master, worker = Link("master", address, beat=0.05), Link("worker", address, beat=0.05)
+    ends += [master.close, worker.close]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVTIMEO, 30_000)
+        socket.connect(address)
+        socket.send(b"\x81\xa1a" + b"\x91" * 3000)
+        with pytest.raises(RefusedError, match="no message"):
+            decode(socket.recv())
+        # A connection speaks for the worker whose name it has.
+        socket.send(encode(LEND))
+        with pytest.raises(RefusedError, match="two names"):
+            decode(socket.recv())
+    assert master.heard() == []
+    worker.say([LEND])
+    until(lambda: master.heard() == [LEND])
+
+
+def test_a_link_remembers_so_many_sides(private: Path, ends: list[Callable[[], object]]) -> None:
+    master = Link("master", directory.address(private))
+    ends.append(master.close)
+    names = [b"%d" % number for number in range(1000)]
+    for name in names:
+        master._hear(replace(LEND, worker=name))
+    assert [lend.worker for lend in master.heard()] == names[-256:]
+    assert len(master._latest) == 256

@@ -145,3 +145,15 @@ def test_the_profiles_that_there_are(tmp_path: Path) -> None:
 def test_nothing_to_calibrate(tmp_path: Path) -> None:
     with pytest.raises(ExtError, match="give a configuration with a restore section"):
         calibrate(tmp_path, ExtConfig(), [])
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 5000, b'{"subject":' * 5000, b"\xff\xfe", b"9" * 5000, b" " * (2 << 20)]
+)
+def test_what_is_no_profile_is_measured_again(
+    data: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path_of(SUBJECT, tmp_path).write_bytes(data)
+    assert find(SUBJECT, tmp_path) is None
+    assert "is no restore profile" in caplog.text
+    assert [*known(tmp_path)] == []

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sgl_ext.chunks.split import Split, split
+from sgl_ext.chunks import split as splitting
+from sgl_ext.chunks.split import Split
 from sgl_ext.errors import ExtError
 
 DOCUMENT = """\
@@ -38,6 +39,10 @@ def den(bear):
 # Foxes
 
 They live everywhere.   \n\n\n"""
+
+
+def split(whole: Any, how: Split, tokenizer: Any) -> list[Any]:
+    return list(chain.from_iterable(splitting.split(whole, how, tokenizer)))
 
 
 class Letters:
@@ -105,6 +110,39 @@ def test_headings_hold_together_what_is_below_them() -> None:
     sections = ["# A\n\nab\n\ncd\n\n", "# B\n\nef\n"]
     assert split(text, Split(by="markdown", tokens=18), Letters()) == sections
     assert split(text, Split(by="paragraph", tokens=18), Letters()) != sections
+
+
+class Counting(Letters):
+    """Counts the characters that are tokenised."""
+
+    read = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.read += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("by", ["paragraph", "markdown"])
+@pytest.mark.parametrize("unit", ["x", "a ", "\n", "# a\n\nbc. d\n"])
+def test_time_grows_with_the_length(by: Any, unit: str) -> None:
+    how = Split(by=by, tokens=64)
+    short, long = Counting(), Counting()
+    split(unit * (25_000 // len(unit)), how, short)
+    split(unit * (100_000 // len(unit)), how, long)
+    assert long.read < 6 * short.read
+
+
+@pytest.mark.parametrize("by", ["paragraph", "markdown"])
+def test_a_long_text_is_split_as_if_it_were_seen_whole(tokenizer: Any, by: Any) -> None:
+    whole = "\n".join(f"## {at}\n\n{DOCUMENT.replace('bear', f'bear {at}')}" for at in range(110))
+    assert len(whole) > 2 * splitting._WINDOW
+    kind = splitting.TextSplitter if by == "paragraph" else splitting.MarkdownSplitter
+
+    def length(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    expected = kind.from_callback(length, 64, trim=False).chunks(whole)
+    assert split(whole, Split(by=by, tokens=64), tokenizer) == expected
 
 
 @given(

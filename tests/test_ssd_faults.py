@@ -139,11 +139,33 @@ def test_a_file_spoilt_while_open(tier: SsdTier, host: Arena, tmp_path: Path) ->
     assert all(get(tier, host, *range(40)))
 
 
-def test_a_directory_removed_while_serving(tier: SsdTier, host: Arena, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_removed_while_serving(
+    tier: SsdTier,
+    host: Arena,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    replaced: bool,
+) -> None:
+    left = in_volume(tier._volumes[1])
+    removed = folder(tmp_path / "disk0")
     shutil.rmtree(tmp_path / "disk0")
-    assert all(get(tier, host, *range(40)))
+    if replaced:  # by what this process has not opened
+        removed.mkdir(parents=True)
+        (removed / "pages").touch()
+    assert get(tier, host, *range(40)) == left
+    (record,) = caplog.records
+    for part in ("disk0 is not used any more", "removed while the server ran", "restart"):
+        assert part in record.getMessage()
+    assert tier.statistics().failures == {"removed": 20}
+    assert [volume.state for volume in tier.volumes] == ["dead", "ok"]
     assert all(put(tier, host, *range(100, 110)))
     assert all(get(tier, host, *range(100, 110)))
+    assert tier.available
+    shutil.rmtree(tmp_path / "disk1")
+    assert not any(put(tier, host, 5))
+    assert not tier.available
+    assert len(caplog.records) == 2
     tier.close()
 
 

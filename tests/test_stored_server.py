@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 from conftest import until
+from http_fuzz_kit import bombard
 from test_stored_fuzz import content_of, planted
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -341,3 +342,7 @@ def test_damaged_and_planted_contexts_end_their_own_requests(
     assert generate(server, prompts[0], id_).status_code == 400
     assert requests.delete(f"{url}/{id_}", timeout=60).ok
     assert generate(server, prompts[0]).ok
+
+
+def test_malformed_requests_end_nothing_and_disturb_nobody(server: Server) -> None:
+    assert bombard(server, "clusters")[400] > 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from http_fuzz_kit import bombard
 
 from sgl_ext.bench.conversations import conversations
 from sgl_ext.bench.server import Server, System, serve
@@ -23,7 +24,11 @@ _TOKENS = 48
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = {"swap": {"capacity": "256MiB", "policy": "static"}}
+    config = {
+        "swap": {"capacity": "256MiB", "policy": "static"},
+        "tiers": {"host": {"capacity": "256MiB"}},
+        "chunks": {"method": "lego-16"},
+    }
     arguments = ("--max-total-tokens", "1312", "--page-size", "16", "--dtype", "float32")
     arguments += ("--enable-metrics", "--chunked-prefill-size", "512")
     system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
@@ -157,3 +162,7 @@ def test_what_cannot_be_given(server: Server, rid: object, priority: object, cod
     answer = give(server, rid, priority)
     assert answer.status_code == code
     assert "Traceback" not in answer.text
+
+
+def test_malformed_requests_end_nothing_and_disturb_nobody(server: Server) -> None:
+    assert bombard(server, "swap")[400] > 0

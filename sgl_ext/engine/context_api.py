@@ -6,18 +6,21 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
+from sgl_ext.engine.client_gone import while_connected
 from sgl_ext.engine.context_parts import Parts, refusal
 from sgl_ext.engine.context_service import ContextService
 from sgl_ext.errors import ExtError
 
 _MOST = 1024
 """Chunks that are created at once."""
+_LARGEST = 1 << 22
+"""Characters of all their texts."""
 
 
 def _of_unicode(text: str) -> str:
@@ -53,9 +56,12 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
     Raises:
         ExtError: see :meth:`ContextService.create` and :meth:`ContextService.parts`.
     """
-    parts = await service.parts(body.chunks, body.split)
-    if len(parts) > _MOST:
-        raise ExtError(f"these are {len(parts)} chunks; create at most {_MOST} at once")
+    texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
+    if (size := sum(map(len, texts))) > _LARGEST:
+        raise ExtError(
+            f"these texts have {size} characters; create contexts of at most {_LARGEST} at once"
+        )
+    parts = await service.parts(body.chunks, body.split, _MOST)
     return await service.create(
         parts,
         method=body.method,
@@ -76,8 +82,9 @@ def router(service: ContextService) -> APIRouter:
         return msgspec.structs.asdict(service.describe(context))
 
     @routes.post("")
-    async def create(body: CreateContexts) -> dict[str, Any]:
-        return {"contexts": [*map(told, await created(service, body))]}
+    async def create(body: CreateContexts, request: Request) -> dict[str, Any]:
+        found = await while_connected(request, created(service, body))
+        return {"contexts": [*map(told, found)]}
 
     @routes.get("/list")
     async def every(cache_salt: str | None = None) -> dict[str, Any]:

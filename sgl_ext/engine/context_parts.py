@@ -55,7 +55,9 @@ class Parts:
         if parts or any(sign in body for sign in _SIGNS):
             try:
                 body = self._marked(body)
-            except ExtError as error:
+            except (ExtError, RecursionError, orjson.JSONEncodeError) as error:
+                if not isinstance(error, ExtError):
+                    error = ExtError("the request is nested too deeply; give less than 250 levels")
                 await (await refusal(Request(scope), error))(scope, receive, send)
                 return
             length = (b"content-length", str(len(body)).encode())

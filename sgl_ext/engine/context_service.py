@@ -19,6 +19,8 @@ from sgl_ext.engine.link_parameters import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.engine.prompt_linking import PromptLinking
 from sgl_ext.errors import ExtError
 
+SPLITTING_S = 60.0
+"""Seconds in which the chunks of a request must be split."""
 ALONE = "lego-16"
 """The link method of a chunk that there is nothing to prime with."""
 
@@ -95,9 +97,14 @@ class ContextService:
             ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
                 method.
         """
-        tokens = await self._read(
-            lambda: [self._tokens_of(number, chunk) for number, chunk in enumerate(chunks)]
-        )
+        if len(chunks) > self.contexts.limit:
+            raise ExtError(
+                f"{len(chunks)} chunks at once, and the server keeps {self.contexts.limit} "
+                "(chunks.limit)"
+            )
+        tokens = [
+            await self._read(self._tokens_of, number, chunk) for number, chunk in enumerate(chunks)
+        ]
         lead = self._preparation.bos()
         if prefix:
             lead = await self._read(self.encode, prefix, True)
@@ -109,11 +116,6 @@ class ContextService:
         how = link_method(self.method if method is None else method)
         if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
             raise ExtError(NO_BLEND)
-        if len(chunks) > self.contexts.limit:
-            raise ExtError(
-                f"{len(chunks)} chunks at once, and the server keeps {self.contexts.limit} "
-                "(chunks.limit)"
-            )
         if method is None and how.preparation is Preparation.PRIMED and len(passages) == 1:
             how = link_method(ALONE)
         before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
@@ -142,18 +144,33 @@ class ContextService:
         ]
 
     async def parts(
-        self, chunks: Sequence[str | Sequence[int]], how: Split
+        self, chunks: Sequence[str | Sequence[int]], how: Split, most: int
     ) -> list[str | Sequence[int]]:
-        """Chunks of a size from larger ones.
+        """Chunks of a size from larger ones, split step by step: others' steps come in between.
 
         Raises:
-            ExtError: they cannot be split so.
+            ExtError: they cannot be split so, are more than ``most``, or take too long.
         """
         if how == Split():
             return list(chunks)
-        tokenizer = self._manager.tokenizer
-        found = [await self._read(split, chunk, how, tokenizer) for chunk in chunks]
-        return list(chain.from_iterable(found))
+        found: list[str | Sequence[int]] = []
+        try:
+            async with asyncio.timeout(SPLITTING_S):
+                for chunk in chunks:
+                    steps = split(chunk, how, self._manager.tokenizer)
+                    while (parts := await self._read(next, steps, None)) is not None:
+                        found += parts
+                        if len(found) > most:
+                            raise ExtError(
+                                f"these are more than {most} chunks, {len(found)} at least; "
+                                f"create at most {most} at once"
+                            )
+        except TimeoutError:
+            raise ExtError(
+                f"splitting has taken more than {SPLITTING_S:g} s; give less text at once, or "
+                "split it yourself"
+            ) from None
+        return found
 
     def own(self, request: Any) -> None:
         """Takes out of a user's request what only this service says to schedulers."""

@@ -18,7 +18,9 @@ from sgl_ext.engine import (
     activation,
     chunk_hooks,
     hooks,
+    http_errors,
     priority_api,
+    request_hooks,
     run_directory,
     stored_hooks,
 )
@@ -229,6 +231,8 @@ HOOKS = (
         _port_args,
         "socket paths come from the global temporary directory and are left behind there",
     ),
+    *http_errors.LAUNCHER_HOOKS,
+    *request_hooks.LAUNCHER_HOOKS,
     *chunk_hooks.LAUNCHER_HOOKS,
     *priority_api.LAUNCHER_HOOKS,
     *stored_hooks.LAUNCHER_HOOKS,

@@ -35,10 +35,13 @@ def read_parameters(req: Any, tp_size: int) -> None:
             continue
         try:
             read = value if isinstance(value, type_) else msgspec.convert(value, type_)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise ValueError(f"{name}: {error}") from None
         if isinstance(read, Composition):
-            read.check(len(req.origin_input_ids), req.extra_key)
+            try:
+                read.check(len(req.origin_input_ids), req.extra_key)
+            except OverflowError as error:  # a number that has no place in its digest
+                raise ValueError(f"{name}: {error}") from None
             if req.return_logprob:
                 read.check_logprobs(req.logprob_start_len)
             if tp_size > 1 and any(chunk.blend for chunk in read.chunks):

@@ -20,6 +20,7 @@ from sgl_ext.engine import (
     plan_hooks,
     priorities,
     priority_api,
+    request_hooks,
     skipped_logprobs,
     stored_hooks,
     swap_hooks,
@@ -45,6 +46,7 @@ HOOKS = (
         "the ready message has a fixed set of keys; it is the launcher's only word from a "
         "scheduler before serving, and SGLang shows it in /server_info",
     ),
+    *request_hooks.HOOKS,
     *kv_memory.HOOKS,
     *ownership.HOOKS,
     *meta_info.HOOKS,

@@ -40,6 +40,8 @@ _QUEUE = 16
 
 _LARGEST = 1 << 20
 """Bytes of a message; a larger one is none of ours."""
+_SIDES = 256
+"""Sides that are remembered; of more, the ones that were heard last."""
 
 
 class LinkError(ExtError):
@@ -183,15 +185,21 @@ class Link:
             except MisunderstoodError as error:
                 self._misunderstood(sender, error)
                 continue
-            if isinstance(message, Lend if self._master else Keep):
+            if self._master and sender != [_NAME + message.worker]:
+                self._misunderstood(sender, MisunderstoodError("a peer calls by two names"))
+            elif isinstance(message, Lend if self._master else Keep):
                 self.refused = ""
-                with self._lock:
-                    self._heard[message.worker] = message
-                    if self._closed:
-                        continue
-                    if self._latest.get(message.worker) != message:
-                        self._latest[message.worker] = message
-                        os.eventfd_write(self.news, 1)
+                self._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            _remember(self._heard, message)
+            before = self._latest.get(message.worker)
+            _remember(self._latest, message)
+            if before != message:
+                os.eventfd_write(self.news, 1)
 
     def _misunderstood(self, sender: list[bytes], error: MisunderstoodError) -> None:
         refused = isinstance(error, RefusedError) and not self._master
@@ -214,3 +222,11 @@ class Link:
                 frames.insert(0, _NAME + message.worker)
             with suppress(zmq.ZMQError):  # nobody there, or not reading: it is said again
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+def _remember(messages: dict[bytes, Message], message: Message) -> None:
+    """Replaces the side's message, and forgets the side heard longest ago if they are too many."""
+    messages.pop(message.worker, None)
+    messages[message.worker] = message
+    if len(messages) > _SIDES:
+        del messages[next(iter(messages))]

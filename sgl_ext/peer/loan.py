@@ -189,6 +189,11 @@ class Borrower:
         self._settle()
 
     @property
+    def untouched(self) -> bool:
+        """Whether the worker has granted nothing yet: nothing is lost if it is forgotten."""
+        return not self._number and not self._used
+
+    @property
     def excess(self) -> int:
         """Bytes to leave."""
         return max(self._used - self.size, 0)

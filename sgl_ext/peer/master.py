@@ -23,6 +23,9 @@ from sgl_ext.peer.regions import Region, Regions
 
 logger = logging.getLogger(__name__)
 
+_WORKERS = 64
+"""Whose loans are kept; a master has addresses for fewer."""
+
 
 class Addresses(Protocol):
     """Where workers' memory is mapped."""
@@ -98,6 +101,7 @@ class Master:
         self._name = os.urandom(8)
         self._loans: dict[bytes, Loan] = {}
         self._closed = False
+        self._crowded = False
 
     @property
     def loans(self) -> Sequence[Loan]:
@@ -122,6 +126,15 @@ class Master:
     def hear(self, lend: Lend, now: float) -> None:
         """What a worker says."""
         if (loan := self._loans.get(lend.worker)) is None:
+            if len(self._loans) >= _WORKERS:
+                if not self._crowded:
+                    logger.warning(
+                        "%d workers lend to this master, and it hears no others until one of them "
+                        "ends: give some of them a socket directory and a master of their own",
+                        _WORKERS,
+                    )
+                self._crowded = True
+                return
             borrower = Borrower(self._name, os.getpid(), self._block, lend)
             loan = Loan(borrower, self._process_of(lend.pid), now, session=lend.session)
             self._loans[lend.worker] = loan
@@ -133,7 +146,8 @@ class Master:
         for worker, loan in list(self._loans.items()):
             borrower = loan.borrower
             gone = not loan.process.alive()
-            if gone or self._closed or now - loan.heard > self._lease:
+            silent = now - loan.heard > self._lease
+            if gone or self._closed or silent:
                 borrower.silent()
             if loan.region is None:
                 self._offer(borrower)
@@ -148,10 +162,11 @@ class Master:
                 loan.tried = 0
             if self._closed:
                 borrower.refused = "this master ends"
-            if gone and not borrower.used:
+            if (gone and not borrower.used) or (borrower.untouched and silent):
                 if loan.region is not None:
                     self._drop(loan, loan.region)
                 del self._loans[worker]
+                self._crowded = False
 
     @property
     def granted(self) -> int:

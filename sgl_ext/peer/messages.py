@@ -15,20 +15,22 @@ from sgl_ext.memory.mapping import PAGE
 
 PROTOCOL = 1
 """Of these messages and of what they mean."""
-
+_LONGEST_REASON = 1000
+"""Characters of another side's refusal that are passed on."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Name = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
     """From a worker: what its master may use, counted from the end of the worker's memory."""
 
-    worker: bytes
+    worker: _Name
     """Names the process; another one of the same name has never been."""
     session: _Count
     """Of this worker. A new one has nothing to do with those before, which are over."""
-    master: bytes
+    master: _Name
     """Whom this session is with; empty before a master has answered."""
     number: _Count
     """Grants of a session are numbered from 1."""
@@ -57,9 +59,9 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
     """From a master: it uses no more than the grants from this number on allow."""
 
-    worker: bytes
+    worker: _Name
     session: _Count
-    master: bytes
+    master: _Name
     number: _Count
     pid: _Pid
     block: Annotated[int, msgspec.Meta(gt=0, lt=1 << 62)]
@@ -118,13 +120,14 @@ def decode(data: bytes) -> Message:
     try:
         stranger = _stranger.decode(data)
         if stranger.reason:
-            raise RefusedError(f"the other side does not understand this one: {stranger.reason}")
+            reason = stranger.reason[:_LONGEST_REASON]
+            raise RefusedError(f"the other side does not understand this one: {reason}")
         if stranger.protocol != PROTOCOL:
             raise MisunderstoodError(
                 f"a peer speaks protocol {stranger.protocol}, this is protocol {PROTOCOL}; "
                 "run the same sgl_ext on both sides"
             )
         message: Message = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MisunderstoodError(f"a peer sent what is no message: {error}") from None
     return message

@@ -20,6 +20,8 @@ VERSION = 3
 HOST = "host"
 PROFILES = "profiles"
 """Folder of the user's cache."""
+_LARGEST = 1 << 20
+"""Bytes of a file that is read."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +96,10 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     """The profile of ``subject``; None if there is none that can be used, which the log notes."""
     path = path_of(subject, directory)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Profile)
+        found = _read(path)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s is no restore profile (%s); run sgl-ext calibrate again", path, error)
         return None
     if found.version != VERSION or found.subject != subject:
@@ -116,12 +118,24 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     return found
 
 
+def _read(path: Path) -> Profile:
+    """Raises OSError if it cannot be read, ValueError if it is no profile."""
+    with path.open("rb") as file:
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST} bytes")
+    try:
+        return msgspec.json.decode(data, type=Profile)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def known(directory: Path) -> Iterable[Profile]:
     """All profiles of this version."""
     for path in directory.glob("*.json"):
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=Profile)
-        except (OSError, msgspec.MsgspecError):
+            found = _read(path)
+        except (OSError, ValueError):
             continue
         if found.version == VERSION:
             yield found

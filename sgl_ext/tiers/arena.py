@@ -41,6 +41,8 @@ TRAILER = np.dtype(
     ]
 )
 """The end of a page's place; ``checksum`` is of the page, ``seal`` of the trailer before it."""
+_LAST = 1 << 62
+"""Sequence numbers end before it, so that there always is a next one."""
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
 
 _LOWER = "tiers.host.capacity (without a host tier tiers.staging), or --max-total-tokens"
@@ -160,6 +162,7 @@ def valid(trailers: NDArray[np.void], layout: Layout, digest: bytes) -> NDArray[
         & (trailers["version"] == VERSION)
         & (trailers["page_bytes"] == layout.block_bytes)
         & (trailers["layout"] == np.void(digest))
+        & (trailers["sequence"] < _LAST)
         & (trailers["seal"] == seals(trailers))
     )
     return good

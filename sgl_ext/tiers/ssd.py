@@ -26,9 +26,10 @@ from sgl_ext.tiers.slots import spread
 from sgl_ext.tiers.tier import TierStatistics
 from sgl_ext.tiers.volume import FULL, Volume, VolumeStatistics
 
-CHECKSUM, EVICTED, NO_ROOM = "checksum", "evicted", "no_room"
+CHECKSUM, EVICTED, NO_ROOM, REMOVED = "checksum", "evicted", "no_room", "removed"
 """Reasons of failures beside those of a batch: what was read is not what was written; its slot was
-given away while it was read; more pages were stored at once than there are slots."""
+given away while it was read; more pages were stored at once than there are slots; the directory was
+removed."""
 
 _ENDED = frozenset({errno.ENODATA})  # the file was cut off: pages are gone, the device is good
 _PHASE = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1, however many there are
@@ -133,6 +134,7 @@ class SsdTier:
     def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
         """As :meth:`Tier.load`. Pages that do not verify are forgotten."""
         good = np.zeros(len(keys), bool)
+        self._look()
         with self._lock:
             batches = self._find(keys)
             self._users += 1
@@ -155,6 +157,7 @@ class SsdTier:
         Of pages stored twice the one with the higher sequence number counts.
         """
         stored = np.zeros(len(keys), bool)
+        self._look()
         with self._lock:
             for batch in self._find(keys):
                 stored[batch.rows] = True
@@ -200,6 +203,17 @@ class SsdTier:
             self._idle.wait_for(lambda: not self._users, timeout=self._deadline)
         for volume in self._volumes:
             volume.close()
+
+    def _look(self) -> None:
+        """Gives up the directories that were removed: what is written there reaches no restart."""
+        for volume in self._volumes:
+            if not (volume.dead or self._closed) and volume.removed():
+                with self._lock:
+                    if not volume.dead:
+                        self._failures[REMOVED] += volume.give_up(
+                            "its folder was removed while the server ran, and the pages in it are "
+                            "lost; make the directory again"
+                        )
 
     # Index work, with the lock held
 

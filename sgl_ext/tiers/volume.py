@@ -179,6 +179,24 @@ class Volume:
         """Whether it is worth asking. With the lock held."""
         return not self.dead and not self.stalled()
 
+    def removed(self) -> bool:
+        """Whether its file is no longer where it was opened; may wait for the device."""
+        try:
+            found = self._folder.pages.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False  # of which the batches will tell
+        return not os.path.samestat(found, os.fstat(self._fd))
+
+    def give_up(self, why: str) -> int:
+        """Uses it no more, which is logged; returns how many pages are lost. With the lock held."""
+        lost = len(self.slots.index)
+        self.dead = True
+        self.slots.abandon()
+        logger.error("%s is not used any more: %s, then restart the server", self.directory, why)
+        return lost
+
     def succeeded(self) -> None:
         """A batch has. With the lock held."""
         self._failures_in_a_row = 0
@@ -189,15 +207,10 @@ class Volume:
         self._failures_in_a_row += 1
         if self._failures_in_a_row < FATAL_FAILURES or self.dead:
             return
-        self.dead = True
-        self.slots.abandon()
-        logger.error(
-            "%s is not used any more: %d batches failed in a row, the last with %s (%s); check "
-            "the device and its file system, then restart the server",
-            self.directory,
-            self._failures_in_a_row,
-            errno.errorcode.get(error.errno or 0, str(error.errno)),
-            error,
+        code = errno.errorcode.get(error.errno or 0, str(error.errno))
+        self.give_up(
+            f"{self._failures_in_a_row} batches failed in a row, the last with {code} ({error}); "
+            "check the device and its file system"
         )
 
     def statistics(self) -> VolumeStatistics:

@@ -1,0 +1,235 @@
+"""Checks of requests that SGLang's front takes and its scheduler cannot decode or compute with.
+
+These are prompts of no tokens, ids that the model has no embedding of, numbers that overflow a
+tensor. A scheduler that raises ends the server.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import msgspec
+
+_ANSWERS = 1 << 10
+"""Most answers to one prompt (``n``)."""
+_PROMPTS = 1 << 16
+"""Most prompts of a request, each answer counted."""
+_LOGPROBS = 1 << 23
+"""Most log probabilities of one answer."""
+_LARGEST_INT = (1 << 31) - 1
+"""SGLang puts sampling parameters into tensors of int32."""
+_LARGEST_BIAS = 1e30
+_LEAST_PENALTY = 1e-5
+"""Logits are divided by it in float32."""
+NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least one token"
+_INTEGERS = ("top_k", "min_new_tokens", "stream_interval", "beam_width", "n")
+MALFORMED = (
+    TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError,
+    msgspec.MsgspecError,
+)  # fmt: skip
+"""What SGLang's front raises for values of a type that it does not expect."""
+
+
+@contextmanager
+def malformed_is_refused(what: str) -> Iterator[None]:
+    """Raises ValueError, which SGLang's routes answer with 400, for what they answer with 500."""
+    try:
+        yield
+    except MALFORMED as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(
+            f"{what} cannot be read ({type(error).__name__}: {error!s:.300}); compare the types of "
+            "its fields with SGLang's documentation"
+        ) from None
+
+
+def check_size(sampling_params: Any, prompts: int) -> None:
+    """Checks how many answers a request asks for.
+
+    Args:
+        sampling_params: one object for all prompts, or a list of one for each.
+        prompts: of the request.
+
+    Raises:
+        ValueError: ``n`` is no number that can be served, or there are too many.
+    """
+    if isinstance(sampling_params, list):
+        if len(sampling_params) != prompts:
+            raise ValueError(
+                f"sampling_params are one object or {prompts}, one for each prompt; found "
+                f"{len(sampling_params)}"
+            )
+        each = sampling_params
+    else:
+        each = [sampling_params or {}]
+    for params in each:
+        if not isinstance(params, Mapping):
+            raise ValueError(f"sampling_params are an object, not {params!r:.200}")
+        n = params.get("n", 1)
+        if type(n) is not int or not 1 <= n <= _ANSWERS:
+            raise ValueError(f"n is a whole number from 1 to {_ANSWERS}, not {n!r:.200}")
+        if n * prompts > _PROMPTS:
+            raise ValueError(
+                f"{prompts} prompts with n={n} are {n * prompts} answers; ask for at most "
+                f"{_PROMPTS} at once"
+            )
+
+
+def check_types(sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Checks the types of sampling parameters that a scheduler would fail to decode.
+
+    Args:
+        fields: type of each field by name.
+
+    Raises:
+        ValueError: names the first field of another type.
+    """
+    for name, value in sampling_params.items():
+        if value is None or name not in fields:
+            continue
+        try:
+            msgspec.convert(value, fields[name])
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ValueError(f"sampling_params.{name}: {error}") from None
+
+
+@cache
+def sampling_fields(class_: type) -> dict[str, Any]:
+    """Types of SGLang's ``SamplingParams`` that its scheduler decodes, by field."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(class_)}
+    # Made of whatever int() takes; and what the extension tells its schedulers.
+    del fields["stop_token_ids"], fields["custom_params"]
+    return fields
+
+
+def check_tokens(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Checks that the model knows the token ids.
+
+    Raises:
+        ValueError: names the first one beyond the vocabulary.
+    """
+    if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
+        return
+    wrong = next(token for token in ids if not 0 <= token < vocabulary)
+    raise ValueError(f"{name} have the token id {wrong}; the vocabulary has 0 to {vocabulary - 1}")
+
+
+def check_sampling(params: Any, vocabulary: int) -> None:
+    """Checks the values of SGLang's ``SamplingParams`` that overflow, or make logits NaN.
+
+    Raises:
+        ValueError: names the field, what was found and what can be.
+    """
+    check_tokens("stop_token_ids", list(params.stop_token_ids or ()), vocabulary)
+    for token, bias in (params.logit_bias or {}).items():
+        if not abs(bias) <= _LARGEST_BIAS:
+            raise ValueError(
+                f"logit_bias of token {token} is {bias}; give a number of at most {_LARGEST_BIAS:g}"
+            )
+    for name in _INTEGERS:
+        if (value := getattr(params, name)) is not None and not 0 <= value <= _LARGEST_INT:
+            raise ValueError(f"{name} is {value}; give one from 0 to {_LARGEST_INT}")
+    if not params.repetition_penalty >= _LEAST_PENALTY:
+        raise ValueError(
+            f"repetition_penalty is {params.repetition_penalty}; give at least {_LEAST_PENALTY:g}"
+        )
+
+
+def check_logprobs(request: Any, vocabulary: int, context: int) -> None:
+    """Checks the log probabilities that SGLang's ``TokenizedGenerateReqInput`` asks for.
+
+    Args:
+        context: tokens of the longest sequence.
+
+    Raises:
+        ValueError: names the field, what was found and what can be.
+    """
+    start, most = request.logprob_start_len, request.top_logprobs_num
+    tokens = len(request.input_ids or ())
+    # Requests of one batch are computed as if all of them had asked.
+    if not 0 <= most <= vocabulary:
+        raise ValueError(f"top_logprobs_num is {most}; give one from 0 to {vocabulary}")
+    if not request.return_logprob:
+        return
+    if start < -1 or start > tokens:
+        raise ValueError(
+            f"logprob_start_len is {start}; give one from 0 to the prompt's {tokens} tokens, or -1 "
+            "for its answer only"
+        )
+    new = request.sampling_params.max_new_tokens
+    new = context - tokens if new is None else min(new, context - tokens)
+    positions = new + (tokens - start if start >= 0 else 0)
+    each = most + len(request.token_ids_logprob or ())
+    if each * positions > _LOGPROBS:
+        raise ValueError(
+            f"{each} log probabilities of {positions} tokens were asked for, in all more than "
+            f"{_LOGPROBS}; lower top_logprobs_num, or raise logprob_start_len"
+        )
+
+
+def check_positions(name: str, positions: Any, tokens: int) -> None:
+    """Raises ValueError if positions lie outside a prompt of so many tokens."""
+    if positions and not all(type(at) is int and 0 <= at < tokens for at in positions):
+        raise ValueError(f"{name} are positions in a prompt of {tokens} tokens, from 0 on")
+
+
+def prompts_of(request: Any) -> int:
+    """How many prompts a request has, whatever SGLang makes of it."""
+    if request.rid is not None and not request.rid:
+        raise ValueError("rid is empty; leave it out, or name each prompt's answer")
+    prompts = request.text if request.text is not None else request.input_ids
+    if prompts is None or isinstance(prompts, str):
+        return 1
+    if not prompts:
+        if getattr(request, "session_params", None):
+            return 1  # the session has the prompt
+        raise ValueError(NO_TOKENS)
+    return 1 if isinstance(prompts[0], int) else len(prompts)
+
+
+def check_request(made: Any, vocabulary: int, context: int) -> None:
+    """Checks SGLang's ``TokenizedGenerateReqInput`` or ``TokenizedEmbeddingReqInput``.
+
+    Args:
+        context: tokens of the longest sequence.
+
+    Raises:
+        ValueError: what was found and what can be.
+    """
+    tokens = len(made.input_ids or ())
+    if not tokens and not made.input_embeds and not getattr(made, "session_params", None):
+        raise ValueError(NO_TOKENS)
+    if made.mm_inputs is None:  # else some ids stand for images
+        check_tokens("input_ids", made.input_ids or (), vocabulary)
+    check_fields(made)
+    check_sampling(made.sampling_params, vocabulary)
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        check_positions(name, getattr(made, name), tokens)
+    if hasattr(made, "return_logprob"):
+        check_logprobs(made, vocabulary, context)
+
+
+def check_fields(made: Any) -> None:
+    """Checks the types of a request's fields, which SGLang's scheduler takes as they are.
+
+    Raises:
+        ValueError: names the first field of another type.
+    """
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+    from sglang.srt.managers.io_struct import _USE_PICKLE_IPC, msgpack_encode
+    from sglang.srt.managers.utils import msgpack_decode_explained
+
+    plain = copy.copy(made)
+    plain.time_stats = plain.mm_inputs = None  # made by SGLang itself
+    if isinstance(plain.positional_embed_overrides, PositionalEmbeds):
+        plain.positional_embed_overrides = None  # made by a program of tensors
+    if _USE_PICKLE_IPC:
+        # What the extension tells its schedulers there is of no type of SGLang's.
+        plain.sampling_params = copy.copy(plain.sampling_params)
+        plain.sampling_params.custom_params = None
+    msgpack_decode_explained(msgpack_encode(plain))
