@@ -145,20 +145,19 @@ class Load:
                 if self.tally.dead:
                     return
                 await asyncio.sleep(0.2)
-            since = time.monotonic()
             if event is Event.BUSY_FLUSH:
                 for victim in self._victims:
                     await self._flush(victim.url)
-                continue
-            if event is Event.FLUSH:
+            elif event is Event.FLUSH:
                 self._open.clear()
                 while self._under_way:
                     await asyncio.sleep(0.05)
                 await self._look()
                 self._open.set()
             elif event is Event.KILL:
+                since = time.monotonic()
                 await self._kill(self._victims[self.tally.kills % len(self._victims)])
-            self._paused += time.monotonic() - since
+                self._paused += time.monotonic() - since
 
     async def _kill(self, victim: Victim) -> None:
         self._open.clear()

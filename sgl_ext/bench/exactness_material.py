@@ -15,10 +15,10 @@ from sgl_ext.bench.exactness_script import Ask, Material
 from sgl_ext.bench.preempt_load import talks
 from sgl_ext.client import ContextCache, part
 
-_TALKS = 64
+_TALKS = 32
 _LONGEST = 768
 """Tokens of a conversation with its answers: three answers at once fit the pool."""
-_LONGEST_ANSWER = 96
+_LONGEST_ANSWER = 160
 """Of a turn; more requests come and go where answers are short."""
 _ANSWER = 24
 _CHARACTERS = (1500, 4000)

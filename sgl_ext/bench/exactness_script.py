@@ -85,7 +85,7 @@ class Mix:
     again: float = 0.3
     priorities: int = 4
     pause: float = 0.2
-    flush: float = 25.0
+    flush: float = 40.0
     kill: float = 150.0
 
 
