@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from argparse import ArgumentParser
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from sgl_ext.bench import exactness
 from sgl_ext.bench.exactness_answers import Answer, Ending, Found, compare
+from sgl_ext.bench.exactness_clients import ask, greedy, session
 from sgl_ext.bench.exactness_load import FAULTS
-from sgl_ext.bench.exactness_script import Event, Material, Mix, events, script
+from sgl_ext.bench.exactness_script import Event, Leave, Material, Mix, events, script
 from sgl_ext.bench.exactness_servers import SHIPPED, complaints, find, setup
+from sgl_ext.bench.server import free_port
 from sgl_ext.config import SECTIONS, ExtConfig, load
 from sgl_ext.config_source import ConfigError
 from sgl_ext.errors import ExtError
@@ -110,6 +114,88 @@ def test_a_missing_answer_is_a_difference() -> None:
     difference = compare(RIGHT, found(_0=RIGHT), 2, logprobs=False)
     assert difference is not None
     assert difference.what == "1 answers, not 2"
+
+
+class _Scripted:
+    """A server that gives a token every 10 ms, until it is aborted, or cuts or hangs."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        self.runner = web.AppRunner(app)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        count, rid = body["sampling_params"]["max_new_tokens"], body["rid"]
+        if rid == "refused":
+            return web.Response(status=503, text="Retry later")
+        if rid == "cut":
+            assert request.transport is not None
+            request.transport.close()
+        if rid in ("cut", "hung"):
+            await asyncio.sleep(1)
+        tokens: list[int] = []
+        answer = web.StreamResponse()
+        if body["stream"]:
+            await answer.prepare(request)
+        while len(tokens) < count and rid not in self.aborted:
+            await asyncio.sleep(0.01)
+            tokens.append(7)
+            if body["stream"]:
+                await answer.write(self._chunk(rid, tokens, None))
+        reason = {"type": "abort" if rid in self.aborted else "length"}
+        if not body["stream"]:
+            return web.json_response(json.loads(self._chunk(rid, tokens, reason)[6:]))
+        await answer.write(self._chunk(rid, tokens, reason))
+        return answer
+
+    def _chunk(self, rid: str, tokens: list[int], reason: object) -> bytes:
+        meta = {"id": rid, "finish_reason": reason, "output_token_logprobs": None}
+        return b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\n\n"
+
+
+async def _ask(rid: str, stream: bool, leave: Leave | None, deadline: float = 10) -> Found:
+    server = _Scripted()
+    await server.runner.setup()
+    port = free_port()
+    await web.TCPSite(server.runner, "127.0.0.1", port).start()
+    try:
+        async with session() as http:
+            body = {**greedy({"input_ids": [1]}, 50), "rid": rid, "stream": stream}
+            return await ask(http, f"http://127.0.0.1:{port}", body, leave, deadline)
+    finally:
+        await server.runner.cleanup()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("rid", "leave", "ending"),
+    [
+        ("done", None, Ending.DONE),
+        ("refused", None, Ending.REFUSED),
+        ("cut", None, Ending.CUT),
+        ("hung", None, Ending.HUNG),
+        ("abort", Leave("id", 0.2, 0.1), Ending.ABORTED),
+        ("leave", Leave("disconnect", 0.2, 0.1), Ending.LEFT),
+    ],
+)
+def test_how_requests_end(rid: str, stream: bool, leave: Leave | None, ending: Ending) -> None:
+    found = asyncio.run(_ask(rid, stream, leave, 0.3 if rid == "hung" else 10))
+    assert found.ending is ending
+    assert found.whole == ({0} if ending is Ending.DONE else set())
+    come = len(found.answers[0].tokens) if found.answers else 0
+    if ending is Ending.DONE:
+        assert come == 50
+    elif ending is Ending.ABORTED or (ending is Ending.LEFT and stream):
+        assert 0 < come < 50
+    else:
+        assert come == 0
 
 
 def test_directories_become_new_ones(tmp_path: Path) -> None:

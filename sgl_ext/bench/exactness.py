@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=10.0, help="of load (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is asked")
-    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--clients", type=int, default=16)
     parser.add_argument(
         "--layers", type=int, default=6, help="of SmolLM2 that are used; 30 is all of it"
     )

@@ -16,9 +16,9 @@ from sgl_ext.bench.preempt_load import talks
 from sgl_ext.client import ContextCache, part
 
 _TALKS = 32
-_LONGEST = 768
+_LONGEST = 900
 """Tokens of a conversation with its answers: three answers at once fit the pool."""
-_LONGEST_ANSWER = 160
+_LONGEST_ANSWER = 256
 """Of a turn; more requests come and go where answers are short."""
 _ANSWER = 24
 _CHARACTERS = (1500, 4000)

@@ -78,8 +78,8 @@ class Mix:
 
     n: tuple[int, int, int] = (4, 3, 3)
     stream: float = 0.5
-    logprobs: float = 0.5
-    leave: float = 0.12
+    logprobs: float = 0.7
+    leave: float = 0.1
     linked: float = 0.25
     followers: float = 0.25
     again: float = 0.3
