@@ -98,7 +98,7 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
             options.seed, options.deadline, failures,
         )  # fmt: skip
         tally = asyncio.run(load.run(60 * options.minutes))
-        said = complaints([victim.server.log for victim in victims])
+        said = complaints([log for victim in victims for log in victim.logs])
     return _told(source.stem, options, tally, said, place)
 
 

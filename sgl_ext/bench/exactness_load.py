@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from sgl_ext.bench.exactness_answers import Difference, Ending, Found, compare
+from sgl_ext.bench.exactness_answers import Answer, Difference, Ending, Found, compare
 from sgl_ext.bench.exactness_clients import Stock, ask, greedy, session
 from sgl_ext.bench.exactness_material import Prompt, Texts
 from sgl_ext.bench.exactness_script import Ask, Event, Material, events, script
@@ -114,26 +114,29 @@ class Load:
             self._http = http
             self._stock = Stock(http, self._stock_url)
             await asyncio.to_thread(self._texts.create, self._victims[0].url)
-            self._open.set()
-            async with asyncio.TaskGroup() as group:
-                telling = group.create_task(self._tell())
-                clients = [
-                    group.create_task(self._client(100 * at + number, victim))
-                    for at, (victim, count) in enumerate(
-                        zip(self._victims, self._clients, strict=True)
-                    )
-                    for number in range(count)
-                ]
-                await self._events(seconds)
-                self._ended = True
-                self._open.set()
-                await asyncio.wait(clients)
-                telling.cancel()
+            try:
+                await self._drive(seconds)
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
             if not self.tally.dead:
                 await self._look()
-            for (_, _, name), count in self._counts.items():
-                self.tally.server[name] += int(count)
+            self.tally.server = self._counted()
         return self.tally
+
+    async def _drive(self, seconds: float) -> None:
+        self._open.set()
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(self._tell())
+            clients = [
+                group.create_task(self._client(100 * at + number, victim))
+                for at, (victim, count) in enumerate(zip(self._victims, self._clients, strict=True))
+                for number in range(count)
+            ]
+            await self._events(seconds)
+            self._ended = True
+            self._open.set()
+            await asyncio.wait(clients)
+            telling.cancel()
 
     # What happens
 
@@ -255,9 +258,8 @@ class Load:
             what = "hung"
             self.tally.hung += 1
         elif found.ending in (Ending.CUT, Ending.REFUSED):
-            later = found.said.startswith("503") or "503" in found.said
             lately = time.monotonic() - self._killed_at < _AFTERWARDS_S
-            if killed or (found.ending is Ending.REFUSED and later and lately):
+            if killed or (lately and "503" in found.said):
                 self.tally.explained += 1
             else:
                 await self._dying()
@@ -275,15 +277,12 @@ class Load:
             await asyncio.sleep(_PROGRESS_S)
             for victim in self._victims:
                 await self._count(victim)
-            counts = Counter[str]()
-            for (_, _, name), count in self._counts.items():
-                counts[name] += int(count)
             tally = self.tally
             print(
                 f"{time.monotonic() - began:5.0f} s: {tally.answers} answers of {tally.requests} "
                 f"requests ({self._under_way} under way), {tally.different} different, "
                 f"{tally.hung} hung, {tally.leaked} leaked, {tally.refused} refused; "
-                + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())),
+                + ", ".join(f"{name} {count}" for name, count in sorted(self._counted().items())),
                 flush=True,
             )
 
@@ -306,13 +305,20 @@ class Load:
         for name, count in counts_of(state.get("sgl_ext", {})).items():
             self._counts[victim.name, victim.deaths, name] = count
 
+    def _counted(self) -> Counter[str]:
+        """Of all servers, also of those that were killed."""
+        counts = Counter[str]()
+        for (_, _, name), count in self._counts.items():
+            counts[name] += int(count)
+        return counts
+
     def _note_request(
         self,
         what: str,
         rid: str,
         asked: Ask,
         prompt: Prompt,
-        expected: Any,
+        expected: Answer,
         found: Found,
         difference: Difference | None,
     ) -> None:

@@ -118,16 +118,18 @@ class Victim:
     """A server that can be killed and started again with the same arguments.
 
     Args:
+        place: where logs are written.
         stack: ends the ones that were started again.
     """
 
-    def __init__(self, server: Server, model: Path, logs: Path, stack: ExitStack) -> None:
+    def __init__(self, server: Server, model: Path, place: Path, stack: ExitStack) -> None:
         self.server = server
         self.down = False
         """Whether it was killed and is not ready again."""
         self.deaths = 0
         """Kills."""
-        self._model, self._logs, self._stack = model, logs, stack
+        self.logs = [server.log]
+        self._model, self._place, self._stack = model, place, stack
 
     @property
     def name(self) -> str:
@@ -153,7 +155,8 @@ class Victim:
     def start(self) -> None:
         """Raises ExtError if it does not start."""
         system = replace(self.server.system, name=f"{self.name}-{self.deaths}")
-        (self.server,) = self._stack.enter_context(serve([system], self._model, self._logs))
+        (self.server,) = self._stack.enter_context(serve([system], self._model, self._place))
+        self.logs.append(self.server.log)
         self.down = False
 
 
