@@ -228,7 +228,8 @@ class Load:
             material = Material(material.talks)
         for count, asked in enumerate(script(self._seed, number, material)):
             await asyncio.sleep(asked.pause)
-            await self._open.wait()
+            while not self._open.is_set():  # it may have been closed again meanwhile
+                await self._open.wait()
             if self._ended:
                 return
             self._under_way += 1

@@ -72,7 +72,7 @@ class Mix:
         linked: visits to prompts of contexts, where there are chunks; of conversations the rest.
         followers: visits to followers of stored contexts, where there are clusters.
         again: visits to one of the conversations that were had lately.
-        flush: seconds between flushes of an idle server, and twice that between busy ones.
+        flush: seconds between flushes of an idle server, and between those of a busy one.
         kill: seconds between kills.
     """
 
@@ -148,7 +148,7 @@ def events(seconds: float, mix: Mix = MIX) -> list[tuple[float, Event]]:
     """What happens in ``seconds`` of load and when, in order; the end is nobody's."""
     found = [
         *((at, Event.FLUSH) for at in _every(mix.flush, seconds)),
-        *((at + 0.4 * mix.flush, Event.BUSY_FLUSH) for at in _every(2 * mix.flush, seconds)),
+        *((at - 0.6 * mix.flush, Event.BUSY_FLUSH) for at in _every(mix.flush, seconds)),
         *((at, Event.KILL) for at in _every(mix.kill, seconds)),
     ]
     return sorted((each for each in found if each[0] < seconds), key=lambda each: each[0])
