@@ -30,7 +30,8 @@ POOL = ("--max-total-tokens", "16384")
 
 
 LONGEST = (
-    "swaps", "peer_servers", "start", "chunk_server", "cpu_serving", "serving", "links", "tiers",
+    "swaps", "peer_servers", "start", "chunk_server", "exactness", "cpu_serving",
+    "serving", "links", "tiers",
     "restores", "layouts", "stored_server", "tier_server", "native_sanitizers", "swap_server",
     "remote_servers", "rows",
 )  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -47,13 +48,18 @@ def main(arguments: list[str] | None = None) -> None:
         "--part", action="append", default=[], metavar="PART",
         help="only this part, of a bench that has parts; may be repeated",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options, _ = parser.parse_known_args(arguments)
     bench = importlib.import_module(f"sgl_ext.bench.{options.name}")
+    if more := getattr(bench, "add_arguments", None):
+        more(parser.add_argument_group(options.name))
+    options = parser.parse_args(arguments)
     known = getattr(bench, "PARTS", ())
     if unknown := [part for part in options.part if part not in known]:
         names = ", ".join(known) if known else "none"
         parser.error(f"{options.name} has no part {unknown[0]!r}; its parts: {names}")
-    chosen = {"parts": options.part or known} if known else {}
+    chosen: dict[str, Any] = {"parts": options.part or known} if known else {}
+    if more:
+        chosen["options"] = options
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
         if options.quick:
@@ -66,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
             report.name = "-".join((report.name, *options.part))
         report.print()
         print(f"wrote {report.write(options.out)}")
+        if report.failed:
+            sys.exit(f"sgl_ext: {report.failed}")
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
     except requests.RequestException as error:  # an OSError, too

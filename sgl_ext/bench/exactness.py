@@ -1,15 +1,24 @@
-"""Exact powers give the answers of stock SGLang: multi-turn conversations, token by token.
+"""Exact powers give the answers of stock SGLang, token by token.
 
-Conversations take turns on a device pool that holds a few of them, so that what a turn finds was
-evicted in between. Every answer is compared with a server without the extension: greedy tokens,
-and their logprobs, in float32.
+With ``--config`` any configuration is driven for ``--minutes`` with a mixed load: conversations of
+several turns, several answers at once, streams, logprobs, priorities, requests that are given up,
+prompts of contexts, followers of stored contexts, flushes, and kills. What is counted has to be
+zero: answers that differ, requests that hang, servers that die, what is held when all have ended.
+
+Without it tiers are compared one by one. Conversations take turns on a device pool that holds a few
+of them, so that what a turn finds was evicted in between. Every answer is compared with a server
+without the extension: greedy tokens, and their logprobs, in float32.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +26,104 @@ import requests
 
 from sgl_ext.bench import server
 from sgl_ext.bench.conversations import Conversation, conversations
+from sgl_ext.bench.exactness_answers import ALIKE
+from sgl_ext.bench.exactness_load import FAULTS, Load, Tally
+from sgl_ext.bench.exactness_material import Texts
+from sgl_ext.bench.exactness_servers import Victim, complaints, find, setup
 from sgl_ext.bench.report import Report
 from sgl_ext.errors import ExtError
-from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.models import SMOLLM2, prepare, shortened
 
 _OUTPUT_TOKENS = 8
 _DEADLINE_S = 300.0
+_PEERS_CLIENTS = 2
 
 
-def run(*, quick: bool, out: Path) -> Report:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this bench takes beside what all do."""
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="an --ext-config, or the name of a shipped one; its directories become new ones",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=10.0, help="of load (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is asked")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument(
+        "--layers", type=int, default=6, help="of SmolLM2 that are used; 30 is all of it"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=180.0, metavar="SECONDS",
+        help="after which a request hangs (default: 180)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--server-args", default="", metavar="ARGUMENTS",
+        help="SGLang's own, beside a page of 16, a pool of 3,072 tokens, chunks of 512, float32",
+    )  # fmt: skip
+
+
+def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
+    if options.config is not None:
+        return drive(options, out)
+    return _tiers_one_by_one(quick, out)
+
+
+def drive(options: argparse.Namespace, out: Path) -> Report:
+    """Runs a configuration under load; options as of :func:`add_arguments`.
+
+    Logs, and requests that went wrong, are kept in ``out/exactness-NAME``.
+
+    Raises:
+        ExtError: there is no such configuration, or a server does not start.
+    """
+    source = find(options.config)
+    place = out / f"exactness-{source.stem}"
+    place.mkdir(parents=True, exist_ok=True)
+    failures = place / "failures.jsonl"
+    failures.unlink(missing_ok=True)
+    model = shortened(SMOLLM2, options.layers)
+    with ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(dir=place, prefix="stored-")
+        sockets = tempfile.TemporaryDirectory(prefix="sgl_ext-peers-")
+        arranged = setup(
+            source, Path(stack.enter_context(made)), Path(stack.enter_context(sockets))
+        )
+        texts = Texts(
+            model, options.seed, chunks=arranged.has("chunks"), clusters=arranged.has("clusters")
+        )
+        systems = arranged.systems(options.server_args)
+        stock, *tested = stack.enter_context(server.serve(systems, model, place))
+        victims = [Victim(each, model, place, stack) for each in tested]
+        load = Load(
+            victims, (options.clients, _PEERS_CLIENTS)[: len(victims)], stock.url, texts,
+            options.seed, options.deadline, failures,
+        )  # fmt: skip
+        tally = asyncio.run(load.run(60 * options.minutes))
+        said = complaints([log for victim in victims for log in victim.logs])
+    return _told(source.stem, options, tally, said, place)
+
+
+def _told(
+    name: str, options: argparse.Namespace, tally: Tally, said: Sequence[str], place: Path
+) -> Report:
+    tally.leaked += not tally.dead and any("memory leak" in line for line in said)
+    told = {**asdict(tally), **tally.server}
+    del told["server"]
+    config = {key: value for key, value in vars(options).items() if key not in ("name", "out")}
+    report = Report(f"exactness-{name}", {**config, "alike": ALIKE})
+    for key in FAULTS:
+        report.runs.append({"what": "faults", "of": key, "count": told[key]})
+    for key, count in told.items():
+        if key not in FAULTS:
+            report.runs.append({"what": "load", "of": key, "count": count})
+    report.figures = {key: float(count) for key, count in told.items()}
+    if tally.failed or said:
+        report.failed = f"{name}: {tally.failed or 'complaints'}; see {place}"
+        for line in said[:5]:
+            report.failed += f"\n{line}"
+    return report
+
+
+def _tiers_one_by_one(quick: bool, out: Path) -> Report:
     model = prepare(SMOLLM2)
     held = conversations(model, 8 if quick else 200, turns=2, tokens=(250, 500 if quick else 900))
     report = Report("exactness", {"quick": quick, "conversations": len(held), "dtype": "float32"})

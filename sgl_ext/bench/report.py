@@ -28,6 +28,8 @@ class Report:
     runs: list[dict[str, Any]] = field(default_factory=list)
     """One row per measured system and setting, as printed."""
     machine: Mapping[str, Any] = field(default_factory=machine.describe)
+    failed: str = ""
+    """Why the command fails although everything was measured."""
 
     def write(self, directory: Path) -> Path:
         """Writes ``directory/NAME.json`` whole or not at all."""

@@ -1,0 +1,282 @@
+"""The harness of exactness: its script, what it compares, and a minute of the worst load."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sgl_ext.bench import exactness
+from sgl_ext.bench.exactness_answers import Answer, Ending, Found, compare
+from sgl_ext.bench.exactness_clients import ask, greedy, session
+from sgl_ext.bench.exactness_load import FAULTS
+from sgl_ext.bench.exactness_script import Event, Leave, Material, Mix, events, script
+from sgl_ext.bench.exactness_servers import SHIPPED, complaints, find, setup
+from sgl_ext.bench.server import free_port
+from sgl_ext.config import SECTIONS, ExtConfig, load
+from sgl_ext.config_source import ConfigError
+from sgl_ext.errors import ExtError
+
+MATERIAL = Material([2, 3, 4], linked=3, followers=2)
+
+
+def test_a_seed_says_what_each_client_asks() -> None:
+    first, again, other = (
+        list(islice(script(*of, MATERIAL), 300)) for of in ((1, 0), (1, 0), (1, 1))
+    )
+    assert first == again != other
+    assert {each.kind for each in first} == {"plain", "linked", "follower"}
+    assert {each.n for each in first} == {1, 2, 3}
+    assert {each.priority for each in first} == {0, 1, 2, 3}
+    assert {each.stream for each in first} == {each.logprobs for each in first} == {True, False}
+    gave_up = Counter(each.leave.by for each in first if each.leave)
+    assert min(gave_up["id"], gave_up["disconnect"]) > 5
+
+
+def test_a_conversation_is_had_in_order() -> None:
+    asked = [each for each in islice(script(0, 0, MATERIAL), 300) if each.kind == "plain"]
+    talks = itertools.pairwise(asked)
+    for one, next_ in itertools.islice(talks, 200):
+        goes_on = one.turn + 1 < MATERIAL.talks[one.talk]
+        assert next_.turn == (one.turn + 1 if goes_on else 0)
+        assert next_.talk == one.talk or not goes_on
+
+
+def test_what_there_is_not_is_not_asked() -> None:
+    assert {each.kind for each in islice(script(0, 0, Material([1])), 50)} == {"plain"}
+
+
+def test_several_answers_are_aborted_by_ids_that_a_stream_has_told() -> None:
+    everybody_leaves = Mix(leave=1.0, stream=0.0)
+    for each in islice(script(0, 0, MATERIAL, everybody_leaves), 100):
+        assert each.leave is not None
+        assert each.stream == (each.n > 1 and each.leave.by == "id")
+
+
+def test_events_come_in_order() -> None:
+    mix = Mix(flush=10, kill=25)
+    found = events(60, mix)
+    assert found == sorted(found, key=lambda each: each[0])
+    assert Counter(event for _, event in found) == {
+        Event.FLUSH: 5, Event.BUSY_FLUSH: 6, Event.KILL: 2,
+    }  # fmt: skip
+    assert all(at < 60 for at, _ in found)
+
+
+RIGHT = Answer([5, 6, 7], [-0.1, -0.2, -0.3], [1.0, 0.5, 2.0])
+
+
+def found(ending: Ending = Ending.DONE, **answers: Answer) -> Found:
+    of = {int(name[1:]): answer for name, answer in answers.items()}
+    return Found(ending, of, set(of) if ending is Ending.DONE else set())
+
+
+def test_equal_answers_do_not_differ() -> None:
+    near = Answer(RIGHT.tokens, [each + 1e-4 for each in RIGHT.logprobs])
+    assert compare(RIGHT, found(_0=RIGHT, _1=near), 2, logprobs=True) is None
+    assert compare(RIGHT, found(_0=Answer([5, 6, 7], [])), 1, logprobs=False) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "at", "what"),
+    [
+        (Answer([5, 9, 7], RIGHT.logprobs), 1, "token 9, not 6"),
+        (Answer([5, 6], RIGHT.logprobs[:2]), 2, "2 tokens, not 3"),
+        (Answer([5, 6, 7, 8], [*RIGHT.logprobs, -1.0]), 4, "4 tokens, not 3"),
+        (Answer([5, 6, 7], [-0.1, -0.2, -0.31]), 2, "logprob -0.310000, not -0.300000"),
+        (Answer([5, 6, 7], [-0.1, float("nan"), -0.3]), 1, "logprob nan, not -0.200000"),
+        (Answer([5, 6, 7], []), 0, "0 logprobs of 3 tokens"),
+    ],
+)
+def test_the_first_difference_is_named(answer: Answer, at: int, what: str) -> None:
+    difference = compare(RIGHT, found(_0=RIGHT, _1=answer), 2, logprobs=True)
+    assert difference is not None
+    assert (difference.number, difference.at, difference.what) == (1, at, what)
+
+
+def test_what_was_given_up_is_compared_as_far_as_it_came() -> None:
+    begun = Answer([5, 6], RIGHT.logprobs[:2])
+    for ending in (Ending.LEFT, Ending.ABORTED, Ending.CUT, Ending.HUNG):
+        assert compare(RIGHT, found(ending, _0=begun), 3, logprobs=True) is None
+        assert compare(RIGHT, found(ending, _1=Answer([6], [-0.1])), 3, logprobs=True)
+
+
+def test_a_missing_answer_is_a_difference() -> None:
+    difference = compare(RIGHT, found(_0=RIGHT), 2, logprobs=False)
+    assert difference is not None
+    assert difference.what == "1 answers, not 2"
+
+
+class _Scripted:
+    """A server that gives a token every 10 ms, until it is aborted, or cuts or hangs."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        self.runner = web.AppRunner(app)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        count, rid = body["sampling_params"]["max_new_tokens"], body["rid"]
+        if rid == "refused":
+            return web.Response(status=503, text="Retry later")
+        if rid == "cut":
+            assert request.transport is not None
+            request.transport.close()
+        if rid in ("cut", "hung"):
+            await asyncio.sleep(1)
+        tokens: list[int] = []
+        answer = web.StreamResponse()
+        if body["stream"]:
+            await answer.prepare(request)
+        while len(tokens) < count and rid not in self.aborted:
+            await asyncio.sleep(0.01)
+            tokens.append(7)
+            if body["stream"]:
+                await answer.write(self._chunk(rid, tokens, None))
+        reason = {"type": "abort" if rid in self.aborted else "length"}
+        if not body["stream"]:
+            return web.json_response(json.loads(self._chunk(rid, tokens, reason)[6:]))
+        await answer.write(self._chunk(rid, tokens, reason))
+        return answer
+
+    def _chunk(self, rid: str, tokens: list[int], reason: object) -> bytes:
+        meta = {"id": rid, "finish_reason": reason, "output_token_logprobs": None}
+        return b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\n\n"
+
+
+async def _ask(rid: str, stream: bool, leave: Leave | None, deadline: float = 10) -> Found:
+    server = _Scripted()
+    await server.runner.setup()
+    port = free_port()
+    await web.TCPSite(server.runner, "127.0.0.1", port).start()
+    try:
+        async with session() as http:
+            body = {**greedy({"input_ids": [1]}, 50), "rid": rid, "stream": stream}
+            return await ask(http, f"http://127.0.0.1:{port}", body, leave, deadline)
+    finally:
+        await server.runner.cleanup()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("rid", "leave", "ending"),
+    [
+        ("done", None, Ending.DONE),
+        ("refused", None, Ending.REFUSED),
+        ("cut", None, Ending.CUT),
+        ("hung", None, Ending.HUNG),
+        ("abort", Leave("id", 0.2, 0.1), Ending.ABORTED),
+        ("leave", Leave("disconnect", 0.2, 0.1), Ending.LEFT),
+    ],
+)
+def test_how_requests_end(rid: str, stream: bool, leave: Leave | None, ending: Ending) -> None:
+    found = asyncio.run(_ask(rid, stream, leave, 0.3 if rid == "hung" else 10))
+    assert found.ending is ending
+    assert found.whole == ({0} if ending is Ending.DONE else set())
+    come = len(found.answers[0].tokens) if found.answers else 0
+    if ending is Ending.DONE:
+        assert come == 50
+    elif ending is Ending.ABORTED or (ending is Ending.LEFT and stream):
+        assert 0 < come < 50
+    else:
+        assert come == 0
+
+
+def test_directories_become_new_ones(tmp_path: Path) -> None:
+    sockets = tmp_path / "p"
+    made = setup(find("master"), tmp_path / "stored", sockets)
+    assert made.config["tiers"]["ssd"]["directories"] == [
+        str(tmp_path / "stored" / f"ssd{at}") for at in range(2)
+    ]
+    assert made.config["peer"]["directory"] == str(sockets)
+    assert made.beside is not None
+    assert made.beside["peer"]["role"] == "worker"
+    load(made.beside)
+    assert [each.name for each in made.systems()] == ["stock", "server", "peer"]
+    assert setup(find("ssd-swap"), tmp_path / "alone", sockets).beside is None
+
+
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExtError, match="give a file, or one of clusters"):
+        find("everything")
+    (tmp_path / "c.yaml").write_text("tiers: {tape: 3}")
+    with pytest.raises(ExtError, match=r"unknown key 'tiers\.tape'"):
+        setup(tmp_path / "c.yaml", tmp_path, tmp_path)
+
+
+def test_logs_that_complain(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("ready\nFull Pool Mem Leak Detected! [full]\nTraceback of a client's leaving\n")
+    assert complaints([log]) == ["server.log: Full Pool Mem Leak Detected! [full]"]
+
+
+def _accepted(sections: Mapping[str, object]) -> bool:
+    try:
+        load(sections)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_largest_sets_of_sections_are_shipped() -> None:
+    """Whatever is accepted is part of one of them."""
+    peers: list[dict[str, Any]] = [
+        {"role": "master", "directory": "p", "capacity": "1MiB", "stream": stream}
+        for stream in ("direct", "layers")
+    ]
+    peers += [{"role": "worker", "directory": "p"}]
+    choices: dict[str, list[Any]] = {name: [None, {}] for name in SECTIONS}
+    choices["tiers"] = [None, {"ssd": {"directories": ["s"], "capacity": "1GiB"}}]
+    choices["swap"] = [None, {"capacity": "1GiB"}]
+    choices["clusters"] = [None, {"directories": ["c"]}]
+    choices["peer"] = [None, *peers]
+    accepted = set()
+    for chosen in itertools.product(*choices.values()):
+        config = {n: s for n, s in zip(choices, chosen, strict=True) if s is not None}
+        if _accepted(config):
+            accepted.add(_powers(load(config)))
+    shipped = {_powers(load(path)) for path in SHIPPED.glob("*.yaml")}
+    largest = {of for of in accepted if not any(of < other for other in accepted)}
+    assert shipped == largest | {frozenset(("tiers", "swap"))}
+
+
+def _powers(config: ExtConfig) -> frozenset[str]:
+    """Its sections, with the kind of peer."""
+    found = set(config.sections())
+    if config.peer:
+        found ^= {"peer", f"peer {config.peer.role} {config.peer.stream}"}
+    return frozenset(found)
+
+
+def test_a_minute_of_the_worst(tmp_path: Path) -> None:
+    """SSDs, swapping and several answers at once in little memory, against stock SGLang."""
+    parser = ArgumentParser()
+    exactness.add_arguments(parser)
+    options = parser.parse_args(["--config", "ssd-swap", "--minutes", "1"])
+    report = exactness.run(quick=False, out=tmp_path, options=options)
+    told = report.figures
+    place = tmp_path / "exactness-ssd-swap"
+    failures = place / "failures.jsonl"
+    said = failures.read_text()[:3000] if failures.exists() else ""
+    assert not report.failed, f"{report.failed}\n{said}"
+    assert not any(told[name] for name in FAULTS), said
+    for name in ("swapped_out", "ssd_hit_tokens", "several", "streams", "logprobs", "flushes"):
+        assert told[name] > 0, name
+    assert told["aborted"] + told["left"] > 0
+    assert json.loads(report.write(tmp_path).read_text())["figures"] == told
