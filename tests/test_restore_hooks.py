@@ -211,7 +211,7 @@ def test_chunk_page_and_prefill_go_together(
     config = load({**ext.config.resolved(), "restore": {"chunk": chunk}})
     monkeypatch.setattr(ext, "config", config)
     layout = Layout(16, 2, 1, 8, "float32", "a model")
-    stack: Any = SimpleNamespace(layout=layout, lower=[], host=None, hits=Counter())
+    stack: Any = SimpleNamespace(layout=layout, lower=[], host=None, hits=Counter(), keepers=[])
     if message is None:
         restore_setup.open_restoring(ext, stack)
         assert ext.restorer is not None

@@ -104,7 +104,7 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     machine.shelve([*first, *second])
     for rid, names in (("a", first), ("b", second)):
         machine.stack.lookup(rid, names)
-        machine.settle(rid)
+        machine.until(lambda: not machine.stack.pending())
     assert machine.stack.host.room == 2
     machine.stack.make_room(2)
     assert (machine.stack.lookup("a", first), machine.stack.host.room) == (6, 2)
