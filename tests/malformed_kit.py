@@ -109,7 +109,7 @@ _ROUTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 _READ = (
     "/ext/context_cache/list", "/ext/context_cache/fidelity", "/ext/context_cache/{}",
     "/ext/stored_contexts/list", "/ext/stored_contexts/{}", "/v1/models/{}", "/v1/responses/{}",
-    "/server_info", "/model_info", "/v1/loads", "/health", "/metrics", "/ext/{}", "/{}",
+    "/server_info", "/model_info", "/v1/loads", "/metrics", "/ext/{}", "/{}",
 )  # fmt: skip
 _NAMES = (
     "ctx-none", "stx-none", "%00", "..%2f..%2fetc%2fpasswd", "a" * 3000, "%ff%fe", "*", "", "%0a",
