@@ -1,7 +1,16 @@
-"""Pools that SGLang builds elsewhere: sections that need the slab say so in one line."""
+"""Models whose KV lies in other pools than the slab: sections that need it say so in one line.
+
+Tiny models of random weights, as far as SGLang starts them on a CPU; each scheduler is forked from
+one process that has imported SGLang. SGLang has no MiniMax pool for platforms like ours, and its
+DeepSeek needs compiled kernels: pools of these are tested at the configurator.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,27 +22,140 @@ from sgl_ext.config import load
 from sgl_ext.engine import activation, kv_memory, peer_hooks
 from sgl_ext.engine.hooks import ActivationError
 
+BASE = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "SWAKVPool of GptOssForCausalLM": {
+        "model_type": "gpt_oss", "head_dim": 16, "sliding_window": 32, "num_local_experts": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "num_experts_per_tok": 1,
+    },
+    "HybridLinearKVPool of Lfm2ForCausalLM": {
+        "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+        "conv_dim": 64, "block_dim": 64, "block_ff_dim": 128, "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 16,
+    },
+}  # fmt: skip
 
-@pytest.fixture
-def minimax() -> Any:
-    """What SGLang's configurator builds for MiniMax's sparse attention elsewhere."""
-    from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+BACKENDS = {"SWAKVPool of GptOssForCausalLM": "triton"}
+"""Attention backends that SGLang demands; no forward runs."""
 
-    architectures = ["MiniMaxM3SparseForCausalLM"]
+PROGRAM = """
+import json, os, signal, sys, traceback
+
+import sglang.srt.managers.scheduler as module
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from sgl_ext.config import load
+from sgl_ext.engine import activation, scheduler
+
+class Pipe:
+    def send(self, info):
+        raise SystemExit(json.dumps(info["sgl_ext"]["memory"]))
+
+def start(path, backend, config):
+    activation.commanded = True
+    args = ServerArgs(model_path=path, load_format="dummy", skip_tokenizer_init=True, device="cpu",
+                      max_total_tokens=1024, dtype="float32", page_size=1, log_level="error",
+                      attention_backend=backend,
+                      disable_overlap_schedule=True)
+    config = load(config)
+    setattr(args, activation.CARRIED, activation.Carried(config))
+    args.resolve_once()
+    ports = PortArgs.init_new(args)
+    scheduler.activate(config)
+    module.run_scheduler_process(args, ports, 0, 0, 0, None, Pipe())
+
+signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+load_plugins()
+for name, path, backend, config in json.load(open(sys.argv[1])):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        said = "SGLang's own error"
+        try:
+            start(path, backend, config)
+        except SystemExit as end:
+            said = str(end)
+        except BaseException:
+            traceback.print_exc()
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    print(json.dumps([name, config, said]), flush=True)
+"""
+
+
+def test_models_of_other_pools(tmp_path: Path) -> None:
+    peers = tmp_path / "peers"
+    devices = tmp_path / "devices"
+    devices.mkdir(mode=0o700)
+    sections: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "memory": {"memory": {"layout": "block_major"}},
+        "peer": {"peer": {"role": "worker", "directory": str(peers)}},
+        "tiers": {"tiers": {"host": {"capacity": "1MiB"}}},
+        "clusters": {"clusters": {"directories": [str(devices)]}},
+    }
+    script = []
+    for number, (pool, model) in enumerate(MODELS.items()):
+        path = tmp_path / str(number)
+        path.mkdir()
+        about = BASE | {"architectures": [pool.split()[-1]]} | model
+        (path / "config.json").write_text(json.dumps(about))
+        script += [(pool, str(path), BACKENDS.get(pool), config) for config in sections.values()]
+    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
+    arguments.write_text(json.dumps(script))
+    program.write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, str(program), str(arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line[:2] == '["']
+    assert len(lines) == len(script), result.stderr[-3000:]
+    for (pool, config, said), section in zip(lines, list(sections) * len(MODELS), strict=True):
+        because = f"the slab does not serve the pool {pool}"
+        if section == "nothing":
+            assert json.loads(said) == {"layout": "layer_major", "because": because}
+        else:
+            assert said.startswith("sgl_ext: "), (pool, config, said, result.stderr[-3000:])
+            assert "\n" not in said
+            assert because.removeprefix("the slab ") in said
+
+
+OTHERS = {
+    "MiniMaxSparseKVPool": "MiniMaxM3SparseForCausalLM",
+    "MLATokenToKVPool": "DeepseekV2ForCausalLM",
+    "DSATokenToKVPool": "DeepseekV32ForCausalLM",
+}
+
+
+@pytest.fixture(params=OTHERS.items(), ids=OTHERS)
+def built(request: pytest.FixtureRequest) -> Any:
+    """What SGLang's configurator builds for a model, the configurator, and why there is no slab."""
+    from sglang.srt.mem_cache import memory_pool
+
+    pool, model = request.param
     return (
-        SimpleNamespace(token_to_kv_pool=object.__new__(MiniMaxSparseKVPool)),
+        SimpleNamespace(token_to_kv_pool=object.__new__(getattr(memory_pool, pool))),
         SimpleNamespace(
             is_draft_worker=False,
-            model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures)),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[model])),
         ),
+        f"the slab does not serve the pool {pool} of {model}",
     )
 
 
 def test_a_pool_without_a_hook_of_its_own_is_named(
-    minimax: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    built: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pools, configurator = minimax
-    because = "the slab does not serve the pool MiniMaxSparseKVPool of MiniMaxM3SparseForCausalLM"
+    pools, configurator, because = built
     config: dict[str, Any] = {"peer": {"role": "worker", "directory": str(tmp_path)}}
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load(config)))
     assert kv_memory._pools_built(pools, configurator) is pools
@@ -48,14 +170,16 @@ def test_a_pool_without_a_hook_of_its_own_is_named(
 
 @pytest.mark.parametrize("layout", ["block_major", "layer_major"])
 def test_a_layout_is_what_was_asked_for(
-    minimax: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+    built: Any, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pools, configurator, because = built
     ext = runtime.ExtRuntime(load({"memory": {"layout": layout}}))
     monkeypatch.setattr(runtime, "current", ext)
     monkeypatch.setattr(activation, "commanded", True)
     if layout == "layer_major":
-        kv_memory._pools_built(*minimax)
+        kv_memory._pools_built(pools, configurator)
         assert ext.layer_major_because == "the configuration asks for it"
     else:
-        with pytest.raises(SystemExit, match=r"sgl_ext: the block-major .* MiniMaxSparseKVPool"):
-            kv_memory._pools_built(*minimax)
+        served = because.removeprefix("the slab ")
+        with pytest.raises(SystemExit, match=f"sgl_ext: the block-major layout {served};"):
+            kv_memory._pools_built(pools, configurator)
