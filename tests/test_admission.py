@@ -231,3 +231,23 @@ def test_a_swapped_request_waits_for_no_chunks(
     assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
     assert (asked, swapped) == ([req], {})
     assert admission._held_back(adder, req, False)
+
+
+def test_nobody_is_preempted_for_a_request_that_was_admitted(
+    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's result says whether there is room for the next one."""
+    ext.tiers.coming.clear()
+    ext.links.coming.clear()
+
+    def makes_room(*_: Any) -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(admission.swap_hooks, "makes_room", makes_room)
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        adder.can_run_list.append(req)
+        return AddReqResult.NO_TOKEN
+
+    assert admission._admit(original, adder, request()) == AddReqResult.NO_TOKEN
+    assert len(adder.can_run_list) == 1

@@ -168,6 +168,13 @@ def test_the_trees_own_blocks_are_no_duplicates(engine: Engine) -> None:
         engine.tree_cache.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
 
 
+def test_a_tree_without_external_cache(engine: Engine) -> None:
+    req = engine.request("r")
+    req.init_next_round_input(engine.tree_cache)
+    adder: Any = SimpleNamespace(tree_cache=SimpleNamespace())
+    ownership.check_admitted(adder, req)
+
+
 def test_a_batch_with_blocks_of_two_owners_does_not_run(engine: Engine) -> None:
     sibling_answers(engine)
     req = engine.request("r")

@@ -175,3 +175,9 @@ def test_an_empty_prompt_of_a_session_ends_alone(monkeypatch: pytest.MonkeyPatch
         )
         request_hooks._queue(None, req)
     assert ended == ["the prompt has no tokens; give a text, or token ids, of at least one token"]
+
+
+@pytest.mark.parametrize(("embeds", "prompts"), [([[0.5, 1.0]], 1), ([[[0.5, 1.0]]] * 3, 3)])
+def test_prompts_of_embeddings_are_counted(embeds: list[Any], prompts: int) -> None:
+    request = SimpleNamespace(rid=None, text=None, input_ids=None, input_embeds=embeds)
+    assert prompts_of(request) == prompts

@@ -111,9 +111,42 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     machine.stack.make_room(3)
     assert machine.stack.host.room == 10  # b's eight may go, a's six stay
     assert machine.stack.lookup("b", second) == 8
+    machine.until(lambda: not machine.stack.pending())
     machine.stack.make_room(16)
     assert machine.stack.host.room == 16
     assert machine.stack.save(places(1)) is not None
+
+
+def test_a_request_waits_for_no_room_that_it_takes_itself() -> None:
+    machine = Machine(4, 16, spare=2)
+    names = keys(*range(18))
+    machine.store(names[:14], places(*range(14)))
+    machine.shelve(names[14:])
+    assert machine.stack.lookup("r", names) == 14
+    machine.until(lambda: not machine.stack.pending())
+    assert machine.stack.lookup("r", names) == 16
+
+
+def test_giving_up_pages_makes_no_request_wait_longer() -> None:
+    machine = Machine(4, 16, wait=1000.0)
+    names = keys(*range(6))
+    machine.store(names[:2], places(1, 2))
+    machine.shelve(names)
+    machine.shelf.open.clear()
+    waiting = machine.stack._waiting
+    machine.stack.lookup("r", names)
+    assert not machine.stack.ready("r")
+    deadline = waiting._requests["r"].deadline
+    assert deadline is not None
+    assert waiting.give_up_one()
+    assert machine.stack.ready("r")
+    machine.stack.lookup("r", names)
+    assert waiting._requests["r"].deadline == deadline
+    waiting.give_up_one()
+    machine.stack.forget("r")
+    machine.stack.lookup("r", names)
+    assert waiting._requests["r"].deadline is None
+    machine.shelf.open.set()
 
 
 def test_nothing_below_means_no_waiting(machine: Machine) -> None:

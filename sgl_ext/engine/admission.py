@@ -44,13 +44,14 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
     linked = None if ext.links is None else ext.links.acquire(req)
     result = original(adder, req, *args, **kw)
-    full = result is AddReqResult.NO_TOKEN
+    # SGLang's result is about the next request: this one may have been admitted.
+    full = result is AddReqResult.NO_TOKEN and not _admitted(adder, req)
     full = full and not swap_hooks.makes_room(adder, req) and _alone(adder)
     if linked is not None and full and ext.links is not None:
         # The chunks that it keeps leave no room for it, and nobody who ends would make any.
         linked = ext.links.acquire(req, computing=True)
         result = original(adder, req, *args, **kw)
-    admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    admitted = _admitted(adder, req)
     if admitted:
         ownership.check_admitted(adder, req)
     if ext.swap is not None and admitted and req.retraction_count:
@@ -65,6 +66,10 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     if linked is not None and not admitted and ext.links is not None:
         ext.links.release(req.rid)
     return result
+
+
+def _admitted(adder: Any, req: Any) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
 def _alone(adder: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from sgl_ext.errors import ExtError
@@ -35,6 +36,11 @@ class OwnRequests:
                 reason = answer["meta_info"]["finish_reason"] or {}
                 if reason.get("type") == "abort":
                     raise ExtError(f"{self._what} was not computed: {reason.get('message')}")
+        except asyncio.CancelledError:
+            # SGLang computes on for a caller that has gone.
+            if request.rid:
+                self._manager.abort_request(request.rid)
+            raise
         except ValueError as error:  # SGLang's word for what it does not take
             raise ExtError(f"{self._what} was not computed: {error}") from None
         finally:

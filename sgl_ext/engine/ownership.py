@@ -27,7 +27,7 @@ def check_admitted(adder: Any, req: Any) -> None:
     """
     if req.session is not None or req.beam_group is not None:
         return  # they take over KV records of others
-    linker, loaded = adder.tree_cache.linker, 0
+    linker, loaded = getattr(adder.tree_cache, "linker", None), 0
     if linker is not None and (slots := linker.private_load_indices.get(req.rid)) is not None:
         loaded = len(slots)
     _check_prefix(req, loaded)

@@ -183,6 +183,8 @@ def prompts_of(request: Any) -> int:
     if request.rid is not None and not request.rid:
         raise ValueError("rid is empty; leave it out, or name each prompt's answer")
     prompts = request.text if request.text is not None else request.input_ids
+    if prompts is None and (embeds := getattr(request, "input_embeds", None)):
+        return 1 if isinstance(embeds[0][0], float) else len(embeds)
     if prompts is None or isinstance(prompts, str):
         return 1
     if not prompts:

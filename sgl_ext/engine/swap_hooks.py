@@ -96,7 +96,7 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
         swap.stack.stores = Priority.URGENT
     keys = _keys(req, tokens // page * page, page)
     swap.stack.used(keys, 1)  # what it has there is not given up for what it lacks
-    swap.stack.make_room(len(swap.stack.host.missing(keys)) + 1)
+    swap.stack.make_room(len(keys) + 1)  # those that are there might have to go for the others
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
@@ -233,8 +233,8 @@ def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
                 news = True
                 ext.swap.counts.loaded_pages += pages
                 if not pages and rid in ext.swap:
-                    ext.swap.counts.recomputed += 1
-                    ext.swap.drop(rid)
+                    its = (req for req in scheduler.waiting_queue if req.rid == rid)
+                    swap_in.lost(ext.swap, rid, next(its, None))
         if news:
             # SGLang found no room for somebody while these were passed over, and looks at nobody
             # before one of those that run has ended.

@@ -64,12 +64,8 @@ def _take_back(
     if found.readable is None:
         return AddReqResult.CONTINUE
     if not found.readable:
-        swap.counts.recomputed += 1
-        swap.drop(req.rid)
-        if ext.links is None:
-            return None
-        ext.links.ask(req)  # its chunks were not needed until now
-        return None if ext.links.ready(req) else AddReqResult.CONTINUE
+        lost(swap, req.rid, req)
+        return AddReqResult.CONTINUE if ext.links and not ext.links.ready(req) else None
     if seats(adder) <= 0:
         return AddReqResult.OTHER
     needed = tokens_needed(adder, req, found.tokens)
@@ -115,6 +111,15 @@ def look_up(tree: Any, req: Any) -> Found:
         match = tree.match_prefix(MatchPrefixParams(key=key))
         tokens, node = match.device_prefix_len, match.last_device_node
     return Found(tokens, node, ext.swap.readable(swapped, tokens // tree.page_size))
+
+
+def lost(swap: SwapManager, rid: str, req: Any) -> None:
+    """A swapped request, which waits as ``req``, if at all, has to be computed again."""
+    swap.counts.recomputed += 1
+    swap.drop(rid)
+    ext = runtime.current
+    if ext is not None and ext.links is not None and req is not None:
+        ext.links.ask(req)  # its KV held its chunks until now
 
 
 def _adopt(tree: Any, req: Any, found: Found) -> None:
@@ -242,8 +247,8 @@ def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
             scheduler.spec_algorithm,
         )
         batch.prepare_for_extend()
-    if lost := _fill(scheduler, reqs, ext.swap):
-        reqs = [req for req in reqs if req not in lost]
+    if failed := _fill(scheduler, reqs, ext.swap):
+        reqs = [req for req in reqs if req not in failed]
         batch.filter_batch(keep_indices=[batch.reqs.index(req) for req in reqs])
         if not reqs:
             return
@@ -270,29 +275,29 @@ def _fill(scheduler: Any, reqs: Sequence[Any], swap: SwapManager) -> list[Any]:
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
         loads.append((req, swapped, blocks, swap.load(swapped, blocks)))
     began = time.perf_counter()
-    lost = []
+    failed = []
     with swap.clock.off():
         for req, _, blocks, tickets in loads:
             if not _landed(tickets, began + COPY_DEADLINE_S):
-                lost.append(req)
+                failed.append(req)
                 # Who is given these blocks next waits until nothing writes into them any more.
                 for ticket in tickets:
                     swap.stack.in_flight.begin(blocks, ticket)
     swap.counts.loading_seconds += time.perf_counter() - began
-    done = [ticket for req, *_, tickets in loads if req not in lost for ticket in tickets]
+    done = [ticket for req, *_, tickets in loads if req not in failed for ticket in tickets]
     ext = runtime.current
     if done and ext is not None and ext.ahead is not None:
         size = sum(ticket.bytes_total for ticket in done)
         ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
     for req, swapped, *_ in loads:
-        if req in lost:
-            swap.counts.recomputed += 1
+        if req in failed:
             _release(scheduler, req)
+            lost(swap, req.rid, req)
         else:
             _tell(req, swapped.tokens - req.prefix_len)
             swap.counts.swapped_in += 1
-        swap.drop(req.rid)
-    return lost
+            swap.drop(req.rid)
+    return failed
 
 
 def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:

@@ -101,7 +101,9 @@ class Staging:
         if at == 0:
             self.done = True
             return True
-        pages = host.reserve(max(min(at, host.room - self._spare), 0))
+        # Its own pages are no reason to leave others more.
+        most = max(host.room + len(self._pinned) - self._spare, 0)
+        pages = host.reserve(min(at, host.room, most))
         self.short_of_room = pages is None or not len(pages)
         if pages is None or not len(pages):
             return False  # others hold the room; it comes back

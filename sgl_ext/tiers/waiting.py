@@ -42,6 +42,8 @@ class Waiting:
         self._wait = wait
         self._spare = spare
         self._requests: dict[str, _Request] = {}
+        self._deadlines: dict[str, float] = {}
+        """Those of requests that gave up what was kept for them."""
         self._stagings: list[Staging] = []
 
     def ask(self, rid: str, keys: Sequence[Key], here: int, computed: float | None) -> None:
@@ -61,7 +63,7 @@ class Waiting:
             staging = self._same(keys[here])
             owner = staging is None
             staging = staging or self._begin(keys, here, computed)
-            self._requests[rid] = _Request(staging, owner, None, now)
+            self._requests[rid] = _Request(staging, owner, self._deadlines.pop(rid, None), now)
 
     def ready(self, rid: str) -> bool:
         """Whether no more pages will come for the request, or not in time.
@@ -78,6 +80,7 @@ class Waiting:
 
     def leave(self, rid: str) -> Staging | None:
         """The request waits no more; what was brought for it. What is on its way still lands."""
+        self._deadlines.pop(rid, None)
         request = self._requests.pop(rid, None)
         if request is None or not request.owner:
             return None
@@ -86,12 +89,17 @@ class Waiting:
 
     def give_up_one(self) -> bool:
         """Lets the pages be evicted that are kept for one of the requests: the newest one, those
-        last that have had their turn. It is looked up again at its turn. False if there is none."""
+        last that have had their turn. Looked up again, it is held back no longer than it would have
+        been. False if there is none."""
         keeping = [rid for rid, each in self._requests.items() if each.owner and each.staging.keeps]
         if not keeping:
             return False
         early = [rid for rid in keeping if self._requests[rid].deadline is None]
-        self.leave((early or keeping)[-1])
+        rid = (early or keeping)[-1]
+        deadline = self._requests[rid].deadline
+        self.leave(rid)
+        if deadline is not None:
+            self._deadlines[rid] = deadline
         return True
 
     def leave_all(self) -> None:

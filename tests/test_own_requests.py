@@ -1,0 +1,40 @@
+"""Requests that the extension makes of its own server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext.engine.own_requests import OwnRequests
+
+
+def test_a_request_that_nobody_waits_for_is_aborted() -> None:
+    aborted: list[str] = []
+
+    class Manager:
+        async def generate_request(self, request: Any) -> AsyncIterator[Any]:
+            request.rid = "named by SGLang"
+            await asyncio.Event().wait()
+            yield {}
+
+        def abort_request(self, rid: str) -> None:
+            aborted.append(rid)
+
+    async def run() -> None:
+        requests = OwnRequests(Manager(), "a chunk")
+        request = SimpleNamespace(rid=None)
+        answer = asyncio.create_task(requests.answer(request))
+        while request.rid is None:
+            await asyncio.sleep(0)
+        assert request in requests
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        assert request not in requests
+
+    asyncio.run(run())
+    assert aborted == ["named by SGLang"]
