@@ -25,7 +25,7 @@ _PINNED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s\\]+)")
 
 
 def tags() -> frozenset[Tag]:
-    """What a wheel may be made for."""
+    """Returns the tags of wheels that the lock includes."""
     machines = ("x86_64", "aarch64")
     glibc = [f"manylinux_2_{minor}" for minor in range(5, 40)]
     glibc += ["manylinux1", "manylinux2010", "manylinux2014", "linux"]

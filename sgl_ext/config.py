@@ -46,7 +46,7 @@ EXAMPLES = {
     "peer": '{"role": "worker", "directory": "/run/peers"}',
     "clusters": '{"directories": ["/ssd"]}',
 }
-"""What switches a section on, for errors."""
+"""Example values that enable each section, for error messages."""
 SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
 
 

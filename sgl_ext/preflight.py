@@ -177,7 +177,7 @@ def _remote_client() -> Check:
 
 
 def _peer_directory(peer: Peer) -> Check:
-    """What a start would find there; a directory that is not there yet is made by it."""
+    """Checks a peer directory; a missing one is created by the start."""
     name = f"peer directory {peer.directory}"
     try:
         socket_path(peer.directory)

@@ -29,7 +29,7 @@ BENCHES = (
 
 
 _QUICK_MINUTES = {"link": 14, "overhead": 3}
-"""Of ``--quick`` on two cores that compute bfloat16, rounded up, where it is not less."""
+"""Estimated minutes of ``--quick`` on two cores with bfloat16 instructions, rounded up."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -40,7 +40,7 @@ _PEERS_CLIENTS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this bench takes beside what all do."""
+    """Adds the options of this benchmark."""
     parser.add_argument(
         "--config", metavar="FILE",
         help="an --ext-config, or the name of a shipped one; its directories become new ones",

@@ -15,7 +15,7 @@ class Ending(Enum):
 
     DONE = "done"
     ABORTED = "aborted"
-    """By its id; what had come until then has come."""
+    """Aborted by its id; the tokens sent before are kept."""
     LEFT = "left"
     """The client closed the connection."""
     REFUSED = "refused"
@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass
 class Found:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         answers: of each of its ``n``, as far as it came.

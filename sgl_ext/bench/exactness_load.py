@@ -20,7 +20,7 @@ from sgl_ext.bench.exactness_script import Ask, Event, Material, events, script
 from sgl_ext.bench.exactness_servers import Victim
 
 FAULTS = ("different", "hung", "dead", "leaked", "refused")
-"""What has to be zero."""
+"""Counts that must be zero."""
 _PROGRESS_S = 10.0
 _QUIET_S = 60.0
 """In which a server without requests holds nothing any more."""
@@ -31,7 +31,7 @@ _AFTERWARDS_S = 45.0
 
 @dataclass
 class Tally:
-    """What came of a run; :data:`FAULTS` are zero where all is well."""
+    """Counts of a run; :data:`FAULTS` must be zero."""
 
     different: int = 0
     hung: int = 0
@@ -41,9 +41,9 @@ class Tally:
     """Requests that ended with an error, or whose connection ended, that no event explains."""
     requests: int = 0
     answers: int = 0
-    """That were compared, each of a request's n."""
+    """Compared answers, each of a request's n."""
     tokens: int = 0
-    """Of these answers."""
+    """Tokens of these answers."""
     several: int = 0
     """Requests with n > 1."""
     streams: int = 0
@@ -51,14 +51,14 @@ class Tally:
     linked: int = 0
     followers: int = 0
     aborted: int = 0
-    """By id."""
+    """Requests aborted by their id."""
     left: int = 0
     explained: int = 0
     """Requests that a kill ended."""
     flushes: int = 0
     kills: int = 0
     server: Counter[str] = field(default_factory=Counter)
-    """What the servers under test counted themselves."""
+    """Counters of the servers under test."""
 
     def add(self, asked: Ask, found: Found) -> None:
         self.requests += 1
@@ -74,7 +74,7 @@ class Tally:
 
     @property
     def failed(self) -> str:
-        """What is not zero and should be."""
+        """The faults that are not zero."""
         return ", ".join(f"{getattr(self, name)} {name}" for name in FAULTS if getattr(self, name))
 
 
@@ -288,7 +288,7 @@ class Load:
             )
 
     async def _state(self, victim: Victim) -> dict[str, Any]:
-        """Of the scheduler; empty if it does not answer."""
+        """Returns the scheduler's internal state; empty if it does not answer."""
         if victim.down:
             return {}
         try:
@@ -307,7 +307,7 @@ class Load:
             self._counts[victim.name, victim.deaths, name] = count
 
     def _counted(self) -> Counter[str]:
-        """Of all servers, also of those that were killed."""
+        """Sums the counters of all servers, killed ones included."""
         counts = Counter[str]()
         for (_, _, name), count in self._counts.items():
             counts[name] += int(count)
@@ -343,7 +343,7 @@ class Load:
 
 
 def counts_of(state: Mapping[str, Any]) -> dict[str, float]:
-    """What a server has counted that shows which powers were used."""
+    """Returns the counters that show which powers a server used."""
     found: dict[str, float] = {}
     if swap := state.get("swap"):
         names = ("swapped_out", "swapped_in", "recomputed")
@@ -357,7 +357,7 @@ def counts_of(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _held(state: Mapping[str, Any]) -> str:
-    """What a server without requests should not hold."""
+    """Returns the resources that an idle server still holds."""
     ours = state.get("sgl_ext", {})
     found = {
         "running": state["load"].get("num_running_reqs", 0),

@@ -19,7 +19,7 @@ _TALKS = 32
 _LONGEST = 900
 """Tokens of a conversation with its answers: three answers at once fit the pool."""
 _LONGEST_ANSWER = 256
-"""Of a turn; more requests come and go where answers are short."""
+"""New tokens of a turn; short answers make more requests."""
 _ANSWER = 24
 _CHARACTERS = (1500, 4000)
 _CONTEXTS, _STORED, _QUESTIONS = 4, 2, 4
@@ -30,7 +30,7 @@ _STORED_TOKENS = 700
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and the tokens that stock SGLang is asked instead.
+    """A request body, and the prompt tokens that stock SGLang gets instead.
 
     Attributes:
         body: ``input_ids`` or ``text``, and ``custom_params`` of a follower.

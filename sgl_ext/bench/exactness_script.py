@@ -15,7 +15,7 @@ Kind = Literal["plain", "linked", "follower"]
 
 
 class Event(Enum):
-    """What happens to the server, beside the requests of its clients."""
+    """Faults and commands that the server gets beside its clients' requests."""
 
     BUSY_FLUSH = "flush while busy"
     """``/flush_cache`` under load, which SGLang refuses."""
@@ -95,7 +95,7 @@ _LATELY = 6
 
 @dataclass(frozen=True)
 class Material:
-    """What there is to ask of: turns of each conversation, prompts of contexts, and followers."""
+    """Sizes of the material: turns of each conversation, prompts of contexts, followers."""
 
     talks: Sequence[int]
     linked: int = 0
@@ -145,7 +145,7 @@ def _ask(chance: random.Random, mix: Mix, kind: Kind, talk: int, turn: int) -> A
 
 
 def events(seconds: float, mix: Mix = MIX) -> list[tuple[float, Event]]:
-    """What happens in ``seconds`` of load and when, in order; the end is nobody's."""
+    """Returns the events of ``seconds`` of load in order of time; none at the very end."""
     found = [
         *((at, Event.FLUSH) for at in _every(mix.flush, seconds)),
         *((at - 0.6 * mix.flush, Event.BUSY_FLUSH) for at in _every(mix.flush, seconds)),

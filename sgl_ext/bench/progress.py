@@ -1,4 +1,4 @@
-"""What a benchmark says while it runs, on the standard error output."""
+"""Progress reports of a benchmark, on standard error."""
 
 from __future__ import annotations
 

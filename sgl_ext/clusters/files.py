@@ -87,7 +87,7 @@ def remove(name: str, directories: Sequence[Path]) -> None:
 
 
 def _remove_written(name: str, first: Path) -> None:
-    """What is there of a context only while it is stored."""
+    """Returns the files of a context that exist only while it is being stored."""
     record, index = recorded_file(first, name), index_file(first, name)
     for path in (record, scratch_of(record), failed_file(first, name), scratch_of(index)):
         path.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def new_id(name: str = "") -> str:
 
 
 def scratch_of(path: Path) -> Path:
-    """What a file is written under until it is whole."""
+    """Returns the name that a file has until it is complete."""
     return path.with_name(path.name + _SCRATCH)
 
 

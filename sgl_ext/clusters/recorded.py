@@ -57,7 +57,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What the file of a record says of it."""
+    """Header of a record's file."""
 
     geometry: Geometry
     tokens: Count

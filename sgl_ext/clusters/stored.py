@@ -57,7 +57,7 @@ class About(msgspec.Struct, frozen=True):
         return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers)
 
     def shapes(self) -> Shapes:
-        """Of the arrays of the index: the tokens, and what :class:`Layer` has of each layer."""
+        """Returns the shapes of the index arrays: the tokens and each :class:`Layer`."""
         geometry, blocks = self.geometry, self.blocks
         layers, heads, width = geometry.layers, geometry.kv_heads, geometry.head_dim
         near = self.sinks + self.window
@@ -151,7 +151,7 @@ class Stored:
 
 
 def about(name: str, folders: Sequence[Path]) -> About:
-    """What a context is, by the header of its index.
+    """Reads the header of a context's index.
 
     Raises:
         UnknownContextError: it is not there.
@@ -188,7 +188,7 @@ def _files(name: str, folders: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def out_of_range(arrays: Arrays, dtype: str) -> str:
-    """What is out of range in an index; empty if nothing is.
+    """Names a value of an index that is out of range; empty if all are in range.
 
     Args:
         arrays: of the shapes of :meth:`About.shapes`.

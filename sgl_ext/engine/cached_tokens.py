@@ -1,4 +1,4 @@
-"""What an answer's ``cached_tokens`` and their details say of tokens that came from tiers.
+"""Counts tokens that came from tiers in an answer's ``cached_tokens`` and their details.
 
 SGLang counts the prefix that a part of a prompt begins with. What is restored lies behind it: its
 tokens are part of what SGLang takes for computed.

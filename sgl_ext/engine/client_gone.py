@@ -11,7 +11,7 @@ from fastapi import Request
 from sgl_ext.errors import ExtError
 
 LOOK_S = 0.5
-"""Between two looks at the connection."""
+"""Seconds between two checks of the connection."""
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ class ContextService:
         self.method = method
         """How contexts are linked that do not say it."""
         self.contexts = Contexts(limit, time.monotonic)
-        """By id."""
+        """Contexts by their id."""
         self._preparation = ChunkPreparation(manager, page)
         self.renewal = Renewal(
             lambda context: self._preparation.compute(context.before, context.tokens, context.salt),

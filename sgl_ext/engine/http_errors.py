@@ -30,7 +30,7 @@ _ROUTES = {
 }
 """Routes of each section."""
 _CLIENTS = (*MALFORMED, ValueError)
-"""What SGLang's routes raise for values that they do not expect."""
+"""Exceptions that SGLang's routes raise for unexpected values."""
 _CATCHING = (
     "openai.serving_base", "openai.serving_tokenize", "openai.serving_responses",
     "openai.serving_rerank", "anthropic.serving",

@@ -113,7 +113,7 @@ def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> 
 def _log(
     _result: None, adder: Any, _prefix: int, _length: int, _answer: int, retracted: bool, **kw: Any
 ) -> None:
-    """What :func:`_charge` took off is no replay of SGLang's: it is logged as cached."""
+    """Logs the tokens that :func:`_charge` took off as cached; they are no replay of SGLang's."""
     if (credit := -kw.get("replay_len", 0)) > 0:
         adder.log_replay_tokens += credit
         _log_cached(adder, credit, retracted)

@@ -31,7 +31,7 @@ MALFORMED = (
     TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError,
     msgspec.MsgspecError,
 )  # fmt: skip
-"""What SGLang's front raises for values of a type that it does not expect."""
+"""Exceptions that SGLang's front end raises for values of unexpected types."""
 
 
 @contextmanager

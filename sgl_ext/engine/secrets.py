@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 MASK = "<redacted>"
-"""As SGLang writes in the place of its watermark's keys."""
+"""The mask that SGLang prints for its watermark keys."""
 _FIELDS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 _COMMAND = "_launch_command"
 """Attribute of ``ServerArgs``: the command line, or the call of ``Engine``."""

@@ -1,4 +1,4 @@
-"""What would end a scheduler after it has loaded its model, as far as a launcher can know it."""
+"""Start checks that the launcher makes before a scheduler loads its model."""
 
 from __future__ import annotations
 

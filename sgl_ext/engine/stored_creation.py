@@ -33,11 +33,11 @@ _ASKED = (
     "\n\nWhy did this happen?",
     "\n\nExplain the most important details.",
 )
-"""What any text can be asked; the answers' queries profile the context, too."""
+"""Questions that suit any text; the queries of their answers profile the context, too."""
 _ANSWER = 24
 _WRITE_DEADLINE_S = 120.0
 _STORE_DEADLINE_S = 3600.0
-"""Of a request that stores a context, its wait for others included."""
+"""Deadline in seconds of a request that stores a context, its wait for others included."""
 _AT_ONCE = 8
 """Contexts that are being stored or wait for that."""
 _WIDEST_TOKEN = 64
@@ -86,7 +86,7 @@ class StoredCreation:
         self._one = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
         self.requests = OwnRequests(manager, "the context")
-        """By which contexts are computed."""
+        """Requests that compute contexts."""
         self._storing: dict[str, _Storing] = {}
 
     def progress(self, salt: str | None) -> dict[str, str]:

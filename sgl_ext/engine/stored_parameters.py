@@ -54,7 +54,7 @@ def read_stored(req: Any) -> FollowsStored | IsRecorded | None:
 
 
 def said(value: Any, kind: type[Said]) -> Said:
-    """What a value under one of the keys says.
+    """Parses a value under one of the keys.
 
     Raises:
         ValueError: it cannot be.

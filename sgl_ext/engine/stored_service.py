@@ -88,7 +88,7 @@ class StoredService:
     def _followed(
         self, value: Any, params: Mapping[str, Any], salts: Sequence[Any]
     ) -> dict[str, Any]:
-        """What a request says of the context that it follows, and nothing else."""
+        """Returns the validated ``ext_stored`` value of a request."""
         try:
             follows = said(value, FollowsStored)
         except ValueError as error:

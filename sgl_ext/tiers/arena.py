@@ -46,7 +46,7 @@ _LAST = 1 << 62
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
 
 _LOWER = "tiers.host.capacity (without a host tier tiers.staging), or --max-total-tokens"
-"""What leaves an arena enough memory."""
+"""The remedy for an arena that is larger than the memory."""
 
 Key = bytes
 """SHA-256 of a page's tokens and all before them, in their namespace (as SGLang chains them)."""

@@ -43,7 +43,7 @@ class Waiting:
         self._spare = spare
         self._requests: dict[str, _Request] = {}
         self._deadlines: dict[str, float] = {}
-        """Those of requests that gave up what was kept for them."""
+        """Deadlines of requests that gave up the pages kept for them."""
         self._stagings: list[Staging] = []
 
     def ask(self, rid: str, keys: Sequence[Key], here: int, computed: float | None) -> None:
