@@ -8,16 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
+from forked import forkable, template
 from skips import unexpected
 from tier_kit import usable_backends
 
 from sgl_ext.bench import quick_start
+from sgl_ext.bench import server as servers
 from sgl_ext.bench.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
-from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.models import SMOLLM2, prepare, shortened
 
 # Threads of OpenMP that spin while they wait for each other take the cores from another engine's:
 # two engines on the same cores would be up to twenty times slower than one.
@@ -66,9 +69,34 @@ def pytest_terminal_summary(
         terminalreporter.write_line(line, red=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_starts() -> Iterator[None]:
+    """Servers of tests are forked from a process that has imported SGLang, where that holds."""
+    real = servers._start
+
+    def start(
+        command: Sequence[str], environment: Mapping[str, str], sink: IO[bytes]
+    ) -> psutil.Popen:
+        if not forkable(environment):
+            return real(command, environment, sink)
+        program = command[command.index(sys.executable) + 1 :]
+        return template.start(program, environment, stdout=sink.fileno(), stderr=sink.fileno())
+
+    servers._start = start
+    yield
+    servers._start = real
+    template.close()
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     return prepare(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def short_model() -> Path:
+    """Its first six layers, for what needs text that makes sense in no answer."""
+    return shortened(SMOLLM2, 6)
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +170,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def launch(model: Path) -> Launch:
+def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Runs ``sglang.launch_server`` to its end: for starts that must be refused."""
 
     def run(
@@ -156,11 +184,8 @@ def launch(model: Path) -> Launch:
         if sabotage:
             env["PYTHONPATH"] = str(ROOT / "tests" / "sabotage")
             env["SABOTAGE"] = " ".join(sabotage)
-        command = [sys.executable, *program, *POOL]
-        command += ["--model-path", model_path or str(model), *arguments]
-        return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=240, check=False
-        )
+        command = [*program, *POOL, "--model-path", model_path or str(model), *arguments]
+        return template.run(command, env, timeout=240, folder=tmp_path_factory.mktemp("launch"))
 
     return run
 

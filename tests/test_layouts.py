@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engine_kit import CHECKED, retracting, run_program
 
 from sgl_ext.bench.data import sharegpt_prompts
 
@@ -64,26 +62,24 @@ def answers(engine, prompts):
                    meta["cached_tokens"], meta["prompt_tokens"]]
 
 def main():
-    model, prompts, page, scratch = json.load(open(sys.argv[1]))
-    for layout in ("block_major", "layer_major"):
-        print("LAYOUT", file=sys.stderr, flush=True)
-        engine = Engine(model_path=model, page_size=page, max_total_tokens=512,
-                        log_level="warning", enable_tokenizer_batch_encode=True,
-                        enable_ext=True, ext_config={"memory": {"layout": layout}})
-        info = engine.get_server_info()["sgl_ext"]["memory"]
-        result = {"memory": info, "answers": list(answers(engine, prompts))}
-        # Half of the blocks go, the others serve, the first half comes back.
-        short = sorted(prompts, key=len)[:2]
-        half = 256 // page if layout == "block_major" else 0
-        engine.flush_cache()
-        result["states"] = [state(engine, scratch, gone=half)]
-        result["small"] = list(answers(engine, short))
-        result["states"] += [state(engine, scratch), state(engine, scratch, back=half)]
-        engine.flush_cache()
-        result["again"] = list(answers(engine, short))
-        result["states"] += [state(engine, scratch)]
-        print(json.dumps(result), flush=True)
-        engine.shutdown()
+    model, prompts, page, scratch, layout = json.load(open(sys.argv[1]))
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=512,
+                    log_level="warning", enable_tokenizer_batch_encode=True,
+                    enable_ext=True, ext_config={"memory": {"layout": layout}})
+    info = engine.get_server_info()["sgl_ext"]["memory"]
+    result = {"memory": info, "answers": list(answers(engine, prompts))}
+    # Half of the blocks go, the others serve, the first half comes back.
+    short = sorted(prompts, key=len)[:2]
+    half = 256 // page if layout == "block_major" else 0
+    engine.flush_cache()
+    result["states"] = [state(engine, scratch, gone=half)]
+    result["small"] = list(answers(engine, short))
+    result["states"] += [state(engine, scratch), state(engine, scratch, back=half)]
+    engine.flush_cache()
+    result["again"] = list(answers(engine, short))
+    result["states"] += [state(engine, scratch)]
+    print(json.dumps(result), flush=True)
+    engine.shutdown()
 
 if __name__ == "__main__":
     main()
@@ -91,25 +87,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_path: Path) -> None:
+def test_both_layouts_under_eviction_and_retraction(
+    page: int, short_model: Path, tmp_path: Path
+) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(300, 900))
-    arguments = tmp_path / "arguments.json"
-    arguments.write_text(json.dumps([str(model), prompts, page, str(tmp_path / "state")]))
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "SGLANG_TEST_RETRACT": "1",
-        "SGLANG_TEST_RETRACT_INTERVAL": "5",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    slab, stock = (json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{")
+    runs, logs = [], []
+    for layout in ("block_major", "layer_major"):
+        arguments = [str(short_model), prompts, page, str(tmp_path / "state"), layout]
+        found, log = run_program(tmp_path, PROGRAM, arguments, **CHECKED, **retracting(5))
+        runs += found
+        logs.append(log)
+    slab, stock = runs
     assert slab["memory"]["layout"] == "block_major"
     assert slab["memory"]["blocks"] == 512 // page + 1
     assert stock["memory"] == {
@@ -120,7 +108,6 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     assert slab["answers"] == stock["answers"]
     assert sum(len(ids) for ids, *_ in slab["answers"]) == PROMPTS * 12
     # Both retracted, and evicted: the prompts are several times what the pool holds.
-    _, *logs = result.stderr.split("LAYOUT")
     assert all(log.count("Testing retraction") > PROMPTS // 3 for log in logs)
     assert sum(prompt for *_, prompt in slab["answers"]) > 3 * 512
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_kit import CHECKED, run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,22 +105,8 @@ def play(
     **options: object,
 ) -> list[Step]:
     """What the engine says to each group of requests, and its state after it."""
-    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    state = str(tmp_path / "state")
-    asked = [str(model), page, chunk, pool, state, config or {}, options, script]
-    arguments.write_text(json.dumps(asked))
-    program.write_text(PROGRAM)
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env={
-            **os.environ,
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-            **(environment or {}),
-        },
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+    asked = [str(model), page, chunk, pool, str(tmp_path / "state"), config or {}, options, script]
+    return run_program(tmp_path, PROGRAM, asked, **CHECKED, **(environment or {}))[0]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine_kit import run_program
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.errors import ExtError
@@ -66,15 +64,7 @@ if __name__ == "__main__":
 
 def test_an_engine_links_contexts(model: Path, tmp_path: Path) -> None:
     texts = [text[:1200] for text in sharegpt_prompts(2, characters=(1300, 4000))]
-    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    arguments.write_text(json.dumps([str(model), texts]))
-    program.write_text(PROGRAM)
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    (found,), _ = run_program(tmp_path, PROGRAM, [str(model), texts])
     _, (entry,) = found["moved"]
     assert (entry["method"], entry["recomputed"], entry["missing"]) == ("lego-8", 16, 0)
     assert entry["linked"] > 200

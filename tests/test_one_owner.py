@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -22,6 +24,7 @@ from sgl_ext.engine import ownership, swap_in
 from sgl_ext.engine.kv_allocator import BlockGroupAllocator
 from sgl_ext.engine.ownership import TwoOwnersError
 from sgl_ext.engine.prefix_tree import prefix_tree
+from sgl_ext.memory.tickets import State
 from sgl_ext.swap.manager import SwapManager
 
 PAGE, BLOCKS = 16, 96
@@ -147,6 +150,55 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
     tree.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
     engine.check_integrity()
     assert ownership.owned_tokens(engine, SimpleNamespace(reqs=[req])) == BLOCKS * PAGE
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool) -> None:
+    """What a sibling keeps on the device of an answer is the request's prefix, too, when it comes
+    back; if there is no memory for it in the end, it waits on and holds nothing."""
+    sibling_answers(engine)
+    tree, swap = engine.tree_cache, runtime.current.swap
+    req = engine.request("r", return_logprob=True)
+    req.logprob_start_len = PROMPT
+    tokens = PROMPT + ANSWER - 1
+    saved: Any = SimpleNamespace(
+        pages=np.zeros(1, np.int64), ticket=SimpleNamespace(poll=lambda: True, state=State.DONE)
+    )
+    swap.stack.here = len
+    swap.stack.host.use = lambda keys: np.arange(len(keys))
+    swap.out("r", tokens, [b"%d" % at for at in range(tokens // PAGE)], tail=saved)
+    req.init_next_round_input(tree)
+    tree.linker = SimpleNamespace(hit_markers={"r": "SGLang's"}, private_load_indices={})
+    assert (req.prefix_len, tree.evictable_size()) == (PROMPT, PROMPT + 2 * PAGE)
+
+    adder: Any = SimpleNamespace(
+        page_size=PAGE, tree_cache=tree, can_run_list=[], running_batch=SimpleNamespace(reqs=[]),
+        max_running_requests=None, rem_total_tokens=BLOCKS * PAGE, per_req_token_overhead=PAGE,
+        memory_budget=SimpleNamespace(total_offset=0), _lock_node=lambda _node: nullcontext(),
+    )  # fmt: skip
+    assert swap_in.take_back(adder, req) == AddReqResult.CONTINUE
+    deeper = PROMPT + 2 * PAGE
+    assert (req.prefix_len, req.kv.cache_protected_len, req.extend_end) == (deeper, deeper, tokens)
+    assert req.last_node is engine.deepest()
+    assert not tree.linker.hit_markers
+    assert adder.memory_budget.total_offset >= tokens - deeper
+    assert tree.evictable_size() == 0
+    ownership.check_resumed(req)
+
+    scheduler = SimpleNamespace(
+        page_size=PAGE, tree_cache=tree, token_to_kv_pool_allocator=engine.allocator
+    )
+    held = None if room else engine.allocator.alloc(engine.allocator.available_size())
+    swapped = swap.get("r")
+    if room:
+        assert swap_in.back(scheduler) == [req]
+        tree.unlock(req.lock)
+    else:
+        assert swap_in.back(scheduler) == []
+        assert req.lock is None and swapped.coming is None
+        engine.allocator.free(held)
+    assert tree.evictable_size() == deeper
+    engine.check_integrity()
 
 
 def test_the_trees_own_blocks_are_no_duplicates(engine: Engine) -> None:

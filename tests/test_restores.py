@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import CHECKED, retracting, run_program
 
 from sgl_ext.bench.data import sharegpt_prompts
 
@@ -162,23 +159,9 @@ def play(
     }  # fmt: skip
     ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
     config = ours if restores else None
-    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    state = str(tmp_path / "state")
-    arguments.write_text(json.dumps([str(model), page, config, options, script, state]))
-    program.write_text(PROGRAM)
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env={
-            **os.environ,
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-            "SGLANG_TEST_RETRACT": str(int(retract)),
-            "SGLANG_TEST_RETRACT_INTERVAL": "7",
-        },
-        capture_output=True, text=True, timeout=550, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+    arguments = [str(model), page, config, options, script, str(tmp_path / "state")]
+    disturbed = retracting(7) if retract else {}
+    lines, _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED, **disturbed)
     return {one["what"]: one for one in lines}
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engine_kit import CHECKED, run_program
 
 from sgl_ext.bench.data import sharegpt_prompts
 
@@ -89,19 +86,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(1, 64), (16, 256)])
-def test_any_rows_give_the_same(page: int, chunk: int, model: Path, tmp_path: Path) -> None:
+def test_any_rows_give_the_same(page: int, chunk: int, short_model: Path, tmp_path: Path) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(200, 1200))
-    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    arguments.write_text(json.dumps([str(model), prompts, page, chunk, str(tmp_path / "state")]))
-    program.write_text(PROGRAM)
-    environment = {**os.environ, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    (line,) = (line for line in result.stdout.splitlines() if line[:1] == "{")
-    found = json.loads(line)
+    arguments = [str(short_model), prompts, page, chunk, str(tmp_path / "state")]
+    (found,), _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED)
     whole, *in_rows = found["results"]
     assert len(whole) == PROMPTS
     for rows in in_rows:

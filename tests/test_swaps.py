@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import CHECKED, retracting, run_program
 
 from sgl_ext.bench.data import sharegpt_prompts
 
@@ -169,26 +167,12 @@ def play(
     """What an engine answers; without ``config`` it is SGLang's own, and nothing gives way."""
     asked = requests(model, overlap=overlap)
     options = {} if overlap else {"disable_overlap_schedule": True}
-    arguments, program = directory / "arguments.json", directory / "program.py"
-    state = str(directory / "state.json")
-    arguments.write_text(
-        json.dumps([str(model), page, pool, options, config, asked, asked[4:10] * 2, state])
-    )
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "SGLANG_TEST_RETRACT": str(int(config is not None)),
-        "SGLANG_TEST_RETRACT_INTERVAL": "5",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line[:1] == "{")
-    found: dict[str, Any] = json.loads(line)
+    state, aborted = str(directory / "state.json"), asked[4:10] * 2
+    arguments = [str(model), page, pool, options, config, asked, aborted, state]
+    disturbed = retracting(5) if config is not None else {}
+    lines, _ = run_program(directory, PROGRAM, arguments, timeout=900, **CHECKED, **disturbed)
+    found: dict[str, Any]
+    (found,) = lines
     return found
 
 
@@ -196,13 +180,13 @@ Stock = Callable[[int, bool], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Answers of SGLang's own engines, each of which runs once."""
 
     @cache
     def run(page: int, overlap: bool) -> list[Any]:
         directory = tmp_path_factory.mktemp("stock")
-        found = play(directory, model, page, 20_000, overlap=overlap, config=None)
+        found = play(directory, short_model, page, 20_000, overlap=overlap, config=None)
         answers: list[Any] = found["answers"]
         return answers
 
@@ -215,20 +199,25 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
         (16, False, {}),
         (1, True, {"swap_in": "overlap", "policy": "random", "quantum": 4}),
         # Of which five pages can be kept.
-        (16, True, {"policy": "markov", "quantum": 4, "seed": 7, "capacity": "4MiB"}),
+        (16, True, {"policy": "markov", "quantum": 4, "seed": 7, "capacity": "800KiB"}),
         (16, False, {"baseline": {"recompute": True}}),
     ],
 )
 def test_answers_survive_whatever_happens(
-    page: int, overlap: bool, policy: dict[str, Any], stock: Stock, model: Path, tmp_path: Path
+    page: int,
+    overlap: bool,
+    policy: dict[str, Any],
+    stock: Stock,
+    short_model: Path,
+    tmp_path: Path,
 ) -> None:
-    asked = requests(model, overlap=overlap)
+    asked = requests(short_model, overlap=overlap)
     swap = {"capacity": "256MiB"} | policy
-    host = "1GiB" if swap["capacity"] == "256MiB" else "40MiB"
+    host = "1GiB" if swap["capacity"] == "256MiB" else "8MiB"
     config = {"tiers": {"host": {"capacity": host}}, "swap": swap}
     pool = 700 if "swap_in" in policy else 1200  # so that what gave way has to leave the device
     undisturbed = stock(page, overlap)
-    ours = play(tmp_path, model, page, pool, overlap=overlap, config=config)
+    ours = play(tmp_path, short_model, page, pool, overlap=overlap, config=config)
     for expected, found in zip(undisturbed, ours["answers"], strict=True):
         for stocks, mine in zip(expected, found, strict=True):
             assert (mine["text"], mine["why"]) == (stocks["text"], stocks["why"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engine_kit import CHECKED, retracting, run_program
 
 from sgl_ext.bench.conversations import conversations
 
@@ -25,7 +22,7 @@ if __name__ != "__main__":  # a scheduler, which imports this file first
     own = layer_restore.taken_back, layer_restore.rows.handed_over
 
     def taken_back(ticket):
-        if choose.random() < 0.06:
+        if choose.random() < 0.3:
             with suppress(TransferCancelledError):
                 ticket.wait(60)  # computing and loading meet here
         return own[0](ticket)
@@ -47,31 +44,30 @@ def answers(engine, prompts):
                    meta.get("cached_tokens_details") or {}, meta.get("ext") or []]
 
 def main():
-    model, rounds, configs = json.load(open(sys.argv[1]))
-    for page, config in configs:
-        ext = {"enable_ext": True, "ext_config": config} if config else {}
-        engine = Engine(model_path=model, page_size=page, max_total_tokens=1024, dtype="float32",
-                        log_level="warning", enable_tokenizer_batch_encode=True,
-                        chunked_prefill_size=256, **ext)
-        result = {"rounds": [list(answers(engine, prompts)) for prompts in rounds]}
-        live = engine.get_server_info()["internal_states"][0]
-        result["tiers"] = live.get("sgl_ext", {}).get("tiers", {})
-        print(json.dumps(result), flush=True)
-        engine.shutdown()
+    model, rounds, page, config = json.load(open(sys.argv[1]))
+    ext = {"enable_ext": True, "ext_config": config} if config else {}
+    engine = Engine(model_path=model, page_size=page, max_total_tokens=1024, dtype="float32",
+                    log_level="warning", enable_tokenizer_batch_encode=True,
+                    chunked_prefill_size=256, **ext)
+    result = {"rounds": [list(answers(engine, prompts)) for prompts in rounds]}
+    live = engine.get_server_info()["internal_states"][0]
+    result["tiers"] = live.get("sgl_ext", {}).get("tiers", {})
+    print(json.dumps(result), flush=True)
+    engine.shutdown()
 
 if __name__ == "__main__":
     main()
 """
 
 
-def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
-    held = conversations(model, 4, turns=2, tokens=(300, 520))
+def test_the_same_answers_from_every_tier(short_model: Path, tmp_path: Path) -> None:
+    held = conversations(short_model, 4, turns=2, tokens=(300, 520))
     rounds = [[each.prompts[turn] for each in held] for turn in range(2)]
     rounds.append(rounds[1])
     (tmp_path / "ssd").mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
-    slow = {"capacity": "1GiB", "emulate": {"bytes_per_second": "100MiB"}}
-    below = {"tiers": {"ssd": ssd, "staging": "64MiB"}}
+    slow = {"capacity": "1GiB", "emulate": {"bytes_per_second": "20MiB"}}
+    below = {"tiers": {"ssd": ssd, "staging": "13MiB"}}
     configs = [
         (16, None),
         (1, below),
@@ -81,23 +77,13 @@ def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
         (16, {"tiers": {"host": slow}, "restore": {"host": "layers"}}),
         (16, {"tiers": {"host": slow}, "restore": {"host": "tokens"}}),
     ]
-    arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
-    arguments.write_text(json.dumps([str(model), rounds, configs]))
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "MEETINGS": str(tmp_path / "meetings"),
-        "SGLANG_TEST_RETRACT": "1",
-        "SGLANG_TEST_RETRACT_INTERVAL": "11",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, str(program), str(arguments)],
-        env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    runs = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
+    runs = []
+    for page, config in configs:
+        found, _ = run_program(
+            tmp_path, PROGRAM, [str(short_model), rounds, page, config],
+            MEETINGS=str(tmp_path / "meetings"), **CHECKED, **retracting(11),
+        )  # fmt: skip
+        runs += found
     stock, *tiered = (run["rounds"] for run in runs)
     for system in tiered:
         for expected, found in zip(stock, system, strict=True):

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import requests
@@ -62,11 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         chosen["options"] = options
     try:
         options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
-        if options.quick:
-            minutes = _QUICK_MINUTES.get(options.name, 3)
-            say(f"bench {options.name} --quick: up to about {minutes} minutes on 2 cores")
-        else:
-            say(f"bench {options.name}: many minutes to hours; --quick takes a few rounds only")
+        say(_estimate(bench, options))
         report = bench.run(quick=options.quick, out=options.out, **chosen)
         if options.part:
             report.name = "-".join((report.name, *options.part))
@@ -80,6 +77,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"sgl_ext: a server did not answer: {error}")
     except OSError as error:
         sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
+
+
+def _estimate(bench: ModuleType, options: argparse.Namespace) -> str:
+    """What is said before anything starts: how long it takes."""
+    if (own := getattr(bench, "minutes", None)) and (minutes := own(options)):
+        return f"bench {options.name}: about {minutes:.0f} minutes"
+    if options.quick:
+        minutes = _QUICK_MINUTES.get(options.name, 3)
+        return f"bench {options.name} --quick: up to about {minutes} minutes on 2 cores"
+    return f"bench {options.name}: many minutes to hours; --quick takes a few rounds only"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def minutes(options: argparse.Namespace) -> float | None:
+    """Estimate of a run, its servers' starts and ends included; None where it is not known."""
+    return None if options.config is None else options.minutes + 3
+
+
 def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
     if options.config is not None:
         return drive(options, out)

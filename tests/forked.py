@@ -1,0 +1,331 @@
+"""Processes of SGLang that are forked from one that has imported it.
+
+Importing SGLang takes most of what a server of a small model needs to start, and each of its three
+processes does it. Here a *template* process imports it once for a test session and forks the
+launcher of every server, or the interpreter of a program with engines in it. The launcher forks,
+before it does anything else, some *spares*; ``multiprocessing`` hands what it would spawn to one of
+them. The tree of processes is that of a real start: schedulers are children of the launcher, and
+the launcher is one of the process that asked.
+
+Programs that read their environment while they are imported are started as usual: see
+:func:`forkable`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import context, popen_fork, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen
+from pathlib import Path
+from typing import Any
+
+import psutil
+import setproctitle
+
+_IMPORTED = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+)
+_LATE = {
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_TEST_RETRACT",
+    "SGLANG_TEST_RETRACT_INTERVAL",
+}  # fmt: skip
+"""What is read after the imports, or set again by :func:`_apply`."""
+_EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
+"""Beginnings of names that are read by imports, or earlier."""
+_SPARES = 3
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def forkable(environment: Mapping[str, str]) -> bool:
+    """Whether what a process is to have in its environment may come after its imports."""
+
+    def early(name: str) -> bool:
+        return name.startswith(_EARLY) and name not in _LATE
+
+    names = filter(early, {*environment, *os.environ})
+    return all(environment.get(name) == os.environ.get(name) for name in names)
+
+
+class Forked(psutil.Process):
+    """A child that ``subprocess`` did not start; ``psutil.Popen`` as far as tests need it."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
+        super().__init__(pid)
+        self._environment = dict(environment)
+
+    def environ(self) -> dict[str, str]:
+        return self._environment
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.returncode is None:
+            self.returncode = super().wait(timeout)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except psutil.TimeoutExpired:
+            return None
+
+
+class Template:
+    """The process that has imported SGLang; starts with the first fork, ends with this one."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdout: int,
+        stderr: int,
+        spares: int = _SPARES,
+    ) -> Forked:
+        """Forks a process of a session of its own, which ends with the caller's.
+
+        Args:
+            program: ``-m MODULE`` or a file, and arguments; see :func:`forkable`.
+            spares: as many children start as quickly.
+        """
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair()
+            folder, handle = str(Path(__file__).parent), theirs.fileno()
+            code = f"import sys; sys.path[0] = {folder!r}; import forked; forked.main({handle})"
+            command = [sys.executable, "-c", code]
+            self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL)
+            theirs.close()
+        # Whoever orphans a process leaves it to the nearest ancestor that asks for such.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            request = pickle.dumps((list(program), dict(environment), str(Path.cwd()), spares))
+            sent = struct.pack("=I", len(request))
+            socket.send_fds(self._socket, [sent], [stdout, stderr])
+            self._socket.sendall(request)
+            answer = self._socket.recv(4)
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        if len(answer) < 4:
+            raise RuntimeError("the process that imports SGLang for others has ended")
+        return Forked(struct.unpack("=I", answer)[0], environment)
+
+    def run(
+        self, program: Sequence[str], environment: Mapping[str, str], *, timeout: float,
+        folder: Path, spares: int = _SPARES,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """``subprocess.run`` of a program, which captures its output in files of the folder."""
+        if program[0] == "-c" or not forkable(environment):
+            return subprocess.run(
+                [sys.executable, *program],
+                env=dict(environment), capture_output=True, text=True, timeout=timeout, check=False,
+            )  # fmt: skip
+        told, complained = folder / "stdout", folder / "stderr"
+        with told.open("wb") as out, complained.open("wb") as err:
+            process = self.start(
+                program, environment, stdout=out.fileno(), stderr=err.fileno(), spares=spares
+            )
+        try:
+            code = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                for each in (*process.children(recursive=True), process):
+                    each.kill()
+        assert code is not None
+        return subprocess.CompletedProcess(
+            program, code, told.read_text(), complained.read_text(errors="replace")
+        )
+
+    def close(self) -> None:
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.wait(30)
+            self._socket = None
+
+
+template = Template()
+
+
+def _prctl(what: int, value: int) -> None:
+    if _libc.prctl(what, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        if not (more := connection.recv(size - len(found))):
+            raise EOFError
+        found += more
+    return found
+
+
+def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str, int] | None:
+    """Forks for every request, and returns it in the child; None when nobody asks any more."""
+    while True:
+        size, handles, *_ = socket.recv_fds(connection, 4, 2)
+        if not size:
+            return None
+        request = _received(connection, *struct.unpack("=I", size))
+        reader, writer = os.pipe()
+        between = os.fork()
+        if not between:
+            if own := os.fork():
+                os.write(writer, struct.pack("=I", own))
+                os._exit(0)
+            connection.close()
+            os.close(reader)
+            os.close(writer)
+            for place, handle in enumerate(handles, 1):
+                os.dup2(handle, place)
+                os.close(handle)
+            found: tuple[list[str], dict[str, str], str, int] = pickle.loads(request)  # noqa: S301
+            return found
+        os.waitpid(between, 0)
+        connection.sendall(os.read(reader, 4))
+        for handle in (reader, writer, *handles):
+            os.close(handle)
+
+
+def _apply(environment: Mapping[str, str]) -> None:
+    """Sets the environment, and what SGLang has read from it by now."""
+    import numpy as np
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    os.environ.clear()
+    os.environ.update(environment)
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+    np.random.seed()
+
+
+_spares: list[tuple[int, socket.socket]] = []
+_handles: list[int] = []
+
+
+class _DupFd:
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        return _handles[self._place]
+
+
+class _Popen(popen_fork.Popen):
+    """A child of ``multiprocessing`` that a spare becomes."""
+
+    method = "spawn"
+    DupFd = _DupFd
+
+    def __init__(self, process_obj: Any) -> None:
+        self._handles: list[int] = []
+        super().__init__(process_obj)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._handles.append(fd)
+        return len(self._handles) - 1
+
+    def _launch(self, process_obj: Any) -> None:
+        prepared: Any = spawn.get_preparation_data(process_obj._name)
+        prepared["environment"] = dict(os.environ)
+        message = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(prepared, message)
+            reduction.dump(process_obj, message)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, theirs = os.pipe()
+        reader, writer = os.pipe()
+        self.pid, connection = _spares.pop()
+        handles = [resource_tracker.getfd(), reader, theirs, *self._handles]
+        socket.send_fds(connection, [b"!"], handles)
+        connection.close()
+        os.close(theirs)
+        os.close(reader)
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))
+        with open(writer, "wb", closefd=False) as stream:
+            stream.write(message.getbuffer())
+
+
+def _start_spares(count: int) -> None:
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        if pid := os.fork():
+            theirs.close()
+            _spares.append((pid, ours))
+            continue
+        ours.close()
+        for _, connection in _spares:
+            connection.close()
+        _spares.clear()
+        try:
+            said, handles, *_ = socket.recv_fds(theirs, 1, 250)
+        except KeyboardInterrupt:
+            os._exit(1)
+        if not said:
+            os._exit(0)
+        theirs.close()
+        resource_tracker._resource_tracker._fd, reader, _ = handles[:3]  # type: ignore[attr-defined]
+        _handles[:] = handles[3:]
+        sys.exit(spawn._main(reader, os.dup(reader)))  # type: ignore[attr-defined]
+
+
+def _popen(process_obj: Any, spawned: Any = context.SpawnProcess._Popen) -> Any:  # type: ignore[attr-defined]
+    return _Popen(process_obj) if _spares else spawned(process_obj)
+
+
+def _prepare(data: dict[str, Any], original: Any = spawn.prepare) -> None:
+    _apply(data.pop("environment", os.environ.copy()))
+    original(data)
+
+
+def main(handle: int) -> None:
+    """The template; returns in each of its forks when that has run its program."""
+    connection = socket.socket(fileno=handle)
+    for name in _IMPORTED:
+        __import__(name)
+    setproctitle.getproctitle()  # finds the title's place while the environment lies behind it
+    spawn.prepare = _prepare
+    context.SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[attr-defined]
+    parent = os.getppid()
+    request = _requests(connection)
+    if request is None:
+        return
+    program, environment, folder, spares = request
+    os.setsid()
+    os.chdir(folder)
+    _apply(environment)
+    _start_spares(spares)
+    deadline = time.monotonic() + 10
+    while os.getppid() != parent and time.monotonic() < deadline:
+        time.sleep(0.001)  # until the process in between has ended, which is no reason to end
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    sys.path[0] = ""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(program)
+        sys.path[0] = str(Path(program[0]).parent)
+        runpy.run_path(program[0], run_name="__main__")
