@@ -23,6 +23,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import context, popen_fork, reduction, resource_tracker, spawn, util
@@ -212,6 +213,7 @@ def _apply(environment: Mapping[str, str]) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
+    tempfile.tempdir = None  # it was looked up while SGLang was imported
     os.environ.clear()
     os.environ.update(environment)
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
