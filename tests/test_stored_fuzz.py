@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +233,14 @@ def attend() -> Iterator[Attend]:
     pool, query = torch.ones(shape), torch.ones(2, GEOMETRY.heads, GEOMETRY.head_dim)
     own = Own.of([np.arange(3)], [2])
     with TransferEngine() as engine:
+        # A server opens its devices once: each has a lane with threads and descriptors of its own.
+        devices = cache(lambda folders: devices_of(engine, folders))
 
         def once(stored: Stored) -> None:
-            devices = devices_of(engine, [file.parent for file in stored.files])
-            memory = StoredMemory(engine, devices, stored, hot=9000, most=1000, deadline=20)
+            memory = StoredMemory(
+                engine, devices(tuple(file.parent for file in stored.files)), stored,
+                hot=9000, most=1000, deadline=20,
+            )  # fmt: skip
             try:
                 served = StoredAttention(stored, memory)
                 for layer, share in itertools.product(range(GEOMETRY.layers), (0.2, 1.0)):
