@@ -251,3 +251,34 @@ def test_nobody_is_preempted_for_a_request_that_was_admitted(
 
     assert admission._admit(original, adder, request()) == AddReqResult.NO_TOKEN
     assert len(adder.can_run_list) == 1
+
+
+def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's release of a beam group's leader leaves the slots of its members behind."""
+    from sglang.srt import runtime_context
+
+    schedule = SimpleNamespace(schedule_low_priority_values_first=False)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    released: list[int] = []
+    running = [
+        SimpleNamespace(
+            finished=lambda: False, priority=0, beam_group=group, arrival=at,
+            kv=SimpleNamespace(kv_allocated_len=100),
+        )
+        for at, group in enumerate((object(), None))
+    ]  # fmt: skip
+    batch = SimpleNamespace(
+        reqs=running, release_req=lambda at, _left: released.append(at),
+        filter_batch=lambda **_kept: None,
+    )  # fmt: skip
+    adder: Any = SimpleNamespace(
+        running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
+        memory_budget=SimpleNamespace(total_offset=0),
+        _get_running_request_total_token_offset=lambda _req: 0,
+    )  # fmt: skip
+    monkeypatch.setattr(admission.swap_hooks, "_arrival", lambda one: one.arrival)
+    urgent: Any = SimpleNamespace(priority=5)
+    assert not admission.swap_hooks.displace(adder, urgent, 150.0)
+    assert released == []
+    assert admission.swap_hooks.displace(adder, urgent, 50.0)
+    assert released == [1]
