@@ -71,7 +71,7 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_starts() -> Iterator[None]:
-    """Servers of tests are forked from a process that has imported SGLang, where that holds."""
+    """Forks the servers of tests from a process that has imported SGLang, where possible."""
     real = servers._start
 
     def start(
@@ -95,7 +95,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def short_model() -> Path:
-    """Its first six layers, for what needs text that makes sense in no answer."""
+    """The model cut to its first six layers: answers are deterministic but make little sense."""
     return shortened(SMOLLM2, 6)
 
 

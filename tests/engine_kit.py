@@ -1,4 +1,4 @@
-"""Programs that run SGLang's engines in a process of their own, and what they print."""
+"""Runs programs that start SGLang engines in a separate process, and parses their output."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-"""An environment in which SGLang checks its memory after every step."""
+"""Environment variables that make SGLang check its memory after every step."""
 
 
 def retracting(every: int) -> dict[str, str]:
-    """An environment in which SGLang retracts a request every so many steps."""
+    """Environment variables that make SGLang retract a request every ``every`` steps."""
     return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
 
 
 def run_program(
     folder: Path, program: str, arguments: object, *, timeout: float = 550, **environment: str
 ) -> tuple[list[Any], str]:
-    """Runs a program and returns the JSON objects that it printed, and its log.
+    """Runs a program; returns the JSON objects that it printed, one per line, and its stderr.
 
     Args:
-        program: its text; schedulers import it, too.
-        arguments: are in JSON in the file that its first argument names.
+        program: source of the program; scheduler processes import it, too.
+        arguments: written as JSON to the file that the program's first argument names.
     """
     path, file = folder / "program.py", folder / "arguments.json"
     path.write_text(program)

@@ -1,14 +1,14 @@
-"""Processes of SGLang that are forked from one that has imported it.
+"""Starts SGLang processes by forking a process that has already imported SGLang.
 
-Importing SGLang takes most of what a server of a small model needs to start, and each of its three
-processes does it. Here a *template* process imports it once for a test session and forks the
-launcher of every server, or the interpreter of a program with engines in it. The launcher forks,
-before it does anything else, some *spares*; ``multiprocessing`` hands what it would spawn to one of
-them. The tree of processes is that of a real start: schedulers are children of the launcher, and
-the launcher is one of the process that asked.
+The import dominates the start of a server with a small model, and each of its three processes
+repeats it. Here a *template* process imports SGLang once per test session and forks the launcher of
+every server, or the interpreter of a program that starts engines. The launcher first forks *spare*
+children; ``multiprocessing`` turns a spare into the process that it would otherwise spawn. The
+process tree is the same as in a real start: schedulers are children of the launcher, and the
+launcher is a child of the caller.
 
-Programs that read their environment while they are imported are started as usual: see
-:func:`forkable`.
+A process whose environment differs in variables that are read at import time is started without the
+template: see :func:`forkable`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _LATE = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_TEST_RETRACT",
     "SGLANG_TEST_RETRACT_INTERVAL",
 }  # fmt: skip
-"""What is read after the imports, or set again by :func:`_apply`."""
+"""Variables that SGLang reads after its imports, or that :func:`_apply` evaluates again."""
 _EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
-"""Beginnings of names that are read by imports, or earlier."""
+"""Prefixes of variables that are read at import time, or earlier."""
 _SPARES = 3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def forkable(environment: Mapping[str, str]) -> bool:
-    """Whether what a process is to have in its environment may come after its imports."""
+    """Whether a process with this environment can be forked from the template."""
 
     def early(name: str) -> bool:
         return name.startswith(_EARLY) and name not in _LATE
@@ -64,7 +64,7 @@ def forkable(environment: Mapping[str, str]) -> bool:
 
 
 class Forked(psutil.Process):
-    """A child that ``subprocess`` did not start; ``psutil.Popen`` as far as tests need it."""
+    """A forked child process, with the part of ``psutil.Popen`` that tests use."""
 
     returncode: int | None = None
 
@@ -88,7 +88,7 @@ class Forked(psutil.Process):
 
 
 class Template:
-    """The process that has imported SGLang; starts with the first fork, ends with this one."""
+    """The process that has imported SGLang; it starts with the first fork."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -101,13 +101,13 @@ class Template:
         *,
         stdout: int,
         stderr: int,
-        spares: int = _SPARES,
     ) -> Forked:
-        """Forks a process of a session of its own, which ends with the caller's.
+        """Forks a process in a new session; it is terminated when the caller ends.
 
         Args:
-            program: ``-m MODULE`` or a file, and arguments; see :func:`forkable`.
-            spares: as many children start as quickly.
+            program: ``-m MODULE`` or a file, and its arguments.
+            environment: accepted by :func:`forkable`.
+            stdout, stderr: file descriptors.
         """
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
@@ -116,10 +116,10 @@ class Template:
             command = [sys.executable, "-c", code]
             self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL)
             theirs.close()
-        # Whoever orphans a process leaves it to the nearest ancestor that asks for such.
+        # The forked process is orphaned at once, and becomes a child of the nearest subreaper.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
-            request = pickle.dumps((list(program), dict(environment), str(Path.cwd()), spares))
+            request = pickle.dumps((list(program), dict(environment), str(Path.cwd())))
             sent = struct.pack("=I", len(request))
             socket.send_fds(self._socket, [sent], [stdout, stderr])
             self._socket.sendall(request)
@@ -132,9 +132,9 @@ class Template:
 
     def run(
         self, program: Sequence[str], environment: Mapping[str, str], *, timeout: float,
-        folder: Path, spares: int = _SPARES,
+        folder: Path,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        """``subprocess.run`` of a program, which captures its output in files of the folder."""
+        """Runs a program as ``subprocess.run`` does, and captures its output in ``folder``."""
         if program[0] == "-c" or not forkable(environment):
             return subprocess.run(
                 [sys.executable, *program],
@@ -142,9 +142,7 @@ class Template:
             )  # fmt: skip
         told, complained = folder / "stdout", folder / "stderr"
         with told.open("wb") as out, complained.open("wb") as err:
-            process = self.start(
-                program, environment, stdout=out.fileno(), stderr=err.fileno(), spares=spares
-            )
+            process = self.start(program, environment, stdout=out.fileno(), stderr=err.fileno())
         try:
             code = process.wait(timeout)
         finally:
@@ -180,8 +178,8 @@ def _received(connection: socket.socket, size: int) -> bytes:
     return found
 
 
-def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str, int] | None:
-    """Forks for every request, and returns it in the child; None when nobody asks any more."""
+def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
+    """Forks for every request and returns the request in the child; None at the end."""
     while True:
         size, handles, *_ = socket.recv_fds(connection, 4, 2)
         if not size:
@@ -199,7 +197,7 @@ def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str
             for place, handle in enumerate(handles, 1):
                 os.dup2(handle, place)
                 os.close(handle)
-            found: tuple[list[str], dict[str, str], str, int] = pickle.loads(request)  # noqa: S301
+            found: tuple[list[str], dict[str, str], str] = pickle.loads(request)  # noqa: S301
             return found
         os.waitpid(between, 0)
         connection.sendall(os.read(reader, 4))
@@ -208,7 +206,7 @@ def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str
 
 
 def _apply(environment: Mapping[str, str]) -> None:
-    """Sets the environment, and what SGLang has read from it by now."""
+    """Sets the environment, and the constants that SGLang read from it at import time."""
     import numpy as np
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
@@ -234,7 +232,7 @@ class _DupFd:
 
 
 class _Popen(popen_fork.Popen):
-    """A child of ``multiprocessing`` that a spare becomes."""
+    """Starts a ``multiprocessing`` process in a spare."""
 
     method = "spawn"
     DupFd = _DupFd
@@ -270,8 +268,8 @@ class _Popen(popen_fork.Popen):
             stream.write(message.getbuffer())
 
 
-def _start_spares(count: int) -> None:
-    for _ in range(count):
+def _start_spares() -> None:
+    for _ in range(_SPARES):
         ours, theirs = socket.socketpair()
         if pid := os.fork():
             theirs.close()
@@ -303,25 +301,25 @@ def _prepare(data: dict[str, Any], original: Any = spawn.prepare) -> None:
 
 
 def main(handle: int) -> None:
-    """The template; returns in each of its forks when that has run its program."""
+    """Runs the template; in a fork, returns when the program has ended."""
     connection = socket.socket(fileno=handle)
     for name in _IMPORTED:
         __import__(name)
-    setproctitle.getproctitle()  # finds the title's place while the environment lies behind it
+    setproctitle.getproctitle()  # it locates argv, for which the environment must be unchanged
     spawn.prepare = _prepare
     context.SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[attr-defined]
     parent = os.getppid()
     request = _requests(connection)
     if request is None:
         return
-    program, environment, folder, spares = request
+    program, environment, folder = request
     os.setsid()
     os.chdir(folder)
     _apply(environment)
-    _start_spares(spares)
+    _start_spares()
     deadline = time.monotonic() + 10
     while os.getppid() != parent and time.monotonic() < deadline:
-        time.sleep(0.001)  # until the process in between has ended, which is no reason to end
+        time.sleep(0.001)  # the end of the intermediate parent must not count as the parent's
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     sys.path[0] = ""
     if program[0] == "-m":

@@ -154,8 +154,8 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool) -> None:
-    """What a sibling keeps on the device of an answer is the request's prefix, too, when it comes
-    back; if there is no memory for it in the end, it waits on and holds nothing."""
+    """A resumed request adopts the answer pages that a sibling keeps on the device. If memory runs
+    out afterwards, it stays in the queue and holds no lock and no pages."""
     sibling_answers(engine)
     tree, swap = engine.tree_cache, runtime.current.swap
     req = engine.request("r", return_logprob=True)

@@ -233,7 +233,7 @@ def attend() -> Iterator[Attend]:
     pool, query = torch.ones(shape), torch.ones(2, GEOMETRY.heads, GEOMETRY.head_dim)
     own = Own.of([np.arange(3)], [2])
     with TransferEngine() as engine:
-        # A server opens its devices once: each has a lane with threads and descriptors of its own.
+        # As in a server, each device is opened once: its lane owns threads and descriptors.
         devices = cache(lambda folders: devices_of(engine, folders))
 
         def once(stored: Stored) -> None:

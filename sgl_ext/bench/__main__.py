@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _estimate(bench: ModuleType, options: argparse.Namespace) -> str:
-    """What is said before anything starts: how long it takes."""
+    """Returns a line that estimates how long the benchmark takes."""
     if (own := getattr(bench, "minutes", None)) and (minutes := own(options)):
         return f"bench {options.name}: about {minutes:.0f} minutes"
     if options.quick:

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def minutes(options: argparse.Namespace) -> float | None:
-    """Estimate of a run, its servers' starts and ends included; None where it is not known."""
+    """Estimates the minutes of a run, with its servers' starts and ends; None if unknown."""
     return None if options.config is None else options.minutes + 3
 
 

@@ -111,7 +111,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], sink: IO[bytes]) -> psutil.Popen:
-    """A process of a session of its own, whose output goes to a file; tests start it faster."""
+    """Starts a process in a new session, with its output in a file. Tests replace this function."""
     return psutil.Popen(
         command,
         stdout=sink,

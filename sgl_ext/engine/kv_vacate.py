@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.swap_in import reserved
+from sgl_ext.engine.swap_in import reserved, retractable
 
 
 def evict(tree: Any, start: int, end: int) -> None:
@@ -75,7 +75,7 @@ def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
     going = [
         at
         for at, req in enumerate(running.reqs)
-        if not req.finished() and req.beam_group is None and _holds(scheduler, req, start, end)
+        if retractable(req) and _holds(scheduler, req, start, end)
     ]
     reqs = _out(running, going)
     chunked = scheduler.chunked_req
@@ -93,9 +93,7 @@ def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
     """
     allocator = scheduler.token_to_kv_pool_allocator
     going = [
-        at
-        for at, req in enumerate(running.reqs)
-        if not req.finished() and req.beam_group is None and not fits(req, allocator)
+        at for at, req in enumerate(running.reqs) if retractable(req) and not fits(req, allocator)
     ]
     reqs = _out(running, going)
     if (req := scheduler.chunked_req) is not None:

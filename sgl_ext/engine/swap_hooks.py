@@ -197,10 +197,7 @@ def displace(adder: Any, req: Any, lacking: float) -> bool:
     sign = -1 if get_schedule().schedule_low_priority_values_first else 1
     batch = adder.running_batch
     running = [
-        one
-        for one in batch.reqs
-        # SGLang retracts no beam group: its members' rows would be orphaned.
-        if not one.finished() and one.beam_group is None and one not in adder.preempt_list
+        one for one in batch.reqs if swap_in.retractable(one) and one not in adder.preempt_list
     ]
     running.sort(key=lambda one: (sign * one.priority, -_arrival(one)))
     victims = []

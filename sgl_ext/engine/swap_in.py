@@ -169,6 +169,12 @@ def reserved(req: Any) -> int:
     return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
+def retractable(req: Any) -> bool:
+    """Whether a running request can be retracted. SGLang retracts no beam group: the release of
+    its leader would orphan the rows of its members."""
+    return not req.finished() and req.beam_group is None
+
+
 def lacking(adder: Any, req: Any, cached: int) -> float:
     """Tokens that SGLang lacks to admit a request with ``cached`` ones."""
     return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
