@@ -197,6 +197,8 @@ def _peer_directory(peer: Peer) -> Check:
 def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     name = f"{section} directory {directory}"
     if not os.path.isdir(directory):  # noqa: PTH112  # False for a name that cannot be, too
+        if os.path.exists(directory):  # noqa: PTH110
+            return Check(name, "fail", "is no directory", "name one")
         return Check(name, "fail", "does not exist", "create it")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(name, "fail", "not writable", "change its owner or mode")

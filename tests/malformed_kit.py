@@ -153,6 +153,7 @@ def _lethal() -> Iterator[Asked]:
         {"max_new_tokens": "b"}, {"n": 1 << 40}, {"n": 0}, {"temperature": True},
         {"top_k": 1 << 40}, {"min_new_tokens": 2, "max_new_tokens": 4, "stop_token_ids": [1 << 40]},
         {"logit_bias": {"5": 1e308}}, {"logit_bias": {"5": "a"}}, {"repetition_penalty": 1e-320},
+        *({"stop_regex": each} for each in ("(", "[", "*", ["("], "(?P<a>", "a{1,9999999999}")),
     )  # fmt: skip
     bodies: tuple[dict[str, Any], ...] = (
         {"text": ""}, {"text": [""]}, {"text": ["a", ""]}, {"text": []}, {"input_ids": []},
@@ -163,6 +164,10 @@ def _lethal() -> Iterator[Asked]:
         {"text": "a", "logprob_start_len": -5, "return_logprob": True},
         {"text": "a", "positional_embed_overrides": "a"}, {"text": "a", "session_params": {"a": 1}},
         {"text": "a", "token_indices_to_pool": [99]}, {"input_ids": [5], "priority": 1 << 70},
+        {"text": "a", "custom_labels": {"id": "x"}},
+        {"text": "Once upon a time",
+         "sampling_params": {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True,
+                             "stop_regex": "([a-zA-Z,. ]+)+@"}},
         *({"text": "a", "sampling_params": {**few, **each}} for each in sampling),
     )  # fmt: skip
     for body in bodies:
@@ -170,6 +175,11 @@ def _lethal() -> Iterator[Asked]:
     for prompt in ("", [], [[]], [""], [49152], [-1], ["a", ""]):
         completion = {"model": "m", "prompt": prompt, "max_tokens": 2}
         yield Asked("POST", "/v1/completions", encoded(completion), _JSON)
+    for route, prompt in (
+        ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": _MESSAGES}),
+    ):  # fmt: skip
+        asked = {"model": "m", "max_tokens": 2, **prompt, "stop_regex": "["}
+        yield Asked("POST", route, encoded(asked), _JSON)
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

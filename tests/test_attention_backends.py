@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,10 @@ from sgl_ext.config import ExtConfig
 from sgl_ext.engine import plan_hooks, stored_geometry
 from sgl_ext.engine.attention_backends import (
     _STORE_FIRST,
+    _STORE_FIRST_NAMES,
     OWN,
+    PLANNING,
+    require_names,
     require_own,
     require_store_first,
     running,
@@ -67,6 +71,43 @@ def test_the_names_are_those_of_classes() -> None:
     assert pkgutil.resolve_name(OWN) is CpuAttnBackend
 
 
+def test_the_names_of_arguments_stand_for_these_classes() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    assert set(_STORE_FIRST_NAMES) <= set(ATTENTION_BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("both", "prefill", "decode", "store_first", "own", "refused"),
+    [
+        (None, None, None, "chunks", "clusters", None),
+        ("torch_native", None, None, "chunks", "clusters", None),
+        ("triton", None, None, "chunks", None, None),
+        (
+            "triton",
+            None,
+            None,
+            None,
+            "clusters",
+            "prefill runs triton; use --attention-backend tor",
+        ),
+        ("torch_native", None, "triton", None, "clusters", "decode runs triton"),
+        ("flashinfer", None, None, "chunks", None, "and flashinfer is not known to; use --prefill"),
+        ("flashinfer", "triton", None, "restore", None, None),
+        ("flashinfer", None, None, None, None, None),
+    ],
+)
+def test_what_the_arguments_name_is_refused_before_a_model_is_loaded(
+    both: str | None, prefill: str | None, decode: str | None,
+    store_first: str | None, own: str | None, refused: str | None,
+) -> None:  # fmt: skip
+    view = SimpleNamespace(
+        attention_backend=both, prefill_attention_backend=prefill, decode_attention_backend=decode
+    )
+    with pytest.raises(ExtError, match=refused) if refused else nullcontext():
+        require_names(view, store_first, own)
+
+
 def test_the_backends_of_both_phases_are_found() -> None:
     assert running(runner(TRITON)) == (TRITON, TRITON)
     assert running(runner(hybrid(STOCK, TRITON))) == (STOCK, TRITON)
@@ -95,7 +136,7 @@ def test_other_backends_are_refused_for_rows(
 ) -> None:
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner(backend)))
     tiers = {"tiers": {"host": {"capacity": "1MiB"}}}
-    for section in plan_hooks._PLANNING:
+    for section in PLANNING:
         config = ExtConfig.model_validate({**tiers, section: {}})
         monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(config))
         with pytest.raises(ExtError, match=rf"^{section} computes .*, and {named} is not known"):

@@ -287,7 +287,7 @@ def devices_of(
     for each in directories:
         lane = engine.file_lane(each)
         slow = lane if rate is None else engine.throttled_lane(lane, bytes_per_second=rate)
-        found.append(Device(each, lane, slow))
+        found.append(Device(len(found), each, lane, slow))
     return found
 
 
@@ -326,14 +326,14 @@ def test_a_device_that_fails_is_named(engine: TransferEngine, directories: list[
     slow = Reader(engine, devices_of(engine, directories, 1 << 16), stored)
     reading = slow.reading(0, numbers, area.ctypes.data)
     reading.begin(Priority.NORMAL)
-    with pytest.raises(DeviceError, match=r"device0 gave [\d,]+ of [\d,]+ B of a context in time"):
+    with pytest.raises(DeviceError, match=r"device 0 gave [\d,]+ of [\d,]+ B of a context in time"):
         reading.wait(0.01)
     engine.wait_any([*reading._tickets], 30)
     reader = Reader(engine, devices_of(engine, directories), stored)
     os.truncate(stored.files[1], 0)
     reading = reader.reading(1, numbers, area.ctypes.data)
     reading.begin(Priority.NORMAL)
-    with pytest.raises(DeviceError, match="device1 cannot be read"):
+    with pytest.raises(DeviceError, match="device 1 cannot be read"):
         reading.wait(30)
     stored.files[2].unlink()
     with pytest.raises(ExtError, match="context a cannot be read"):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +22,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
-from sgl_ext.engine import client_gone, context_service
+from sgl_ext.engine import client_gone, splitting
 from sgl_ext.engine.context_api import CreateContexts, install
 from sgl_ext.engine.context_parts import _read
 from sgl_ext.engine.context_service import ALONE, ContextService
@@ -91,7 +95,7 @@ def test_others_go_on_while_a_long_text_is_split(service: ContextService) -> Non
     how, done = Split(by="paragraph", tokens=50), []
 
     async def parts(name: str, text: str) -> None:
-        await service.parts([text], how, 1 << 20)
+        await service.splitting.parts([text], how, 1 << 20)
         done.append(name)
 
     async def both() -> None:
@@ -119,11 +123,68 @@ def test_too_much_at_once(
 
 
 def test_splitting_has_a_deadline(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_service, "SPLITTING_S", 0.0)
+    monkeypatch.setattr(splitting, "LIMIT_S", 0.0)
     body = {"chunks": ["x" * 100], "split": {"by": "paragraph", "tokens": 8}}
     answer = client.post("/ext/context_cache", json=body)
     assert answer.status_code == 400
     assert "splitting has taken more than 0 s" in answer.json()["error"]["message"]
+
+
+class Slow:
+    """A tokenizer that takes a while."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.read.append(text[0])
+        time.sleep(0.001)
+        return [add_special_tokens] * len(text)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Slow, splitting.Splitting]]:
+    tokenizer = Slow()
+    with ThreadPoolExecutor(1) as tokenizing:
+        yield tokenizer, splitting.Splitting(tokenizer, tokenizing, 1 << 20)
+
+
+def test_a_long_step_shares_with_others(slow: tuple[Slow, splitting.Splitting]) -> None:
+    tokenizer, splitter = slow
+    how = Split(by="paragraph", tokens=400)  # the whole of it is one step
+
+    async def both() -> None:
+        texts = ("a " * 4000, "b " * 4000)
+        await asyncio.gather(*(splitter.parts([text], how, 1 << 20) for text in texts))
+
+    asyncio.run(both())
+    turns = sum(one != other for one, other in pairwise(tokenizer.read))
+    assert turns > len(tokenizer.read) // 4
+
+
+def test_a_step_that_nobody_waits_for_comes_to_its_end(
+    slow: tuple[Slow, splitting.Splitting],
+) -> None:
+    tokenizer, splitter = slow
+    how = Split(by="markdown", tokens=400)
+
+    async def left() -> int:
+        whole = asyncio.ensure_future(splitter.parts(["* a\n" * 5000], how, 1 << 20))
+        while len(tokenizer.read) < 10:
+            await asyncio.sleep(0.001)
+        whole.cancel()
+        await asyncio.wait([whole])
+        return len(tokenizer.read)
+
+    asyncio.run(left())
+    before = len(tokenizer.read)
+    splitter._threads.shutdown()  # waits for all that is left to do
+    assert len(tokenizer.read) <= before + 1
+
+
+def test_parts_are_never_longer_than_can_be_computed(client: TestClient) -> None:
+    made = create(client, "x" * 150, split={"by": "tokens", "tokens": 1000})
+    assert [context["tokens"] for context in made] == [67, 67, 16]
 
 
 def test_work_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:

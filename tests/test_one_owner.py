@@ -90,6 +90,7 @@ class Host:
     def __init__(self) -> None:
         self.in_flight = SimpleNamespace(waited_seconds=0.0)
         self.layout = SimpleNamespace(page=PAGE)
+        self.enabled = True
         self.ended = 0
         self.host = SimpleNamespace(
             present=lambda _keys: [], places=lambda _keys: np.empty(0, np.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from sgl_ext import runtime
 from sgl_ext.engine import request_hooks
 from sgl_ext.engine.activation import CARRIED
 from sgl_ext.engine.request_checks import (
+    check_labels,
     check_request,
     check_size,
     check_types,
@@ -112,7 +114,19 @@ def test_types_of_sampling_parameters() -> None:
             check_types({name: value}, fields)
 
 
-@pytest.mark.parametrize("error", [TypeError("a"), KeyError("a"), IndexError(), RecursionError()])
+def test_labels_that_the_metrics_lack() -> None:
+    check_labels({"user": "a"}, ["user", "team"])
+    check_labels(None, None)
+    with pytest.raises(ValueError, match="has 'id'; the server's metrics have user, team"):
+        check_labels({"user": "a", "id": "x"}, ["user", "team"])
+    with pytest.raises(ValueError, match="have none"):
+        check_labels({"id": "x"}, None)
+
+
+_ERRORS = (TypeError("a"), KeyError("a"), IndexError(), RecursionError(), re.error("a"))
+
+
+@pytest.mark.parametrize("error", _ERRORS)
 def test_what_sglang_raises_becomes_a_refusal(error: Exception) -> None:
     with (
         pytest.raises(ValueError, match=f"the request cannot be read \\({type(error).__name__}"),
@@ -134,7 +148,9 @@ def test_what_sglang_raises_becomes_a_refusal(error: Exception) -> None:
     ],
 )
 def test_a_request_is_refused_before_it_is_expanded(fields: dict[str, Any], message: str) -> None:
-    manager = SimpleNamespace(server_args=SimpleNamespace(**{CARRIED: SimpleNamespace(config=1)}))
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(enable_metrics=False, **{CARRIED: SimpleNamespace(config=1)})
+    )
     request = GenerateReqInput(**fields)
     with pytest.raises(ValueError, match=message):
         request_hooks._generate(manager, request)

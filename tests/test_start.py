@@ -104,6 +104,13 @@ def test_weights_that_are_cut_short_are_refused(
     assert "model.safetensors is not whole" in message
 
 
+def test_arguments_that_sglang_asserts_are_refused_with_its_reason(launch: Launch) -> None:
+    arguments = ("--schedule-policy", "lpm", "--enable-priority-scheduling")
+    result = launch("--enable-ext", *arguments)
+    assert "and the other arguments: To use priority scheduling" in refusal(result)
+    assert "Traceback" not in result.stderr
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]

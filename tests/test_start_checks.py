@@ -26,7 +26,8 @@ def arguments(**changed: object) -> SimpleNamespace:
         "kv_cache_dtype": "auto", "enable_kv_cache_sharding": False, "enable_memory_saver": False,
         "enable_hisparse": False, "dcp_size": 1, "prefill_only_disable_kv_cache": False,
         "disaggregation_mode": "null", "disable_radix_cache": False, "page_size": 16,
-        "chunked_prefill_size": 2048, "tp_size": 1,
+        "chunked_prefill_size": 2048, "tp_size": 1, "attention_backend": "torch_native",
+        "prefill_attention_backend": None, "decode_attention_backend": None,
     }  # fmt: skip
     return SimpleNamespace(**(fields | changed))
 
@@ -56,6 +57,16 @@ def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers: .* KV of type fp8_e4m3; leave"),
         ({"tiers": HOST, "memory": {"layout": "layer_major"}}, {}, "serve memory.layout layer_maj"),
         ({"memory": {"layout": "block_major"}}, {"enable_memory_saver": True}, "-memory-saver; l"),
+        (
+            {"clusters": {"directories": ["/tmp"]}}, {"decode_attention_backend": "triton"},
+            "decode runs triton; use --attention-backend torch_native for both phases, or leave",
+        ),
+        (
+            {"peer": {"role": "master", "directory": "/tmp/p", "capacity": "1MiB",
+                      "stream": "layer"}},
+            {"attention_backend": "triton"}, "prefill runs triton.* or leave out peer.stream layer",
+        ),
+        ({"chunks": {}}, {"attention_backend": "flashinfer"}, "^chunks computes.* flashinfer is"),
         ({"chunks": {}}, {}, "chunks are served for Llama.*not for GemmaForCausalLM"),
     ],
 )  # fmt: skip

@@ -227,7 +227,7 @@ def test_what_is_expected_of_a_device_that_fails(engine: TransferEngine, tmp_pat
     contents = file.read_bytes()
     os.truncate(file, 0)
     setup.attention.expect(0, query, keys, own, 0.3, 1.0)
-    with pytest.raises(DeviceError, match="device1 cannot be read"):
+    with pytest.raises(DeviceError, match="device 1 cannot be read"):
         setup.sparse(0, query, own, 0.3)
     setup.attention.expect(0, query, keys, own, 0.3, 1.0)
     file.write_bytes(contents)
@@ -286,7 +286,7 @@ def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_pa
     file = setup.stored.files[1]
     contents = file.read_bytes()
     os.truncate(file, 0)
-    with pytest.raises(DeviceError, match="device1 cannot be read"):
+    with pytest.raises(DeviceError, match="device 1 cannot be read"):
         setup.sparse(0, query, own, 0.3)
     file.write_bytes(contents)  # it is back
     found, chosen = setup.sparse(0, query, own, 0.3)

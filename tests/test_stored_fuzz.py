@@ -91,7 +91,8 @@ class Kept:
         """The context, unless it is refused."""
         try:
             return Stored.open("a", self.folders, GEOMETRY, LONGEST)
-        except ExtError:
+        except ExtError as error:
+            assert str(self.record.parent) not in str(error)  # clients are told of it
             return None
 
     def restore(self) -> None:

@@ -301,6 +301,12 @@ def test_a_device_that_fails_ends_those_who_need_it(
     answer = follow(prompts[1], 0.9)
     assert answer.status_code == 503, answer.text
     assert "cannot be read" in answer.text
+    assert str(folders[1].parent) not in answer.text
+    url = f"{server.url}/ext/stored_contexts/{id_}?cache_salt=a%20tenant"
+    answer = requests.get(url, timeout=60)
+    assert answer.status_code == 400
+    assert f"{id_}.1.blocks has 0 B, not " in answer.text
+    assert str(folders[1].parent) not in answer.text
     assert generate(server, prompts[1]).ok
     file.write_bytes(contents)
     again = follow(prompts[1], 0.9)

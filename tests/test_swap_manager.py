@@ -75,6 +75,15 @@ def back(machine: Machine, swap: SwapManager, swapped: Swapped, first: int) -> N
     assert machine.right(swapped.keys[first:], whole)
 
 
+def test_nothing_is_read_under_other_weights(machine: Machine) -> None:
+    swap = manager_of(machine)
+    swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
+    machine.until(lambda: swap.readable(swapped, 0))
+    machine.stack.disable("the weights have changed")
+    # The device's tree may have the whole pages still.
+    assert [swap.readable(swapped, first) for first in (0, 3)] == [False, False]
+
+
 def test_a_request_comes_back_as_it_went(machine: Machine) -> None:
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2, 3], tail=9)

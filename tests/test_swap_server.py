@@ -137,6 +137,24 @@ def test_priorities_change_while_requests_wait_and_run(
     assert {"", "0"} < set(series) <= {"", "0", "1", "5", "9"}  # what was given, and no level
 
 
+def test_a_pause_keeps_nothing_that_other_weights_would_not_have_computed(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    alone = Asked(server).ask("alone", prompts[0]).result()["output_ids"]
+    before = load(server)["sgl_ext"]["swap"]
+    asked = Asked(server)
+    paused = asked.ask("paused", prompts[0])
+    assert asked.begun.wait(DEADLINE_S)
+    for route, body in (("pause", {"mode": "retract"}), ("continue", {})):
+        url = f"{server.url}/{route}_generation"
+        assert requests.post(url, json=body, timeout=DEADLINE_S).ok
+    found = paused.result()
+    assert found["output_ids"] == alone
+    assert found["meta_info"]["num_retractions"] == 1
+    after = load(server)["sgl_ext"]["swap"]
+    assert after["swapped_out"] == before["swapped_out"]
+
+
 def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
     server: Server, prompts: list[list[int]]
 ) -> None:

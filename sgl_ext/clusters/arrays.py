@@ -75,7 +75,7 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
         save_file(contiguous, path, metadata={"sgl_ext": text, "digest": _digest_of(text)})
         path.chmod(0o600)
     except SafetensorError as error:  # it hides what the system has said
-        raise OSError(f"{path}: {error}") from None
+        raise OSError(f"{path.name}: {error}") from None
 
 
 def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tuple[Arrays, About]:
@@ -98,7 +98,7 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
             for name, (dtype, shape) in expected.items()
         }
     if _digest(arrays) != header.digest:
-        raise DamagedError(f"{path} is not what was written; store the context again")
+        raise DamagedError(f"{path.name} is not what was written; store the context again")
     return arrays, about
 
 
@@ -118,7 +118,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(open_own(path, os.O_RDONLY), "rb", buffering=0) as file:
             yield file
     except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
-        raise DamagedError(f"{path} is no context of sgl_ext: {error or 'too large'}") from None
+        # Clients are told of it: where it lies is not theirs to know.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DamagedError(
+            f"{path.name} is no context of sgl_ext: {reason or 'too large'}"
+        ) from None
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:
@@ -131,12 +135,12 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor
         raise ValueError("it has no metadata")
     metadata = msgspec.json.decode(found.pop("__metadata__"), type=_Metadata)
     if _digest_of(metadata.sgl_ext) != metadata.digest:
-        raise DamagedError(f"{path} is not what was written; store the context again")
+        raise DamagedError(f"{path.name} is not what was written; store the context again")
     header = msgspec.json.decode(metadata.sgl_ext, type=_Header)
     if header.version != VERSION:
         raise DamagedError(
-            f"{path} is of version {header.version}, this is version {VERSION}; store the context "
-            "again"
+            f"{path.name} is of version {header.version}, this is version {VERSION}; store the "
+            "context again"
         )
     tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
     return header, tensors, 8 + length

@@ -61,7 +61,7 @@ def build(
                 files.append(opened.enter_context(path.open("xb", buffering=0)))
                 new.append(path)
                 path.chmod(0o600)  # somebody has said what is in it
-                _allocate(files[-1], path, blocks.file_bytes)
+                _allocate(files[-1], device, path.parent, blocks.file_bytes)
             layers = _layers(recorded, options, blocks, files, progress)
             for file in files:
                 os.fsync(file.fileno())
@@ -86,7 +86,7 @@ def build(
         for path in reversed(new):
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise ExtError(f"cannot store the context: {error}") from None
+            raise ExtError(f"cannot store the context: {error.strerror or error}") from None
         raise
 
 
@@ -99,13 +99,13 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _allocate(file: BinaryIO, path: Path, size: int) -> None:
+def _allocate(file: BinaryIO, device: int, directory: Path, size: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        free = shutil.disk_usage(path.parent).free
+        free = shutil.disk_usage(directory).free
         raise ExtError(
-            f"{path.parent} has no room for {size:,} B of the context, {free:,} B are free "
+            f"device {device} has no room for {size:,} B of the context, {free:,} B are free "
             f"({error.strerror}); delete contexts, or name larger or more directories"
         ) from None
 

@@ -67,7 +67,7 @@ def require(name: str, directories: Sequence[Path]) -> Path:
     except FileNotFoundError:
         raise UnknownContextError(name) from None
     except OSError as error:
-        raise ExtError(f"context {name} cannot be looked for: {error}") from None
+        raise ExtError(f"context {name} cannot be looked for: {error.strerror}") from None
     return path
 
 

@@ -37,10 +37,12 @@ class Device:
     """Where files of contexts are, and what reads them.
 
     Attributes:
+        number: among ``clusters.directories``, from 0; clients are told it, not the directory.
         files: opens them.
         lane: reads them; another one than ``files`` if it is slowed down.
     """
 
+    number: int
     directory: Path
     files: FileLane
     lane: Lane
@@ -121,13 +123,13 @@ class Reading:
             ticket.wait(timeout)
         except TimeoutError:
             raise DeviceError(
-                f"{device.directory} gave {ticket.bytes_done:,} of {ticket.bytes_total:,} B of a "
-                "context in time; is the device still there?"
+                f"device {device.number} gave {ticket.bytes_done:,} of {ticket.bytes_total:,} B of "
+                "a context in time; is the device still there?"
             ) from None
         except TransferError as error:
-            raise DeviceError(f"{device.directory} cannot be read: {error.strerror}") from None
+            raise DeviceError(f"device {device.number} cannot be read: {error.strerror}") from None
         except TransferCancelledError:
-            raise DeviceError(f"reading from {device.directory} was given up") from None
+            raise DeviceError(f"reading from device {device.number} was given up") from None
 
 
 class Reader:
@@ -151,7 +153,8 @@ class Reader:
                 )
         except (OSError, ValueError) as error:
             self.close()
-            raise ExtError(f"context {stored.name} cannot be read: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ExtError(f"context {stored.name} cannot be read: {reason}") from None
         odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
         if odd is not None:
             self.close()

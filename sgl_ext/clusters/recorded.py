@@ -121,8 +121,8 @@ class Recorded:
         seen, tokens = arrays["seen"], arrays["tokens"]
         if (seen < 0).any() or (seen > about.tokens).any() or (tokens < 0).any():
             raise ExtError(
-                f"{path} has queries that see tokens that there are not, or token ids below zero; "
-                "record the context again"
+                f"{path.name} has queries that see tokens that there are not, or token ids below "
+                "zero; record the context again"
             )
         return cls(about.geometry, salt=about.salt, **arrays)
 

@@ -171,14 +171,16 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
         try:
             opened = open_own(file, os.O_RDONLY)
         except OSError as error:
-            raise ExtError(f"context {name}: {error}; store it again") from None
+            raise ExtError(
+                f"context {name}: {file.name}: {error.strerror}; store it again"
+            ) from None
         try:
             found = os.fstat(opened).st_size
         finally:
             os.close(opened)
         if found != about.blocks.file_bytes:
             raise ExtError(
-                f"context {name}: {file} has {found:,} B, not {about.blocks.file_bytes:,}; "
+                f"context {name}: {file.name} has {found:,} B, not {about.blocks.file_bytes:,}; "
                 "store it again"
             )
 

@@ -29,6 +29,16 @@ have another order, as TRT-LLM's has another than FlashInfer's.
 """
 
 
+_STORE_FIRST_NAMES = ("torch_native", "triton", "fa3", "trtllm_mha")
+"""The same as SGLang's arguments name them."""
+_OWN_NAME = "torch_native"
+"""What the compiled CPU attention is named there."""
+
+
+PLANNING = ("chunks", "restore")
+"""Sections whose plans split a forward into rows that alias one request."""
+
+
 class Running(NamedTuple):
     """SGLang's ``AttentionBackend`` objects that a model's forwards call."""
 
@@ -44,6 +54,41 @@ def running(runner: Any) -> Running:
     return Running(whole, getattr(runner, "decode_attn_backend", None) or whole)
 
 
+def require_names(view: Any, store_first: str | None, own: str | None) -> None:
+    """Makes sure of both before a model is loaded, as far as arguments tell.
+
+    Args:
+        view: SGLang's resolved arguments.
+        store_first: the power that needs :func:`require_store_first`, if any.
+        own: the power that needs :func:`require_own`, if any.
+
+    Raises:
+        ExtError: an argument names a backend that does not serve the power.
+    """
+    both = view.attention_backend
+    named = Running(view.prefill_attention_backend or both, view.decode_attention_backend or both)
+    if store_first and named.prefill and named.prefill not in _STORE_FIRST_NAMES:
+        raise ExtError(_not_store_first(store_first, named.prefill))
+    for phase, name in named._asdict().items():
+        if own and name and name != _OWN_NAME:
+            raise ExtError(_not_own(own, phase, name))
+
+
+def _not_store_first(power: str, found: str) -> str:
+    return (
+        f"{power} computes parts of a prompt in one forward, for which prefill must store K and V "
+        f"before it attends, and {found} is not known to; use --prefill-attention-backend "
+        f"{', '.join(_STORE_FIRST_NAMES[:-1])} or {_STORE_FIRST_NAMES[-1]}, or leave out {power}"
+    )
+
+
+def _not_own(power: str, phase: str, found: str) -> str:
+    return (
+        f"the compiled CPU attention is needed, and {phase} runs {found}; use --attention-backend "
+        f"{_OWN_NAME} for both phases, or leave out {power}"
+    )
+
+
 def require_store_first(runner: Any, power: str) -> None:
     """Makes sure that prefill stores a layer's K and V before it attends.
 
@@ -52,12 +97,7 @@ def require_store_first(runner: Any, power: str) -> None:
     """
     found = running(runner).prefill
     if _name(found) not in _STORE_FIRST:
-        raise ExtError(
-            f"{power} computes parts of a prompt in one forward, for which prefill must store K "
-            f"and V before it attends, and {type(found).__name__} is not known to; use "
-            "--prefill-attention-backend torch_native, triton, fa3 or trtllm_mha, or leave out "
-            f"{power}"
-        )
+        raise ExtError(_not_store_first(power, type(found).__name__))
 
 
 def require_own(runner: Any, layout: Layout, scale: float, power: str) -> None:
@@ -72,11 +112,7 @@ def require_own(runner: Any, layout: Layout, scale: float, power: str) -> None:
     """
     for phase, found in running(runner)._asdict().items():
         if _name(found) != OWN:
-            raise ExtError(
-                f"the compiled CPU attention is needed, and {phase} runs "
-                f"{type(found).__name__}; use --attention-backend torch_native for both phases, or "
-                f"leave out {power}"
-            )
+            raise ExtError(_not_own(power, phase, type(found).__name__))
         query = torch.empty(1, layout.kv_heads, layout.head_dim, dtype=runner.dtype)
         keys = query.to(getattr(torch, layout.dtype))
         if not found.is_native(query, keys, keys, scale):

@@ -54,14 +54,14 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
     """The contexts that are asked for.
 
     Raises:
-        ExtError: see :meth:`ContextService.create` and :meth:`ContextService.parts`.
+        ExtError: see :meth:`ContextService.create` and :meth:`Splitting.parts`.
     """
     texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
     if (size := sum(map(len, texts))) > _LARGEST:
         raise ExtError(
             f"these texts have {size} characters; create contexts of at most {_LARGEST} at once"
         )
-    parts = await service.parts(body.chunks, body.split, _MOST)
+    parts = await service.splitting.parts(body.chunks, body.split, _MOST)
     return await service.create(
         parts,
         method=body.method,

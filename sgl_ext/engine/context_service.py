@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import PASSAGES, Preparation, Recompute, link_method
-from sgl_ext.chunks.split import Split, split
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunk_preparation import ChunkPreparation
 from sgl_ext.engine.context_renewal import Renewal
 from sgl_ext.engine.link_parameters import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.engine.prompt_linking import PromptLinking
+from sgl_ext.engine.splitting import Splitting
 from sgl_ext.errors import ExtError
 
-SPLITTING_S = 60.0
-"""Seconds in which the chunks of a request must be split."""
 ALONE = "lego-16"
 """The link method of a chunk that there is nothing to prime with."""
 
@@ -64,6 +62,9 @@ class ContextService:
         self._most = min(manager.context_len, pool)
         # SGLang reads its chats in the event loop's own threads.
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
+        longest = max(self._most - 2 * page - 1, 1)  # that create() takes
+        self.splitting = Splitting(manager.tokenizer, self._reading, longest)
+        """Of long texts into chunks."""
 
     def describe(self, context: Context) -> ContextInfo:
         """What users are told of a context."""
@@ -142,35 +143,6 @@ class ContextService:
             )
             for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
-
-    async def parts(
-        self, chunks: Sequence[str | Sequence[int]], how: Split, most: int
-    ) -> list[str | Sequence[int]]:
-        """Chunks of a size from larger ones, split step by step: others' steps come in between.
-
-        Raises:
-            ExtError: they cannot be split so, are more than ``most``, or take too long.
-        """
-        if how == Split():
-            return list(chunks)
-        found: list[str | Sequence[int]] = []
-        try:
-            async with asyncio.timeout(SPLITTING_S):
-                for chunk in chunks:
-                    steps = split(chunk, how, self._manager.tokenizer)
-                    while (parts := await self._read(next, steps, None)) is not None:
-                        found += parts
-                        if len(found) > most:
-                            raise ExtError(
-                                f"these are more than {most} chunks, {len(found)} at least; "
-                                f"create at most {most} at once"
-                            )
-        except TimeoutError:
-            raise ExtError(
-                f"splitting has taken more than {SPLITTING_S:g} s; give less text at once, or "
-                "split it yourself"
-            ) from None
-        return found
 
     def own(self, request: Any) -> None:
         """Takes out of a user's request what only this service says to schedulers."""

@@ -77,8 +77,8 @@ def one_sentence_about(server_args: Any) -> Iterator[None]:
     """Turns arguments that SGLang cannot resolve, or a model it cannot read, into a sentence."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (OSError, ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise hooks.ActivationError(
             f"SGLang cannot start with --model-path {server_args.model_path} and the other "
             f"arguments: {reason}"
@@ -125,6 +125,17 @@ def _launch_server(
         )
 
     return original(server_args, *args, launch_callback=greet, **kwargs)
+
+
+def _check_arguments(original: Callable[..., None], server_args: Any) -> None:
+    if carried_by(server_args) is None:
+        return original(server_args)
+    try:
+        with one_sentence_about(server_args):
+            original(server_args)
+    except hooks.ActivationError as error:
+        refuse(error)
+    return None
 
 
 def _port_args(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +235,12 @@ HOOKS = (
         "around",
         _launch_server,
         "its launch_callback is the seam for a greeting, but only its caller can pass one",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.check_server_args",
+        "around",
+        _check_arguments,
+        "SGLang asserts here what its arguments do not serve, and ends in a traceback",
     ),
     hooks.Hook(
         "sglang.srt.server_args.PortArgs.init_new",

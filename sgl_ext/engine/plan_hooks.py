@@ -12,7 +12,7 @@ from typing import Any
 from sgl_ext import runtime
 from sgl_ext.engine import blend, cached_tokens, hooks, host_restore, restore_hooks, rows
 from sgl_ext.engine.activation import refuse
-from sgl_ext.engine.attention_backends import require_store_first
+from sgl_ext.engine.attention_backends import PLANNING, require_store_first
 from sgl_ext.engine.meta_info import tell
 from sgl_ext.errors import ExtError
 from sgl_ext.plan import PrefillPlan
@@ -20,15 +20,12 @@ from sgl_ext.plan import PrefillPlan
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that goes on with a prompt."""
 
-_PLANNING = ("chunks", "restore")
-"""Sections whose plans split a forward into rows."""
-
 
 def _require_rows(scheduler: Any) -> None:
     """Refuses a start whose prefill cannot run rows that alias one request."""
     if (ext := runtime.current) is None:
         return
-    for section in _PLANNING:
+    for section in PLANNING:
         if getattr(ext.config, section) is not None:
             try:
                 require_store_first(scheduler.tp_worker.model_runner, section)

@@ -7,6 +7,7 @@ tensor. A scheduler that raises ends the server.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -29,7 +30,7 @@ NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least on
 _INTEGERS = ("top_k", "min_new_tokens", "stream_interval", "beam_width", "n")
 MALFORMED = (
     TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError,
-    msgspec.MsgspecError,
+    re.error, msgspec.MsgspecError,
 )  # fmt: skip
 """Exceptions that SGLang's front end raises for values of unexpected types."""
 
@@ -176,6 +177,20 @@ def check_positions(name: str, positions: Any, tokens: int) -> None:
     """Raises ValueError if positions lie outside a prompt of so many tokens."""
     if positions and not all(type(at) is int and 0 <= at < tokens for at in positions):
         raise ValueError(f"{name} are positions in a prompt of {tokens} tokens, from 0 on")
+
+
+def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
+    """Checks a request's ``custom_labels`` against those that SGLang's metrics were made with.
+
+    Raises:
+        ValueError: names the first label that the metrics lack.
+    """
+    for label in labels or ():
+        if label not in (allowed or ()):
+            raise ValueError(
+                f"custom_labels has {label!r:.100}; the server's metrics have "
+                f"{', '.join(allowed or ()) or 'none'} (--tokenizer-metrics-allowed-custom-labels)"
+            )
 
 
 def prompts_of(request: Any) -> int:

@@ -13,6 +13,7 @@ from sgl_ext.engine import hooks
 from sgl_ext.engine.activation import carried_by
 from sgl_ext.engine.request_checks import (
     NO_TOKENS,
+    check_labels,
     check_request,
     check_size,
     check_types,
@@ -29,6 +30,11 @@ def _generate(manager: Any, request: Any, *_args: Any, **_kw: Any) -> None:
     if carried_by(manager.server_args) is not None:
         try:
             check_size(request.sampling_params, prompts_of(request))
+            if (args := manager.server_args).enable_metrics:
+                check_labels(
+                    getattr(request, "custom_labels", None),
+                    args.tokenizer_metrics_allowed_custom_labels,
+                )
             with malformed_is_refused("the request"):
                 copy.copy(request).normalize_batch_and_arguments()
         except ValueError:

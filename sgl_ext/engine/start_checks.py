@@ -15,6 +15,7 @@ from sgl_ext import preflight
 from sgl_ext.config import ExtConfig
 from sgl_ext.config_values import written_size
 from sgl_ext.engine import hooks
+from sgl_ext.engine.attention_backends import PLANNING, require_names
 from sgl_ext.engine.kv_memory import obstacle_in_arguments
 from sgl_ext.engine.restore_setup import require_parts
 from sgl_ext.engine.rope import require_architecture
@@ -52,6 +53,7 @@ def require_resolved(server_args: Any, config: ExtConfig) -> None:
     if view.model_path.lower() in ("none", "dummy"):
         return
     _require_layout(view, config)
+    _require_attention(view, config)
     model = model_config_of(server_args)
     if config.restore is not None:
         require_parts(config.restore, view.page_size, view.chunked_prefill_size)
@@ -135,6 +137,17 @@ def _require_layout(view: Any, config: ExtConfig) -> None:
             f"{' and '.join(needing)}: this needs the block-major layout of KV, which does not "
             f"serve {reason}; leave out one of the two"
         )
+
+
+def _require_attention(view: Any, config: ExtConfig) -> None:
+    planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
+    own = "clusters" if config.clusters is not None else None
+    if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
+        own = f"peer.stream {config.peer.stream}"
+    try:
+        require_names(view, planning, own)
+    except ExtError as error:
+        raise hooks.ActivationError(str(error)) from None
 
 
 def _layout(view: Any, model: Any) -> Layout | None:

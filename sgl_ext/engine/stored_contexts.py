@@ -80,8 +80,8 @@ class StoredContexts:
         self._folders = own_folders(config.directories)
         lanes = [self._engine.file_lane(folder) for folder in self._folders]
         self._devices = [
-            Device(folder, lane, slow(lane) if slow else lane)
-            for folder, lane in zip(self._folders, lanes, strict=True)
+            Device(number, folder, lane, slow(lane) if slow else lane)
+            for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))
         ]
         # The latest used last.
         self._open: dict[str, Future[StoredAttention]] = {}

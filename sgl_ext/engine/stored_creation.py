@@ -224,7 +224,9 @@ class StoredCreation:
                     f"the context cannot be stored: {failed.read_text(errors='replace')}"
                 )
             if time.monotonic() > end:
-                raise ExtError(f"{record} was not written in {_WRITE_DEADLINE_S:g} s; try again")
+                raise ExtError(
+                    f"{record.name} was not written in {_WRITE_DEADLINE_S:g} s; try again"
+                )
             await asyncio.sleep(0.05)
 
     async def _store(self, id_: str, record: Path) -> None:

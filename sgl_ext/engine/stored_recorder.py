@@ -163,6 +163,6 @@ class Recorder:
             return f"{type(error).__name__}: {error}"
         free = shutil.disk_usage(self._directory).free
         return (
-            f"{error.strerror or error}; it is first written as a whole into {self._directory}, "
+            f"{error.strerror or error}; it is first written as a whole onto device 0, "
             f"where it needs more than {needed:,} B and {free:,} B are free"
         )

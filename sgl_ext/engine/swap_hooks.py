@@ -62,7 +62,8 @@ def declare(server_args: Any, config: ExtConfig) -> None:
 
 
 def _gives_way(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
-    if (ext := runtime.current) is None:
+    # offload_kv=False: its KV must be computed again, for the weights may change in a pause.
+    if (ext := runtime.current) is None or not kw.get("offload_kv", True):
         return original(req=req, **kw)
     ext.giving_way = req
     try:

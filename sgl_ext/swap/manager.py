@@ -133,6 +133,8 @@ class SwapManager:
     def readable(self, swapped: Swapped, first: int) -> bool | None:
         """Whether all pages of the request from number ``first`` on can be read; None if some are
         still on their way to host memory, False if something is lost."""
+        if not self.stack.enabled:  # the weights have changed, and with them what KV is right
+            return False
         keys, tail = swapped.keys[first:], swapped.tail
         if swapped.tokens > len(swapped.keys) * self.stack.layout.page:
             if tail is None or (tail.ticket.poll() and tail.ticket.state != State.DONE):

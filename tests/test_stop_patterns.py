@@ -1,0 +1,65 @@
+"""A pattern that takes too long to match ends its own request, and no other."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX, Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sgl_ext import runtime
+from sgl_ext.engine.stop_patterns import _check
+
+
+class Letters:
+    """A tokenizer of which every token is one letter."""
+
+    eos_token_id = None
+    additional_stop_token_ids = None
+
+    def encode(self, text: str, **_kw: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def answered(text: str, pattern: str) -> Any:
+    """A request that has answered with the text so far."""
+    params = SamplingParams(stop_regex=pattern, max_new_tokens=1000)
+    params.normalize(Letters())
+    request = Req("one", "a", [1], params)
+    request.tokenizer = Letters()
+    request.output_ids.extend(map(ord, text))
+    return request
+
+
+def finished(request: Any) -> bool:
+    return _check(Req._check_str_based_finish, request, 1)
+
+
+@pytest.fixture(autouse=True)
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "current", SimpleNamespace())
+
+
+def test_a_pattern_without_end_ends_its_request() -> None:
+    request = answered("the quick brown fox jumps over the lazy dog " * 4, "([a-z ]+)+Z")
+    handler = signal.getsignal(signal.SIGALRM)
+    assert finished(request)
+    assert isinstance(request.finished_reason, FINISH_ABORT)
+    assert request.finished_reason.status_code == 400
+    assert "longer than 0.25 s" in request.finished_reason.message
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("pattern", "ends"), [("dog$", True), ("cat", False), (r"\d+", False)])
+def test_other_patterns_match_as_ever(pattern: str, ends: bool) -> None:
+    request = answered("the lazy dog", pattern)
+    assert finished(request) is ends
+    assert isinstance(request.finished_reason, FINISHED_MATCHED_REGEX) is ends
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
