@@ -68,8 +68,10 @@ def adder() -> Any:
     linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
     wrapper = SimpleNamespace(cache_linker=linker, private_load_indices={})
     cache = SimpleNamespace(linker=wrapper, tree_core=None)
-    running = SimpleNamespace(is_empty=lambda: True)
-    return SimpleNamespace(tree_cache=cache, can_run_list=[], running_batch=running)
+    running = SimpleNamespace(reqs=[], is_empty=lambda: True)
+    return SimpleNamespace(
+        tree_cache=cache, can_run_list=[], running_batch=running, preempt_list=[]
+    )
 
 
 def request() -> Any:
@@ -282,3 +284,40 @@ def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert released == []
     assert admission.swap_hooks.displace(adder, urgent, 50.0)
     assert released == [1]
+
+
+def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers import schedule_policy
+
+    schedule = SimpleNamespace(schedule_low_priority_values_first=False)
+    monkeypatch.setattr(schedule_policy, "get_schedule", lambda: schedule)
+    released: list[int] = []
+
+    class Running(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    running = [
+        Running(
+            finished=lambda: False, priority=0, beam_group=group,
+            time_stats=SimpleNamespace(wait_queue_entry_time=at),
+        )
+        for at, group in enumerate((None, object()))
+    ]  # fmt: skip
+    batch = SimpleNamespace(
+        reqs=running, release_req=lambda at, _left: released.append(at),
+        filter_batch=lambda **_kept: None,
+    )  # fmt: skip
+    adder: Any = SimpleNamespace(
+        running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
+        memory_budget=SimpleNamespace(total_offset=0), rem_total_tokens=1000,
+        _get_running_request_total_token_offset=lambda _req: 10,
+        _request_slot_reserve_for_req=lambda _req: 0,
+    )  # fmt: skip
+    urgent: Any = SimpleNamespace(
+        priority=5, full_untruncated_fill_ids=[1] * 8, prefix_len=0,
+        sampling_params=SimpleNamespace(max_new_tokens=8),
+    )  # fmt: skip
+    original = schedule_policy.PrefillAdder.preempt_to_schedule
+    assert admission._sparing_beams(original, adder, urgent)
+    assert released == [0]
+    assert adder.preempt_list == [running[0]]
