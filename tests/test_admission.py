@@ -55,6 +55,9 @@ class Links:
         self.held.discard(rid)
 
 
+ROWS = 4
+
+
 @pytest.fixture
 def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
     ext: Any = runtime.ExtRuntime(ExtConfig())
@@ -67,17 +70,22 @@ def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
 def adder() -> Any:
     linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
     wrapper = SimpleNamespace(cache_linker=linker, private_load_indices={})
-    cache = SimpleNamespace(linker=wrapper, tree_core=None)
+    rows = SimpleNamespace(available_size=lambda: ROWS)
+    cache = SimpleNamespace(linker=wrapper, tree_core=None, req_to_token_pool=rows)
     running = SimpleNamespace(reqs=[], is_empty=lambda: True)
     return SimpleNamespace(
-        tree_cache=cache, can_run_list=[], running_batch=running, preempt_list=[]
+        tree_cache=cache,
+        can_run_list=[],
+        running_batch=running,
+        preempt_list=[],
+        max_running_requests=None,
     )
 
 
 def request() -> Any:
     return SimpleNamespace(
         rid="r", customized_info=None, last_node=0, output_ids=[], session=None, beam_group=None,
-        prefix_len=16, kv=SimpleNamespace(cache_protected_len=16),
+        prefix_len=16, kv=SimpleNamespace(cache_protected_len=16, holds_kv=True),
     )  # fmt: skip
 
 
@@ -321,3 +329,25 @@ def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) ->
     assert admission._sparing_beams(original, adder, urgent)
     assert released == [0]
     assert adder.preempt_list == [running[0]]
+
+
+def leader(width: int) -> Any:
+    group = SimpleNamespace(beam_width=width, member_rows=None, retired=False)
+    return SimpleNamespace(
+        beam_group=group, finished=lambda: False, kv=SimpleNamespace(holds_kv=False)
+    )
+
+
+def test_rows_of_a_beam_group_are_promised_with_its_leader(ext: Any, adder: Any) -> None:
+    """SGLang ends the scheduler if a group finds no rows for its members after the prefill."""
+    plain = SimpleNamespace(beam_group=None, kv=SimpleNamespace(holds_kv=False))
+    assert admission.swap_in.has_seat(adder, leader(ROWS))
+    assert not admission.swap_in.has_seat(adder, leader(ROWS + 1))
+    adder.can_run_list.append(leader(ROWS - 1))
+    assert admission.swap_in.has_seat(adder, plain)
+    assert not admission.swap_in.has_seat(adder, leader(2))
+    adder.can_run_list.append(plain)
+    assert not admission.swap_in.has_seat(adder, plain)
+    ext.resuming.append(plain)
+    adder.can_run_list.pop()
+    assert not admission.swap_in.has_seat(adder, plain)

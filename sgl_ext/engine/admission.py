@@ -34,7 +34,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     if back is AddReqResult.NO_TOKEN:
         # It is looked up anew before it gets the room: what it found may have had to go.
         swap_hooks.makes_room(adder, req)
-    if back is None and ext.swap is not None and swap_in.seats(adder) <= 0:
+    if back is None and not swap_in.has_seat(adder, req):
         back = AddReqResult.OTHER
     if back is None and penalties.apart(adder, req):
         back = AddReqResult.OTHER

@@ -66,7 +66,7 @@ def _take_back(
     if not found.readable:
         lost(swap, req.rid, req)
         return AddReqResult.CONTINUE if ext.links and not ext.links.ready(req) else None
-    if seats(adder) <= 0:
+    if not has_seat(adder, req):
         return AddReqResult.OTHER
     needed = tokens_needed(adder, req, found.tokens)
     with adder._lock_node(found.node):
@@ -130,19 +130,32 @@ def _adopt(tree: Any, req: Any, found: Found) -> None:
     req.lock = tree.lock(found.node)
 
 
-def seats(adder: Any) -> int:
-    """Requests that can still be admitted in this step; SGLang does not count those that come
-    back."""
+def has_seat(adder: Any, req: Any) -> bool:
+    """Whether the request can still be admitted in this step, as far as rows and
+    ``--max-running-requests`` go.
+
+    SGLang counts neither those that come back nor, in the step of their admission, the rows that
+    the members of a beam group will take after its prefill. It asserts that there are some.
+    """
     ext = runtime.current
     back = 0 if ext is None else len(ext.resuming)
     if ext is not None and ext.ahead is not None:
         back += len(ext.ahead)
-    rowless = sum(not req.kv.holds_kv for req in adder.can_run_list)
-    free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless
-    if adder.max_running_requests is None:
-        return int(free)
-    running = len(adder.running_batch.reqs) + len(adder.can_run_list) + back
-    return int(min(free, adder.max_running_requests - running))
+    running, new = adder.running_batch.reqs, adder.can_run_list
+    # Groups that run have taken theirs when their prefill was launched.
+    rowless = sum(not one.kv.holds_kv for one in new)
+    promised = sum(_members(one) for one in (*new, req))
+    free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless - promised
+    most = adder.max_running_requests
+    return free > 0 and (most is None or len(running) + len(new) + back < most)
+
+
+def _members(req: Any) -> int:
+    """Rows that the members of a beam group will take."""
+    group = req.beam_group
+    if group is None or group.member_rows is not None or group.retired or req.finished():
+        return 0
+    return int(group.beam_width) - 1
 
 
 def expect(adder: Any) -> None:
