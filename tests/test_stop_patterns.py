@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt import distributed, runtime_context
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -44,6 +46,7 @@ def finished(request: Any) -> bool:
 @pytest.fixture(autouse=True)
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "current", SimpleNamespace())
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1))
 
 
 def test_a_pattern_without_end_ends_its_request() -> None:
@@ -63,3 +66,22 @@ def test_other_patterns_match_as_ever(pattern: str, ends: bool) -> None:
     assert finished(request) is ends
     assert isinstance(request.finished_reason, FINISHED_MATCHED_REGEX) is ends
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_all_ranks_end_a_request_that_one_is_late_with(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=2, pp_size=1))
+    group = SimpleNamespace(cpu_group="the ranks")
+    monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
+
+    def all_reduce(found: torch.Tensor, how: object, ranks: object) -> None:
+        assert (how, ranks) == (torch.distributed.ReduceOp.MAX, "the ranks")
+        found |= late  # on the other rank
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    request = answered("the lazy dog", "cat|dog$")
+    assert finished(request)
+    assert isinstance(request.finished_reason, FINISH_ABORT) is late
+    assert (request.finished_len is None) is late

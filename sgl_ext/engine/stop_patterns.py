@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import torch
+
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
 
@@ -41,12 +43,20 @@ def _check(original: Callable[..., bool], req: Any, *args: Any, **kw: Any) -> bo
     patterns = req.sampling_params.stop_regex_strs
     if runtime.current is None or not patterns:
         return original(req, *args, **kw)
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().pp_size > 1:  # whose stages do not take their steps together
+        return original(req, *args, **kw)
+    ended = late = False
     try:
         with _time_limit(LIMIT_S):
-            return original(req, *args, **kw)
+            ended = original(req, *args, **kw)
     except TimeoutError:
+        late = True
+    if _on_any_rank(late):
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+        req.finished_len = None
         req.finished_reason = FINISH_ABORT(
             f"matching stop_regex {patterns!r:.300} against the answer took longer than "
             f"{LIMIT_S} s; give a pattern that does not repeat what repeats",
@@ -54,6 +64,21 @@ def _check(original: Callable[..., bool], req: Any, *args: Any, **kw: Any) -> bo
             "BadRequestError",
         )
         return True
+    return ended
+
+
+def _on_any_rank(late: bool) -> bool:
+    """Whether it was late on one of the tensor-parallel ranks, each of which matches by itself: a
+    request has to end on all of them in the same step."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        return late
+    from sglang.srt.distributed import get_tp_group
+
+    found = torch.tensor([late], dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return bool(found)
 
 
 HOOKS = (
