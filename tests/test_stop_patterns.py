@@ -46,7 +46,9 @@ def finished(request: Any) -> bool:
 @pytest.fixture(autouse=True)
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "current", SimpleNamespace())
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1))
+    monkeypatch.setattr(
+        runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1)
+    )
 
 
 def test_a_pattern_without_end_ends_its_request() -> None:
@@ -72,7 +74,9 @@ def test_other_patterns_match_as_ever(pattern: str, ends: bool) -> None:
 def test_all_ranks_end_a_request_that_one_is_late_with(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=2, pp_size=1))
+    monkeypatch.setattr(
+        runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=2, pp_size=1)
+    )
     group = SimpleNamespace(cpu_group="the ranks")
     monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
 
