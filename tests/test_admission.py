@@ -326,7 +326,7 @@ def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) ->
         sampling_params=SimpleNamespace(max_new_tokens=8),
     )  # fmt: skip
     original = schedule_policy.PrefillAdder.preempt_to_schedule
-    assert admission._sparing_beams(original, adder, urgent)
+    assert admission.beams.sparing(original, adder, urgent)
     assert released == [0]
     assert adder.preempt_list == [running[0]]
 

@@ -49,6 +49,8 @@ def test_what_can_be_served_passes() -> None:
     custom = {"ext_composition": {"chunks": [{"at": 1}]}}
     sampling = {"stop_token_ids": [0, 99], "logit_bias": {"5": -100.0}, "custom_params": custom}
     check_request(made((0, 99), sampling, top_logprobs_num=20), VOCABULARY, CONTEXT)
+    schema = '{"pattern": "\\"' + "[" * 100 + '", "items": {}}'
+    check_request(made(sampling={"json_schema": schema}), VOCABULARY, CONTEXT)
     check_request(
         made((), session_params=SessionParams(id="a"), return_logprob=False), VOCABULARY, CONTEXT
     )
@@ -67,6 +69,8 @@ def test_what_can_be_served_passes() -> None:
         (made(sampling={"min_new_tokens": 1 << 40}), "min_new_tokens is"),
         (made(sampling={"repetition_penalty": 1e-320}), "repetition_penalty is 1e-320"),
         (made(sampling={"temperature": True}), "sampling_params"),
+        (made(sampling={"json_schema": '{"items":' * 65 + "{}" + "}" * 65}), "has 66 levels"),
+        (made(sampling={"structural_tag": "[" * 100}), "structural_tag has 100 levels; give one"),
         (made(logprob_start_len=-2), "logprob_start_len is -2; give one from 0"),
         (made(logprob_start_len=3), "the prompt's 2 tokens"),
         (made(top_logprobs_num=101), "top_logprobs_num is 101; give one from 0 to 100"),

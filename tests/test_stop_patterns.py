@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_RE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ext import runtime
-from sgl_ext.engine.stop_patterns import _check
+from sgl_ext.engine import stop_patterns
+from sgl_ext.engine.stop_patterns import Allowance, _check
 
 
 class Letters:
@@ -46,6 +48,7 @@ def finished(request: Any) -> bool:
 @pytest.fixture(autouse=True)
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "current", SimpleNamespace())
+    monkeypatch.setattr(stop_patterns, "_allowance", Allowance())
     monkeypatch.setattr(
         runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1)
     )
@@ -57,7 +60,7 @@ def test_a_pattern_without_end_ends_its_request() -> None:
     assert finished(request)
     assert isinstance(request.finished_reason, FINISH_ABORT)
     assert request.finished_reason.status_code == 400
-    assert "longer than 0.25 s" in request.finished_reason.message
+    assert "takes too long; give a pattern" in request.finished_reason.message
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -89,3 +92,26 @@ def test_all_ranks_end_a_request_that_one_is_late_with(
     assert finished(request)
     assert isinstance(request.finished_reason, FINISH_ABORT) is late
     assert (request.finished_len is None) is late
+
+
+def test_patterns_share_an_allowance_that_fills_with_time() -> None:
+    allowance = Allowance()
+    assert allowance.given(100.0) == 0.25
+    allowance.took(0.2)
+    assert allowance.given(100.0) == pytest.approx(0.05)
+    allowance.took(0.3)
+    assert allowance.given(100.0) == 0.01  # for whoever else matches
+    assert allowance.given(101.0) == pytest.approx(0.1)
+    assert allowance.given(1000.0) == 0.25
+
+
+def test_time_that_others_compute_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = answered("the lazy dog", "cat")
+    asked = request.tokenizer.decode
+
+    def decode(ids: list[int]) -> str:
+        time.sleep(2 * Allowance.MOST)
+        return str(asked(ids))
+
+    monkeypatch.setattr(request.tokenizer, "decode", decode)
+    assert not finished(request)

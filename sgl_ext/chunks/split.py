@@ -13,8 +13,9 @@ from sgl_ext.errors import ExtError
 _MOST = 1 << 24
 _HEAD, _BORDER = 8, 16
 """Characters for each token that are tokenised first, and tokens by which a cut may be wrong."""
-_WINDOW, _WINDOW_PARTS = 1 << 14, 64
-"""Least characters of a window, and characters of it for each token of a part."""
+_WINDOW, _LARGE_WINDOW, _WINDOW_PARTS = 1 << 14, 1 << 17, 64
+"""Least characters of a window, those beyond which it grows only if it gives too few parts, and
+characters of it for each token of a part. The splitter holds Python's lock between its calls."""
 _FEWEST = 3
 """Parts that a window must give before the next one begins."""
 
@@ -97,7 +98,7 @@ def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterato
     # The splitter looks at all that follows for every part, so it is given a window of the text.
     at = 0
     while at < len(whole):
-        width = max(_WINDOW, _WINDOW_PARTS * size)
+        width = max(_WINDOW, min(_WINDOW_PARTS * size, _LARGE_WINDOW))
         parts = splitter.chunks(whole[at : at + width])
         while at + width < len(whole) and len(parts) < _FEWEST:
             width *= 2

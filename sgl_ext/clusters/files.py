@@ -102,7 +102,7 @@ def storing(directory: Path) -> Iterator[None]:
     """
     with _locked(directory, fcntl.LOCK_SH) as ours:
         if not ours:
-            raise ExtError(f"{directory} is being cleaned by a server that starts: try again")
+            raise ExtError("contexts are being cleaned by a server that starts: try again")
         yield
 
 

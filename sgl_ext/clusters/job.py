@@ -46,8 +46,10 @@ def main() -> None:
             options.record, options.id, options.directories,
             lambda done, of: print(f"{done}/{of}", flush=True),
         )  # fmt: skip
-    except (ExtError, OSError) as error:
+    except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
+    except OSError as error:
+        sys.exit(f"sgl_ext: cannot store the context: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.engine import (
+    beams,
     hooks,
     ownership,
     penalties,
@@ -88,7 +89,7 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         if ext is None:
             return original(adder, req)
         if ext.swap is None:
-            return _sparing_beams(original, adder, req)
+            return beams.sparing(original, adder, req)
         swap_in.expect(adder)
         with ext.swap.clock.on():
             found = swap_in.look_up(adder.tree_cache, req)
@@ -99,16 +100,6 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     finally:
         # Its plan is made anew when it is admitted: one that is kept may outlive what it is of.
         restore_hooks.considered(req, admitted=False)
-
-
-def _sparing_beams(original: Callable[..., Any], adder: Any, req: Any) -> Any:
-    """SGLang passes over those that it has preempted already; see :func:`swap_in.retractable`."""
-    beams = [one for one in adder.running_batch.reqs if one.beam_group is not None]
-    adder.preempt_list.extend(beams)
-    try:
-        return original(adder, req)
-    finally:
-        adder.preempt_list[:] = [one for one in adder.preempt_list if one not in beams]
 
 
 def _held_back(adder: Any, req: Any, continuing: bool) -> bool:

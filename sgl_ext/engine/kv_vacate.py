@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.swap_in import reserved, retractable
+from sgl_ext.engine.beams import retractable
+from sgl_ext.engine.swap_in import reserved
 
 
 def evict(tree: Any, start: int, end: int) -> None:

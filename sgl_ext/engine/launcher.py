@@ -78,6 +78,7 @@ def one_sentence_about(server_args: Any) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        logger.debug("SGLang refuses its arguments", exc_info=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise hooks.ActivationError(
             f"SGLang cannot start with --model-path {server_args.model_path} and the other "

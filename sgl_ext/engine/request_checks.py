@@ -24,6 +24,10 @@ _LOGPROBS = 1 << 23
 _LARGEST_INT = (1 << 31) - 1
 """SGLang puts sampling parameters into tensors of int32."""
 _LARGEST_BIAS = 1e30
+_SCHEMA_LEVELS = 64
+"""Levels of a JSON schema. The time to compile one grows with about the cube of them."""
+_STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"'), re.compile(r"[\[\]{}]")
+"""Of a JSON text."""
 _LEAST_PENALTY = 1e-5
 """Logits are divided by it in float32."""
 NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least one token"
@@ -127,6 +131,8 @@ def check_sampling(params: Any, vocabulary: int) -> None:
         ValueError: names the field, what was found and what can be.
     """
     check_tokens("stop_token_ids", list(params.stop_token_ids or ()), vocabulary)
+    for name in ("json_schema", "structural_tag"):
+        check_levels(name, getattr(params, name))
     for token, bias in (params.logit_bias or {}).items():
         if not abs(bias) <= _LARGEST_BIAS:
             raise ValueError(
@@ -139,6 +145,16 @@ def check_sampling(params: Any, vocabulary: int) -> None:
         raise ValueError(
             f"repetition_penalty is {params.repetition_penalty}; give at least {_LEAST_PENALTY:g}"
         )
+
+
+def check_levels(name: str, text: str | None) -> None:
+    """Raises ValueError if a JSON text has too many levels for a grammar to be compiled of it."""
+    level = deepest = 0
+    for bracket in _BRACKETS.findall(_STRINGS.sub("", text or "")):
+        level += 1 if bracket in "[{" else -1
+        deepest = max(deepest, level)
+    if deepest > _SCHEMA_LEVELS:
+        raise ValueError(f"{name} has {deepest} levels; give one of at most {_SCHEMA_LEVELS}")
 
 
 def check_logprobs(request: Any, vocabulary: int, context: int) -> None:

@@ -8,6 +8,7 @@ from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine import (
     admission,
+    beams,
     cached_tokens,
     chunk_hooks,
     hooks,
@@ -52,6 +53,7 @@ HOOKS = (
     *ownership.HOOKS,
     *meta_info.HOOKS,
     *admission.HOOKS,
+    *beams.HOOKS,
     *interruption.HOOKS,
     *tier_hooks.HOOKS,
     *cached_tokens.HOOKS,

@@ -17,11 +17,15 @@ _AT_ONCE = 16
 """Requests that are split at once; others wait."""
 
 
+class StoppedError(Exception):
+    """Nobody waits for the parts of a text any more."""
+
+
 class _Turns:
     """A tokenizer whose calls are made by one thread, in the order in which they come.
 
-    Nearly all of the time of splitting is in its many calls, which are short. Once ``stopped``,
-    every text has no tokens: the splitter, which cannot be interrupted, soon comes to its end.
+    Nearly all of the time of splitting is in its many calls, which are short. Once ``stopped``, the
+    next one ends the splitting by an exception, which nobody waits for any more.
     """
 
     def __init__(self, tokenizer: Tokenizer, thread: Executor) -> None:
@@ -30,13 +34,11 @@ class _Turns:
         self.stopped = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any:
-        if self.stopped.is_set():
-            return ()
         return self._thread.submit(self._encode, text, add_special_tokens).result()
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        if self.stopped.is_set():  # while it was in the queue
-            return ()
+        if self.stopped.is_set():
+            raise StoppedError("the request has ended")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

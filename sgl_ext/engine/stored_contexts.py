@@ -149,7 +149,7 @@ class StoredContexts:
             raise (
                 error
                 if isinstance(error, ExtError)
-                else ExtError(f"context {follower.id} cannot be opened: {error}")
+                else ExtError(f"context {follower.id} cannot be opened: {reason_of(error)}")
             )
         tokens, prompt = future.result().tokens, len(follower.req.origin_input_ids)
         if tokens + prompt >= self._longest:
@@ -256,6 +256,11 @@ class StoredContexts:
             deadline=self._config.deadline,
         )  # fmt: skip
         return StoredAttention(stored, memory)
+
+
+def reason_of(error: BaseException) -> str:
+    """What a client is told: of errors of files, not their paths."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def end_request(req: Any, message: str) -> None:

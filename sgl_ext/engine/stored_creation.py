@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -40,8 +42,13 @@ _STORE_DEADLINE_S = 3600.0
 """Deadline in seconds of a request that stores a context, its wait for others included."""
 _AT_ONCE = 8
 """Contexts that are being stored or wait for that."""
+_LAYERS = re.compile(r"\d+/\d+")
+_SAYS = "sgl_ext: "
+"""What lines of the process that stores a context begin with."""
 _WIDEST_TOKEN = 64
 """Characters of a token, on average over a text, at most."""
+
+logger = logging.getLogger(__name__)
 
 
 class BusyError(ExtError):
@@ -235,16 +242,22 @@ class StoredCreation:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
-        told = "it said nothing"
+        told = ""
         try:
             if process.stdout is not None:
                 async for line in process.stdout:
                     told = line.decode(errors="replace").strip()
-                    self._storing[id_].progress = f"layer {told}"
+                    if _LAYERS.fullmatch(told):
+                        self._storing[id_].progress = f"layer {told}"
             await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            raise ExtError(told.removeprefix("sgl_ext: "))
+            logger.error("context %s cannot be stored: %s", id_, told)
+            if not told.startswith(_SAYS):
+                raise ExtError("the context cannot be stored; the server's log says why")
+            for device, directory in enumerate(self._directories):
+                told = told.replace(str(directory), f"device {device}")
+            raise ExtError(told.removeprefix(_SAYS))

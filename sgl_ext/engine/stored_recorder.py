@@ -160,7 +160,7 @@ class Recorder:
 
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}; the server's log says more"
         free = shutil.disk_usage(self._directory).free
         return (
             f"{error.strerror or error}; it is first written as a whole onto device 0, "

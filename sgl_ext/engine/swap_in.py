@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgl_ext import runtime
-from sgl_ext.engine import ownership, penalties
+from sgl_ext.engine import beams, ownership, penalties
 from sgl_ext.engine.meta_info import tell, told
 from sgl_ext.engine.swap_ahead import SwapAhead
 from sgl_ext.memory.tickets import (
@@ -144,18 +144,10 @@ def has_seat(adder: Any, req: Any) -> bool:
     running, new = adder.running_batch.reqs, adder.can_run_list
     # Groups that run have taken theirs when their prefill was launched.
     rowless = sum(not one.kv.holds_kv for one in new)
-    promised = sum(_members(one) for one in (*new, req))
+    promised = sum(beams.promised_rows(one) for one in (*new, req))
     free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless - promised
     most = adder.max_running_requests
     return free > 0 and (most is None or len(running) + len(new) + back < most)
-
-
-def _members(req: Any) -> int:
-    """Rows that the members of a beam group will take."""
-    group = req.beam_group
-    if group is None or group.member_rows is not None or group.retired or req.finished():
-        return 0
-    return int(group.beam_width) - 1
 
 
 def expect(adder: Any) -> None:
@@ -180,12 +172,6 @@ def reserved(req: Any) -> int:
 
     left = max((req.sampling_params.max_new_tokens or 0) - len(req.output_ids), 0)
     return min(left, int(CLIP_MAX_NEW_TOKENS))
-
-
-def retractable(req: Any) -> bool:
-    """Whether a running request can be retracted. SGLang retracts no beam group: the release of
-    its leader would orphan the rows of its members."""
-    return not req.finished() and req.beam_group is None
 
 
 def lacking(adder: Any, req: Any, cached: int) -> float:
