@@ -58,7 +58,7 @@ def require_names(view: Any, store_first: str | None, own: str | None) -> None:
     """Makes sure of both before a model is loaded, as far as arguments tell.
 
     Args:
-        view: SGLang's resolved arguments.
+        view: SGLang's arguments.
         store_first: the power that needs :func:`require_store_first`, if any.
         own: the power that needs :func:`require_own`, if any.
 

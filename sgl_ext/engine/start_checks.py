@@ -53,7 +53,7 @@ def require_resolved(server_args: Any, config: ExtConfig) -> None:
     if view.model_path.lower() in ("none", "dummy"):
         return
     _require_layout(view, config)
-    _require_attention(view, config)
+    _require_attention(server_args, config)
     model = model_config_of(server_args)
     if config.restore is not None:
         require_parts(config.restore, view.page_size, view.chunked_prefill_size)
@@ -139,13 +139,14 @@ def _require_layout(view: Any, config: ExtConfig) -> None:
         )
 
 
-def _require_attention(view: Any, config: ExtConfig) -> None:
+def _require_attention(server_args: Any, config: ExtConfig) -> None:
+    """Backends that were asked for; what SGLang chooses for a model is looked at when it runs."""
     planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
     own = "clusters" if config.clusters is not None else None
     if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
         own = f"peer.stream {config.peer.stream}"
     try:
-        require_names(view, planning, own)
+        require_names(server_args, planning, own)
     except ExtError as error:
         raise hooks.ActivationError(str(error)) from None
 
