@@ -8,3 +8,8 @@ class ExtError(Exception):
 
     status = 400
     """Of HTTP, where a request ends with it."""
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of an error without the path of its file, which is not for clients to know."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

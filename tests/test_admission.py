@@ -263,6 +263,18 @@ def test_nobody_is_preempted_for_a_request_that_was_admitted(
     assert len(adder.can_run_list) == 1
 
 
+def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
+    """An adder that may preempt ``running``, and records the places of those it releases."""
+    batch = SimpleNamespace(
+        reqs=running, release_req=lambda at, _left: released.append(at),
+        filter_batch=lambda **_kept: None,
+    )  # fmt: skip
+    return SimpleNamespace(
+        running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
+        memory_budget=SimpleNamespace(total_offset=0), **more,
+    )  # fmt: skip
+
+
 def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's release of a beam group's leader leaves the slots of its members behind."""
     from sglang.srt import runtime_context
@@ -277,15 +289,7 @@ def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for at, group in enumerate((object(), None))
     ]  # fmt: skip
-    batch = SimpleNamespace(
-        reqs=running, release_req=lambda at, _left: released.append(at),
-        filter_batch=lambda **_kept: None,
-    )  # fmt: skip
-    adder: Any = SimpleNamespace(
-        running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
-        memory_budget=SimpleNamespace(total_offset=0),
-        _get_running_request_total_token_offset=lambda _req: 0,
-    )  # fmt: skip
+    adder = preempting(running, released, _get_running_request_total_token_offset=lambda _req: 0)
     monkeypatch.setattr(admission.swap_hooks, "_arrival", lambda one: one.arrival)
     urgent: Any = SimpleNamespace(priority=5)
     assert not admission.swap_hooks.displace(adder, urgent, 150.0)
@@ -311,15 +315,9 @@ def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) ->
         )
         for at, group in enumerate((None, object()))
     ]  # fmt: skip
-    batch = SimpleNamespace(
-        reqs=running, release_req=lambda at, _left: released.append(at),
-        filter_batch=lambda **_kept: None,
-    )  # fmt: skip
-    adder: Any = SimpleNamespace(
-        running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
-        memory_budget=SimpleNamespace(total_offset=0), rem_total_tokens=1000,
+    adder = preempting(
+        running, released, rem_total_tokens=1000, _request_slot_reserve_for_req=lambda _req: 0,
         _get_running_request_total_token_offset=lambda _req: 10,
-        _request_slot_reserve_for_req=lambda _req: 0,
     )  # fmt: skip
     urgent: Any = SimpleNamespace(
         priority=5, full_untruncated_fill_ids=[1] * 8, prefix_len=0,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
 
 VERSION = 3
@@ -118,11 +118,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(open_own(path, os.O_RDONLY), "rb", buffering=0) as file:
             yield file
     except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
-        # Clients are told of it: where it lies is not theirs to know.
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DamagedError(
-            f"{path.name} is no context of sgl_ext: {reason or 'too large'}"
-        ) from None
+        reason = reason_of(error) or "too large"
+        raise DamagedError(f"{path.name} is no context of sgl_ext: {reason}") from None
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:

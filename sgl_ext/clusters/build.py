@@ -23,7 +23,7 @@ from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import About, out_of_range
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
 
 _WRITTEN = 4096
 """Blocks at a time."""
@@ -86,7 +86,7 @@ def build(
         for path in reversed(new):
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise ExtError(f"cannot store the context: {error.strerror or error}") from None
+            raise ExtError(f"cannot store the context: {reason_of(error)}") from None
         raise
 
 

@@ -12,7 +12,7 @@ from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import own_folders, storing
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.recorded import Recorded
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
 
 
 def store(
@@ -49,7 +49,7 @@ def main() -> None:
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
     except OSError as error:
-        sys.exit(f"sgl_ext: cannot store the context: {error.strerror or error}")
+        sys.exit(f"sgl_ext: cannot store the context: {reason_of(error)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.placement import SECTOR
 from sgl_ext.clusters.stored import Stored
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.transfer import (
     FileLane,
@@ -153,8 +153,7 @@ class Reader:
                 )
         except (OSError, ValueError) as error:
             self.close()
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ExtError(f"context {stored.name} cannot be read: {reason}") from None
+            raise ExtError(f"context {stored.name} cannot be read: {reason_of(error)}") from None
         odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
         if odd is not None:
             self.close()

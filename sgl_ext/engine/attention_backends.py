@@ -30,9 +30,9 @@ have another order, as TRT-LLM's has another than FlashInfer's.
 
 
 _STORE_FIRST_NAMES = ("torch_native", "triton", "fa3", "trtllm_mha")
-"""The same as SGLang's arguments name them."""
+"""Values of SGLang's ``--attention-backend`` that select one of these classes."""
 _OWN_NAME = "torch_native"
-"""What the compiled CPU attention is named there."""
+"""Argument value that selects the compiled CPU attention on a CPU."""
 
 
 PLANNING = ("chunks", "restore")

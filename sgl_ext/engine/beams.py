@@ -13,11 +13,7 @@ from typing import Any
 
 from sgl_ext import runtime
 from sgl_ext.engine import hooks
-
-
-def retractable(req: Any) -> bool:
-    """Whether a running request can be retracted."""
-    return not req.finished() and req.beam_group is None
+from sgl_ext.engine.retraction import release
 
 
 def promised_rows(req: Any) -> int:
@@ -58,24 +54,16 @@ def _pause(scheduler: Any, request: Any) -> None:
 
 
 def _end(scheduler: Any, req: Any) -> None:
-    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
-    reason = schedule_batch.FINISH_ABORT(
+    reason = FINISH_ABORT(
         "The server pauses and retracts its requests. Beam groups cannot be retracted; ask again.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
     )
     # In this order: the rows are found by what the leader holds.
     scheduler.beam_coordinator._free_member_rows(req.beam_group)
-    schedule_batch.release_req(
-        req=req,
-        remaing_req_count=0,
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        hisparse_coordinator=scheduler.hisparse_coordinator,
-        offload_kv=False,
-    )
+    release(scheduler, req, offload_kv=False)
     scheduler.beam_coordinator.retire_group(req)
     req.to_finish, req.finished_reason = None, reason
     scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)

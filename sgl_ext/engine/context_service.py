@@ -64,7 +64,7 @@ class ContextService:
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
         longest = max(self._most - 2 * page - 1, 1)  # that create() takes
         self.splitting = Splitting(manager.tokenizer, self._reading, longest)
-        """Of long texts into chunks."""
+        """Splits long texts into chunks."""
 
     def describe(self, context: Context) -> ContextInfo:
         """What users are told of a context."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.beams import retractable
+from sgl_ext.engine.retraction import release, retractable
 from sgl_ext.engine.swap_in import reserved
 
 
@@ -126,18 +126,9 @@ def _out(running: Any, going: Sequence[int]) -> list[Any]:
 
 
 def _retract_chunked(scheduler: Any) -> Any:
-    from sglang.srt.managers import schedule_batch
-
     req = scheduler.chunked_req
     scheduler.chunked_req = None
-    schedule_batch.release_req(
-        req=req,
-        remaing_req_count=0,
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        hisparse_coordinator=None,
-    )
+    release(scheduler, req)
     return req
 
 

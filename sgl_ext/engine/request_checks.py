@@ -27,7 +27,7 @@ _LARGEST_BIAS = 1e30
 _SCHEMA_LEVELS = 64
 """Levels of a JSON schema. The time to compile one grows with about the cube of them."""
 _STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"'), re.compile(r"[\[\]{}]")
-"""Of a JSON text."""
+"""String literals and brackets in a JSON text."""
 _LEAST_PENALTY = 1e-5
 """Logits are divided by it in float32."""
 NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least one token"

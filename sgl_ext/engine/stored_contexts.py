@@ -21,7 +21,7 @@ from sgl_ext.engine.stored_attention import StoredAttention
 from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.engine.stored_metrics import BLOCKS, StoredMetrics
 from sgl_ext.engine.stored_parameters import FollowsStored
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.build import emulated
 
@@ -256,11 +256,6 @@ class StoredContexts:
             deadline=self._config.deadline,
         )  # fmt: skip
         return StoredAttention(stored, memory)
-
-
-def reason_of(error: BaseException) -> str:
-    """What a client is told: of errors of files, not their paths."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def end_request(req: Any, message: str) -> None:

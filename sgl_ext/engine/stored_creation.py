@@ -44,7 +44,7 @@ _AT_ONCE = 8
 """Contexts that are being stored or wait for that."""
 _LAYERS = re.compile(r"\d+/\d+")
 _SAYS = "sgl_ext: "
-"""What lines of the process that stores a context begin with."""
+"""Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
 _WIDEST_TOKEN = 64
 """Characters of a token, on average over a text, at most."""
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import beams, hooks, penalties, swap_in
+from sgl_ext.engine import hooks, penalties, swap_in
+from sgl_ext.engine.retraction import retractable
 from sgl_ext.engine.unserved import Unserved, require_served
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
@@ -197,9 +198,7 @@ def displace(adder: Any, req: Any, lacking: float) -> bool:
 
     sign = -1 if get_schedule().schedule_low_priority_values_first else 1
     batch = adder.running_batch
-    running = [
-        one for one in batch.reqs if beams.retractable(one) and one not in adder.preempt_list
-    ]
+    running = [one for one in batch.reqs if retractable(one) and one not in adder.preempt_list]
     running.sort(key=lambda one: (sign * one.priority, -_arrival(one)))
     victims = []
     for one in running:

@@ -142,8 +142,8 @@ def has_seat(adder: Any, req: Any) -> bool:
     if ext is not None and ext.ahead is not None:
         back += len(ext.ahead)
     running, new = adder.running_batch.reqs, adder.can_run_list
-    # Groups that run have taken theirs when their prefill was launched.
     rowless = sum(not one.kv.holds_kv for one in new)
+    # Groups in the running batch have their rows since their prefill was launched.
     promised = sum(beams.promised_rows(one) for one in (*new, req))
     free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless - promised
     most = adder.max_running_requests
