@@ -15,8 +15,8 @@ import psutil
 
 from sgl_ext import SUPPORTED_SGLANG, preflight
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core.hooks import installed_sglang
 from sgl_ext.engine.cpu import platform as cpu
-from sgl_ext.engine.hooks import installed_sglang
 from sgl_ext.errors import ExtError
 from sgl_ext.memory import mapping
 from sgl_ext.memory.limits import available_memory
@@ -91,7 +91,7 @@ def _hooks() -> Check:
     """In a process of its own: importing SGLang here would change this one."""
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "sgl_ext.engine.probe"],
+            [sys.executable, "-m", "sgl_ext.engine.core.probe"],
             capture_output=True, text=True, timeout=_PROBE_DEADLINE_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -23,6 +23,6 @@ def chunk(text_or_id: str, method: str | None = None) -> Any:
         ExtError: empty, or an id with a method.
         TypeError: no str, as in a program that is only traced.
     """
-    from sgl_ext.engine.frontend import Chunk
+    from sgl_ext.engine.chunks.frontend import Chunk
 
     return Chunk(text_or_id, method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sgl_ext.engine.offline import EngineContexts
+    from sgl_ext.engine.chunks.offline import EngineContexts
 
 
 def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
@@ -20,6 +20,6 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
     Raises:
         ExtError: the engine has no ``chunks`` section, or its model cannot be served with it.
     """
-    from sgl_ext.engine import offline
+    from sgl_ext.engine.chunks import offline
 
     return offline.contexts_of(engine, cache_salt)

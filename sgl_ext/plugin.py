@@ -7,7 +7,8 @@ def register() -> None:
     """``sglang.srt.plugins``: makes the flags known; nothing is active before they are given."""
     import sys
 
-    from sgl_ext.engine import activation, hooks, server_args
+    from sgl_ext.engine.core import activation, hooks
+    from sgl_ext.engine.launch import server_args
 
     try:
         server_args.register()

@@ -17,8 +17,8 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from starlette.middleware.base import RequestResponseEndpoint
 
 from sgl_ext.config import Chunks
-from sgl_ext.engine.context_api import install
-from sgl_ext.engine.context_service import ContextService
+from sgl_ext.engine.chunks.api import install
+from sgl_ext.engine.chunks.service import ContextService
 
 
 class Manager:

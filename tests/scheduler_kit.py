@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.memory.slab import Layout, Slab
 
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")

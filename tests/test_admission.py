@@ -10,10 +10,11 @@ from unittest.mock import MagicMock
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import admission, chunk_hooks
-from sgl_ext.engine.meta_info import told
+from sgl_ext.engine.chunks import power as chunk_hooks
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.meta_info import told
+from sgl_ext.engine.step import admission
 from sgl_ext.plan import Compute, PrefillPlan, Span
 
 

@@ -18,10 +18,10 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import plan_hooks, stored_geometry
-from sgl_ext.engine.attention_backends import (
+from sgl_ext.engine.clusters import geometry as stored_geometry
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.attention_backends import (
     _STORE_FIRST,
     _STORE_FIRST_NAMES,
     OWN,
@@ -33,6 +33,7 @@ from sgl_ext.engine.attention_backends import (
 )
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
+from sgl_ext.engine.step import forward as plan_hooks
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import until
 
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.memory import backing
 from sgl_ext.memory.lent import Lendable
 from sgl_ext.memory.mapping import HUGE_PAGE

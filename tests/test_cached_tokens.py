@@ -10,13 +10,13 @@ import pytest
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
 from sgl_ext.config import load
-from sgl_ext.engine import cached_tokens
-from sgl_ext.engine.restore_hooks import Coming
+from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.restore.turn import Coming
+from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.host_prefixes import Held, Strategy
 from sgl_ext.restore.pointers import Pointers, Stretch
 from sgl_ext.restore.restorer import Restorer
-from sgl_ext.runtime import ExtRuntime
 
 PAGE = 16
 

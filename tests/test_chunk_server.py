@@ -24,7 +24,7 @@ from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
-from sgl_ext.engine.link_parameters import COMPOSITION, SELECTION
+from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION
 from sgl_ext.lang import chunk
 
 DEADLINE_S = 240.0

@@ -22,11 +22,12 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
-from sgl_ext.engine import client_gone, splitting
-from sgl_ext.engine.context_api import CreateContexts, install
-from sgl_ext.engine.context_parts import _read
-from sgl_ext.engine.context_service import ALONE, ContextService
-from sgl_ext.engine.link_parameters import MARKED
+from sgl_ext.engine.chunks import splitting
+from sgl_ext.engine.chunks.api import CreateContexts, install
+from sgl_ext.engine.chunks.middleware import _read
+from sgl_ext.engine.chunks.parameters import MARKED
+from sgl_ext.engine.chunks.service import ALONE, ContextService
+from sgl_ext.engine.front import client_gone
 from sgl_ext.errors import ExtError
 
 JSON = {"content-type": "application/json"}
@@ -467,7 +468,7 @@ def test_bodies_are_read_wherever_the_server_is_mounted(client: TestClient) -> N
 
 
 def test_the_largest_bodies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_ext.engine.context_parts._LARGEST_BODY", 10)
+    monkeypatch.setattr("sgl_ext.engine.chunks.middleware._LARGEST_BODY", 10)
     coming = [{"body": b"0123456789", "more_body": True}] * 2 + [{"body": b"0"}]
     waiting = iter(coming)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from sgl_ext.chunks.contexts import Context, Contexts
-from sgl_ext.engine.context_renewal import Renewal
+from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.errors import ExtError
 
 

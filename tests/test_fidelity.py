@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from sgl_ext.engine.fidelity import Fidelity, require
+from sgl_ext.engine.chunks.fidelity import Fidelity, require
 from sgl_ext.errors import ExtError
 
 

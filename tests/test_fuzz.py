@@ -25,10 +25,10 @@ from tier_kit import LAYOUT, arena, directories, folder, get, put
 from sgl_ext.chunks.composition import Composition, LinkedChunk, Selection
 from sgl_ext.config import load
 from sgl_ext.config_source import ConfigError
-from sgl_ext.engine.context_api import CreateContexts
-from sgl_ext.engine.link_parameters import COMPOSITION, SELECTION, read_parameters
-from sgl_ext.engine.stored_api import StoreContext
-from sgl_ext.engine.stored_parameters import RECORDED, STORED, read_stored
+from sgl_ext.engine.chunks.api import CreateContexts
+from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, read_parameters
+from sgl_ext.engine.clusters.api import StoreContext
+from sgl_ext.engine.clusters.parameters import RECORDED, STORED, read_stored
 from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.transfer import TransferEngine

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sgl_ext.engine.hooks import ActivationError, Hook, Seam, accepts, apply, register, verify
+from sgl_ext.engine.core.hooks import ActivationError, Hook, Seam, accepts, apply, register, verify
 
 
 class Host:

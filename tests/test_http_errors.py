@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from sgl_ext.config import load
-from sgl_ext.engine.http_errors import _anthropic, _openai, install
+from sgl_ext.engine.front.errors import _anthropic, _openai, install
 
 
 class Body(BaseModel):

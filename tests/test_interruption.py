@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import interruption
-from sgl_ext.runtime import ExtRuntime
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.restore import interruption
 
 
 class _Restorer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator, runs_of
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator, runs_of
 
 OPERATIONS = 1000
 """Of one seed and page; the policy below it has its own hundred thousand."""

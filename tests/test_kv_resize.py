@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator
-from sgl_ext.engine.kv_resize import KVResizer
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.errors import ExtError
 
 PAGE, BLOCKS = 4, 20

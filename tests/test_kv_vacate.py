@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_ext.engine import kv_vacate
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator
+from sgl_ext.engine.kv import vacate as kv_vacate
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 
 PAGE, BLOCKS = 4, 100
 

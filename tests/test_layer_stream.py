@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_ext.config_values import EmulatedDevice
-from sgl_ext.engine.layer_stream import LayerStream
+from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Layout, Slab

@@ -17,7 +17,7 @@ PROGRAM = """
 import json, sys
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.scheduler import Scheduler
-from sgl_ext.engine.kv_resize import KVResizer
+from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.memory.block_groups import BlockGroups
 
 named = 0  # blocks that were asked for in the name of a request

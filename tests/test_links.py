@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.bench.data import sharegpt_prompts
 from sgl_ext.chunks.composition import Composition, LinkedChunk, path_of
-from sgl_ext.engine.link_report import report
+from sgl_ext.engine.chunks.report import report
 
 PROGRAM = """
 import asyncio, json, sys
@@ -26,9 +26,9 @@ from sglang.srt.managers.scheduler import Scheduler
 computed = []  # tokens of each forward that was carried out in rows
 
 def probe(self, path, start=False):
-    from sgl_ext import runtime
-    from sgl_ext.engine import rows
-    from sgl_ext.engine.chunk_links import open_links
+    from sgl_ext.engine.core import runtime
+    from sgl_ext.engine.step import rows
+    from sgl_ext.engine.chunks.links import open_links
     ext = runtime.current
     if start:
         ext.links = open_links(self, ext)

@@ -18,12 +18,13 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig, SwapBaseline
-from sgl_ext.engine import ownership, swap_in
-from sgl_ext.engine.kv_allocator import BlockGroupAllocator
-from sgl_ext.engine.ownership import TwoOwnersError
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.kv import ownership
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+from sgl_ext.engine.kv.ownership import TwoOwnersError
 from sgl_ext.engine.prefix_tree import prefix_tree
+from sgl_ext.engine.swap import resume as swap_in
 from sgl_ext.memory.tickets import State
 from sgl_ext.swap.manager import SwapManager
 

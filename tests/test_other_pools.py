@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from sgl_ext import runtime
 from sgl_ext.config import load
-from sgl_ext.engine import activation, kv_memory, peer_hooks
-from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.core import activation, runtime
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.kv import install as kv_memory
+from sgl_ext.engine.peer import power as peer_hooks
 
 BASE = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -50,7 +51,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sgl_ext.config import load
-from sgl_ext.engine import activation, scheduler, start_checks
+from sgl_ext.engine.core import activation
+from sgl_ext.engine.core import scheduler
+from sgl_ext.engine.launch import start_checks
 
 # The launcher refuses clusters with the backend that SGLang demands of one of the models. What a
 # scheduler finds of its pool is tested here.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.own_requests import OwnRequests
+from sgl_ext.engine.core.own_requests import OwnRequests
 
 
 def test_a_request_that_nobody_waits_for_is_aborted() -> None:

@@ -14,9 +14,11 @@ from peer_kit import LightMaster
 from scheduler_kit import Batch, Req, Scheduler
 
 from sgl_ext.config import Peer
-from sgl_ext.engine import kv_vacate, peer_roles, peer_side
-from sgl_ext.engine.peer_roles import MasterSide, WorkerSide, open_side
-from sgl_ext.engine.peer_side import PeerSide
+from sgl_ext.engine.kv import vacate as kv_vacate
+from sgl_ext.engine.peer import roles as peer_roles
+from sgl_ext.engine.peer import side as peer_side
+from sgl_ext.engine.peer.roles import MasterSide, WorkerSide, open_side
+from sgl_ext.engine.peer.side import PeerSide
 
 PATIENT = {"deadline": "60s", "lease": "60s"}
 

@@ -16,11 +16,11 @@ from conftest import until
 from msgspec.structs import replace
 from scheduler_kit import Scheduler
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine import peer_hooks
-from sgl_ext.engine.hooks import ActivationError
-from sgl_ext.engine.unserved import COMMON
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.core.unserved import COMMON
+from sgl_ext.engine.peer import power as peer_hooks
 from sgl_ext.peer import directory
 from sgl_ext.peer.directory import DirectoryError
 from sgl_ext.peer.link import Link, LinkError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.plan_hooks import _charge, _continue, _log, _select
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.step.forward import _charge, _continue, _log, _select
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
 PAGE = 16

@@ -10,11 +10,12 @@ import pytest
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability.metrics_collector import QueueCount
 
-from sgl_ext import runtime
 from sgl_ext.config import ExtConfig, Swap
-from sgl_ext.engine import priorities, swap_hooks
-from sgl_ext.engine.hooks import ActivationError
-from sgl_ext.engine.priorities import Priorities, priorities_of
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.swap import out as swap_hooks
+from sgl_ext.engine.swap import priorities
+from sgl_ext.engine.swap.priorities import Priorities, priorities_of
 
 LEAST = -sys.maxsize - 1
 """What SGLang gives a request without a priority."""
@@ -112,7 +113,7 @@ def test_a_full_queue_compares_what_was_given(
 
 
 def test_a_cache_that_is_ordered_by_priority_is_refused() -> None:
-    from sgl_ext.engine.unserved import COMMON
+    from sgl_ext.engine.core.unserved import COMMON
 
     fields = [field for field, *_ in (*COMMON, *swap_hooks._UNSERVED)]
     off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.http_server import validation_exception_handler
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sgl_ext.engine import priority_api
+from sgl_ext.engine.swap import api as priority_api
 
 BODY = {"rid": "one", "priority": 3}
 

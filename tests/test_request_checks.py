@@ -15,10 +15,10 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ext import runtime
-from sgl_ext.engine import request_hooks
-from sgl_ext.engine.activation import CARRIED
-from sgl_ext.engine.request_checks import (
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.activation import CARRIED
+from sgl_ext.engine.front import validation as request_hooks
+from sgl_ext.engine.front.checks import (
     check_labels,
     check_request,
     check_size,

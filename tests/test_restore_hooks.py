@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from sglang.srt import runtime_context
 
-from sgl_ext import runtime
 from sgl_ext.config import load
-from sgl_ext.engine import restore_hooks, restore_setup
-from sgl_ext.engine.hooks import ActivationError
-from sgl_ext.engine.tier_linker import TierLinker
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.restore import power as restore_setup
+from sgl_ext.engine.restore import turn as restore_hooks
+from sgl_ext.engine.tiers.linker import TierLinker
 from sgl_ext.memory.slab import Layout
 from sgl_ext.plan import Compute, PrefillPlan, Span
 from sgl_ext.restore.costs import ComputeCost, Costs

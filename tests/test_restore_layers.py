@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tier_kit import LAYOUTS, arena, content, keys
 
-from sgl_ext.engine.layer_restore import taken_back
+from sgl_ext.engine.restore.by_layers import taken_back
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine

@@ -20,7 +20,7 @@ from sglang.srt.managers.scheduler import Scheduler
 own = []  # how the restorer decides where a forward ends
 
 def probe(self, path, seed=0, policy="shortest"):
-    from sgl_ext import runtime
+    from sgl_ext.engine.core import runtime
     from sgl_ext.restore import restorer as module
     from sgl_ext.restore.policies import POLICIES, Shortest
 

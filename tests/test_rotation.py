@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
-from sgl_ext.engine.hooks import ActivationError
-from sgl_ext.engine.rope import rotation_of
+from sgl_ext.engine.chunks.rope import rotation_of
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.memory.slab import Layout
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,6 +145,6 @@ def test_a_model_is_asked_whether_moved_keys_are_its_own(
     rotation_of(model, layout)
     right = frequencies_of(embedding._compute_cos_sin_cache().numpy())
     wrong = Rope(embedding.rotary_dim, right[::-1], not embedding.is_neox_style)
-    monkeypatch.setattr("sgl_ext.engine.rope._rope_of", lambda _: wrong)
+    monkeypatch.setattr("sgl_ext.engine.chunks.rope._rope_of", lambda _: wrong)
     with pytest.raises(ActivationError, match="keys moved from position 0 to 1 are off by"):
         rotation_of(model, layout)

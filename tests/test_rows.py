@@ -27,8 +27,8 @@ def plan_of(ids, choose):
     return PrefillPlan([Span(a, b, Compute()) for a, b in zip(bounds, bounds[1:])])
 
 def probe(self, path, seed):
-    from sgl_ext import runtime
-    from sgl_ext.engine import rows
+    from sgl_ext.engine.core import runtime
+    from sgl_ext.engine.step import rows
     global split
     choose = random.Random(seed)
     if not unplanned:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROGRAM = """
 import os, sys, tempfile
-from sgl_ext.engine import run_directory
+from sgl_ext.engine.launch import run_directory
 run_directory.remember_instance("abc123")
 with run_directory.as_temporary_directory():
     print(tempfile.mkdtemp(), flush=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ext.engine.secrets import mask_command
+from sgl_ext.engine.launch.secrets import mask_command
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ for flags in (["--enable-ext"], []):
     shown = record.resolved_dict()
     shown["launch_command"] = record.launch_command
     print(json.dumps([str(shown), record.api_key, record.admin_api_key]))
-    sys.modules["sgl_ext.engine.server_args"]._requested = None
+    sys.modules["sgl_ext.engine.launch.server_args"]._requested = None
 """
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120

@@ -16,7 +16,9 @@ import requests
 from conftest import POOL, Launch, refusal, running_in_group
 
 from sgl_ext.bench import server
-from sgl_ext.engine import kv_memory, launcher, scheduler, server_args
+from sgl_ext.engine.core import scheduler
+from sgl_ext.engine.kv import install as kv_memory
+from sgl_ext.engine.launch import launcher, server_args
 
 ONE_OF_EACH = [module.HOOKS[0].target for module in (server_args, launcher, scheduler, kv_memory)]
 
@@ -224,4 +226,4 @@ def test_without_the_flag_nothing_is_active(stock: server.Server) -> None:
     ).stdout
     patched, modules = json.loads(output.splitlines()[-1])
     assert patched == sorted(hook.target for hook in server_args.HOOKS)
-    assert not {"sgl_ext.engine.launcher", "sgl_ext.engine.scheduler"} & set(modules)
+    assert not {"sgl_ext.engine.launch.launcher", "sgl_ext.engine.core.scheduler"} & set(modules)

@@ -14,8 +14,8 @@ import torch
 from sglang.srt.arg_groups import model_override_base, overrides
 
 from sgl_ext.config import load
-from sgl_ext.engine import start_checks
-from sgl_ext.engine.hooks import ActivationError
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.launch import start_checks
 
 HOST = {"host": {"capacity": "64MiB"}}
 

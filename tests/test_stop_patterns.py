@@ -13,9 +13,9 @@ from sglang.srt import distributed, runtime_context
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ext import runtime
-from sgl_ext.engine import stop_patterns
-from sgl_ext.engine.stop_patterns import Allowance, _check
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.step import stop_patterns
+from sgl_ext.engine.step.stop_patterns import Allowance, _check
 
 
 class Letters:

@@ -17,11 +17,11 @@ from sgl_ext.clusters.build import build
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
+from sgl_ext.engine.clusters.attention import Own, StoredAttention
+from sgl_ext.engine.clusters.contexts import Follower
+from sgl_ext.engine.clusters.forward import StoredForward
+from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
-from sgl_ext.engine.stored_attention import Own, StoredAttention
-from sgl_ext.engine.stored_contexts import Follower
-from sgl_ext.engine.stored_forward import StoredForward
-from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 

@@ -27,9 +27,9 @@ from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Geometry, Recorded
 from sgl_ext.clusters.stored import Stored, about
+from sgl_ext.engine.clusters.attention import Own, StoredAttention
+from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.cpu.native_attention import NativeAttention
-from sgl_ext.engine.stored_attention import Own, StoredAttention
-from sgl_ext.engine.stored_memory import StoredMemory
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 

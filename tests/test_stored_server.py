@@ -23,7 +23,7 @@ from sgl_ext.bench.questions import questions
 from sgl_ext.bench.server import Server, System, live, serve
 from sgl_ext.cli import app
 from sgl_ext.clusters.files import index_file, own_folders
-from sgl_ext.engine.stored_metrics import BLOCKS
+from sgl_ext.engine.clusters.metrics import BLOCKS
 
 DEADLINE_S = 300.0
 _CONTEXT, _DEVICES = 1500, 3

@@ -21,14 +21,14 @@ from test_stored_fuzz import GEOMETRY, OPTIONS, recorded_context
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import index_file, names, own_folders
 from sgl_ext.config import Clusters
-from sgl_ext.engine import stored_creation
-from sgl_ext.engine.client_gone import ClientGoneError, while_connected
-from sgl_ext.engine.stored_api import install
-from sgl_ext.engine.stored_attention import StoredAttention
-from sgl_ext.engine.stored_contexts import StoredContexts
-from sgl_ext.engine.stored_creation import BusyError
-from sgl_ext.engine.stored_parameters import RECORDED, STORED, FollowsStored
-from sgl_ext.engine.stored_service import StoredService
+from sgl_ext.engine.clusters import creation as stored_creation
+from sgl_ext.engine.clusters.api import install
+from sgl_ext.engine.clusters.attention import StoredAttention
+from sgl_ext.engine.clusters.contexts import StoredContexts
+from sgl_ext.engine.clusters.creation import BusyError
+from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored
+from sgl_ext.engine.clusters.service import StoredService
+from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
 from sgl_ext.errors import ExtError
 
 ROUTE = "/ext/stored_contexts"

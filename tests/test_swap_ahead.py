@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from stack_kit import BLOCKS, Machine
 from tier_kit import keys
 
-from sgl_ext.engine.swap_ahead import SwapAhead
+from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.runs import runs_of
 from sgl_ext.swap.adaptive import Adaptive

@@ -22,7 +22,7 @@ from sgl_ext.memory.tickets import TransferError
 from sgl_ext.swap.manager import SwapManager
 
 def probe(self, path):
-    from sgl_ext import runtime
+    from sgl_ext.engine.core import runtime
     ext = runtime.current
     self.token_to_kv_pool_allocator.groups.check_integrity()
     ext.tiers.host.check_integrity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from types import SimpleNamespace
 
-from sgl_ext.engine.tier_linker import TierLinker
+from sgl_ext.engine.tiers.linker import TierLinker
 
 
 class Stack:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from sglang.srt.entrypoints.engine import Engine
 
 if __name__ != "__main__":  # a scheduler, which imports this file first
-    from sgl_ext.engine import layer_restore
+    from sgl_ext.engine.restore import by_layers as layer_restore
     from sgl_ext.memory.tickets import TransferCancelledError
 
     choose = random.Random(os.getpid())

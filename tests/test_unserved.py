@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ext.engine.chunk_hooks import _UNSERVED as OF_CHUNKS
-from sgl_ext.engine.hooks import ActivationError
-from sgl_ext.engine.restore_setup import _UNSERVED as OF_RESTORE
-from sgl_ext.engine.tier_hooks import _UNSERVED as OF_TIERS
-from sgl_ext.engine.unserved import COMMON, Unserved, require_served
+from sgl_ext.engine.chunks.power import _UNSERVED as OF_CHUNKS
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.core.unserved import COMMON, Unserved, require_served
+from sgl_ext.engine.restore.power import _UNSERVED as OF_RESTORE
+from sgl_ext.engine.tiers.power import _UNSERVED as OF_TIERS
 
 NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1}
 

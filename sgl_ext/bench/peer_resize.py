@@ -92,7 +92,7 @@ class _Whole:
     """
 
     def __init__(self, blocks: int, cached: int) -> None:
-        from sgl_ext.engine.kv_resize import KVResizer
+        from sgl_ext.engine.kv.resize import KVResizer
 
         scheduler = _scheduler(blocks)
         self._tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -122,7 +122,7 @@ class _Whole:
         return min(blocks, self._resizer.removable)
 
     def vacate(self, blocks: int) -> int:
-        from sgl_ext.engine import kv_vacate
+        from sgl_ext.engine.kv import vacate as kv_vacate
 
         end = 1 + self.blocks
         kv_vacate.evict(self._tree, (end - blocks) * _LAYOUT.page, end * _LAYOUT.page)
@@ -166,8 +166,8 @@ def _scheduler(blocks: int) -> Any:
     """What of SGLang's holds and counts KV."""
     import torch
 
-    from sgl_ext.engine.kv_allocator import BlockGroupAllocator
-    from sgl_ext.engine.kv_resize import HOLDERS
+    from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+    from sgl_ext.engine.kv.resize import HOLDERS
     from sgl_ext.engine.prefix_tree import prefix_tree
 
     page, size = _LAYOUT.page, blocks * _LAYOUT.page

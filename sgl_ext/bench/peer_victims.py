@@ -21,7 +21,7 @@ from sgl_ext.bench.peer_files import (
     processes_of,
 )
 from sgl_ext.bench.server import Server, serve
-from sgl_ext.engine import run_directory
+from sgl_ext.engine.launch import run_directory
 from sgl_ext.memory.mapping import HUGE_PAGE
 from sgl_ext.models import SMOLLM2, prepare
 

@@ -21,7 +21,7 @@ from sgl_ext.bench import stage_process
 from sgl_ext.bench.report import Report, summary
 from sgl_ext.bench.restore_contexts import of_lengths
 from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Place, Restoration
-from sgl_ext.engine.stage_model import PAGE, write_part
+from sgl_ext.engine.restore.stage_model import PAGE, write_part
 from sgl_ext.errors import ExtError
 
 STAGES = 2

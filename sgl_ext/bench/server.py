@@ -21,7 +21,7 @@ import requests
 from sgl_ext.bench import quick_start
 from sgl_ext.bench.mapped import mapped_segments, segments
 from sgl_ext.bench.progress import say
-from sgl_ext.engine import run_directory
+from sgl_ext.engine.launch import run_directory
 from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0

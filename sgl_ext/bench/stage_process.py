@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.engine.stage_model import PAGE, Inputs, StageModel
+from sgl_ext.engine.restore.stage_model import PAGE, Inputs, StageModel
 from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost

@@ -81,7 +81,7 @@ def report():
         if "sglang.srt.managers.scheduler" in sys.modules:
             module.__version__ = "0.0.0"
 
-    after_import("sgl_ext.engine.activation", change)
+    after_import("sgl_ext.engine.core.activation", change)
 
 
 globals()[WHAT]()

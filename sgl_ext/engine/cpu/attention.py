@@ -18,16 +18,16 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_ext import runtime
+from sgl_ext.engine.core import runtime
 from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
-    from sgl_ext.engine.layer_stream import LayerStream
-    from sgl_ext.engine.stored_contexts import StoredContexts
-    from sgl_ext.engine.stored_forward import StoredForward
-    from sgl_ext.engine.stored_recorder import Recorder
+    from sgl_ext.engine.clusters.contexts import StoredContexts
+    from sgl_ext.engine.clusters.forward import StoredForward
+    from sgl_ext.engine.clusters.recorder import Recorder
+    from sgl_ext.engine.peer.stream import LayerStream
 
 STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
 """Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
@@ -92,7 +92,7 @@ class ForwardRows:
             return None
         # Behind the rows of requests those of beams may follow, which follow no context.
         followers += [None] * (len(self._requests) - len(followers))
-        from sgl_ext.engine.stored_forward import StoredForward
+        from sgl_ext.engine.clusters.forward import StoredForward
 
         return StoredForward(
             stored, followers, self._table, self._requests, self._contexts, self._lengths

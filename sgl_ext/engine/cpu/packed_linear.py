@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sgl_ext.engine import weight_updates
+from sgl_ext.engine.core import weight_updates
 
 LIMIT = 2 << 30
 """Bytes of a model's weights, in the order in which they are loaded."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from sgl_ext import SUPPORTED_SGLANG
-from sgl_ext.engine import hooks
+from sgl_ext.engine.core import hooks
 
 PLATFORM_NAME = "sgl_ext_cpu"
 """Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""

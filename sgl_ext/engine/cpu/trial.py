@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.engine.cpu.native_attention import batch_of
-from sgl_ext.engine.kv_pool import SlabKVPool
+from sgl_ext.engine.kv.pool import SlabKVPool
 
 Layout = Literal["layer-major", "block-major"]
 """Of the pool's memory: SGLang's own, or every layer's K and V of a slot side by side."""

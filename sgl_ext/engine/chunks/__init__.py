@@ -1,0 +1,1 @@
+"""The ``chunks`` power in SGLang: position-independent chunk caching (EPIC)."""

@@ -1,0 +1,114 @@
+"""``/ext/context_cache``: the routes of a server's contexts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+
+from sgl_ext.chunks.contexts import Context
+from sgl_ext.chunks.split import Split
+from sgl_ext.config import Chunks
+from sgl_ext.engine.chunks.middleware import Parts, refusal
+from sgl_ext.engine.chunks.service import ContextService
+from sgl_ext.engine.front.client_gone import while_connected
+from sgl_ext.errors import ExtError
+
+_MOST = 1024
+"""Chunks that are created at once."""
+_LARGEST = 1 << 22
+"""Characters of all their texts."""
+
+
+def _of_unicode(text: str) -> str:
+    text.encode()  # raises for half a character, which JSON can say
+    return text
+
+
+Text = Annotated[str, AfterValidator(_of_unicode)]
+
+
+class CreateContexts(BaseModel):
+    """What ``POST /ext/context_cache`` takes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chunks: Annotated[list[Text | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
+    """Each a text, or its token ids."""
+    method: Text | None = None
+    """Name of the link method; the server's default without it."""
+    split: Split = Split()
+    """How each chunk is split first; there is a context of each part then."""
+    prefix: Text | None = None
+    """What prompts that link them begin with, such as the system prompt."""
+    ttl: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
+    """Seconds until they expire; never without it."""
+    cache_salt: Text | None = None
+    """Keeps them apart from those of other tenants."""
+
+
+async def created(service: ContextService, body: CreateContexts) -> list[Context]:
+    """The contexts that are asked for.
+
+    Raises:
+        ExtError: see :meth:`ContextService.create` and :meth:`Splitting.parts`.
+    """
+    texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
+    if (size := sum(map(len, texts))) > _LARGEST:
+        raise ExtError(
+            f"these texts have {size} characters; create contexts of at most {_LARGEST} at once"
+        )
+    parts = await service.splitting.parts(body.chunks, body.split, _MOST)
+    return await service.create(
+        parts,
+        method=body.method,
+        prefix=body.prefix,
+        ttl=body.ttl,
+        salt=body.cache_salt,
+    )
+
+
+def router(service: ContextService) -> APIRouter:
+    """The routes of the context cache."""
+    from sglang.srt.entrypoints.http_server import ORJSONRoute
+
+    # SGLang's own reading of bodies, which takes no half characters: their errors name them.
+    routes = APIRouter(prefix="/ext/context_cache", route_class=ORJSONRoute)
+
+    def told(context: Context) -> dict[str, Any]:
+        return msgspec.structs.asdict(service.describe(context))
+
+    @routes.post("")
+    async def create(body: CreateContexts, request: Request) -> dict[str, Any]:
+        found = await while_connected(request, created(service, body))
+        return {"contexts": [*map(told, found)]}
+
+    @routes.get("/list")
+    async def every(cache_salt: str | None = None) -> dict[str, Any]:
+        return {"contexts": [*map(told, service.contexts.all(cache_salt))]}
+
+    @routes.get("/fidelity")
+    async def fidelity() -> dict[str, Any]:
+        found = service.fidelity
+        return {"method": service.method, "nats": None if found is None else asdict(found)}
+
+    @routes.get("/{id_}")
+    async def one(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+        return told(service.contexts.get(id_, cache_salt))
+
+    @routes.delete("/{id_}")
+    async def delete(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+        service.contexts.delete(id_, cache_salt)
+        return {"deleted": id_}
+
+    return routes
+
+
+def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
+    """Adds all of it to SGLang's HTTP server, before that is started."""
+    app.include_router(router(service))
+    app.add_exception_handler(ExtError, refusal)
+    app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)

@@ -1,0 +1,97 @@
+"""CacheBlend in a forward: the first layers, of all tokens, say whose KV the others compute anew.
+
+Source: CacheBlend (EuroSys 2025), §4.3, with one selection, after layer 1, as EPIC §4 compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.step import rows
+from sgl_ext.engine.step.rows import Row
+
+
+class Candidates(NamedTuple):
+    """Linked tokens of a request, some of which are computed anew."""
+
+    positions: NDArray[np.int64]
+    """In the prompt, ascending."""
+    wanted: int
+    """How many of them."""
+
+
+@contextmanager
+def blending(
+    ext: ExtRuntime,
+    runner: Any,
+    batch: Any,
+    parts: Sequence[Row],
+    candidates: Mapping[int, Candidates],
+) -> Iterator[list[Row]]:
+    """Has the model's next forward go on with some tokens only.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        batch: SGLang's ``ForwardBatch``, whose linked KV is in place.
+        parts: the rows that are computed without blending.
+        candidates: by the request's place in the batch.
+
+    Yields:
+        The rows that the forward has to begin with.
+    """
+    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in candidates]
+    begin = sorted(whole + [part for part in parts if part.request not in candidates])
+    pool = runner.token_to_kv_pool.get_value_buffer(BLEND_LAYERS - 1)
+    starts = np.cumsum([0, *lengths])
+    slots = {
+        at: batch.out_cache_loc[starts[at] + torch.from_numpy(each.positions) - prefixes[at]]
+        for at, each in candidates.items()
+    }
+    linked = {at: pool[each].clone() for at, each in slots.items()}
+    model = runner.model
+    layers = model.config.num_hidden_layers
+
+    def forward(
+        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
+    ) -> Any:
+        model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS), input_embeds)
+        rest = [part for part in parts if part.request not in candidates]
+        for at, each in candidates.items():
+            changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
+            chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
+            rest += _joined(at, [part for part in parts if part.request == at], chosen)
+        rest.sort()
+        second = rows.handed_over(batch, begin, rest, first)
+        ext.split = rows.split_of(batch, rest)
+        runner.attn_backend.init_forward_metadata(second)
+        with forward_context(get_forward_context(), forward_batch=second):
+            return model.forward_split_prefill(
+                second.input_ids, second.positions, second, (BLEND_LAYERS, layers)
+            )
+
+    model.forward = forward  # of this object, in front of its class's
+    try:
+        yield begin
+    finally:
+        del model.forward
+
+
+def _joined(request: int, parts: Sequence[Row], chosen: NDArray[np.int64]) -> Iterator[Row]:
+    """Rows of the tokens of ``parts`` and of those at ``chosen``."""
+    computed = [np.arange(part.start, part.end) for part in parts if part.kept]
+    positions = np.sort(np.concatenate([chosen, *computed]))
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        yield Row(request, int(run[0]), int(run[-1]) + 1)
+    for part in parts:
+        if not part.kept and part.start != positions[-1]:
+            yield part

@@ -1,0 +1,54 @@
+"""Linked chunks on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.chunks.fidelity import Fidelity
+    from sgl_ext.engine.chunks.report import Linked
+
+_TOKENS = {
+    "linked": "Prompt tokens whose KV was copied from a chunk's.",
+    "recomputed": "Tokens of chunks that were computed because the link method wants it.",
+    "missing": "Tokens of chunks that were computed because there was no KV of them.",
+}
+
+
+class LinkMetrics:
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+
+    def __init__(self, rank: int) -> None:
+        labels = ("tp_rank", "method")
+        self._rank = str(rank)
+        self._requests = Counter(
+            "sglang_ext:link_requests", "Times that a prompt with chunks was admitted.", labels
+        )
+        self._tokens = {
+            name: Counter(f"sglang_ext:link_{name}_tokens", text, labels)
+            for name, text in _TOKENS.items()
+        }
+
+    def count(self, linked: Linked) -> None:
+        """A request was admitted."""
+        labels = (self._rank, linked["method"])
+        self._requests.labels(*labels).inc()
+        numbers: Mapping[str, object] = linked
+        for name, counter in self._tokens.items():
+            counter.labels(*labels).inc(float(numbers[name]))  # type: ignore[arg-type]
+
+
+def export(found: Fidelity, method: str) -> None:
+    """What the server has found of itself; in its own process, once."""
+    gauges = {
+        "divergence": (found.divergence, "Of moved chunks from computing everything, in nats."),
+        "exactness": (found.exact, "Divergence of a chunk in its own place, in nats."),
+    }
+    for name, (nats, text) in gauges.items():
+        gauge = Gauge(
+            f"sglang_ext:link_{name}_nats", text, ("method",), multiprocess_mode="mostrecent"
+        )
+        gauge.labels(method).set(nats)

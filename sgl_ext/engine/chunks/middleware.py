@@ -1,0 +1,163 @@
+"""Contexts within the bodies of SGLang's own routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sgl_ext.chunks.compose import ids_in, mark
+from sgl_ext.chunks.contexts import Contexts
+from sgl_ext.engine.chunks.parameters import MARKED
+from sgl_ext.errors import ExtError
+
+_PART = "ext_context"
+"""Type of the part of a message, or of a prompt, that names a context."""
+_SIGNS = (f'"{_PART}"'.encode(), mark("")[0].encode(), rb"\ue0c0", rb"\uE0C0")
+"""A body that names contexts has one of them, be it that a user has written marks."""
+_PATHS = frozenset({"/generate", "/v1/chat/completions", "/invocations"})
+_LARGEST_BODY = 64 << 20
+
+
+async def refusal(_request: Request, error: Exception) -> JSONResponse:
+    """What a client is told of an ``ExtError``."""
+    code = error.status if isinstance(error, ExtError) else 400
+    return JSONResponse({"error": {"message": str(error), "code": code}}, code)
+
+
+class Parts:
+    """ASGI middleware: parts that name a context become marks in the text, which SGLang takes.
+
+    SGLang's own schema knows a fixed set of parts. In ``/generate`` the ``text`` may be a list of
+    parts as in a chat message, and of texts between them.
+
+    Args:
+        automatic: whether a part whose text is a context's stands for it, too.
+    """
+
+    def __init__(self, app: ASGIApp, contexts: Contexts, automatic: bool) -> None:
+        self._app = app
+        self._contexts = contexts
+        self._automatic = automatic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        messages, body = await _read(receive)
+        parts = b'"type"' in body and (self._automatic or path == "/generate")
+        if parts or any(sign in body for sign in _SIGNS):
+            try:
+                body = self._marked(body)
+            except (ExtError, RecursionError, orjson.JSONEncodeError) as error:
+                if not isinstance(error, ExtError):
+                    error = ExtError("the request is nested too deeply; give less than 250 levels")
+                await (await refusal(Request(scope), error))(scope, receive, send)
+                return
+            length = (b"content-length", str(len(body)).encode())
+            headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+            scope = {**scope, "headers": [*headers, length]}
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+        waiting = iter(messages)
+
+        async def replay() -> Message:
+            return next(waiting, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+    def _marked(self, body: bytes) -> bytes:
+        """The body with marks; raises ExtError if a context is not there or not named rightly."""
+        try:
+            request = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return body  # SGLang says what is wrong with it
+        if not isinstance(request, dict):
+            return body
+        salt = request.get("cache_salt")
+        messages = request.get("messages")
+        names = False
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                content = message.get("content")
+                if isinstance(content, list):
+                    message["content"] = content = [self._chat_part(each, salt) for each in content]
+                for id_ in chain.from_iterable(map(ids_in, _texts(content))):
+                    self._contexts.get(id_, _salt(salt))  # SGLang would make it another error
+                    names = True
+        if names:  # SGLang tokenises chats before anybody can look at them
+            request["custom_params"] = {**_object(request, "custom_params"), MARKED: True}
+        if isinstance(parts := request.get("text"), list) and any(map(_is_part, parts)):
+            request["text"] = "".join(self._text(part, salt) for part in parts)
+        return orjson.dumps(request)
+
+    def _chat_part(self, part: Any, salt: Any) -> Any:
+        mark = self._mark(part, salt)
+        return part if mark is None else {"type": "text", "text": mark}
+
+    def _text(self, part: Any, salt: Any) -> str:
+        """A part of a prompt of parts."""
+        found = part if isinstance(part, str) else self._mark(part, salt)
+        if found is None and _is_part(part) and part["type"] == "text":
+            found = part.get("text")
+        if not isinstance(found, str):
+            raise ExtError(
+                f"a part of text is a text, {{'type': 'text', 'text': …}} or "
+                f"{{'type': '{_PART}', 'id': …}}, not {part!r:.200}"
+            )
+        return found
+
+    def _mark(self, part: Any, salt: Any) -> str | None:
+        """What stands for a part that is a context; raises ExtError if there is none."""
+        if not _is_part(part):
+            return None
+        if part["type"] == _PART:
+            if not isinstance(id_ := part.get("id"), str):
+                raise ExtError(f"the id of a context is a text, not {id_!r:.200}")
+            return mark(self._contexts.get(id_, _salt(salt)).id)
+        if not self._automatic or not isinstance(text := part.get("text"), str):
+            return None
+        found = self._contexts.find(text, _salt(salt))
+        return None if found is None else mark(found.id)
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and "type" in part
+
+
+def _texts(content: Any) -> list[str]:
+    """Those of a message."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _salt(found: Any) -> str | None:
+    if found is not None and not isinstance(found, str):
+        raise ExtError(f"the cache_salt of a prompt with contexts is a text, not {found!r:.200}")
+    return found
+
+
+def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = request.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ExtError(f"{name} is an object, not {found!r:.200}")
+    return found or {}
+
+
+async def _read(receive: Receive) -> tuple[list[Message], bytes]:
+    """The messages of a body, and the body; none if it is so large that it is left alone."""
+    messages, body = [], bytearray()
+    while True:
+        message = await receive()
+        messages.append(message)
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return messages, bytes(body)
+        if len(body) > _LARGEST_BODY:
+            return messages, b""

@@ -1,0 +1,110 @@
+"""Contexts of an ``sgl.Engine``, which no HTTP server stands in front of."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sgl_ext import distributions
+from sgl_ext.chunks.compose import mark
+from sgl_ext.chunks.divergence import Distribution
+from sgl_ext.client import ContextInfo
+from sgl_ext.engine.chunks import fidelity
+from sgl_ext.engine.chunks.api import CreateContexts, created
+from sgl_ext.engine.chunks.power import attach_contexts, attached_contexts
+from sgl_ext.engine.chunks.service import ContextService
+from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.errors import ExtError
+
+T = TypeVar("T")
+
+
+class EngineContexts:
+    """The context cache of an engine; calls are as those of ``engine.generate``, one at a time.
+
+    Raises:
+        UnknownContextError: the engine has no such context, or not any more.
+        ExtError: what is asked cannot be.
+    """
+
+    def __init__(self, engine: Any, service: ContextService, salt: str | None) -> None:
+        self._engine = engine
+        self._service = service
+        self._salt = salt
+
+    def create(
+        self,
+        chunks: str | Sequence[str | Sequence[int]],
+        method: str | None = None,
+        prefix: str | None = None,
+        ttl: float | None = None,
+        split: Mapping[str, Any] | None = None,
+    ) -> tuple[ContextInfo, ...]:
+        """As :meth:`sgl_ext.client.ContextCache.create`."""
+        try:
+            body = CreateContexts.model_validate(
+                {
+                    "chunks": [chunks] if isinstance(chunks, str) else chunks,
+                    "method": method,
+                    "split": split or {},
+                    "prefix": prefix,
+                    "ttl": ttl,
+                    "cache_salt": self._salt,
+                }
+            )
+        except ValidationError as error:
+            raise ExtError(f"no contexts can be created so: {error}") from None
+        found = self._run(created(self._service, body))
+        return tuple(map(self._service.describe, found))
+
+    def get(self, id_: str) -> ContextInfo:
+        """A context, which counts as used."""
+        return self._service.describe(self._service.contexts.get(id_, self._salt))
+
+    def list(self) -> tuple[ContextInfo, ...]:
+        """All of them, the least recently used first."""
+        return tuple(map(self._service.describe, self._service.contexts.all(self._salt)))
+
+    def delete(self, id_: str) -> None:
+        """Forgets a context; requests that link it already go on."""
+        self._service.contexts.delete(id_, self._salt)
+
+    def prompt(self, *parts: str | ContextInfo) -> str:
+        """What ``engine.generate`` takes for texts and contexts in this order."""
+        return "".join(part if isinstance(part, str) else mark(part.id) for part in parts)
+
+    def distributions(
+        self, prompt: str | Sequence[int], last: int, begin: int
+    ) -> Sequence[Distribution]:
+        """What the last tokens of a prompt, from position ``begin`` on, are drawn from."""
+        body = distributions.request(prompt, begin, top=fidelity.TOP, salt=self._salt)
+        return distributions.read(self._run(self._answer(body))["meta_info"], last)
+
+    async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        request = GenerateReqInput(**body)
+        return await anext(self._engine.tokenizer_manager.generate_request(request))
+
+    def _run(self, waiting: Coroutine[Any, Any, T]) -> T:
+        return self._engine.loop.run_until_complete(waiting)
+
+
+def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
+    """See :func:`sgl_ext.offline.contexts_of`."""
+    config = carried_by(engine.server_args)
+    if config is None or config.chunks is None:
+        raise ExtError(
+            "this engine links no chunks; create it with enable_ext=True and "
+            "ext_config={'chunks': {}}"
+        )
+    manager = engine.tokenizer_manager
+    service = attached_contexts(manager) or attach_contexts(
+        manager, config.chunks, engine._scheduler_init_result.scheduler_infos
+    )
+    if service.fidelity is None:
+        own = EngineContexts(engine, service, fidelity.SALT)
+        service.fidelity = fidelity.Probe(service.encode, own, own.distributions).measure()
+    fidelity.require(service.fidelity, config.chunks.method, config.chunks.largest_divergence)
+    return EngineContexts(engine, service, cache_salt)

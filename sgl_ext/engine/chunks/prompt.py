@@ -1,0 +1,170 @@
+"""Turns prompts with marks into token ids and what schedulers are told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgl_ext.chunks.compose import compose, marked
+from sgl_ext.chunks.contexts import Context, Contexts
+from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
+from sgl_ext.errors import ExtError
+
+_UNSERVED = (
+    ("input_ids", "its tokens are those of its text"),
+    ("input_embeds", "its tokens are those of its text"),
+    ("positional_embed_overrides", "its tokens are those of its text"),
+    ("lora_path", "contexts are of the base model"),
+    ("session_params", "a session goes on from tokens, of which it knows no contexts"),
+    ("token_indices_to_pool", "linked tokens have no hidden states"),
+    ("multi_item_delimiter_indices", "linked tokens have no logits"),
+)
+"""Attributes of SGLang's ``GenerateReqInput`` that contexts do not go with, and why."""
+_PER_PROMPT = (
+    ("cache_salt", str), ("extra_key", str), ("sampling_params", dict), ("logprob_start_len", int),
+)  # fmt: skip
+"""Those that a batch may have of each prompt."""
+_LARGEST_TOKEN = (1 << 31) - 1
+
+
+class _Asked(NamedTuple):
+    """A prompt, and those of the request's :data:`_PER_PROMPT` that are its own."""
+
+    text: Any
+    salt: str | None
+    key: str | None
+    params: Mapping[str, Any] | None
+    start: int | None
+
+
+class _Linked(NamedTuple):
+    """A prompt as SGLang takes it."""
+
+    input_ids: list[int]
+    extra_key: str
+    sampling_params: dict[str, Any]
+
+
+class PromptLinking:
+    """Of one server.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        encode: token ids of a text, and whether it begins the prompt.
+    """
+
+    def __init__(
+        self, manager: Any, contexts: Contexts, encode: Callable[[str, bool], list[int]]
+    ) -> None:
+        self._manager = manager
+        self._contexts = contexts
+        self._encode = encode
+
+    def link(self, request: Any) -> list[Context]:
+        """Turns the marks in SGLang's ``GenerateReqInput`` into what they stand for.
+
+        Returns:
+            What they stand for.
+
+        Raises:
+            UnknownContextError: a mark names no context of the request's tenant.
+            ExtError: the request asks for what a linked prompt does not have.
+        """
+        params = request.sampling_params
+        custom = params.get("custom_params") if isinstance(params, dict) else None
+        chat = request.text is None and isinstance(custom, dict) and MARKED in custom
+        several = isinstance(request.text, list)
+        texts = request.text if several else [request.text]
+        if chat:
+            texts = [self._decode(request.input_ids)]
+        if not any(isinstance(text, str) and marked(text) for text in texts):
+            if chat:
+                raise ExtError(
+                    "the contexts of this chat are not in its prompt: its template leaves them "
+                    "out, or it came with input_ids, which a chat with contexts does not have"
+                )
+            return []
+        for name, why in _UNSERVED:
+            if _given(getattr(request, name)) and not (chat and name == "input_ids"):
+                raise ExtError(f"a prompt with contexts has no {name}: {why}")
+        named: list[Context] = []
+        columns = (_each(request, name, type_, len(texts)) for name, type_ in _PER_PROMPT)
+        linked = [
+            self._link(_Asked(*each), bool(request.return_logprob), chat, named)
+            for each in zip(texts, *columns, strict=True)
+        ]
+        request.text = None
+        request.input_ids, request.extra_key, request.sampling_params = (
+            [*column] if several else column[0] for column in zip(*linked, strict=True)
+        )
+        return named
+
+    def _link(self, asked: _Asked, logprobs: bool, chat: bool, named: list[Context]) -> _Linked:
+        """One prompt; its contexts are added to ``named``."""
+        if not isinstance(asked.text, str):
+            raise ExtError(f"a prompt beside one with contexts is a text, not {asked.text!r:.200}")
+        params = asked.params or {}
+        custom = params.get("custom_params") or {}
+        if not isinstance(custom, Mapping):
+            raise ExtError(f"custom_params of a prompt with contexts is an object, not {custom!r}")
+
+        def context_of(id_: str) -> Context:
+            named.append(self._contexts.get(id_, asked.salt))
+            return named[-1]
+
+        prompt = compose(
+            asked.text,
+            context_of=context_of,
+            # What begins a chat is in its text already.
+            tokenize=lambda part, first: self._encode(part, first and not chat),
+            longest=self._manager.context_len,
+        )
+        if prompt.composition is None:
+            return _Linked(prompt.tokens, asked.key or "", dict(params))
+        if logprobs and asked.start is not None:
+            try:
+                prompt.composition.check_logprobs(asked.start)
+            except ValueError as error:
+                raise ExtError(str(error)) from None
+        told = {name: value for name, value in custom.items() if name != MARKED}
+        told[COMPOSITION] = msgspec.to_builtins(prompt.composition)
+        suffix = f":{asked.key}" if asked.key else ""
+        return _Linked(
+            prompt.tokens,
+            f"{prompt.composition.extra_key}{suffix}",
+            {**params, "custom_params": told},
+        )
+
+    def _decode(self, ids: Any) -> str:
+        """The text of a chat, which SGLang has tokenised with the marks in it."""
+        if not isinstance(ids, list) or not all(
+            isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
+        ):
+            raise ExtError(f"{MARKED} is what the server itself says of chats; leave it out")
+        text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if self._encode(text, False) != ids:
+            raise ExtError(
+                "contexts in a chat need a prompt whose tokens can be read back as its text, and "
+                "this one's cannot (a tokenizer that loses characters, or a continued last "
+                "message); send the prompt to /generate"
+            )
+        return text
+
+
+def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
+    """Of each of ``count`` prompts, what a field says of it."""
+    found = getattr(request, name)
+    values = found if isinstance(found, list) else [found] * count
+    if len(values) != count or not all(isinstance(value, type_ | None) for value in values):
+        raise ExtError(
+            f"{name} of prompts with contexts is one {type_.__name__} or {count} of them, "
+            f"not {found!r:.200}"
+        )
+    return values
+
+
+def _given(value: Any) -> bool:
+    """Whether it says anything, of one prompt at least: clients send "" for what is left out."""
+    return any(map(_given, value)) if isinstance(value, list) else value not in (None, "", {})

@@ -1,0 +1,94 @@
+"""How a served model rotates its keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
+from sgl_ext.engine.core import hooks
+from sgl_ext.memory.slab import Layout
+
+_ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Every layer of these rotates its keys, by one embedding."""
+_MOVES = ((0, 1), (3, 700), (1500, 20))
+"""Positions from which and to which keys are moved on trial."""
+_ROUNDING = 0.05
+"""Of the largest element. In bfloat16 a key is rounded twice; a wrong angle changes all of it."""
+
+
+def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
+    """Copies of the model's KV to other positions.
+
+    Raises:
+        ActivationError: a model whose keys cannot be moved by one rotation; a layout that the copy
+            does not take; or its copies are not what the model makes of the same keys there.
+    """
+    embedding = _embedding_of(model)
+    try:
+        copy = RotatingCopy(layout, _rope_of(embedding))
+    except ValueError as error:
+        raise hooks.ActivationError(f"chunks do not serve this KV: {error}") from None
+    longest = len(embedding.cos_sin_cache) - 1
+    for start, end in ((min(start, longest), min(end, longest)) for start, end in _MOVES):
+        off = _error_of(embedding, layout, copy, start, end)
+        if not off <= _ROUNDING:
+            raise hooks.ActivationError(
+                f"keys moved from position {start} to {end} are off by {off:.2g} from those that "
+                f"the model computes there (rounding is below {_ROUNDING}): it cannot be served "
+                "with chunks; leave the section out"
+            )
+    return copy
+
+
+def require_architecture(name: str) -> None:
+    """Raises ActivationError for a class of models whose keys are not known to move as one."""
+    if name not in _ARCHITECTURES:
+        raise hooks.ActivationError(
+            f"chunks are served for {', '.join(sorted(_ARCHITECTURES))}, not for {name}: in other "
+            "models layers differ in how they rotate keys; leave the chunks section out"
+        )
+
+
+def _embedding_of(model: torch.nn.Module) -> Any:
+    require_architecture(type(model).__name__)
+    found = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
+    if len(found) != 1:
+        raise hooks.ActivationError(
+            f"chunks need one rotary embedding for all layers, and this model has {len(found)}; "
+            "leave the chunks section out"
+        )
+    (embedding,) = found.values()
+    return embedding
+
+
+def _rope_of(embedding: Any) -> Rope:
+    # The table that it uses may have been rounded to the model's dtype.
+    table = embedding._compute_cos_sin_cache().float().cpu().numpy()
+    try:
+        frequencies = frequencies_of(table)
+    except ValueError as error:
+        raise hooks.ActivationError(f"{error}; leave the chunks section out") from None
+    return Rope(embedding.rotary_dim, frequencies, not embedding.is_neox_style)
+
+
+def _error_of(embedding: Any, layout: Layout, copy: RotatingCopy, start: int, end: int) -> float:
+    """Largest difference of a token's KV moved from ``start`` to ``end`` from what it should be,
+    of the largest element."""
+    dtype = getattr(torch, layout.dtype)
+    chance = torch.Generator().manual_seed(start)
+    key = torch.randn(1, layout.kv_heads * layout.head_dim, generator=chance).to(dtype)
+
+    def cached(position: int) -> torch.Tensor:
+        """Of one token; the values are the keys before they are rotated."""
+        _, keys = embedding(torch.tensor([position]), key.clone(), key.clone())
+        return torch.stack([keys.view(-1), key.view(-1)]).repeat(layout.layers, 1)
+
+    there, moved, right = cached(start), torch.empty_like(cached(start)), cached(end)
+    size = layout.token_bytes
+    copy(np.array([[there.data_ptr(), moved.data_ptr(), 1, size, size]]), end - start)
+    return float((moved - right).abs().max() / right.abs().max())

@@ -1,0 +1,1 @@
+"""The ``clusters`` power in SGLang: decoding over contexts on SSDs (Swarm)."""

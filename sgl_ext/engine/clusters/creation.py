@@ -1,0 +1,263 @@
+"""Computes, profiles and stores contexts, in the process of SGLang's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgl_ext.clusters.files import failed_file, new_id, recorded_file, remove, storing
+from sgl_ext.clusters.placement import Blocks
+from sgl_ext.clusters.profile import Options
+from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
+from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.errors import ExtError
+
+_QUERIES = 512
+"""Last tokens of a context, whose queries profile it."""
+_ASKED = (
+    "\n\nSummarize the text above.",
+    "\n\nWhat is the main point of this text?",
+    "\n\nWho is mentioned in the text, and what did they do?",
+    "\n\nList the places and dates in the text.",
+    "\n\nWhy did this happen?",
+    "\n\nExplain the most important details.",
+)
+"""Questions that suit any text; the queries of their answers profile the context, too."""
+_ANSWER = 24
+_WRITE_DEADLINE_S = 120.0
+_STORE_DEADLINE_S = 3600.0
+"""Deadline in seconds of a request that stores a context, its wait for others included."""
+_AT_ONCE = 8
+"""Contexts that are being stored or wait for that."""
+_LAYERS = re.compile(r"\d+/\d+")
+_SAYS = "sgl_ext: "
+"""Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
+_WIDEST_TOKEN = 64
+"""Characters of a token, on average over a text, at most."""
+
+logger = logging.getLogger(__name__)
+
+
+class BusyError(ExtError):
+    """Too many contexts wait to be stored."""
+
+    status = 429
+
+
+@dataclass
+class _Storing:
+    """A context that is being stored."""
+
+    salt: str | None
+    progress: str = "waiting"
+
+
+class StoredCreation:
+    """Stores contexts of one server, one at a time.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        directories: one for each device.
+        folders: of contexts in them.
+        pool: tokens that the device's KV holds.
+        layers: of the model.
+        entry_bytes: K and V of a token, of one layer.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        directories: Sequence[Path],
+        folders: Sequence[Path],
+        *,
+        pool: int,
+        layers: int,
+        entry_bytes: int,
+    ) -> None:
+        self._manager, self._directories, self._folders = manager, directories, folders
+        self._layers, self._entry_bytes = layers, entry_bytes
+        self._most = min(manager.context_len, pool) - 2 * _QUERIES
+        self._one = asyncio.Lock()
+        self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
+        self.requests = OwnRequests(manager, "the context")
+        """Requests that compute contexts."""
+        self._storing: dict[str, _Storing] = {}
+
+    def progress(self, salt: str | None) -> dict[str, str]:
+        """The tenant's contexts that are being stored: what is done of each."""
+        found = [*self._storing.items()]
+        return {id_: one.progress for id_, one in found if one.salt == salt}
+
+    async def create(self, text: str | Sequence[int], salt: str | None) -> str:
+        """Computes, profiles and stores a context; returns its id.
+
+        Raises:
+            ExtError: see :meth:`record`; or it cannot be stored.
+        """
+        async with self._recorded(text, salt) as (id_, record):
+            await self._store(id_, record)
+        return id_
+
+    async def record(self, text: str | Sequence[int], salt: str | None) -> Path:
+        """Computes and profiles a context, to be stored by ``sgl-ext cluster``; returns the file.
+
+        Raises:
+            BusyError: too many others wait.
+            ExtError: it is too long or too short, there is no room for it on the devices, or it has
+                token ids beyond the vocabulary.
+        """
+        async with self._recorded(text, salt) as (_, record):
+            return record.rename(record.with_suffix(".context"))
+
+    @asynccontextmanager
+    async def _recorded(
+        self, text: str | Sequence[int], salt: str | None
+    ) -> AsyncIterator[tuple[str, Path]]:
+        """A context that has been written down, and its file."""
+        if len(self._storing) >= _AT_ONCE:
+            raise BusyError(f"{_AT_ONCE} contexts are being stored or wait for it; try again later")
+        id_ = new_id()
+        record = recorded_file(self._folders[0], id_)
+        one = self._storing[id_] = _Storing(salt)
+        try:
+            async with asyncio.timeout(_STORE_DEADLINE_S):
+                loop = asyncio.get_running_loop()
+                tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
+                async with self._one:
+                    one.progress = "computing"
+                    with storing(self._folders[0]):
+                        await self._record(id_, tokens, salt)
+                        await self._written(record)
+                        yield id_, record
+        except BaseException as error:
+            remove(id_, self._folders)
+            if isinstance(error, TimeoutError):
+                raise ExtError(
+                    f"the context was not stored in {_STORE_DEADLINE_S:g} s; it was at "
+                    f"{one.progress}"
+                ) from None
+            raise
+        finally:
+            record.unlink(missing_ok=True)
+            del self._storing[id_]
+
+    def _tokens_of(self, text: str | Sequence[int]) -> list[int]:
+        if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
+            what = "characters" if isinstance(text, str) else "tokens"
+            raise ExtError(
+                f"the context has {len(text)} {what}; model and KV pool take {self._most} tokens "
+                "with what profiles it"
+            )
+        if isinstance(text, str):
+            tokens: list[int] = self._manager.tokenizer.encode(text)
+        else:
+            tokens = list(text)
+            size = self._manager.model_config.vocab_size
+            if wrong := [token for token in tokens if not 0 <= token < size]:
+                raise ExtError(f"the token ids {wrong[:3]} are beyond the vocabulary of {size}")
+        if len(tokens) > self._most:
+            raise ExtError(
+                f"the context has {len(tokens)} tokens; model and KV pool take {self._most} with "
+                "what profiles it"
+            )
+        self._require_room(len(tokens))
+        return tokens
+
+    def _require_room(self, tokens: int) -> None:
+        """Raises ExtError if so many tokens are too few to be stored, or too many for a device."""
+        options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
+        middle = tokens - options.sinks - options.window
+        blocks = Blocks(middle, self._entry_bytes, len(self._folders), self._layers)
+        record = tokens * self._layers * self._entry_bytes
+        for at, folder in enumerate(self._folders):
+            needed = blocks.file_bytes + (0 if at else record)
+            if (free := shutil.disk_usage(folder).free) < needed:
+                raise ExtError(
+                    f"device {at} has no room for {needed:,} B of the context, {free:,} B are "
+                    "free; delete contexts, or name larger or more directories"
+                )
+
+    async def _record(self, id_: str, tokens: list[int], salt: str | None) -> None:
+        """Has the scheduler compute the context and what it is asked, and write it all down."""
+        first = IsRecorded(id_, len(tokens), _QUERIES, last=False, salt=salt)
+        await self._ask(tokens, first, 0)
+        for number, question in enumerate(_ASKED, 1):
+            asked = self._manager.tokenizer.encode(question, add_special_tokens=False)
+            last = number == len(_ASKED)
+            how = IsRecorded(id_, len(tokens), 0, last=last, salt=salt)
+            entries = await self._ask([*tokens, *asked], how, _ANSWER)
+        if not any(entry.get("recorded") for entry in entries):
+            raise ExtError(
+                "the context had to give way to other requests while it was computed; try again "
+                "when the server has less to do, or give it more KV memory"
+            )
+
+    async def _ask(self, tokens: list[int], how: IsRecorded, answer: int) -> list[dict[str, Any]]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=tokens,
+            sampling_params={
+                "max_new_tokens": answer, "temperature": 0,
+                "custom_params": {RECORDED: msgspec.to_builtins(how)},
+            },
+            extra_key=f"ext:recorded:{how.id}",  # nothing of it has been computed before
+            cache_salt=how.salt,
+        )  # fmt: skip
+        found = await self.requests.answer(request)
+        entries: list[dict[str, Any]] = found["meta_info"].get("ext", [])
+        return entries
+
+    async def _written(self, record: Path) -> None:
+        """The scheduler writes beside its other work."""
+        end = time.monotonic() + _WRITE_DEADLINE_S
+        failed = failed_file(record.parent, record.stem)
+        while not record.exists():
+            if failed.exists():
+                raise ExtError(
+                    f"the context cannot be stored: {failed.read_text(errors='replace')}"
+                )
+            if time.monotonic() > end:
+                raise ExtError(
+                    f"{record.name} was not written in {_WRITE_DEADLINE_S:g} s; try again"
+                )
+            await asyncio.sleep(0.05)
+
+    async def _store(self, id_: str, record: Path) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "sgl_ext.clusters.job", record, id_, *self._directories,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+        told = ""
+        try:
+            if process.stdout is not None:
+                async for line in process.stdout:
+                    told = line.decode(errors="replace").strip()
+                    if _LAYERS.fullmatch(told):
+                        self._storing[id_].progress = f"layer {told}"
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            logger.error("context %s cannot be stored: %s", id_, told)
+            if not told.startswith(_SAYS):
+                raise ExtError("the context cannot be stored; the server's log says why")
+            for device, directory in enumerate(self._directories):
+                told = told.replace(str(directory), f"device {device}")
+            raise ExtError(told.removeprefix(_SAYS))

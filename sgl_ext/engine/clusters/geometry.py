@@ -1,0 +1,40 @@
+"""The geometry of a model whose contexts are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.engine.core.attention_backends import require_own
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import Layout
+
+
+def geometry_of(scheduler: Any, layout: Layout) -> Geometry:
+    """The geometry of the model that a scheduler serves.
+
+    Raises:
+        ExtError: clusters do not serve it.
+    """
+    model = scheduler.tp_worker.model_runner.model
+    layers = [each for each in model.modules() if isinstance(each, RadixAttention)]
+    shapes = {
+        (each.tp_q_head_num, each.tp_k_head_num, each.head_dim, float(each.scaling))
+        for each in layers
+    }
+    if len(layers) != layout.layers or len(shapes) != 1:
+        raise ExtError(
+            f"the model has {len(layers)} layers of attention of {len(shapes)} shapes, and "
+            f"{layout.layers} layers of KV; clusters serve models whose layers are all alike"
+        )
+    if getattr(scheduler.model_config, "model_is_mrope", False):
+        raise ExtError("clusters do not serve models whose positions have several parts (mrope)")
+    if any(each.sliding_window_size > -1 or each.logit_cap for each in layers):
+        raise ExtError("clusters do not serve sliding windows or capped attention logits")
+    ((heads, kv_heads, head_dim, scale),) = shapes
+    require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
+    return Geometry(
+        layout.layers, heads, kv_heads, head_dim, layout.dtype, scale, layout.fingerprint
+    )

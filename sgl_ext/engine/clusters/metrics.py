@@ -1,0 +1,48 @@
+"""Stored contexts on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from sgl_ext.engine.core.metrics import Paced, Totals
+
+BLOCKS = ("fetched", "expected", "in_memory")
+"""Where a block that is wanted comes from: read now, read ahead, or there."""
+
+
+class StoredMetrics(Paced):
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+
+    def __init__(self) -> None:
+        self._blocks = Counter(
+            "sglang_ext:clusters_blocks",
+            "Blocks of stored contexts that queries were given, by where they came from.",
+            ("source",),
+        )
+        self._seconds = Counter(
+            "sglang_ext:clusters_seconds",
+            "Seconds of the forwards' thread, by what they were spent on.",
+            ("what",),
+        )
+        self._gauges = {
+            name: Gauge(f"sglang_ext:clusters_{name}", text, multiprocess_mode="mostrecent")
+            for name, text in (
+                ("open", "Stored contexts that are open."),
+                ("followed", "Requests that follow one."),
+            )
+        }
+        self._totals = Totals()
+
+    def update(self, totals: Mapping[str, float], opened: int, followed: int) -> None:
+        """Sets every metric.
+
+        Args:
+            totals: blocks and seconds since the process began, of all contexts together.
+        """
+        self._updated()
+        for name, total in totals.items():
+            self._totals.set(self._blocks if name in BLOCKS else self._seconds, total, name)
+        self._gauges["open"].set(opened)
+        self._gauges["followed"].set(followed)

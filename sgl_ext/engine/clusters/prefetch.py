@@ -1,0 +1,86 @@
+"""Reads what the next layer will need while this one computes (Swarm §7, pipelined prefetching).
+
+A layer's input goes through the next layer's norm, projection and rotation: its queries differ
+little from those that come, because a layer adds little to what it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_ext.engine.clusters.contexts import StoredContexts
+from sgl_ext.errors import ExtError
+
+_ARGUMENTS = ("positions", "hidden_states", "forward_batch")
+"""Of a decoder layer's forward, the first ones."""
+_ROWS = 32
+"""With more of them, a layer computes longer than it waits."""
+
+
+class Prefetch:
+    """Of one model.
+
+    Args:
+        model: SGLang's.
+        pool: SGLang's pool of K and V.
+        times: as many blocks are read ahead as a query is given.
+
+    Raises:
+        ExtError: the model's layers are not of the kind that is known here.
+    """
+
+    def __init__(self, model: Any, pool: Any, stored: StoredContexts, times: float) -> None:
+        self._pool, self._stored, self._times = pool, stored, times
+        self._layers = _layers_of(model)
+        for at, layer in enumerate(self._layers[:-1]):
+            layer.register_forward_pre_hook(partial(self._ahead, at + 1))
+
+    def _ahead(self, number: int, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """The layer before ``number`` is about to run."""
+        running = self._stored.running
+        if running is None or len(inputs) < len(_ARGUMENTS):
+            return
+        positions, hidden, batch = inputs[: len(_ARGUMENTS)]
+        rows = running.followed
+        if len(rows) > _ROWS or batch.residual_stream is None:
+            return
+        given = batch.residual_stream.snapshot(hidden)[rows]
+        query = _query(self._layers[number], positions[rows], given)
+        keys = self._pool.get_key_buffer(self._pool.start_layer + number)
+        running.expect(number, query, keys, self._times)
+
+
+def _layers_of(model: Any) -> Sequence[Any]:
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    for layer in layers:
+        names = (*inspect.signature(layer.forward).parameters,)
+        attention = getattr(layer, "self_attn", None)
+        known = hasattr(attention, "qkv_proj") and hasattr(attention, "rotary_emb")
+        normed = hasattr(attention, "q_norm") and not hasattr(attention, "forward_prepare_native")
+        if names[: len(_ARGUMENTS)] != _ARGUMENTS or not known or normed:
+            break
+    else:
+        if layers:
+            return tuple(layers)
+    raise ExtError(
+        f"the layers of {type(model).__name__} are not known to clusters.prefetch; set it to 0"
+    )
+
+
+def _query(layer: Any, positions: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, head_dim]`` that the layer would have if it were given this."""
+    attention, normed = layer.self_attn, layer.input_layernorm(given)
+    if hasattr(attention, "forward_prepare_native"):
+        query, _, _ = attention.forward_prepare_native(positions, normed)
+    else:
+        qkv, _ = attention.qkv_proj(normed)
+        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+        query, keys, _ = qkv.split(sizes, dim=-1)
+        query, _ = attention.rotary_emb(positions, query, keys)
+    return query.reshape(len(given), -1, attention.head_dim)

@@ -1,0 +1,171 @@
+"""Stored contexts of a server, in the process of SGLang's tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sgl_ext.clusters.arrays import DamagedError
+from sgl_ext.clusters.files import (
+    UnknownContextError,
+    index_file,
+    names,
+    own_folders,
+    remove,
+    require,
+)
+from sgl_ext.clusters.stored import About, about, require_files
+from sgl_ext.config import Clusters
+from sgl_ext.engine.clusters.creation import StoredCreation
+from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
+from sgl_ext.errors import ExtError
+
+logger = logging.getLogger(__name__)
+
+
+class StoredInfo(msgspec.Struct, frozen=True):
+    """What users are told of a stored context."""
+
+    id: str
+    tokens: int
+    bytes: int
+    """On the devices."""
+    index_bytes: int
+    """That a server has in memory while requests follow it."""
+    model: str
+    """Fingerprint of the model whose KV it is."""
+
+
+class StoredService:
+    """Stored contexts of one server.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        pool: tokens that the device's KV holds.
+        layers: of the model.
+        entry_bytes: K and V of a token, of one layer.
+    """
+
+    def __init__(
+        self, manager: Any, config: Clusters, *, pool: int, layers: int, entry_bytes: int
+    ) -> None:
+        self._folders = own_folders(config.directories)
+        self.creation = StoredCreation(
+            manager, config.directories, self._folders,
+            pool=pool, layers=layers, entry_bytes=entry_bytes,
+        )  # fmt: skip
+        self._told: set[str] = set()
+        """Damaged contexts that the log has been told of."""
+
+    def own(self, request: Any) -> None:
+        """Takes out of a user's request what only this service says to schedulers.
+
+        Raises:
+            UnknownContextError: it follows a context that is not there, or another tenant's.
+            ExtError: what it says of one cannot be; it asks for KV of another name than its own, or
+                for beams over a context.
+        """
+        if request in self.creation.requests:
+            return
+        key = getattr(request, "extra_key", None)  # requests for embeddings have none
+        keys = key if isinstance(key, list) else [key]
+        if any(isinstance(key, str) and key.startswith("ext:") for key in keys):
+            raise ExtError("an extra_key that begins with ext: is the server's own; name another")
+        params, salt = request.sampling_params, getattr(request, "cache_salt", None)
+        several = isinstance(params, list)
+        salts = salt if isinstance(salt, list) and salt else [salt]
+        for at, each in enumerate(params if several else [params]):
+            custom = each.get("custom_params") if isinstance(each, dict) else None
+            if isinstance(custom, dict):
+                custom.pop(RECORDED, None)
+                if custom.get(STORED) is not None:
+                    own = salts[at : at + 1] if several else salts
+                    custom[STORED] = self._followed(custom[STORED], each, own or salts)
+
+    def _followed(
+        self, value: Any, params: Mapping[str, Any], salts: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Returns the validated ``ext_stored`` value of a request."""
+        try:
+            follows = said(value, FollowsStored)
+        except ValueError as error:
+            raise ExtError(str(error)) from None
+        if params.get("beam_width") not in (None, 0, 1):
+            raise ExtError("beams do not follow stored contexts; leave out one of the two")
+        for salt in salts:
+            self._about(follows.id, salt)
+        found: dict[str, Any] = msgspec.to_builtins(follows)
+        return found
+
+    def _about(self, id_: str, salt: str | None) -> About:
+        """The tenant's context of that id."""
+        found = about(id_, self._folders)
+        if found.salt != salt:
+            raise UnknownContextError(id_)
+        return found
+
+    def all(self, salt: str | None) -> tuple[list[StoredInfo], dict[str, str], int]:
+        """The tenant's contexts; those of them that cannot be read, and why; and how many contexts
+        are damaged, so that nobody knows whose they are. The log says which."""
+        found, unreadable, damaged = [], {}, 0
+        for id_ in names(self._folders):
+            try:
+                about_it = self._about(id_, salt)
+            except UnknownContextError:
+                continue  # another's, or deleted in the meantime
+            except ExtError as error:
+                damaged += index_file(self._folders[0], id_).exists()
+                if id_ not in self._told:
+                    self._told.add(id_)
+                    logger.warning("stored context %s is damaged: %s", id_, error)
+                continue
+            try:
+                found.append(self._describe(id_, about_it))
+            except UnknownContextError:
+                continue
+            except ExtError as error:
+                unreadable[id_] = str(error)
+        return found, unreadable, damaged
+
+    def describe(self, id_: str, salt: str | None) -> StoredInfo:
+        """One of the tenant's contexts.
+
+        Raises:
+            UnknownContextError: the tenant has none of that id.
+            ExtError: it is damaged, or its files are not there.
+        """
+        return self._describe(id_, self._about(id_, salt))
+
+    def _describe(self, id_: str, found: About) -> StoredInfo:
+        blocks = found.blocks
+        require_files(id_, found, self._folders)
+        try:
+            index = index_file(self._folders[0], id_).stat().st_size
+        except FileNotFoundError:
+            raise UnknownContextError(id_) from None
+        resident = (found.sinks + found.window) * blocks.entry_bytes * blocks.layers
+        return StoredInfo(
+            id_, found.tokens, blocks.layers * blocks.blocks * blocks.block_bytes,
+            index - resident, found.geometry.fingerprint,
+        )  # fmt: skip
+
+    def delete(self, id_: str, salt: str | None) -> None:
+        """Removes one of the tenant's contexts, or one that is damaged, whosever it was. Requests
+        that follow it go on to their end.
+
+        Raises:
+            UnknownContextError: the tenant has none of that id.
+            ExtError: its files cannot be removed.
+        """
+        require(id_, self._folders)
+        try:
+            self._about(id_, salt)
+        except DamagedError as error:
+            logger.warning("stored context %s is deleted, which is damaged: %s", id_, error)
+        try:
+            remove(id_, self._folders)
+        except OSError as error:
+            raise ExtError(f"context {id_} cannot be deleted: {error.strerror}") from None

@@ -1,0 +1,38 @@
+"""What the powers did for a request, in its answer's ``meta_info.ext``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_ext.engine.core import hooks
+
+_EXT = "ext"
+
+
+def tell(req: Any, entry: Mapping[str, Any]) -> None:
+    """Adds ``entry``, which names its ``power``, to what SGLang's request answers."""
+    req.customized_info = req.customized_info or {}
+    req.customized_info.setdefault(_EXT, []).append(entry)
+
+
+def told(req: Any, power: str) -> list[Mapping[str, Any]]:
+    """What ``power`` has told of the request so far."""
+    return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
+
+
+def _once(original: Callable[..., Any], streamer: Any, key: str) -> Any:
+    """``ext`` comes once with a response, not once with each token."""
+    return key == _EXT or original(streamer, key)
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer."
+        "SchedulerOutputStreamer.is_request_level_customized_info_key",
+        "around",
+        _once,
+        "SGLang takes what a request brings to its meta_info for one value a token, unless a "
+        "subclass of the streamer, which the scheduler names itself, says otherwise",
+    ),
+)

@@ -1,0 +1,36 @@
+"""Checks in a process of its own that every hook and seam fits the installed SGLang.
+
+``python -m sgl_ext.engine.core.probe`` prints one line and exits with 0 only if all do.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from sgl_ext.engine.core import hooks
+from sgl_ext.engine.cpu import platform
+
+
+def main() -> None:
+    try:
+        hooks.require_supported_sglang()
+        from sglang.srt.platforms import current_platform
+
+        name = type(current_platform).__name__
+        if platform.reason_inactive() is None and name != "NativeCpuPlatform":
+            raise hooks.ActivationError(f"SGLang chose the platform {name}, not this package's")
+        # The CPU platform's parts are put in place by importing what they belong to.
+        current_platform.init_backend()
+        from sgl_ext.engine.core import scheduler
+        from sgl_ext.engine.launch import launcher, server_args
+
+        hooks.apply([*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS], launcher.SEAMS)
+    except hooks.ActivationError as error:
+        sys.exit(str(error))
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"SGLang cannot be imported: {error}")
+    print(f"platform {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Options of SGLang that powers over its radix cache do not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext.engine.core import hooks
+
+Unserved = tuple[tuple[str, Callable[[Any], bool], str], ...]
+"""Fields of ``ServerArgs``, which of their values are meant, and in words."""
+
+COMMON: Unserved = (
+    ("enable_hierarchical_cache", bool, "HiCache"),
+    ("radix_cache_backend", bool, "another radix cache"),
+    ("disable_radix_cache", bool, "no radix cache"),
+    ("speculative_algorithm", bool, "speculative decoding"),
+    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
+    ("attn_cp_size", lambda size: size > 1, "context parallelism"),
+)
+
+
+def require_served(server_args: Any, power: str, unserved: Unserved) -> None:
+    """Raises ActivationError if the arguments ask for one of :data:`COMMON` or ``unserved``."""
+    for field, is_meant, what in (*COMMON, *unserved):
+        if is_meant(getattr(server_args, field)):
+            raise hooks.ActivationError(
+                f"{power} do not work with {what} (--{field.replace('_', '-')}); "
+                "leave out one of the two"
+            )

@@ -1,0 +1,137 @@
+"""Refuses requests that would end SGLang's processes, whichever route or program they come from."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.front.checks import (
+    NO_TOKENS,
+    check_labels,
+    check_request,
+    check_size,
+    check_types,
+    malformed_is_refused,
+    prompts_of,
+    sampling_fields,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def _generate(manager: Any, request: Any, *_args: Any, **_kw: Any) -> None:
+    """Checks what a request looks like before SGLang expands it."""
+    if carried_by(manager.server_args) is not None:
+        try:
+            check_size(request.sampling_params, prompts_of(request))
+            if (args := manager.server_args).enable_metrics:
+                check_labels(
+                    getattr(request, "custom_labels", None),
+                    args.tokenizer_metrics_allowed_custom_labels,
+                )
+            with malformed_is_refused("the request"):
+                copy.copy(request).normalize_batch_and_arguments()
+        except ValueError:
+            request.is_single, request.rid = False, []  # nothing for SGLang to abort
+            raise
+
+
+def _validate(original: Callable[..., None], manager: Any, request: Any, ids: Any) -> None:
+    if carried_by(manager.server_args) is None:
+        return original(manager, request, ids)
+    check_types(request.sampling_params, sampling_fields(manager.sampling_params_class))
+    with malformed_is_refused("the request"):
+        original(manager, request, ids)
+    return None
+
+
+def _tokenized(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """Checks the values of a request that is about to be sent."""
+    if carried_by(manager.server_args) is None:
+        return original(manager, request, *args)
+    with malformed_is_refused("the request"):
+        made = original(manager, request, *args)
+        check_request(made, manager.model_config.vocab_size, manager.context_len)
+    return made
+
+
+def _dispatch(original: Callable[..., None], manager: Any, message: Any) -> None:
+    """Refuses what cannot be encoded."""
+    if carried_by(manager.server_args) is not None:
+        with malformed_is_refused("the request"):
+            return original(manager, message)
+    return original(manager, message)
+
+
+def _handle(original: Callable[..., None], scheduler: Any, request: Any, **kw: Any) -> None:
+    """Ends a request that cannot be taken in, and no other."""
+    if runtime.current is None:
+        return original(scheduler, request, **kw)
+    try:
+        original(scheduler, request, **kw)
+    except Exception as error:
+        logger.exception("request %r is refused", request.rid)
+        from sglang.srt.managers.io_struct import AbortReq
+
+        message = f"the server cannot take this request in: {error!s:.300}"
+        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        scheduler.send_abort_output(
+            AbortReq(rid=request.rid, abort_message=message, finished_reason=reason), request
+        )
+    return None
+
+
+def _queue(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    """A session's prompt may turn out to have no tokens."""
+    if runtime.current is not None and req.to_finish is None and not req.origin_input_ids:
+        req.set_finish_with_abort(NO_TOKENS)
+
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+LAUNCHER_HOOKS = (
+    hooks.Hook(
+        f"{_MANAGER}.generate_request",
+        "before",
+        _generate,
+        "SGLang expands batches and answers before it looks at their number",
+    ),
+    hooks.Hook(
+        f"{_MANAGER}._validate_one_request",
+        "around",
+        _validate,
+        "SGLang computes with values of any type here",
+    ),
+    hooks.Hook(
+        f"{_MANAGER}._create_tokenized_object",
+        "around",
+        _tokenized,
+        "SGLang's checks let values through that end its scheduler",
+    ),
+    hooks.Hook(
+        f"{_MANAGER}._dispatch_to_scheduler",
+        "around",
+        _dispatch,
+        "SGLang's routes answer with 500 where a request cannot be encoded",
+    ),
+)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    hooks.Hook(
+        f"{_SCHEDULER}.handle_generate_request",
+        "around",
+        _handle,
+        "SGLang's scheduler ends with a request that it cannot take in",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}._add_request_to_queue",
+        "before",
+        _queue,
+        "only here is the prompt of a session's request known",
+    ),
+)

@@ -1,0 +1,233 @@
+"""Puts the slab and the block groups into SGLang: its KV pool, its allocator, their accounting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.activation import refuse
+from sgl_ext.memory.backing import Backing
+from sgl_ext.memory.fingerprint import fingerprint
+from sgl_ext.memory.slab import DTYPES
+
+_OWNER = "_ext_allocator"
+"""Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
+
+
+def obstacle_in_arguments(view: Any) -> str | None:
+    """Why SGLang's own pool must serve under these resolved arguments; None if the slab can.
+
+    Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
+    something else than K and V of equal width in one of :data:`DTYPES`.
+    """
+    from sglang.srt.environ import envs
+
+    dtype = "bfloat16" if view.kv_cache_dtype == "bf16" else view.kv_cache_dtype
+    reasons = (
+        (view.device != "cpu", f"the device {view.device}"),
+        (dtype not in ("auto", *DTYPES), f"KV of type {dtype}"),
+        (view.enable_kv_cache_sharding, "--enable-kv-cache-sharding"),
+        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE"),
+        (view.enable_memory_saver, "--enable-memory-saver"),
+        (view.enable_hisparse, "--enable-hisparse"),
+        (view.dcp_size > 1, "decode context parallelism"),
+        (view.prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
+        (view.disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
+    """Why SGLang's own pool must serve this model, too; None if the slab can."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.runtime_context import get_context
+
+    if reason := obstacle_in_arguments(resolving_view(get_context().server_args)):
+        return reason
+    config = configurator.model_config
+    dtype = str(configurator.kv_cache_dtype).removeprefix("torch.")
+    reasons = (
+        (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
+        (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
+        (config.v_head_dim != config.head_dim, "values of another width than keys"),
+        (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
+        (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+
+
+def _identity(configurator: Any) -> dict[str, Any]:
+    """What decides KV beside the weights: the model's configuration and this rank's share."""
+    from sglang.srt.runtime_context import get_parallel
+
+    config = json.loads(configurator.model_config.hf_config.to_json_string(use_diff=False))
+    parallel = get_parallel()
+    return {
+        "config": {key: config[key] for key in config if key not in _NOT_OF_THE_MODEL},
+        "tensor_parallel": [parallel.attn_tp_rank, parallel.attn_tp_size],
+        "layers": [configurator.layer_info.start_layer, configurator.layer_info.end_layer],
+    }
+
+
+def _build_pool(
+    original: Callable[..., Any],
+    configurator: Any,
+    *,
+    max_total_num_tokens: int,
+    mha_pool_class: type,
+    quant_method: Any = None,
+) -> Any:
+    def build(pool_class: Any) -> Any:
+        return original(
+            configurator,
+            max_total_num_tokens=max_total_num_tokens,
+            mha_pool_class=pool_class,
+            quant_method=quant_method,
+        )
+
+    # A speculative draft has a pool of its own beside the model's, which stays SGLang's.
+    if (ext := runtime.current) is None or configurator.is_draft_worker:
+        return build(mha_pool_class)
+    if ext.config.memory.layout == "layer_major":
+        return build(mha_pool_class)
+    if reason := obstacle(configurator, mha_pool_class, quant_method):
+        _require_no_slab(ext, reason)
+        return build(mha_pool_class)
+    from sgl_ext.engine.kv.pool import SlabKVPool
+
+    identity = fingerprint(configurator.model, _identity(configurator))
+    peer = ext.config.peer
+    borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
+    pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows))
+    ext.slab = pool.slab
+    return pool
+
+
+def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
+    """Notes why SGLang's own pool serves; refuses the start if the slab was asked for."""
+    if ext.config.memory.layout == "block_major":
+        refuse(
+            hooks.ActivationError(
+                f"the block-major layout does not serve {reason}; "
+                'leave out "layout", or set it to "layer_major"'
+            )
+        )
+    ext.layer_major_because = f"the slab does not serve {reason}"
+
+
+def _pools_built(pools: Any, configurator: Any, **_kw: Any) -> Any:
+    """Says why there is no slab, whichever of SGLang's pools there is in its place."""
+    ext = runtime.current
+    if ext is None or configurator.is_draft_worker or ext.slab is not None:
+        return pools
+    if ext.config.memory.layout == "layer_major":
+        ext.layer_major_because = "the configuration asks for it"
+    elif ext.layer_major_because is None:
+        # Models of MLA, sliding windows, recurrent state or a sparse index have other pools.
+        model = ", ".join(configurator.model_config.hf_config.architectures or ())
+        pool = type(pools.token_to_kv_pool).__name__
+        _require_no_slab(ext, f"the pool {pool} of {model or 'this model'}")
+    return pools
+
+
+def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    allocator = original(configurator, **kwargs)
+    pool = kwargs["token_to_kv_pool"]
+    slab = getattr(pool, "slab", None)
+    if (ext := runtime.current) is None or slab is None:
+        return allocator
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+    if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
+        refuse(
+            hooks.ActivationError(
+                f"the block-major layout does not serve the allocator {type(allocator).__name__}; "
+                'set {"memory": {"layout": "layer_major"}}'
+            )
+        )
+    from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+
+    ours = BlockGroupAllocator(
+        allocator.size, allocator.page_size, allocator.dtype, allocator.device, pool,
+        allocator.need_sort, expected_tokens=ext.config.memory.first_group,
+        beyond=slab.blocks - slab.own,
+    )  # fmt: skip
+    setattr(kwargs["req_to_token_pool"], _OWNER, ours)
+    ours.on_allocate = Backing(slab).need
+    return ours
+
+
+def _serving_extend(original: Callable[..., Any], batch: Any) -> Any:
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not hasattr(allocator, "serving"):
+        return original(batch)
+
+    def owners() -> tuple[Sequence[int], Sequence[int]]:
+        return [req.kv.req_pool_idx for req in batch.reqs], batch.extend_lens
+
+    with allocator.serving(owners):
+        return original(batch)
+
+
+def _serving_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not hasattr(allocator, "serving"):
+        return original(batch, token_per_req)
+    rows = batch.req_pool_indices_cpu.tolist()
+    with allocator.serving(lambda: (rows, [token_per_req] * len(rows))):
+        return original(batch, token_per_req)
+
+
+def _rows_freed(request_pool: Any, indices: Sequence[int]) -> None:
+    allocator = getattr(request_pool, _OWNER, None)
+    if allocator is not None:
+        allocator.close_rows(indices)
+
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+HOOKS = (
+    hooks.Hook(
+        f"{_CONFIGURATOR}._build_mha_kv_pool",
+        "around",
+        _build_pool,
+        "the platform's pool class exists for out-of-tree platforms only, and there also serves "
+        "parts of composite pools",
+    ),
+    hooks.Hook(
+        f"{_CONFIGURATOR}._init_pools",
+        "after",
+        _pools_built,
+        "SGLang builds each kind of pool in a method of its own",
+    ),
+    hooks.Hook(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        "around",
+        _build_allocator,
+        "the platform's allocator class serves pages of more than one token only",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.allocation.alloc_for_extend",
+        "around",
+        _serving_extend,
+        "allocators are asked for slots without the requests that these are for",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.allocation.alloc_for_decode",
+        "around",
+        _serving_decode,
+        "allocators are asked for slots without the requests that these are for",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
+        "before",
+        _rows_freed,
+        "the request pool announces rows that are taken, not rows that are freed",
+    ),
+)

@@ -1,0 +1,107 @@
+"""Checks that every KV block has one owner: the radix tree, one request, or the free list.
+
+A block with two owners is overwritten by one while the other reads it: wrong tokens. Each check
+runs before the state that it covers is computed with, so that a scheduler that finds such a block
+ends before it answers. SGLang's own checks run when the server is idle, or with
+``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY`` after the answers of a step were sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+
+
+class TwoOwnersError(RuntimeError):
+    """A KV block belongs to two owners. The scheduler cannot go on: what it holds may be wrong."""
+
+
+def check_admitted(adder: Any, req: Any) -> None:
+    """Checks that the tree owns what it lends to a request: all of its prefix but what an external
+    cache loads into slots of the request's own.
+
+    Raises:
+        TwoOwnersError: it does not.
+    """
+    if req.session is not None or req.beam_group is not None:
+        return  # they take over KV records of others
+    linker, loaded = getattr(adder.tree_cache, "linker", None), 0
+    if linker is not None and (slots := linker.private_load_indices.get(req.rid)) is not None:
+        loaded = len(slots)
+    _check_prefix(req, loaded)
+
+
+def check_resumed(req: Any) -> None:
+    """Checks the same of a request that is resumed, whose prefix is all of the tree's."""
+    _check_prefix(req, 0)
+
+
+def _check_prefix(req: Any, loaded: int) -> None:
+    if req.kv.cache_protected_len != req.prefix_len - loaded:
+        raise TwoOwnersError(
+            f"request {req.rid} begins with a prefix of {req.prefix_len} tokens, {loaded} of them "
+            f"in slots of its own, and takes {req.kv.cache_protected_len} for the tree's; please "
+            "report this"
+        )
+
+
+def _inserted(result: Any, tree: Any, *_args: Any, **_kw: Any) -> Any:
+    """The slots that an insert frees as duplicates are not those that the tree keeps."""
+    unused = getattr(tree.token_to_kv_pool_allocator, "unused", None)
+    if unused is None or result.last_device_node is None:
+        return result
+    if (freed := unused(tree.path_device_indices(result.last_device_node))) is not None:
+        raise TwoOwnersError(
+            f"block {freed} was freed, and the radix tree still has it; please report this"
+        )
+    return result
+
+
+def _running(scheduler: Any, batch: Any, *_args: Any, **_kw: Any) -> None:
+    """All owners together have no more than there is. O(requests that run)."""
+    if runtime.current is None or runtime.current.slab is None:
+        return
+    owned = owned_tokens(scheduler, batch)
+    if owned > scheduler.max_total_num_tokens:
+        raise TwoOwnersError(
+            f"{owned} tokens of KV are free, cached or held by requests, and there are "
+            f"{scheduler.max_total_num_tokens}: blocks have two owners; please report this"
+        )
+
+
+def owned_tokens(scheduler: Any, batch: Any) -> int:
+    """Tokens that are free, in the radix tree, or held by ``batch``, by other requests or for
+    requests that come back; each as often as it has owners."""
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    page = allocator.page_size
+    rows = {
+        id(req): req for req in (*scheduler.invariant_checker._requests_owning_rows(), *batch.reqs)
+    }
+    records = {id(kv) for kv in tree.session_records().values()}
+    private = 0
+    for req in rows.values():
+        kv = req.kv
+        if kv.holds_kv and id(kv) not in records:
+            private += -(-kv.kv_allocated_len // page) * page - kv.cache_protected_len
+            if req.beam_group is not None:
+                private += req.beam_group.extra_uncached_tokens()
+    held = scheduler.pool_stats_observer.session_held_tokens()
+    cached = tree.evictable_size() + tree.protected_size()
+    return int(allocator.available_size() + cached + held + private)
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
+        "after",
+        _inserted,
+        "SGLang takes it that what a request has behind its protected prefix is its own",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch",
+        "before",
+        _running,
+        "SGLang counts slots when it is idle, or on demand, after the answers of a step were sent",
+    ),
+)

@@ -1,0 +1,62 @@
+"""SGLang's MHA pool with its buffers as strided views of one slab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_ext.memory.mapping import PAGE
+from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.peer.regions import blocks_for
+
+
+class SlabKVPool(MHATokenToKVPool):
+    """``k_buffer[l]``, ``v_buffer[l]`` are ``[slots, kv_heads, head_dim]`` views of the slab.
+
+    A slot's row keeps its two inner dimensions contiguous; the next slot is a token of all layers
+    away. Everything in SGLang that indexes rows works on it; what takes a layer for one contiguous
+    piece is overridden here or refused at start (:func:`sgl_ext.engine.kv.install.obstacle`).
+    """
+
+    slab: Slab
+
+    def __init__(self, *args: Any, fingerprint: str, borrows: int = 0, **kwargs: Any) -> None:
+        """Also takes:
+
+        fingerprint: identifies the model, as :class:`~sgl_ext.memory.slab.Layout` has it.
+        borrows: bytes of other processes' memory to have addresses for.
+        """
+        self._fingerprint, self._borrows = fingerprint, borrows
+        # The tiled copy of slots takes the stride between rows for their width.
+        super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
+        self.use_native_move_kv_cache = True
+
+    def _create_buffers_normal(self) -> None:
+        layout = Layout(
+            page=self.page_size,
+            layers=self.layer_num,
+            kv_heads=self.head_num,
+            head_dim=self.head_dim,
+            dtype=str(self.store_dtype).removeprefix("torch."),
+            fingerprint=self._fingerprint,
+        )
+        rows = self.size + self.page_size  # the first block takes the writes of padding tokens
+        beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
+        self.slab = Slab.create(layout, -(-rows // self.page_size), beyond=beyond)
+        tokens = self.slab.tensor().flatten(0, 1)
+        self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
+        self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
+
+    def _build_kv_buffer_descs(self) -> list[Any]:
+        return []  # of contiguous layers, for what is refused
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        return self.slab.size // 2, self.slab.size // 2
+
+    def get_contiguous_buf_infos(self) -> Any:
+        raise NotImplementedError("a layer of the block-major slab is no contiguous buffer")
+
+    def _clear_buffers(self) -> None:
+        super()._clear_buffers()
+        del self.slab

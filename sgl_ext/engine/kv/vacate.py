@@ -1,0 +1,141 @@
+"""Frees a range of KV blocks: what is cached there goes, who runs there begins anew.
+
+SGLang evicts what was used least, wherever it lies, and lets requests give way where memory runs
+out. Here certain blocks have to be left, and nothing else need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_ext.engine.core.retraction import release, retractable
+from sgl_ext.engine.swap.resume import reserved
+
+
+def evict(tree: Any, start: int, end: int) -> None:
+    """Evicts all of the radix tree that needs slots ``[start, end)`` and that nobody has locked.
+
+    A node that is evicted takes those behind it along.
+    """
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    core = tree.tree_core
+    doomed: dict[int, bool] = {}
+
+    def lies_there(node: int) -> bool:
+        if node not in doomed:
+            slots = core.get_component_device_value(node, ComponentType.FULL)
+            doomed[node] = slots is not None and _any_within(slots, start, end)
+        return doomed[node]
+
+    while True:
+        # With its last leaf a node becomes one itself, which only another walk finds.
+        leaves = _leaves(core)
+        paths = core.collect_path_info(leaves)
+        going = [
+            leaf
+            for leaf, path in zip(leaves, paths, strict=True)
+            if any(lies_there(node.node_id) for node in path)
+        ]
+        if not going:
+            return
+        tracker = dict.fromkeys(tree.tree_components, 0)
+        for leaf in going:
+            tree._evict_device_leaf(leaf, tracker)
+
+
+def _leaves(core: Any) -> list[int]:
+    """Nodes that SGLang's own eviction could begin with."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    full = ComponentType.FULL
+    tracker = {full: 0}
+    leaves: list[int] = []
+    core.evict_device_start(full, core.full_evictable_size())
+    try:
+        while (node := core.evict_device_next_node(full, tracker).node_id) is not None:
+            leaves.append(node)
+    finally:
+        core.evict_device_end(full)
+    return leaves
+
+
+def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
+    """Has the requests that hold one of slots ``[start, end)`` give way.
+
+    As SGLang's ``retract_decode``: between two steps, when what the last one has brought is in
+    ``running``.
+
+    Returns:
+        The requests, to be queued again when the next step has been planned: the last one's result
+        may still come, and is ignored as long as they are out.
+    """
+    going = [
+        at
+        for at, req in enumerate(running.reqs)
+        if retractable(req) and _holds(scheduler, req, start, end)
+    ]
+    reqs = _out(running, going)
+    chunked = scheduler.chunked_req
+    if chunked is not None and _holds(scheduler, chunked, start, end):
+        reqs.append(_retract_chunked(scheduler))
+    return reqs
+
+
+def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
+    """Has requests give way that SGLang has begun with memory that is gone now.
+
+    SGLang counts on the room that there was when it began a prompt: a later chunk that finds none
+    ends the scheduler, and the last request that decodes is aborted. To be asked before each chunk,
+    as the one that finds none may come long after the memory has gone. Returns as :func:`retract`.
+    """
+    allocator = scheduler.token_to_kv_pool_allocator
+    going = [
+        at for at, req in enumerate(running.reqs) if retractable(req) and not fits(req, allocator)
+    ]
+    reqs = _out(running, going)
+    if (req := scheduler.chunked_req) is not None:
+        rest = len(req.full_untruncated_fill_ids) - req.kv.kv_allocated_len
+        chunk = min(rest, scheduler.chunked_prefill_size or rest) + allocator.page_size
+        room = allocator.available_size() + scheduler.tree_cache.evictable_size()
+        if chunk > room or not fits(req, allocator):
+            reqs.append(_retract_chunked(scheduler))
+    return reqs
+
+
+def fits(req: Any, allocator: Any) -> bool:
+    """Whether SGLang would admit the request if it were alone."""
+    longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
+    # A page is kept for the last one, which is never full.
+    return bool(longest + allocator.page_size < allocator.size)
+
+
+def _out(running: Any, going: Sequence[int]) -> list[Any]:
+    """The requests at these places of the batch give way."""
+    reqs = [running.reqs[at] for at in going]
+    for at in going:
+        running.release_req(at, 0)
+    if going:
+        kept = [at for at in range(len(running.reqs)) if at not in set(going)]
+        running.filter_batch(keep_indices=kept)
+        running.batch_is_full = False
+    return reqs
+
+
+def _retract_chunked(scheduler: Any) -> Any:
+    req = scheduler.chunked_req
+    scheduler.chunked_req = None
+    release(scheduler, req)
+    return req
+
+
+def _holds(scheduler: Any, req: Any, start: int, end: int) -> bool:
+    table = scheduler.req_to_token_pool.req_to_token
+    return _any_within(table[req.kv.req_pool_idx, : req.kv.kv_allocated_len], start, end)
+
+
+def _any_within(slots: torch.Tensor, start: int, end: int) -> bool:
+    return bool(((slots >= start) & (slots < end)).any())

@@ -1,0 +1,261 @@
+"""What the extension does in the process that launches SGLang's others."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+from sgl_ext import __version__
+from sgl_ext.config import SECTIONS
+from sgl_ext.engine.chunks import power as chunk_hooks
+from sgl_ext.engine.clusters import power as stored_hooks
+from sgl_ext.engine.core import activation, hooks
+from sgl_ext.engine.core.activation import carried_by, mark_launch, refuse, report
+from sgl_ext.engine.core.scheduler import REPORT_KEY
+from sgl_ext.engine.front import errors as http_errors
+from sgl_ext.engine.front import validation as request_hooks
+from sgl_ext.engine.launch import run_directory
+from sgl_ext.engine.swap import api as priority_api
+
+logger = logging.getLogger(__name__)
+
+_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("nnodes", lambda value: value > 1, "several nodes"),
+    ("dp_size", lambda value: value > 1, "data parallelism"),
+    ("attn_dp_size", lambda value: value > 1, "data parallelism"),
+    ("ep_join_mode", bool, "elastic expert parallelism"),
+    ("tokenizer_worker_num", lambda value: value > 1, "several tokenizer workers"),
+    ("use_ray", bool, "Ray"),
+    ("encoder_only", bool, "the encoder-only server"),
+    ("smg_grpc_mode", bool, "the gRPC router mode"),
+)
+"""Launch paths with processes that do not answer this launcher, and could not be verified."""
+
+
+def require_verifiable(server_args: Any) -> None:
+    """Raises ActivationError for a launch path, as resolved, that would escape verification."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    for field, is_unserved, what in _UNSERVED:
+        if is_unserved(getattr(view, field)):
+            raise hooks.ActivationError(
+                f"--enable-ext does not work with {what} (--{field.replace('_', '-')}) yet; "
+                "start without one of the two"
+            )
+
+
+def activate() -> None:
+    """Hooks the launch. Raises ActivationError; repeating it changes nothing.
+
+    The hooks act on launches whose record carries a configuration: a process may launch others.
+    """
+    hooks.apply(HOOKS, SEAMS)
+    if activation.commanded and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # Until its HTTP server runs, SGLang dies of this without removing anything.
+        with suppress(ValueError):  # not in the main thread: then the program decides
+            signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def one_sentence_about(server_args: Any) -> Iterator[None]:
+    """Turns arguments that SGLang cannot resolve, or a model it cannot read, into a sentence."""
+    try:
+        yield
+    except (OSError, ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        logger.debug("SGLang refuses its arguments", exc_info=True)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise hooks.ActivationError(
+            f"SGLang cannot start with --model-path {server_args.model_path} and the other "
+            f"arguments: {reason}"
+        ) from error
+
+
+def _require_free_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            refuse(
+                hooks.ActivationError(
+                    f"cannot listen on {host}:{port} ({reason}); "
+                    "choose another with --port, or stop what uses it"
+                )
+            )
+
+
+def _launch_server(
+    original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
+    if carried_by(server_args) is None:
+        return original(server_args, *args, **kwargs)
+    if not server_args.enable_http_worker_reuseport:
+        _require_free_port(server_args.host or "127.0.0.1", server_args.port)
+    theirs = kwargs.pop("launch_callback", None)
+
+    def greet() -> None:
+        if theirs is not None:
+            theirs()
+        key = '-H "Authorization: Bearer $API_KEY" ' if server_args.api_key else ""
+        print(
+            "\nsgl_ext: ready. Try:\n\n"
+            f"curl -s {server_args.url()}/v1/chat/completions {key}"
+            "-H 'Content-Type: application/json' -d '"
+            '{"messages": [{"role": "user", "content": "What is the capital of France?"}], '
+            '"temperature": 0}\'\n',
+            flush=True,
+        )
+
+    return original(server_args, *args, launch_callback=greet, **kwargs)
+
+
+def _check_arguments(original: Callable[..., None], server_args: Any) -> None:
+    if carried_by(server_args) is None:
+        return original(server_args)
+    try:
+        with one_sentence_about(server_args):
+            original(server_args)
+    except hooks.ActivationError as error:
+        refuse(error)
+    return None
+
+
+def _port_args(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
+    if carried_by(server_args) is None:
+        return original(server_args, *args, **kwargs)
+    try:
+        with run_directory.as_temporary_directory():
+            ports = original(server_args, *args, **kwargs)
+    except ValueError as error:
+        refuse(error)
+    run_directory.remember_instance(ports.instance_id)
+    mark_launch(server_args)
+    return ports
+
+
+def _wait_for_schedulers(
+    original: Callable[..., list[dict[str, Any]]], readers: Any, processes: Any
+) -> list[dict[str, Any]]:
+    """Bounds the wait for the model, then holds every scheduler to the configuration."""
+    from sglang.srt.runtime_context import get_context
+
+    config = carried_by(get_context().server_args)
+    if config is None:
+        return original(readers, processes)
+    for process in processes:
+        run_directory.remember_worker(process.pid)
+    with _deadline(config.start_deadline, processes):
+        infos = original(readers, processes)
+    expected = report(config)
+    for rank, info in enumerate(infos):
+        found = info.get(REPORT_KEY) or {}
+        if {key: found.get(key) for key in expected} != expected:
+            for process in processes:
+                process.kill()
+            refuse(
+                hooks.ActivationError(
+                    f"scheduler {rank} reports {found or 'no active extension'}, expected "
+                    f"{expected}; reinstall sgl_ext so that every process loads the same one"
+                )
+            )
+    on = ", ".join(config.sections()) or "none"
+    off = ", ".join(name for name in SECTIONS if name not in config.sections()) or "none"
+    logger.info(
+        "sgl_ext %s active on SGLang %s, platform %s: %s; sections on: %s; off: %s",
+        __version__, hooks.installed_sglang(), _platform(), _memory(infos[0]), on, off,
+    )  # fmt: skip
+    return infos
+
+
+@contextmanager
+def _deadline(seconds: float, processes: Any) -> Iterator[None]:
+    """Kills ``processes`` when the block takes longer; SGLang then reports a dead scheduler."""
+
+    def expire() -> None:
+        print(
+            f"sgl_ext: the model was not loaded within start_deadline={seconds:g}s; "
+            "raise start_deadline in the configuration, or load a smaller model",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        for process in processes:
+            process.kill()
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _memory(info: dict[str, Any]) -> str:
+    """The layout of the KV pool, as the first scheduler reports it."""
+    memory = info[REPORT_KEY]["memory"]
+    if memory["layout"] == "layer_major":
+        return f"layer-major KV ({memory['because']})"
+    blocks, page = memory["blocks"], memory["page"]
+    return f"block-major KV, {blocks} blocks of {page} token{'s' if page > 1 else ''}"
+
+
+def _platform() -> str:
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__name__
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
+        "around",
+        _wait_for_schedulers,
+        "the launcher waits without a deadline, and has no check of its own on a ready scheduler",
+    ),
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "around",
+        _launch_server,
+        "its launch_callback is the seam for a greeting, but only its caller can pass one",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.check_server_args",
+        "around",
+        _check_arguments,
+        "SGLang asserts here what its arguments do not serve, and ends in a traceback",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.PortArgs.init_new",
+        "around",
+        _port_args,
+        "socket paths come from the global temporary directory and are left behind there",
+    ),
+    *http_errors.LAUNCHER_HOOKS,
+    *request_hooks.LAUNCHER_HOOKS,
+    *chunk_hooks.LAUNCHER_HOOKS,
+    *priority_api.LAUNCHER_HOOKS,
+    *stored_hooks.LAUNCHER_HOOKS,
+)
+
+SEAMS = (
+    hooks.Seam(
+        "launch_callback of sglang.srt.entrypoints.http_server.launch_server",
+        hooks.accepts("sglang.srt.entrypoints.http_server.launch_server", "launch_callback"),
+    ),
+)

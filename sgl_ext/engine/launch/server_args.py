@@ -1,0 +1,206 @@
+"""``--enable-ext`` and ``--ext-config`` on SGLang's command lines and on ``sgl.Engine``.
+
+These hooks are in place whenever the package is installed: without them SGLang could not know the
+flags. They do nothing until ``--enable-ext`` (or ``enable_ext=True``) is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_ext.config import ExtConfig, load
+from sgl_ext.config_source import ConfigError
+from sgl_ext.engine.core import activation, hooks
+from sgl_ext.engine.core.activation import (
+    CARRIED,
+    Carried,
+    carried_by,
+    in_worker,
+    refuse,
+)
+from sgl_ext.engine.launch import secrets
+
+_ENGINE_MODULE = "sglang.srt.entrypoints.engine"
+
+_requested: ExtConfig | None = None
+"""What this process's command line asked for. A program that parses ``ServerArgs`` and rebuilds
+it from its fields loses the record's attribute; it must not thereby run stock."""
+
+
+def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
+    try:
+        # All of them, or no flag: one alone would accept --enable-ext and run stock.
+        hooks.verify(HOOKS)
+    except hooks.ActivationError as error:
+        if "--enable-ext" in sys.argv:
+            activation.commanded = True
+            refuse(error)
+        return
+    group = parser.add_argument_group("sgl_ext")
+    group.add_argument(
+        "--enable-ext",
+        action="store_true",
+        help="Activate sgl_ext: KV cache as a resource of the whole machine.",
+    )
+    group.add_argument(
+        "--ext-config",
+        metavar="FILE|JSON",
+        help="Configuration of sgl_ext: a YAML or JSON file, or inline JSON.",
+    )
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    global _requested
+    record = original(cls, args)
+    # Some SGLang tools build the namespace themselves, without our flags.
+    enabled, source = getattr(args, "enable_ext", False), getattr(args, "ext_config", None)
+    activation.commanded |= enabled or source is not None
+    if (config := requested_config(enabled, source)) is not None:
+        _requested = config
+        setattr(record, CARRIED, Carried(config))
+    return record
+
+
+def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -> ExtConfig | None:
+    """Validates a request; does not return from one that cannot be served."""
+    if not enabled:
+        if source is not None:
+            refuse(ConfigError("a configuration (--ext-config) needs --enable-ext; add it"))
+        return None
+    try:
+        hooks.require_supported_sglang()
+        config = load(source)
+    except (ConfigError, hooks.ActivationError) as error:
+        refuse(error)
+    return config
+
+
+def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
+    """Activates the launcher: its arguments are complete, and no process is launched yet."""
+    if in_worker():
+        return original(server_args)
+    if (config := carried_by(server_args)) is None:
+        config = _requested or _beside_a_record()
+        if config is None:
+            return original(server_args)
+        setattr(server_args, CARRIED, Carried(config))
+    from sgl_ext.engine.chunks import power as chunk_hooks
+    from sgl_ext.engine.clusters import power as stored_hooks
+    from sgl_ext.engine.launch import launcher, start_checks
+    from sgl_ext.engine.peer import power as peer_hooks
+    from sgl_ext.engine.restore import power as restore_setup
+    from sgl_ext.engine.swap import out as swap_hooks
+    from sgl_ext.engine.tiers import power as tier_hooks
+
+    secrets.mask_command(server_args)
+    try:
+        start_checks.require_startable(server_args, config)
+        tier_hooks.declare(server_args, config)
+        chunk_hooks.declare(server_args, config)
+        restore_setup.declare(server_args, config)
+        swap_hooks.declare(server_args, config)
+        peer_hooks.declare(server_args, config)
+        stored_hooks.declare(server_args, config)
+        # Resolution reads the environment that SGLang's modules are imported under, so nothing
+        # of SGLang is hooked, and thereby imported, before it is over.
+        with launcher.one_sentence_about(server_args):
+            original(server_args)
+        launcher.require_verifiable(server_args)
+        start_checks.require_resolved(server_args, config)
+        launcher.activate()
+    except hooks.ActivationError as error:
+        refuse(error)
+    return None
+
+
+def _mask(result: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    if carried_by(server_args) is None and _requested is None:
+        return result
+    return secrets.masked(result)
+
+
+def _beside_a_record() -> ExtConfig | None:
+    """What ``Engine(server_args=record, enable_ext=True)`` asks for.
+
+    Given a record, the engine ignores every other keyword, and no hook of ours sees the first
+    engine's: it loads the plugins. The launch is below its frame, so they are read there.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code.co_qualname == "Engine.__init__":
+            keywords = frame.f_locals.get("kwargs", {})
+            if "server_args" not in keywords:
+                return None  # then _EngineServerArgs has taken them
+            return requested_config(keywords.get("enable_ext", False), keywords.get("ext_config"))
+        frame = frame.f_back
+    return None
+
+
+class _EngineServerArgs:
+    """Stands where ``sgl.Engine`` looks for its ``ServerArgs`` class; takes our keywords out."""
+
+    def __init__(self, server_args_class: Callable[..., Any]) -> None:
+        self._server_args_class = server_args_class
+
+    def __call__(
+        self,
+        *args: Any,
+        enable_ext: bool = False,
+        ext_config: str | Mapping[str, object] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if enable_ext:
+            hooks.verify(HOOKS)
+        record = self._server_args_class(*args, **kwargs)
+        if (config := requested_config(enable_ext, ext_config)) is not None:
+            setattr(record, CARRIED, Carried(config))
+        return record
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "after",
+        _add_flags,
+        "SGLang's parser is built from a fixed record and takes no further flags",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        "around",
+        _from_cli_args,
+        "the record is made from declared fields only; ours travel as bookkeeping",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "around",
+        _resolve_once,
+        "the one step every launcher takes between parsing and spawning",
+    ),
+    hooks.Hook(
+        "sglang.srt.server_args.ServerArgs.resolved_dict",
+        "after",
+        _mask,
+        "SGLang logs the result and shows it in /server_info, and masks its watermark's keys only",
+    ),
+)
+
+
+def _engine_class() -> Any:
+    """SGLang's ``Engine`` where its module is imported.
+
+    Importing it here would run SGLang's modules before it has resolved its arguments.
+    """
+    module = sys.modules.get(_ENGINE_MODULE)
+    return module and module.Engine
+
+
+def register() -> None:
+    """Registers the flags; SGLang's plugin loader calls this once per process."""
+    hooks.register(HOOKS)
+    # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now.
+    engine = _engine_class()
+    if engine is not None and not isinstance(engine.server_args_class, _EngineServerArgs):
+        engine.server_args_class = _EngineServerArgs(engine.server_args_class)

@@ -1,0 +1,180 @@
+"""Start checks that the launcher makes before a scheduler loads its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors import SafetensorError, safe_open
+
+from sgl_ext import preflight
+from sgl_ext.config import ExtConfig
+from sgl_ext.config_values import written_size
+from sgl_ext.engine.chunks.rope import require_architecture
+from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.attention_backends import PLANNING, require_names
+from sgl_ext.engine.kv.install import obstacle_in_arguments
+from sgl_ext.engine.restore.power import require_parts
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.slab import DTYPES, Layout
+from sgl_ext.tiers.arena import stride_of
+
+_INDEX = "model.safetensors.index.json"
+_HUB_ANSWER_S = 10.0
+
+
+def require_startable(server_args: Any, config: ExtConfig) -> None:
+    """Before SGLang resolves its arguments: the model is there, and the machine has what it takes.
+
+    Raises:
+        ActivationError: one of them is not so.
+    """
+    _require_model(server_args)
+    try:
+        preflight.require(config)
+    except ExtError as error:
+        raise hooks.ActivationError(str(error)) from None
+
+
+def require_resolved(server_args: Any, config: ExtConfig) -> None:
+    """Afterwards: the sections serve these arguments, this page and this model.
+
+    Raises:
+        ActivationError: one of them does not.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view = resolving_view(server_args)
+    if view.model_path.lower() in ("none", "dummy"):
+        return
+    _require_layout(view, config)
+    _require_attention(server_args, config)
+    model = model_config_of(server_args)
+    if config.restore is not None:
+        require_parts(config.restore, view.page_size, view.chunked_prefill_size)
+    if config.chunks is not None:
+        require_architecture(model.hf_config.architectures[0])
+    if config.tiers is not None:
+        if view.disable_radix_cache:
+            raise hooks.ActivationError(
+                "tiers need the radix cache, and SGLang has switched it off for this model"
+            )
+        _require_room_for_a_page(config, _layout(view, model))
+
+
+def _require_model(server_args: Any) -> None:
+    """A path that is plainly local must exist, with whole weights; others may be a hub's names."""
+    path = Path(server_args.model_path)
+    is_local = path.is_absolute() or server_args.model_path.startswith((".", "~"))
+    if not path.exists():
+        if is_local:
+            raise hooks.ActivationError(f"--model-path {path} does not exist; name a model folder")
+        _require_hub(server_args)
+    for weights in path.glob("*.safetensors"):
+        try:
+            with safe_open(weights, framework="pt"):
+                pass  # reads the header, and compares it with the file's size
+        except (SafetensorError, OSError) as error:
+            raise hooks.ActivationError(
+                f"{weights} is not whole ({error}); copy or convert the model again"
+            ) from None
+    if (path / "config.json").exists() and server_args.load_format == "auto":
+        for lacking in _lacking(path):
+            raise hooks.ActivationError(
+                f"--model-path {path} lacks {lacking}; copy or convert the model again"
+            )
+
+
+def _lacking(path: Path) -> Iterator[str]:
+    """Files of weights that SGLang would look for in a model folder and not find."""
+    if not any(next(path.glob(kind), None) for kind in ("*.safetensors", "*.bin", "*.pt")):
+        yield "weights (*.safetensors, *.bin, *.pt)"
+    with suppress(OSError, ValueError, KeyError, AttributeError):
+        shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
+        yield from (name for name in sorted(set(shards)) if not (path / name).exists())
+
+
+def _require_hub(server_args: Any) -> None:
+    """SGLang tries a hub that is out of reach for most of a minute; here it is tried once."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from sglang.srt.environ import envs
+
+    name, revision = server_args.model_path, server_args.revision
+    elsewhere = "://" in name or name.lower() in ("none", "dummy")
+    if elsewhere or envs.SGLANG_USE_MODELSCOPE.get():
+        return
+    # What the hub answers, and what is wrong with the name, SGLang says itself.
+    with suppress(HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+        if try_to_load_from_cache(name, "config.json", revision=revision) is not None:
+            return
+        url = hf_hub_url(name, "config.json", revision=revision)
+        try:
+            get_hf_file_metadata(url, timeout=_HUB_ANSWER_S)
+        except httpx.TransportError as error:
+            raise hooks.ActivationError(
+                f"--model-path {name} is no folder here and not in the hub's cache, and "
+                f"{httpx.URL(url).host} cannot be reached ({error}); name a model folder, or "
+                "connect this machine"
+            ) from None
+
+
+def _require_layout(view: Any, config: ExtConfig) -> None:
+    """Sections that work on the slab, under arguments that leave KV to SGLang's own pool."""
+    needing = [name for name in config.sections() if name not in ("restore", "swap")]
+    if config.memory.layout == "block_major":
+        needing.append("memory.layout block_major")
+    reason = obstacle_in_arguments(view)
+    if config.memory.layout == "layer_major":
+        reason = "memory.layout layer_major"
+    if needing and reason is not None:
+        raise hooks.ActivationError(
+            f"{' and '.join(needing)}: this needs the block-major layout of KV, which does not "
+            f"serve {reason}; leave out one of the two"
+        )
+
+
+def _require_attention(server_args: Any, config: ExtConfig) -> None:
+    """Backends that were asked for; what SGLang chooses for a model is looked at when it runs."""
+    planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
+    own = "clusters" if config.clusters is not None else None
+    if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
+        own = f"peer.stream {config.peer.stream}"
+    try:
+        require_names(server_args, planning, own)
+    except ExtError as error:
+        raise hooks.ActivationError(str(error)) from None
+
+
+def _layout(view: Any, model: Any) -> Layout | None:
+    """A block of the slab; None where the arguments alone do not say it."""
+    dtype = view.kv_cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    if dtype not in DTYPES or model.head_dim != model.v_head_dim:
+        return None
+    heads = model.get_num_kv_heads(view.tp_size)
+    layers = model.num_hidden_layers
+    return Layout(view.page_size, layers, heads, model.head_dim, dtype, "")
+
+
+def _require_room_for_a_page(config: ExtConfig, layout: Layout | None) -> None:
+    if layout is None or config.tiers is None:
+        return
+    tiers, least = config.tiers, stride_of(layout)
+    sizes = {
+        "tiers.host.capacity": tiers.host.capacity if tiers.host else None,
+        "tiers.staging": None if tiers.host else tiers.staging,
+        "tiers.ssd.capacity": tiers.ssd.capacity if tiers.ssd else None,
+        "swap.capacity": config.swap.capacity if config.swap else None,
+    }
+    for key, size in sizes.items():
+        if size is not None and size < least:
+            raise hooks.ActivationError(
+                f"{key} is {written_size(size)}, and one page of {layout.page} tokens takes "
+                f"{least:,} B; raise it, or lower --page-size"
+            )

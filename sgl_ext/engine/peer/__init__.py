@@ -1,0 +1,1 @@
+"""The ``peer`` power in SGLang: engines lend each other KV memory (SwiftCache)."""

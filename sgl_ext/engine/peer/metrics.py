@@ -1,0 +1,59 @@
+"""Lending and borrowing on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from sgl_ext.engine.core.metrics import Paced, Totals
+
+_GAUGES = {
+    "lendable_bytes": ("lendable_bytes", "KV memory that a worker may lend."),
+    "lent_bytes": ("lent_bytes", "KV memory that a worker has lent."),
+    "used_bytes": ("used_bytes", "KV memory lent by a worker that its masters use."),
+    "borrowed_bytes": ("borrowed_bytes", "KV memory of workers that a master uses."),
+}
+_COUNTERS = {
+    "lent": ("granted_bytes", "KV memory that a worker has lent, all told."),
+    "reclaimed": ("reclaimed_bytes", "KV memory that a worker has had back, all told."),
+    "replaced": ("replacements", "Times that a worker has not waited for memory any longer."),
+    "retracted": ("retractions", "Requests that gave way because memory was asked back."),
+    "stream_bytes": ("stream_bytes", "Bytes that went through a master's layer buffers."),
+    "stream_waited_seconds": (
+        "stream_waited_seconds",
+        "Seconds that a master's forwards waited for its layer buffers.",
+    ),
+}
+
+
+class PeerMetrics(Paced):
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory.
+
+    Args:
+        found: as for :meth:`update`; what its role has, there will be.
+    """
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._role = str(found["role"])
+        labels = ("role",)
+        self._gauges = {
+            key: Gauge(f"sglang_ext:peer_{name}", text, labels, multiprocess_mode="mostrecent")
+            for key, (name, text) in _GAUGES.items()
+            if key in found
+        }
+        self._counters = {
+            key: Counter(f"sglang_ext:peer_{name}", text, labels)
+            for key, (name, text) in _COUNTERS.items()
+            if key in found
+        }
+        self._totals = Totals()
+
+    def update(self, found: Mapping[str, Any]) -> None:
+        """Sets every metric to what :meth:`~sgl_ext.engine.peer.side.PeerSide.describe` says."""
+        self._updated()
+        for key, gauge in self._gauges.items():
+            gauge.labels(self._role).set(found[key])
+        for key, counter in self._counters.items():
+            self._totals.set(counter, found[key], self._role)

@@ -1,0 +1,1 @@
+"""The ``restore`` power in SGLang: a prefix is computed and loaded at once (CacheFlow)."""

@@ -1,0 +1,102 @@
+"""A forward that computes lower layers of a prefix while upper ones are loaded (CacheFlow §3.1).
+
+Nobody needs to know beforehand where they meet: before the forward computes a layer it takes the
+layer's load back, and if that has begun, everything from this layer on has come or is about to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+
+from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.restore.turn import Coming
+from sgl_ext.engine.step import rows
+from sgl_ext.engine.step.rows import Row
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
+from sgl_ext.memory.transfer import TransferError
+from sgl_ext.restore.host_prefixes import HostPrefixes
+from sgl_ext.tiers.stack import TierStack
+
+
+@contextmanager
+def restoring(
+    ext: ExtRuntime,
+    tiers: TierStack,
+    held: HostPrefixes,
+    runner: Any,
+    batch: Any,
+    parts: Sequence[Row],
+    coming: Mapping[int, Sequence[Coming]],
+) -> Iterator[list[Row]]:
+    """Has the model's next forward cut over from computing to what was loaded.
+
+    Args:
+        held: is told how much was computed, not loaded.
+        runner: SGLang's ``ModelRunner``.
+        batch: SGLang's ``ForwardBatch``.
+        parts: the rows that are computed of every layer.
+        coming: by the request's place in the batch.
+
+    Yields:
+        The rows that the forward has to begin with.
+    """
+    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in coming]
+    begin = sorted(whole + [part for part in parts if part.request not in coming])
+    every = [one for each in coming.values() for one in each]
+    pages = np.concatenate([one.pages for one in every])
+    blocks = np.concatenate([one.blocks for one in every])
+    tickets = tiers.fill_from_the_top(pages, blocks)
+    model = runner.model
+    computed = 0  # layers
+
+    def forward(
+        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
+    ) -> Any:
+        nonlocal computed
+        layer, output = 0, None
+        while layer == 0 or (layer < len(tickets) and taken_back(tickets[layer])):
+            if layer == 0:
+                taken_back(tickets[0])
+            output = model.forward_split_prefill(
+                input_ids, positions, first, (layer, layer + 1), input_embeds
+            )
+            layer += 1
+        computed = layer
+        if layer == len(tickets):
+            return output
+        second = rows.handed_over(batch, begin, parts, first)
+        ext.split = rows.split_of(batch, parts)
+        runner.attn_backend.init_forward_metadata(second)
+        with forward_context(get_forward_context(), forward_batch=second):
+            for at in range(layer, len(tickets)):
+                tickets[at].wait(COPY_DEADLINE_S)
+                output = model.forward_split_prefill(
+                    second.input_ids, second.positions, second, (at, at + 1)
+                )
+        return output
+
+    model.forward = forward  # of this object, in front of its class's
+    try:
+        yield begin
+    finally:
+        del model.forward
+        for at, each in coming.items():
+            tokens = sum(len(one.pages) for one in each) * tiers.layout.page
+            held.computed(batch.rids[at], tokens * computed // len(tickets))
+        for ticket in tickets:
+            taken_back(ticket)  # nothing writes to blocks that somebody else may have next
+
+
+def taken_back(ticket: Ticket) -> bool:
+    """Whether the load was not begun, and will not be; one that was is waited for."""
+    if not ticket.bytes_done:
+        ticket.cancel()
+    with suppress(TransferError, TransferCancelledError):
+        ticket.wait(COPY_DEADLINE_S)
+    return ticket.state != State.DONE

@@ -1,0 +1,1 @@
+"""One scheduler step: admission, the budget of prefilled tokens, and the forward."""

@@ -1,0 +1,78 @@
+"""Beam groups keep their rows and their place: SGLang can neither retract nor move them.
+
+A group is one request, its leader, and rows of ``req_to_token`` for its other beams, its members.
+SGLang's release of a leader leaves the members' rows behind, and its scheduler asserts that there
+are rows for them after the leader's prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.retraction import release
+
+
+def promised_rows(req: Any) -> int:
+    """Rows that the members will take when the prefill of their leader is launched."""
+    group = req.beam_group
+    if group is None or group.member_rows is not None or group.retired or req.finished():
+        return 0
+    return int(group.beam_width) - 1
+
+
+def sparing(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Preempts for a request as SGLang does, but no beam group.
+
+    Args:
+        original: ``PrefillAdder.preempt_to_schedule``, which passes over those that it has
+            preempted already.
+    """
+    beams = [one for one in adder.running_batch.reqs if one.beam_group is not None]
+    adder.preempt_list.extend(beams)
+    try:
+        return original(adder, req)
+    finally:
+        adder.preempt_list[:] = [one for one in adder.preempt_list if one not in beams]
+
+
+def _pause(scheduler: Any, request: Any) -> None:
+    """Ends the groups that a pause would retract, as SGLang does where memory runs out."""
+    if runtime.current is None or request.mode != "retract":
+        return
+    running, last = scheduler.running_batch, scheduler.last_batch
+    for req in {*running.reqs, *(() if last is None else last.reqs)}:
+        group = req.beam_group
+        if group is not None and group.num_generated and not req.finished():
+            _end(scheduler, req)
+    # SGLang empties the batch of requests, but not of the rows of members behind them.
+    kept = [at for at, req in enumerate(running.reqs) if not (req.beam_group and req.finished())]
+    running.filter_batch(keep_indices=kept)
+
+
+def _end(scheduler: Any, req: Any) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    reason = FINISH_ABORT(
+        "The server pauses and retracts its requests. Beam groups cannot be retracted; ask again.",
+        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+    # In this order: the rows are found by what the leader holds.
+    scheduler.beam_coordinator._free_member_rows(req.beam_group)
+    release(scheduler, req, offload_kv=False)
+    scheduler.beam_coordinator.retire_group(req)
+    req.to_finish, req.finished_reason = None, reason
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        "before",
+        _pause,
+        "SGLang retracts beam groups in a pause, whose members' rows nobody frees",
+    ),
+)

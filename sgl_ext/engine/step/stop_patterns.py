@@ -1,0 +1,126 @@
+"""A time limit on matching ``stop_regex``.
+
+SGLang matches a client's regular expressions in its scheduler after every token. One that
+backtracks, such as ``([a-z ]+)+Z``, takes time exponential in the length of the answer, during
+which nobody is served. A request whose patterns take longer than the limit is ended with an error.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import torch
+
+from sgl_ext.engine.core import hooks, runtime
+
+
+class Allowance:
+    """Seconds that a scheduler spends on patterns: a bucket that fills with time.
+
+    However many requests match, and however long each of them goes on, they take at most the share
+    ``SHARE`` of the scheduler's time in the long run, and the least that each of them is given.
+    """
+
+    MOST, LEAST, SHARE = 0.25, 0.01, 0.1
+
+    def __init__(self) -> None:
+        self._left = self.MOST
+        self._at = float("-inf")
+
+    def given(self, now: float) -> float:
+        """Seconds that the next match may take, at ``now`` of a clock."""
+        self._left = min(self._left + self.SHARE * (now - self._at), self.MOST)
+        self._at = now
+        return max(self._left, self.LEAST)
+
+    def took(self, seconds: float) -> None:
+        """A match took so long."""
+        self._left = max(self._left - seconds, 0.0)
+
+
+_allowance = Allowance()
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the main thread, after so many seconds of its computing time.
+
+    Python's ``re`` looks for signals as it matches.
+    """
+    end = time.thread_time() + seconds
+
+    def passed(_signal: int, _frame: Any) -> None:
+        if (left := end - time.thread_time()) > 0:  # others had the core
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
+        else:
+            raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, passed)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        # If the signal comes just here the timer has ended by itself; SGLang uses none.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _check(original: Callable[..., bool], req: Any, *args: Any, **kw: Any) -> bool:
+    patterns = req.sampling_params.stop_regex_strs
+    if runtime.current is None or not patterns:
+        return original(req, *args, **kw)
+    from sglang.srt.runtime_context import get_parallel
+
+    # Stages of a pipeline do not take their steps together; other threads get no signals.
+    if get_parallel().pp_size > 1 or threading.current_thread() is not threading.main_thread():
+        return original(req, *args, **kw)
+    ended = late = False
+    began = time.thread_time()
+    try:
+        with _time_limit(_allowance.given(time.monotonic())):
+            ended = original(req, *args, **kw)
+    except TimeoutError:
+        late = True
+    _allowance.took(time.thread_time() - began)
+    if _on_any_rank(late):
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        req.finished_len = None
+        req.finished_reason = FINISH_ABORT(
+            f"compiling stop_regex {patterns!r:.300}, or matching it against the answer, takes too "
+            "long; give a pattern that does not repeat what repeats, or stop strings",
+            HTTPStatus.BAD_REQUEST,
+            "BadRequestError",
+        )
+        return True
+    return ended
+
+
+def _on_any_rank(late: bool) -> bool:
+    """Whether it was late on one of the tensor-parallel ranks, each of which matches by itself: a
+    request has to end on all of them in the same step."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        return late
+    from sglang.srt.distributed import get_tp_group
+
+    found = torch.tensor([late], dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return bool(found)
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.schedule_batch.Req._check_str_based_finish",
+        "around",
+        _check,
+        "SGLang matches regular expressions of clients without a limit",
+    ),
+)

@@ -1,0 +1,1 @@
+"""The ``swap`` power in SGLang: preempted requests keep their KV (FastSwitch)."""

@@ -1,0 +1,146 @@
+"""``POST /ext/priority``: another priority for a request that waits or runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.swap.priorities import give_to
+from sgl_ext.errors import ExtError
+
+_KEY = "sgl_ext.priority/"
+"""What a scheduler is told to set, followed by the request's id."""
+
+
+class UnknownRequestError(ExtError):
+    """No request of that id waits or runs."""
+
+    status = 404
+
+
+class GivePriority(BaseModel):
+    """What ``POST /ext/priority`` takes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rid: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Of the request: its ``rid``, or the ``id`` of its answer; of several answers (``n`` > 1) only
+    their ``id``, as SGLang gives each a ``rid`` of its own."""
+    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)]
+    """The larger, the more urgent, unless SGLang was told otherwise."""
+
+
+def install(app: Any, manager: Any, useless: str | None) -> None:
+    """Adds the route to SGLang's HTTP server, before that is started.
+
+    Args:
+        useless: why priorities do not count; None if they do.
+    """
+    from fastapi import APIRouter
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    from sgl_ext.engine.chunks.middleware import refusal
+    from sgl_ext.engine.front.routes import ExtRoute, add_routes
+
+    routes = APIRouter(route_class=ExtRoute)
+
+    @routes.post("/ext/priority")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+    async def give(body: GivePriority) -> dict[str, Any]:
+        if useless is not None:
+            raise ExtError(useless)
+        asked = SetInternalStateReq(server_args={_KEY + body.rid: body.priority})
+        if not any(await manager.set_internal_state(asked)):
+            raise UnknownRequestError(
+                f"no request {body.rid!r} waits or runs; it may have been answered, or be one of "
+                "several answers (n > 1), whose own ids are to be named"
+            )
+        return {"rid": body.rid, "priority": body.priority}
+
+    add_routes(app, routes)
+    app.add_exception_handler(ExtError, refusal)
+
+
+def _serve(server_args: Any, manager: Any, *_args: Any, **_kw: Any) -> None:
+    config = carried_by(server_args)
+    if config is None or config.swap is None:
+        return
+    from sglang.srt.entrypoints.http_server import app
+
+    policy = config.swap.policy
+    install(app, manager, useless(policy, server_args.enable_priority_scheduling))
+
+
+def useless(policy: str, by_priority: bool) -> str | None:
+    """Why priorities do not count under ``swap.policy``; None if they do.
+
+    Args:
+        by_priority: whether SGLang was told to schedule by priority.
+    """
+    counts = "priorities count with swap.policy static"
+    if policy == "sglang" and not by_priority:
+        return (
+            "swap.policy is sglang without --enable-priority-scheduling, and no priority counts; "
+            f"{counts}, or with that option"
+        )
+    if policy not in ("sglang", "static"):
+        return f"swap.policy is {policy}, which decides itself who runs; {counts}"
+    return None
+
+
+def _set(original: Callable[..., Any], state: Any, request: Any) -> Any:
+    """In the scheduler."""
+    asked = {
+        key.removeprefix(_KEY): int(value)
+        for key, value in request.server_args.items()
+        if key.startswith(_KEY)
+    }
+    if not asked:
+        return original(state, request)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    done = [_give(state.scheduler, rid, priority) for rid, priority in asked.items()]
+    return SetInternalStateReqOutput(updated=all(done))
+
+
+def _give(scheduler: Any, rid: str, priority: int) -> bool:
+    ext = runtime.current
+    if ext is None or ext.swap is None:
+        return False
+    if ext.priorities is not None and ext.priorities.give(rid, priority):
+        return True
+    present = {
+        *scheduler.waiting_queue,
+        *scheduler.collect_inflight_reqs(),
+        *scheduler.grammar_manager.grammar_queue,
+        *(() if scheduler.chunked_req is None else (scheduler.chunked_req,)),
+    }
+    named = [req for req in present if req.rid == rid]
+    for req in named:
+        give_to(req, priority)
+    return bool(named)
+
+
+LAUNCHER_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "before",
+        _serve,
+        "SGLang's server takes no further routes",
+    ),
+)
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler_components.internal_state."
+        "SchedulerInternalStateController.set_internal_state",
+        "around",
+        _set,
+        "SGLang's schedulers take a fixed set of messages",
+    ),
+)

@@ -1,0 +1,49 @@
+"""Logprobs of a prompt are its own, whoever of its batch has gone meanwhile.
+
+The logprobs of all prompts of a batch come in one row. SGLang hands them out from the left, and
+where a request has given way or ended since the batch began, it hands its part to the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_ext.engine.core import hooks, runtime
+
+
+def _cut(processor: Any, batch: Any, result: Any) -> None:
+    """Takes the parts of those out that SGLang passes over."""
+    if runtime.current is None or not batch.return_logprob or not processor.is_generation:
+        return
+    gone = [
+        req.is_retracted or (req.finished() and req.inflight_middle_chunks <= 0)
+        for req in batch.reqs
+    ]
+    if not any(gone) or (output := result.logits_output) is None:
+        return
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    output.finalize_input_logprobs()
+    if output.input_token_logprobs is None:
+        return
+    count = processor.logprob_result_processor.calculate_num_input_logprobs
+    ends = zip(
+        result.extend_input_len_per_req, result.extend_logprob_start_len_per_req, strict=True
+    )
+    counts = [count(req, *end) for req, end in zip(batch.reqs, ends, strict=True)]
+    kept = torch.repeat_interleave(~torch.tensor(gone), torch.tensor(counts))
+    if len(kept) == len(output.input_token_logprobs):  # not of batches that are only scored
+        output.input_token_logprobs = output.input_token_logprobs[kept]
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor.process_batch_result_prefill",
+        "before",
+        _cut,
+        "SGLang does not count the logprobs of prompts that it passes over",
+    ),
+)

@@ -1,0 +1,45 @@
+"""Swapping on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from sgl_ext.engine.core.metrics import Totals
+
+_COUNTERS = {
+    "swapped_out": "Times that a request gave way and its KV was kept.",
+    "swapped_in": "Times that a request came back without a forward.",
+    "recomputed": "Times that a request gave way and had to be computed again.",
+    "recomputed_tokens": "Tokens that were computed again because their request had given way.",
+    "loaded_pages": "Pages that came back from host memory.",
+    "waits": "Times that blocks of the device were not free yet of a copy that read them.",
+    "waiting_seconds": "Seconds that the scheduler waited for such copies.",
+    "loading_seconds": "Seconds that all waited for requests to come back.",
+    "busy_seconds": "Seconds that the scheduler's thread spent in swapping, without waits.",
+}
+
+
+class SwapMetrics:
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+        self._counters = {
+            name: Counter(f"sglang_ext:swap_{name}", text, ["tp_rank"])
+            for name, text in _COUNTERS.items()
+        }
+        self._swapped = Gauge(
+            "sglang_ext:swap_swapped",
+            "Requests that gave way and wait.",
+            ["tp_rank"],
+            multiprocess_mode="mostrecent",
+        )
+        self._totals = Totals()
+
+    def update(self, found: Mapping[str, float]) -> None:
+        """Sets every metric to what the swap manager says now."""
+        for name, counter in self._counters.items():
+            self._totals.set(counter, found[name], self._rank)
+        self._swapped.labels(self._rank).set(found["swapped"])

@@ -1,0 +1,1 @@
+"""The ``tiers`` power in SGLang: KV beyond the device as its external cache."""

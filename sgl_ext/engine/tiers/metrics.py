@@ -1,0 +1,60 @@
+"""The tiers on SGLang's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.tiers.statistics import TierReport
+
+_COUNTERS = {
+    "hit_tokens": "Prompt tokens that were not computed because a tier had them.",
+    "loaded_bytes": "Bytes of KV loaded from a tier.",
+    "loading_seconds": "Seconds that loads from a tier took.",
+    "stored_bytes": "Bytes of KV stored in a tier.",
+    "storing_seconds": "Seconds that stores into a tier took.",
+    "evicted_pages": "Pages that a tier had to give up.",
+}
+_GAUGES = {
+    "pages": "Pages that a tier holds.",
+    "capacity_pages": "Pages that a tier has room for.",
+    "queue_depth": "Loads and stores that wait or are under way.",
+    "available": "Whether a tier is of use.",
+}
+
+
+class TierMetrics(Paced):
+    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+
+    def __init__(self, rank: int) -> None:
+        labels = ("tp_rank", "tier")
+        self._rank = str(rank)
+        self._counters = {
+            name: Counter(f"sglang_ext:tier_{name}", text, labels)
+            for name, text in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"sglang_ext:tier_{name}", text, labels, multiprocess_mode="mostrecent")
+            for name, text in _GAUGES.items()
+        }
+        self._failures = Counter(
+            "sglang_ext:tier_failures",
+            "Pages that could not be loaded or stored, by reason.",
+            (*labels, "reason"),
+        )
+        self._totals = Totals()
+
+    def update(self, reports: Mapping[str, TierReport]) -> None:
+        """Sets every metric to what the tiers say now."""
+        self._updated()
+        for tier, report in reports.items():
+            numbers: Mapping[str, object] = report
+            for name, gauge in self._gauges.items():
+                gauge.labels(self._rank, tier).set(float(numbers[name]))  # type: ignore[arg-type]
+            for name, counter in self._counters.items():
+                total = float(numbers[name])  # type: ignore[arg-type]
+                self._totals.set(counter, total, self._rank, tier)
+            for reason, pages in report["failures"].items():
+                self._totals.set(self._failures, pages, self._rank, tier, reason)
