@@ -2,7 +2,8 @@
 
 SGLang asks for slots without saying for whom. The batch that is being prepared does say it, so
 :mod:`~sgl_ext.engine.kv.install` tells the allocator (:meth:`BlockGroupAllocator.serving`) before
-SGLang asks. What comes without it (external tiers, speculative drafts) gets slots that belong to no group.
+SGLang asks. What comes without it (external tiers, speculative drafts) gets slots that belong to no
+group.
 """
 
 from __future__ import annotations
