@@ -19,6 +19,8 @@ from starlette.middleware.base import RequestResponseEndpoint
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.api import install
 from sgl_ext.engine.chunks.service import ContextService
+from sgl_ext.engine.front.errors import refusal
+from sgl_ext.errors import ExtError
 
 
 class Manager:
@@ -58,6 +60,7 @@ def context_server(*, api_key: str | None = None) -> Iterator[ContextServer]:
         Manager(), method="lego-2", limit=10, page=16, token_bytes=100, pool=1000
     )
     served = ContextServer("", service)
+    app.add_exception_handler(ExtError, refusal)
     install(app, served.service, Chunks(method="lego-2"))
 
     @app.get("/get_model_info")

@@ -1,7 +1,8 @@
-"""The turn of a request: what it waits for, and what follows from its admission."""
+"""Admission of waiting requests: what they wait for, and what follows from it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,258 +11,269 @@ from unittest.mock import MagicMock
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_ext.config import ExtConfig
-from sgl_ext.engine.chunks import power as chunk_hooks
+from sgl_ext.config import ExtConfig, load
+from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
-from sgl_ext.engine.step import admission
-from sgl_ext.plan import Compute, PrefillPlan, Span
-
-
-class Tiers:
-    """Stands for the stack: pages of ``coming`` requests are on their way."""
-
-    lower = ("ssd",)
-
-    def __init__(self) -> None:
-        self.coming = {"r"}
-
-    def ready(self, rid: str) -> bool:
-        return rid not in self.coming
-
-    def take_restored(self, _rid: str) -> dict[str, Any]:
-        return {}
-
-    def forget(self, rid: str) -> None:
-        pass
-
-
-class Links:
-    """Stands for the links of requests."""
-
-    def __init__(self) -> None:
-        self.coming = {"r"}
-        self.held: set[str] = set()
-
-    def ready(self, req: Any) -> bool:
-        return req.rid not in self.coming
-
-    def acquire(self, req: Any, *, computing: bool = False) -> dict[str, Any]:
-        self.held.add(req.rid)
-        if computing:
-            return {"power": "chunks", "linked": 0}
-        return {"power": "chunks", "linked": 3}
-
-    def release(self, rid: str) -> None:
-        self.held.discard(rid)
-
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.step import admission, beams
+from sgl_ext.engine.swap import out, resume
+from sgl_ext.engine.swap.power import SwapPower
 
 ROWS = 4
 
 
+class Stub(Power[Any]):
+    """A power that records what it is asked, and answers what the test wants."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(ExtConfig(), None)
+        self.name = name  # type: ignore[misc]
+        self.calls: list[Any] = []
+        self.here = self.plans = True
+        self.result: Any = None
+        self.held = 0
+
+    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+        self.calls.append("ready")
+        return self.here
+
+    def plan(self, adder: Any, req: Any) -> bool:
+        self.calls.append("plan")
+        return self.plans
+
+    def resume(self, adder: Any, req: Any) -> Any:
+        return self.result
+
+    def acquire(self, req: Any) -> None:
+        self.held = 3
+
+    def concede(self, req: Any) -> bool:
+        self.calls.append("concede")
+        conceded, self.held = bool(self.held), 0
+        return conceded
+
+    def make_room(self, adder: Any, req: Any) -> bool:
+        self.calls.append("make_room")
+        return False
+
+    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+        self.calls.append(("considered", admitted))
+
+    def deferred(self, req: Any) -> None:
+        self.calls.append("deferred")
+
+
 @pytest.fixture
-def ext(monkeypatch: pytest.MonkeyPatch) -> Any:
-    ext: Any = runtime.ExtRuntime(ExtConfig())
-    ext.tiers, ext.links = Tiers(), Links()
+def ext(monkeypatch: pytest.MonkeyPatch) -> runtime.ExtRuntime:
+    ext = runtime.ExtRuntime(ExtConfig())
+    ext.inside_out = [Stub("inner"), Stub("outer")]
     monkeypatch.setattr(runtime, "current", ext)
     return ext
 
 
 @pytest.fixture
+def inner(ext: Any) -> Stub:
+    stub: Stub = ext.inside_out[0]
+    return stub
+
+
+@pytest.fixture
 def adder() -> Any:
-    linker = SimpleNamespace(agreed=lambda value: value, used_in_device=lambda *_: None)
-    wrapper = SimpleNamespace(cache_linker=linker, private_load_indices={})
+    wrapper = SimpleNamespace(private_load_indices={})
     rows = SimpleNamespace(available_size=lambda: ROWS)
     cache = SimpleNamespace(linker=wrapper, tree_core=None, req_to_token_pool=rows)
     running = SimpleNamespace(reqs=[], is_empty=lambda: True)
     return SimpleNamespace(
-        tree_cache=cache,
-        can_run_list=[],
-        running_batch=running,
-        preempt_list=[],
-        max_running_requests=None,
-    )
+        tree_cache=cache, can_run_list=[], running_batch=running, preempt_list=[],
+        max_running_requests=None, page_size=16, memory_budget=SimpleNamespace(total_offset=0),
+        _lock_node=lambda _node: nullcontext(),
+    )  # fmt: skip
 
 
 def request() -> Any:
     return SimpleNamespace(
         rid="r", customized_info=None, last_node=0, output_ids=[], session=None, beam_group=None,
-        prefix_len=16, kv=SimpleNamespace(cache_protected_len=16, holds_kv=True),
+        prefix_len=16, to_finish=None, return_logprob=False,
+        sampling_params=SimpleNamespace(custom_params=None),
+        kv=SimpleNamespace(cache_protected_len=16, holds_kv=True),
     )  # fmt: skip
 
 
-def test_a_request_waits_for_all_that_is_on_its_way(ext: Any, adder: Any) -> None:
-    req, asked = request(), []
+def refuses(*_: Any) -> Any:
+    raise AssertionError("SGLang was asked")
 
-    def original(_adder: Any, req: Any, *_args: Any) -> bool:
-        asked.append(req)
-        return True
 
-    for power in (ext.tiers, ext.links):
-        assert admission._preempt(original, adder, req) is False
-        assert admission._admit(original, adder, req, False, None) == AddReqResult.CONTINUE
-        assert not asked
-        assert not ext.links.held
-        power.coming.clear()
-    assert admission._preempt(original, adder, req) is True
-    assert asked == [req]
+def admits(adder: Any, req: Any, *_args: Any) -> AddReqResult:
+    adder.can_run_list.append(req)
+    return AddReqResult.CONTINUE
+
+
+def test_admission_waits_for_every_power(ext: Any, adder: Any) -> None:
+    """All powers are asked, for they begin to load what the request needs; none plans before."""
+    req = request()
+    for late in ext.inside_out:
+        late.here = False
+        assert admission._preempt(refuses, adder, req) is False
+        assert admission._admit(refuses, adder, req, False, None) == AddReqResult.CONTINUE
+        for power in ext.inside_out:
+            assert power.calls.count("ready") == 2
+            assert "plan" not in power.calls
+            power.calls.clear()
+        late.here = True
+    assert admission._preempt(lambda *_: True, adder, req) is True
+    assert admission._admit(admits, adder, req) == AddReqResult.CONTINUE
     targets = [hook.target for hook in admission.HOOKS]
     for method in (PrefillAdder.preempt_to_schedule, PrefillAdder.add_one_req):
         assert f"{method.__module__}.{method.__qualname__}" in targets
 
 
+def test_a_request_without_a_plan_is_deferred(ext: Any, inner: Stub, adder: Any) -> None:
+    inner.plans = False
+    assert admission._admit(refuses, adder, request()) == AddReqResult.CONTINUE
+    assert admission._preempt(refuses, adder, request()) is False
+
+
 @pytest.mark.parametrize("admitted", [True, False])
-def test_chunks_stay_for_those_who_are_admitted(ext: Any, adder: Any, admitted: bool) -> None:
-    ext.tiers.coming.clear()
-    ext.links.coming.clear()
-    req = request()
-
+def test_powers_learn_whether_a_request_was_admitted(
+    ext: Any, inner: Stub, adder: Any, admitted: bool
+) -> None:
     def original(adder: Any, req: Any) -> AddReqResult:
-        assert ext.links.held == {"r"}  # the cost of the request follows from its plan
-        if admitted:
-            adder.can_run_list.append(req)
-        return AddReqResult.CONTINUE
+        assert inner.held  # the cost of the request follows from its plan
+        return admits(adder, req) if admitted else AddReqResult.CONTINUE
 
-    assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
-    assert bool(ext.links.held) is admitted
-    assert bool(told(req, "chunks")) is admitted
+    assert admission._admit(original, adder, request()) == AddReqResult.CONTINUE
+    for power in ext.inside_out:
+        assert power.calls[-1] == ("considered", admitted)
+        assert "make_room" not in power.calls
+
+
+def test_a_plan_does_not_outlive_a_deferral(ext: Any, inner: Stub, adder: Any) -> None:
+    inner.result = AddReqResult.NO_TOKEN
+    assert admission._admit(refuses, adder, request()) is AddReqResult.NO_TOKEN
+    assert inner.calls[-1] == "deferred"
+    assert not inner.held
+    assert not admission._preempt(lambda *_: False, adder, request())
+    assert inner.calls[-1] == "deferred"
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_chunks_that_leave_no_room_are_given_up(ext: Any, adder: Any, alone: bool) -> None:
-    """If nobody else holds memory, nobody's end would make room."""
-    ext.tiers.coming.clear()
-    ext.links.coming.clear()
+def test_a_request_that_is_alone_gets_what_powers_keep(
+    ext: Any, inner: Stub, adder: Any, alone: bool
+) -> None:
+    """If no other request holds memory, none that ends would make room."""
     adder.running_batch.is_empty = lambda: alone
-    req, results = request(), [AddReqResult.NO_TOKEN, AddReqResult.CONTINUE]
+    held = []
 
     def original(adder: Any, req: Any) -> AddReqResult:
-        result = results.pop(0)
-        if result == AddReqResult.CONTINUE:
-            adder.can_run_list.append(req)
-        return result
+        held.append(inner.held)
+        return AddReqResult.NO_TOKEN if inner.held else admits(adder, req)
 
     last = AddReqResult.CONTINUE if alone else AddReqResult.NO_TOKEN
-    assert admission._admit(original, adder, req) == last
-    assert [entry["linked"] for entry in told(req, "chunks")] == ([0] if alone else [])
-    assert bool(ext.links.held) is alone
+    assert admission._admit(original, adder, request()) == last
+    assert held == [3, 0] if alone else [3]
+    assert inner.calls[-1] == ("considered", alone)
 
 
-def test_what_was_linked_is_told_once(ext: Any, adder: Any) -> None:
-    """A request that is retracted is admitted again."""
-    ext.tiers.coming.clear()
-    ext.links.coming.clear()
-    req = request()
+def test_no_request_is_preempted_for_one_that_was_admitted(
+    ext: Any, inner: Stub, adder: Any
+) -> None:
+    """SGLang's result says whether there is room for the next request."""
 
     def original(adder: Any, req: Any) -> AddReqResult:
-        adder.can_run_list.append(req)
-        return AddReqResult.CONTINUE
+        admits(adder, req)
+        return AddReqResult.NO_TOKEN
 
-    for _ in range(2):
-        admission._admit(original, adder, req)
-    assert len(told(req, "chunks")) == 1
+    assert admission._admit(original, adder, request()) == AddReqResult.NO_TOKEN
+    assert len(adder.can_run_list) == 1
+    assert "make_room" not in inner.calls
 
 
-@pytest.mark.parametrize("waits", ["for a seat", "for others to give way"])
-def test_no_plan_outlives_what_it_is_of(
-    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, waits: str
-) -> None:
-    """Not admitted, the request may stop being restored; its next plan is made anew."""
-    plan = PrefillPlan([Span(0, 32, Compute())])
-    ext.tiers, ext.links, ext.prefixes = None, None, {}
-    ext.restorer = SimpleNamespace(
-        turn=lambda *_: True, restores=lambda _rid: True, computes=lambda _rid: False,
-        plan=lambda *_: plan,
-    )  # fmt: skip
+class Links:
+    """Chunks of requests; those of ``r`` are on their way."""
+
+    def __init__(self) -> None:
+        self.coming = {"r"}
+        self.asked: list[Any] = []
+
+    def ask(self, req: Any) -> None:
+        self.asked.append(req)
+
+    def ready(self, req: Any) -> bool:
+        return req.rid not in self.coming
+
+    def acquire(self, _req: Any, *, computing: bool = False) -> dict[str, Any]:
+        return {"power": "chunks", "linked": 0 if computing else 3}
+
+    def release(self, _rid: str) -> None:
+        pass
+
+
+def chunks(ext: Any) -> ChunksPower:
+    config = load({"chunks": {}})
+    assert config.chunks is not None
+    power = ChunksPower(config, config.chunks)
+    power._ext, power.links = ext, Links()  # type: ignore[assignment]
+    return power
+
+
+def swap(ext: Any, swapped: dict[str, Any]) -> SwapPower:
+    config = load({"swap": {"capacity": "1MiB"}})
+    assert config.swap is not None
+    power = SwapPower(config, config.swap)
+    power.ext, power.resuming = ext, []
+    power.ahead = MagicMock(growth=0)
+    power.manager = MagicMock(clock=SimpleNamespace(on=nullcontext), get=swapped.get)
+    power.manager.__contains__.side_effect = swapped.__contains__  # type: ignore[attr-defined]
+    power.manager.drop.side_effect = swapped.pop  # type: ignore[attr-defined]
+    return power
+
+
+def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
+    """A request that is retracted is admitted again."""
+    ext.inside_out = [power := chunks(ext)]
+    power.links.coming.clear()  # type: ignore[attr-defined]
     req = request()
-    req.prefix_len, req.host_hit_length, req.full_untruncated_fill_ids = 0, 0, [0] * 32
-    made = []
-
-    def original(_adder: Any, req: Any) -> bool:
-        made.append(ext.plans[req.rid])
-        return False
-
-    if waits == "for a seat":
-        monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
-        monkeypatch.setattr(admission.swap_in, "take_back", lambda *_: AddReqResult.OTHER)
-        assert admission._admit(original, adder, req) is AddReqResult.OTHER
-    else:
-        assert not admission._preempt(original, adder, req)
-        assert made == [plan]
-    assert ext.plans == {}
+    for _ in range(2):
+        admission._admit(admits, adder, req)
+    assert [entry["linked"] for entry in told(req, "chunks")] == [3]
 
 
 @pytest.mark.parametrize(("readable", "tries"), [(True, True), (None, False), (False, True)])
-def test_others_give_way_to_whom_has_lost_its_kv(
-    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch, readable: bool | None, tries: bool
+def test_requests_are_preempted_for_one_whose_kv_is_lost(
+    ext: Any,
+    adder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    readable: bool | None,
+    tries: bool,
 ) -> None:
-    """It is computed again; but nobody makes room for what is still on its way."""
-    ext.tiers = ext.links = None
-    ext.swap = MagicMock(clock=SimpleNamespace(on=nullcontext))
-    ext.swap.__contains__.return_value = True
-    monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
-    found = admission.swap_in.Found(16, 0, readable)
-    monkeypatch.setattr(admission.swap_in, "look_up", lambda *_: found)
-    monkeypatch.setattr(admission.swap_in, "lacking", lambda *_: 3.0)
+    """It is computed again; but no room is made for KV that is still on its way."""
+    ext.inside_out = [swap(ext, {"r": object()})]
+    monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, readable))
+    monkeypatch.setattr(resume, "lacking", lambda *_: 3.0)
     asked = []
-    monkeypatch.setattr(
-        admission.swap_hooks, "displace", lambda *given: asked.append(given[2]) or True
-    )
-
-    def original(*_: Any) -> bool:
-        raise AssertionError
-
-    assert admission._preempt(original, adder, request()) is tries
+    monkeypatch.setattr(out, "displace", lambda *given: asked.append(given[2]) or True)
+    assert admission._preempt(refuses, adder, request()) is tries
     assert asked == [3.0] * tries
 
 
 def test_a_swapped_request_waits_for_no_chunks(
     ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV holds them; if that is lost, they begin to come then, and it waits for them."""
-    ext.tiers.coming.clear()
-    asked = []
-    ext.links.ask = asked.append
+    """Its KV holds them; if that is lost, they are loaded then, and admission waits for them."""
     swapped: dict[str, Any] = {"r": SimpleNamespace(keys=(), tokens=16)}
-    ext.swap = MagicMock(clock=SimpleNamespace(on=nullcontext), get=swapped.get)
-    ext.swap.__contains__.side_effect = swapped.__contains__
-    ext.swap.drop.side_effect = swapped.pop
-    monkeypatch.setattr(admission.swap_in, "expect", lambda _adder: None)
-    adder.page_size = 16
+    linking = chunks(ext)
+    ext.inside_out = [swap(ext, swapped), linking]
+    asked = linking.links.asked  # type: ignore[attr-defined]
     req = request()
-    assert not admission._held_back(adder, req, False)
-    chunk_hooks._check(None, req)
+    linking.arrive(req)
+    assert linking.ready(adder, req, False)
     assert not asked
-
-    lost = admission.swap_in.Found(16, 0, False)
-    monkeypatch.setattr(admission.swap_in, "look_up", lambda *_: lost)
-
-    def original(*_: Any) -> AddReqResult:
-        raise AssertionError
-
-    assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
+    monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, False))
+    assert admission._admit(refuses, adder, req) == AddReqResult.CONTINUE
     assert (asked, swapped) == ([req], {})
-    assert admission._held_back(adder, req, False)
-
-
-def test_nobody_is_preempted_for_a_request_that_was_admitted(
-    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang's result says whether there is room for the next one."""
-    ext.tiers.coming.clear()
-    ext.links.coming.clear()
-
-    def makes_room(*_: Any) -> bool:
-        raise AssertionError
-
-    monkeypatch.setattr(admission.swap_hooks, "makes_room", makes_room)
-
-    def original(adder: Any, req: Any) -> AddReqResult:
-        adder.can_run_list.append(req)
-        return AddReqResult.NO_TOKEN
-
-    assert admission._admit(original, adder, request()) == AddReqResult.NO_TOKEN
-    assert len(adder.can_run_list) == 1
+    monkeypatch.setattr("sgl_ext.engine.chunks.parameters.composition_of", lambda _req: object())
+    assert not linking.ready(adder, req, False)
 
 
 def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
@@ -285,17 +297,17 @@ def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     running = [
         SimpleNamespace(
-            finished=lambda: False, priority=0, beam_group=group, arrival=at,
+            finished=lambda: False, priority=0, beam_group=group,
+            time_stats=SimpleNamespace(wait_queue_entry_time=at),
             kv=SimpleNamespace(kv_allocated_len=100),
         )
         for at, group in enumerate((object(), None))
     ]  # fmt: skip
     adder = preempting(running, released, _get_running_request_total_token_offset=lambda _req: 0)
-    monkeypatch.setattr(admission.swap_hooks, "_arrival", lambda one: one.arrival)
     urgent: Any = SimpleNamespace(priority=5)
-    assert not admission.swap_hooks.displace(adder, urgent, 150.0)
+    assert not out.displace(adder, urgent, 150.0)
     assert released == []
-    assert admission.swap_hooks.displace(adder, urgent, 50.0)
+    assert out.displace(adder, urgent, 50.0)
     assert released == [1]
 
 
@@ -325,7 +337,7 @@ def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) ->
         sampling_params=SimpleNamespace(max_new_tokens=8),
     )  # fmt: skip
     original = schedule_policy.PrefillAdder.preempt_to_schedule
-    assert admission.beams.sparing(original, adder, urgent)
+    assert beams.sparing(original, adder, urgent)
     assert released == [0]
     assert adder.preempt_list == [running[0]]
 
@@ -339,14 +351,15 @@ def leader(width: int) -> Any:
 
 def test_rows_of_a_beam_group_are_promised_with_its_leader(ext: Any, adder: Any) -> None:
     """SGLang ends the scheduler if a group finds no rows for its members after the prefill."""
+    has_seat: Callable[[Any], bool] = lambda req: admission.has_seat(ext, adder, req)  # noqa: E731
     plain = SimpleNamespace(beam_group=None, kv=SimpleNamespace(holds_kv=False))
-    assert admission.swap_in.has_seat(adder, leader(ROWS))
-    assert not admission.swap_in.has_seat(adder, leader(ROWS + 1))
+    assert has_seat(leader(ROWS))
+    assert not has_seat(leader(ROWS + 1))
     adder.can_run_list.append(leader(ROWS - 1))
-    assert admission.swap_in.has_seat(adder, plain)
-    assert not admission.swap_in.has_seat(adder, leader(2))
+    assert has_seat(plain)
+    assert not has_seat(leader(2))
     adder.can_run_list.append(plain)
-    assert not admission.swap_in.has_seat(adder, plain)
-    ext.resuming.append(plain)
+    assert not has_seat(plain)
     adder.can_run_list.pop()
-    assert not admission.swap_in.has_seat(adder, plain)
+    ext.inside_out[0].seats = lambda: 1  # a request that is resumed in this step
+    assert not has_seat(plain)

@@ -19,13 +19,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.clusters import geometry as stored_geometry
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.attention_backends import (
     _STORE_FIRST,
     _STORE_FIRST_NAMES,
     OWN,
-    PLANNING,
     require_names,
     require_own,
     require_store_first,
@@ -33,7 +33,7 @@ from sgl_ext.engine.core.attention_backends import (
 )
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
-from sgl_ext.engine.step import forward as plan_hooks
+from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
@@ -132,19 +132,14 @@ def test_backends_that_store_first_serve_rows(backend: Any) -> None:
         (made(TboAttnBackend), "TboAttnBackend"),
     ],
 )
-def test_other_backends_are_refused_for_rows(
-    backend: Any, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_backends_are_refused_for_rows(backend: Any, named: str) -> None:
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner(backend)))
     tiers = {"tiers": {"host": {"capacity": "1MiB"}}}
-    for section in PLANNING:
-        config = ExtConfig.model_validate({**tiers, section: {}})
-        monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(config))
-        with pytest.raises(ExtError, match=rf"^{section} computes .*, and {named} is not known"):
-            plan_hooks._require_rows(scheduler)
-    for config in (ExtConfig(), ExtConfig.model_validate({**tiers, "swap": {"capacity": "1MiB"}})):
-        monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(config))
-        plan_hooks._require_rows(scheduler)
+    for kind in (ChunksPower, RestorePower):
+        config = ExtConfig.model_validate({**tiers, kind.name: {}})
+        power: Any = kind(config, getattr(config, kind.name))
+        with pytest.raises(ExtError, match=rf"^{kind.name} computes .*, and {named} is not known"):
+            power.open(runtime.ExtRuntime(config), scheduler)
 
 
 @pytest.mark.parametrize(

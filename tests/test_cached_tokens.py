@@ -11,7 +11,9 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from sgl_ext.config import load
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.restore.turn import Coming
+from sgl_ext.engine.restore import within
+from sgl_ext.engine.restore.by_layers import Coming
+from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.host_prefixes import Held, Strategy
@@ -29,10 +31,14 @@ def request(prompt: int, **more: Any) -> Any:
     return SimpleNamespace(**{**fields, **more})
 
 
-def restorer(*stretches: Stretch) -> Restorer:
-    found = Restorer.__new__(Restorer)
-    found.page = PAGE
-    found._opened = {"r": SimpleNamespace(pointers=Pointers(0, stretches))}  # type: ignore[dict-item]
+def power(*stretches: Stretch) -> RestorePower:
+    config = load({"tiers": {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}, "restore": {}})
+    assert config.restore is not None
+    found = RestorePower(config, config.restore)
+    found._ext = ExtRuntime(config, plans={"r": PLAN})
+    found.restorer = Restorer.__new__(Restorer)
+    found.restorer.page = PAGE
+    found.restorer._opened = {"r": SimpleNamespace(pointers=Pointers(0, stretches))}  # type: ignore[dict-item]
     return found
 
 
@@ -59,26 +65,26 @@ PLAN = PrefillPlan(
 
 
 def test_parts_count_what_tiers_have_loaded() -> None:
-    brings = restorer(Stretch("ssd", 2, 12), Stretch("remote", 12, 18))
+    brings = power(Stretch("ssd", 2, 12), Stretch("remote", 12, 18))
     req = request(300)
     for start, end in ((32, 112), (112, 200), (200, 300)):
         part(req, start, end)
-        cached_tokens.count_loaded(PLAN, brings, req)
+        brings._count_loaded(req)
     assert req.cached_tokens == 32 + 64 + 112
     assert details(req) == {"device": 32, "host": 0, "ssd": 64 + 16, "remote": 96}
 
 
 def test_nothing_is_counted_twice_after_a_retraction() -> None:
-    brings = restorer(Stretch("ssd", 2, 18))
+    brings = power(Stretch("ssd", 2, 18))
     req = request(300)
     part(req, 0, 200)
-    cached_tokens.count_loaded(PLAN, brings, req)
+    brings._count_loaded(req)
     assert details(req) == {"device": 0, "host": 0, "ssd": 64 + 24}
     part(req, 96, 300, stained=True)  # from the start, or from what the tree has kept
-    cached_tokens.count_loaded(PLAN, brings, req)
+    brings._count_loaded(req)
     assert req.cached_tokens == 64 + 112
     part(req, 0, 300, stained=True)
-    cached_tokens.count_loaded(PLAN, brings, req)
+    brings._count_loaded(req)
     assert req.cached_tokens == 64 + 112
     assert details(req) == {"device": 0, "host": 0, "ssd": 64 + 112}
 
@@ -86,7 +92,7 @@ def test_nothing_is_counted_twice_after_a_retraction() -> None:
 def test_an_answer_is_no_part_of_the_prompt() -> None:
     req = request(200)  # was retracted before its first part had run, or stock counts nothing
     part(req, 0, 300, stained=True)
-    cached_tokens.count_loaded(PLAN, restorer(Stretch("ssd", 2, 18)), req)
+    power(Stretch("ssd", 2, 18))._count_loaded(req)
     assert req.cached_tokens == 64 + 24
 
 
@@ -98,14 +104,12 @@ def test_a_prefix_in_host_memory_counts_what_was_not_computed(
 ) -> None:
     req = request(200, _sgl_ext_reached=reached)
     held = Held(2, np.arange(6), Strategy.TOKENS, 0.0, computed=7, request=req)
-    tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
-    ext = ExtRuntime(load({"tiers": tiers, "restore": {}}))
-    ext.prefixes = {"r": held}  # type: ignore[assignment]
-    ext.tiers = SimpleNamespace(layout=SimpleNamespace(page=PAGE))  # type: ignore[assignment]
-    coming = {"r": [Coming(32, np.arange(4), np.arange(4)), Coming(96, np.arange(2), np.arange(2))]}
-    before = cached_tokens.computed_within(ext, coming)
+    found = power(Stretch("ssd", 2, 8))
+    found.prefixes = {"r": held}  # type: ignore[assignment]
+    found.stack = SimpleNamespace(layout=SimpleNamespace(page=PAGE))  # type: ignore[assignment]
+    coming = [Coming(32, np.arange(4), np.arange(4)), Coming(96, np.arange(2), np.arange(2))]
     held.computed += computed
-    cached_tokens.count_within(ext, coming, before)
+    within._count(found, "r", coming, before=7)
     assert req.cached_tokens == counted
     assert details(req) == ({"device": 0, "host": counted} if counted else None)
 

@@ -28,6 +28,7 @@ from sgl_ext.engine.chunks.middleware import _read
 from sgl_ext.engine.chunks.parameters import MARKED
 from sgl_ext.engine.chunks.service import ALONE, ContextService
 from sgl_ext.engine.front import client_gone
+from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
 JSON = {"content-type": "application/json"}
@@ -46,6 +47,7 @@ def service(manager: Manager) -> ContextService:
 @pytest.fixture
 def client(service: ContextService) -> TestClient:
     app = FastAPI()
+    app.add_exception_handler(ExtError, refusal)
     install(app, service, Chunks(method="lego-2", automatic=True))
 
     @app.post("/generate")

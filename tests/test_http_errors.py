@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
-from sgl_ext.config import load
 from sgl_ext.engine.front.errors import _anthropic, _openai, install
 
 
@@ -39,7 +38,7 @@ def client() -> TestClient:
             raise RuntimeError("a fault of the server")
         return {}
 
-    install(app, load({"swap": {"capacity": "1GiB"}}))
+    install(app, {"chunks": "/ext/context_cache", "clusters": "/ext/stored_contexts"})
     return TestClient(app, raise_server_exceptions=False)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.config import ExtConfig
-from sgl_ext.engine.core import runtime
+from sgl_ext.config import load
+from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.restore import interruption
+from sgl_ext.engine.restore.power import RestorePower
 
 
 class _Restorer:
@@ -48,12 +48,18 @@ class Setup:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.restorer = _Restorer()
-        self.ext = ExtRuntime(ExtConfig(), restorer=self.restorer)  # type: ignore[arg-type]
-        monkeypatch.setattr(runtime, "current", self.ext)
+        tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
+        config = load({"tiers": tiers, "restore": {}})
+        assert config.restore is not None
+        self.power = RestorePower(config, config.restore)
+        self.power.restorer = self.restorer  # type: ignore[assignment]
+        ext = ExtRuntime(config)
+        ext.add(self.power)
+        monkeypatch.setattr(runtime, "current", ext)
         self.released: list[tuple[str, str | None]] = []
         monkeypatch.setattr(
             "sglang.srt.mem_cache.common.release_kv_cache",
-            lambda req, *_a, **_k: self.released.append((req.rid, self.ext.interrupted)),
+            lambda req, *_a, **_k: self.released.append((req.rid, self.power.interrupted)),
         )
         self.long, self.short = _request("long", 500), _request("short", 100)
         self.running = SimpleNamespace(reqs=[], batch_is_full=True)
@@ -65,6 +71,7 @@ class Setup:
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             _add_request_to_queue=self._queue,
         )  # fmt: skip
+        self.power._scheduler = self.scheduler
 
     def _queue(self, req: Any, *, is_retracted: bool) -> None:
         assert is_retracted
@@ -78,7 +85,7 @@ class Setup:
             assert self.long not in scheduler.waiting_queue
             return "planned"
 
-        assert interruption._plan(plan, self.scheduler, self.running) == "planned"
+        assert dispatch._step(plan, self.scheduler, self.running) == "planned"
         return self.scheduler.chunked_req is None
 
 
@@ -90,7 +97,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
 def test_it_is_queued_as_one_that_was_accepted(setup: Setup) -> None:
     assert setup.step()
     assert setup.released == [("long", "long")]  # what is restored of it stays
-    assert setup.ext.interrupted is None
+    assert setup.power.interrupted is None
     assert setup.scheduler.waiting_queue == [setup.short, setup.long]
     assert setup.counts == [1]  # SGLang keeps the place of one that gave way
     assert setup.long.retraction_count == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,48 @@ def imported(path: Path) -> set[str]:
 
 def starts_with(names: set[str], prefix: str) -> set[str]:
     return {name for name in names if name == prefix or name.startswith(prefix + ".")}
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes that run: all but those under ``if TYPE_CHECKING``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from executed(node)
+
+
+def dependencies() -> dict[str, set[str]]:
+    """The modules that each module imports, anywhere in it, by their dotted names."""
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in MODULES
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found[name] = set()
+        for node in executed(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & names.keys()
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    member = f"{node.module}.{alias.name}"
+                    found[name] |= {member if member in names else str(node.module)} & names.keys()
+    return found
+
+
+def test_no_module_depends_on_itself() -> None:
+    TopologicalSorter(dependencies()).prepare()  # raises CycleError, with the circle
+
+
+def test_only_the_list_of_powers_names_them() -> None:
+    """Neither another power nor what all share imports a power's package."""
+    for name, imports in dependencies().items():
+        _, _, module = name.partition("sgl_ext.engine.")
+        if module and module != "core.powers":
+            for power in POWERS - {module.partition(".")[0]}:
+                for package in (f"sgl_ext.engine.{power}", f"sgl_ext.{power}"):
+                    assert not starts_with(imports, package), name
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

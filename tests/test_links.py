@@ -28,10 +28,13 @@ computed = []  # tokens of each forward that was carried out in rows
 def probe(self, path, start=False):
     from sgl_ext.engine.core import runtime
     from sgl_ext.engine.step import rows
-    from sgl_ext.engine.chunks.links import open_links
+    from sgl_ext.config import Chunks
+    from sgl_ext.engine.chunks.power import ChunksPower
     ext = runtime.current
     if start:
-        ext.links = open_links(self, ext)
+        power = ChunksPower(ext.config, Chunks())
+        power.open(ext, self)
+        ext.add(power)
         split = rows.split
 
         def counting(batch, parts):
@@ -40,10 +43,11 @@ def probe(self, path, start=False):
 
         rows.split = counting
     self.token_to_kv_pool_allocator.groups.check_integrity()
-    json.dump({"computed": computed, "plans": len(ext.plans), "held": len(ext.links._requests),
+    held = ext.chunks.links._requests
+    json.dump({"computed": computed, "plans": len(ext.plans), "held": len(held),
                "protected": self.tree_cache.protected_size(),
-               "pinned": ext.tiers and ext.tiers.host._pinned,
-               "hits": ext.tiers and ext.tiers.hits["host"]}, open(path, "w"))
+               "pinned": ext.tiers and ext.tiers.stack.host._pinned,
+               "hits": ext.tiers and ext.tiers.stack.hits["host"]}, open(path, "w"))
     computed.clear()
 
 # Schedulers import this file before their arguments arrive.

@@ -18,14 +18,17 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ext.config import ExtConfig, SwapBaseline
-from sgl_ext.engine.core import runtime
+from sgl_ext.config import SwapBaseline, load
+from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.kv.ownership import TwoOwnersError
 from sgl_ext.engine.prefix_tree import prefix_tree
-from sgl_ext.engine.swap import resume as swap_in
+from sgl_ext.engine.swap import resume
+from sgl_ext.engine.swap.ahead import SwapAhead
+from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.memory.tickets import State
+from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.swap.manager import SwapManager
 
 PAGE, BLOCKS = 16, 96
@@ -110,9 +113,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         type(engine.tree_cache), "insert",
         lambda tree, params: ownership._inserted(original(tree, params), tree, params),
     )  # fmt: skip
-    ext: Any = runtime.ExtRuntime(ExtConfig())
+    config = load({"swap": {"capacity": "1MiB", "swap_in": "wait"}})
+    assert config.swap is not None
+    ext: Any = runtime.ExtRuntime(config)
     stack: Any = Host()
-    ext.slab, ext.swap = object(), SwapManager(stack, 4, SwapBaseline())
+    power = SwapPower(config, config.swap)
+    power.ext, power.resuming = ext, []
+    power.manager = SwapManager(stack, 4, SwapBaseline())
+    power.ahead = SwapAhead(stack, Adaptive())
+    ext.slab = object()
+    ext.add(power)
     monkeypatch.setattr(runtime, "current", ext)
     yield engine
 
@@ -131,7 +141,7 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
     tree = engine.tree_cache
     req = engine.request("r", return_logprob=True)
     req.logprob_start_len = PROMPT
-    swap = runtime.current.swap
+    swap = runtime.current.swap.manager
     swap.out("r", PROMPT + ANSWER - 1, [b"%d" % at for at in range(32)], tail=None)
     req.init_next_round_input(tree)
     tree.linker = SimpleNamespace(hit_markers={"r": "SGLang's"}, private_load_indices={})
@@ -139,8 +149,9 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
     assert before[0] == PROMPT
 
     adder: Any = SimpleNamespace(page_size=PAGE, tree_cache=tree)
-    assert swap_in.look_up(tree, req).tokens == PROMPT + 2 * PAGE
-    assert swap_in.take_back(adder, req) is None
+    power = runtime.current.swap
+    assert resume.look_up(power, tree, req).tokens == PROMPT + 2 * PAGE
+    assert resume.take_back(power, adder, req, swap.get("r")) is None
     assert "r" not in swap
     assert (req.prefix_len, req.last_node, req.kv.cache_protected_len) == before
     assert tree.linker.hit_markers == {"r": "SGLang's"}
@@ -159,7 +170,8 @@ def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool
     """A resumed request adopts the answer pages that a sibling keeps on the device. If memory runs
     out afterwards, it stays in the queue and holds no lock and no pages."""
     sibling_answers(engine)
-    tree, swap = engine.tree_cache, runtime.current.swap
+    tree, power = engine.tree_cache, runtime.current.swap
+    swap = power.manager
     req = engine.request("r", return_logprob=True)
     req.logprob_start_len = PROMPT
     tokens = PROMPT + ANSWER - 1
@@ -178,7 +190,7 @@ def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool
         max_running_requests=None, rem_total_tokens=BLOCKS * PAGE, per_req_token_overhead=PAGE,
         memory_budget=SimpleNamespace(total_offset=0), _lock_node=lambda _node: nullcontext(),
     )  # fmt: skip
-    assert swap_in.take_back(adder, req) == AddReqResult.CONTINUE
+    assert resume.take_back(power, adder, req, swap.get("r")) == AddReqResult.CONTINUE
     deeper = PROMPT + 2 * PAGE
     assert (req.prefix_len, req.kv.cache_protected_len, req.extend_end) == (deeper, deeper, tokens)
     assert req.last_node is engine.deepest()
@@ -193,10 +205,10 @@ def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool
     held = None if room else engine.allocator.alloc(engine.allocator.available_size())
     swapped = swap.get("r")
     if room:
-        assert swap_in.back(scheduler) == [req]
+        assert resume.fitting(power, scheduler) == [req]
         tree.unlock(req.lock)
     else:
-        assert swap_in.back(scheduler) == []
+        assert resume.fitting(power, scheduler) == []
         assert req.lock is None and swapped.coming is None
         engine.allocator.free(held)
     assert tree.evictable_size() == deeper
@@ -235,12 +247,12 @@ def test_a_batch_with_blocks_of_two_owners_does_not_run(engine: Engine) -> None:
     req.init_next_round_input(engine.tree_cache)
     engine.start(req, PROMPT + ANSWER)
     batch = SimpleNamespace(reqs=[req])
-    ownership._running(engine, batch)
+    ownership.check_step(engine, batch)
     engine.allocator.free_page_ids(
         torch.tensor([int(engine.req_to_token_pool.req_to_token[req.kv.req_pool_idx, 0]) // PAGE])
     )
     with pytest.raises(TwoOwnersError, match="blocks have two owners"):
-        ownership._running(engine, batch)
+        ownership.check_step(engine, batch)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -264,6 +276,6 @@ def test_a_block_is_freed_once(engine: Engine, grouped: bool) -> None:
 
 
 def test_every_place_is_hooked() -> None:
-    targets = {hook.target for hook in ownership.HOOKS}
+    targets = {hook.target for hook in (*ownership.HOOKS, *dispatch.HOOKS)}
     assert any(target.endswith("UnifiedRadixCache.insert") for target in targets)
     assert any(target.endswith("Scheduler.run_batch") for target in targets)

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from sgl_ext.config import load
-from sgl_ext.engine.core import activation, runtime
+from sgl_ext.engine.core import activation, dispatch, runtime
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.kv import install as kv_memory
-from sgl_ext.engine.peer import power as peer_hooks
 
 BASE = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -168,7 +167,7 @@ def test_a_pool_without_a_hook_of_its_own_is_named(
     assert kv_memory._pools_built(pools, configurator) is pools
     assert ext.describe_memory() == {"layout": "layer_major", "because": because}
     with pytest.raises(ActivationError, match=f"and {because}: leave out peer"):
-        peer_hooks._open(SimpleNamespace())
+        dispatch._ready(dict, SimpleNamespace())
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load({})))
     configurator.is_draft_worker = True  # whose pool is not the model's
     kv_memory._pools_built(pools, configurator)

@@ -17,10 +17,8 @@ from msgspec.structs import replace
 from scheduler_kit import Scheduler
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.core.hooks import ActivationError
-from sgl_ext.engine.core.unserved import COMMON
-from sgl_ext.engine.peer import power as peer_hooks
 from sgl_ext.peer import directory
 from sgl_ext.peer.directory import DirectoryError
 from sgl_ext.peer.link import Link, LinkError
@@ -104,36 +102,21 @@ def test_a_start_that_fails_says_why_in_one_line(
     ext.slab = scheduler.slab
     monkeypatch.setattr(runtime, "current", ext)
     with pytest.raises(ActivationError, match=r"^peer: ipc://\S+/master cannot be used: [\w ]+$"):
-        peer_hooks._open(scheduler)
+        dispatch._ready(dict, scheduler)
 
 
 def test_an_orderly_end_of_a_scheduler_is_a_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers.scheduler import Scheduler as SGLangs
 
-    (hook,) = (each for each in peer_hooks.HOOKS if each.function is peer_hooks._leave)
+    (hook,) = (each for each in dispatch.HOOKS if each.function is dispatch._leave)
     assert hook.target.endswith(f"Scheduler.{SGLangs.release_host_resources.__name__}")
     left: list[str] = []
-    peer = SimpleNamespace(close=lambda: left.append("peer"))
-    monkeypatch.setattr(runtime, "current", SimpleNamespace(peer=peer))
+    powers = [
+        SimpleNamespace(close=lambda name=name: left.append(name)) for name in ("swap", "peer")
+    ]
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(outside_in=powers[::-1]))
     hook.function(None)
-    monkeypatch.setattr(runtime, "current", SimpleNamespace(peer=None))
-    hook.function(None)
-    assert left == ["peer"]
-
-
-def test_what_peers_do_not_serve_is_refused(private: Path) -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    config = ExtConfig.model_validate({"peer": {"role": "worker", "directory": str(private)}})
-    fields = [field for field, *_ in (*COMMON, *peer_hooks._UNSERVED)]
-    assert set(fields) > {"dp_size", "enable_streaming_session"}
-    assert set(fields) <= set(ServerArgs.__struct_fields__)
-    off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}
-    peer_hooks.declare(SimpleNamespace(**off), config)
-    for field in fields:
-        flag = field.replace("_", "-")
-        with pytest.raises(ActivationError, match=rf"peers do not work with .* \(--{flag}\)"):
-            peer_hooks.declare(SimpleNamespace(**off | {field: 2}), config)
+    assert left == ["peer", "swap"]
 
 
 @pytest.fixture

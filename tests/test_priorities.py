@@ -13,8 +13,8 @@ from sglang.srt.observability.metrics_collector import QueueCount
 from sgl_ext.config import ExtConfig, Swap
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.hooks import ActivationError
-from sgl_ext.engine.swap import out as swap_hooks
 from sgl_ext.engine.swap import priorities
+from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.engine.swap.priorities import Priorities, priorities_of
 
 LEAST = -sys.maxsize - 1
@@ -33,7 +33,7 @@ def policy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> P
     found = priorities_of(Swap(capacity=1 << 20, policy=request.param, quantum=1))
     assert found is not None
     ext = runtime.ExtRuntime(ExtConfig())
-    ext.priorities = found
+    ext.swap = SimpleNamespace(priorities=found)
     monkeypatch.setattr(runtime, "current", ext)
     return found
 
@@ -112,10 +112,16 @@ def test_a_full_queue_compares_what_was_given(
     assert asked.priority == new
 
 
+def power(config: dict[str, Any]) -> SwapPower:
+    loaded = ExtConfig.model_validate(config)
+    assert loaded.swap is not None
+    return SwapPower(loaded, loaded.swap)
+
+
 def test_a_cache_that_is_ordered_by_priority_is_refused() -> None:
     from sgl_ext.engine.core.unserved import COMMON
 
-    fields = [field for field, *_ in (*COMMON, *swap_hooks._UNSERVED)]
+    fields = [field for field, *_ in (*COMMON, *SwapPower.unserved)]
     off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}
     args = SimpleNamespace(
         **off, schedule_low_priority_values_first=False, disable_priority_preemption=False,
@@ -124,6 +130,5 @@ def test_a_cache_that_is_ordered_by_priority_is_refused() -> None:
     swap = {"capacity": "1MiB", "policy": "fcfs"}
     tiers = {"host": {"capacity": "1MiB"}}
     with pytest.raises(ActivationError, match=r"swap\.policy fcfs .* --radix-eviction-policy"):
-        swap_hooks.declare(args, ExtConfig.model_validate({"tiers": tiers, "swap": swap}))
-    own = ExtConfig.model_validate({"tiers": tiers, "swap": {"capacity": "1MiB"}})
-    swap_hooks.declare(args, own)
+        power({"tiers": tiers, "swap": swap}).declare(args)
+    power({"tiers": tiers, "swap": {"capacity": "1MiB"}}).declare(args)

@@ -12,7 +12,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.http_server import validation_exception_handler
 from sglang.srt.utils.auth import add_api_key_middleware
 
+from sgl_ext.engine.front.errors import refusal
 from sgl_ext.engine.swap import api as priority_api
+from sgl_ext.errors import ExtError
 
 BODY = {"rid": "one", "priority": 3}
 
@@ -25,6 +27,7 @@ def served(policy: str, *, by_priority: bool = False, **keys: str) -> TestClient
 
     app = FastAPI(exception_handlers={422: validation_exception_handler})
     manager = SimpleNamespace(set_internal_state=set_internal_state)
+    app.add_exception_handler(ExtError, refusal)
     priority_api.install(app, manager, priority_api.useless(policy, by_priority))
     if keys:
         found = {"api_key": None, "admin_api_key": None, **keys}

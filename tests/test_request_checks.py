@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.activation import CARRIED
-from sgl_ext.engine.front import validation as request_hooks
+from sgl_ext.engine.front import validation
 from sgl_ext.engine.front.checks import (
     check_labels,
     check_request,
@@ -157,7 +157,7 @@ def test_a_request_is_refused_before_it_is_expanded(fields: dict[str, Any], mess
     )
     request = GenerateReqInput(**fields)
     with pytest.raises(ValueError, match=message):
-        request_hooks._generate(manager, request)
+        validation.check_shape(manager, request)
     # SGLang then aborts nothing.
     assert (request.is_single, request.rid) == (False, [])
 
@@ -179,21 +179,20 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch: pytest.Monkey
             raise AttributeError("nothing of the kind")
 
     for rid in ("right", "wrong"):
-        request_hooks._handle(original, scheduler, SimpleNamespace(rid=rid))
+        validation._handle(original, scheduler, SimpleNamespace(rid=rid))
     (abort,) = sent
     assert abort.rid == "wrong"
     assert abort.finished_reason["status_code"] == 400
     assert "nothing of the kind" in abort.finished_reason["message"]
 
 
-def test_an_empty_prompt_of_a_session_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "current", SimpleNamespace())
+def test_an_empty_prompt_of_a_session_ends_alone() -> None:
     ended: list[str] = []
     for ids in ([], [5]):
         req = SimpleNamespace(
             to_finish=None, origin_input_ids=ids, set_finish_with_abort=ended.append
         )
-        request_hooks._queue(None, req)
+        validation.check_prompt(req)
     assert ended == ["the prompt has no tokens; give a text, or token ids, of at least one token"]
 
 

@@ -29,7 +29,8 @@ def probe(self, path, seed=0, policy="shortest"):
             return -one.arrived
 
     ext = runtime.current
-    ext.restorer._channels._policy = {**POLICIES, "last": Last}[policy](0.2)
+    restorer, host = ext.restore.restorer, ext.tiers.stack.host
+    restorer._channels._policy = {**POLICIES, "last": Last}[policy](0.2)
     if not own:
         own.append(module.next_part)
     choose = random.Random(seed)
@@ -43,13 +44,13 @@ def probe(self, path, seed=0, policy="shortest"):
 
     module.next_part = anywhere if seed else own[0]
     self.token_to_kv_pool_allocator.groups.check_integrity()
-    ext.tiers.host.check_integrity()
-    ssd = ext.tiers.lower[0]
-    json.dump({"plans": len(ext.plans), "restoring": len(ext.restorer._requests),
-               "leaving": len(ext.restorer._leaving), "interrupted": ext.restorer.interrupted,
-               "pinned": ext.tiers.host._pinned,
+    host.check_integrity()
+    ssd = ext.tiers.stack.lower[0]
+    json.dump({"plans": len(ext.plans), "restoring": len(restorer._requests),
+               "leaving": len(restorer._leaving), "interrupted": restorer.interrupted,
+               "pinned": host._pinned,
                "protected": self.tree_cache.protected_size(),
-               "places": ext.tiers.host.capacity - ext.tiers.host.free - len(ext.tiers.host),
+               "places": host.capacity - host.free - len(host),
                "ssd": ssd.tier.statistics().pages, "moving": ssd.under_way,
                "failures": ssd.tier.statistics().failures}, open(path, "w"))
 

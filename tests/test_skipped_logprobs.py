@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.swap import logprobs as skipped_logprobs
+from sgl_ext.engine.step import logprobs as skipped_logprobs
 
 COUNTS = (3, 2, 4)
 """Of each prompt's logprobs: of all its tokens but the first one."""

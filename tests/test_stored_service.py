@@ -29,6 +29,7 @@ from sgl_ext.engine.clusters.creation import BusyError
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
+from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
 ROUTE = "/ext/stored_contexts"
@@ -76,6 +77,7 @@ def service(manager: Waiting, directories: list[Path]) -> StoredService:
 @pytest.fixture
 def client(service: StoredService) -> TestClient:
     app = FastAPI()
+    app.add_exception_handler(ExtError, refusal)
     install(app, service)
     return TestClient(app)
 
@@ -135,9 +137,9 @@ def test_followers_are_their_tenants(
     request = GenerateReqInput(input_ids=[1], sampling_params=params, cache_salt=salt)
     if not served:
         with pytest.raises(ExtError, match="there is no stored context 'stx-"):
-            service.own(request)
+            service.accept(request)
         return
-    service.own(request)
+    service.accept(request)
     for each in params if isinstance(params, list) else [params]:
         custom = each.get("custom_params", {})
         assert RECORDED not in custom
@@ -168,7 +170,7 @@ def nested(depth: int) -> list[Any]:
 )
 def test_what_cannot_be_followed_is_refused(service: StoredService, params: Any) -> None:
     with pytest.raises(ExtError):
-        service.own(GenerateReqInput(input_ids=[1], sampling_params=params))
+        service.accept(GenerateReqInput(input_ids=[1], sampling_params=params))
 
 
 @pytest.mark.parametrize("id_", ["%00", "stx-%00", "a" * 5000, "stx-mine.index", "%ff", "%0A"])
@@ -192,7 +194,7 @@ def test_a_damaged_context_is_counted_and_can_be_deleted(
     assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 400
     request = GenerateReqInput(input_ids=[1], sampling_params=follows("stx-mine"), **MINE)
     with pytest.raises(ExtError, match=r"not what was written|no context of sgl_ext"):
-        service.own(request)
+        service.accept(request)
 
 
 def test_a_context_whose_blocks_are_not_there_is_listed_as_such(
@@ -331,6 +333,7 @@ def test_storing_and_deleting_are_guarded_as_flushing_is(
     service: StoredService, keys: dict[str, Any], key: str, allowed: bool
 ) -> None:
     app = FastAPI()
+    app.add_exception_handler(ExtError, refusal)
     install(app, service)
     add_api_key_middleware(app, **keys)
     client = TestClient(app, headers={"Authorization": f"Bearer {key}"} if key else {})

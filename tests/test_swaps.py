@@ -24,14 +24,15 @@ from sgl_ext.swap.manager import SwapManager
 def probe(self, path):
     from sgl_ext.engine.core import runtime
     ext = runtime.current
+    host, swap = ext.tiers.stack.host, ext.swap.manager
     self.token_to_kv_pool_allocator.groups.check_integrity()
-    ext.tiers.host.check_integrity()
-    json.dump({"counts": vars(ext.swap.counts), "swapped": len(ext.swap._swapped),
-               "used": ext.swap._used, "pinned": ext.tiers.host._pinned,
-               "flying": ext.tiers.in_flight.pending, "resuming": len(ext.resuming),
-               "dropped": len(ext.tiers._dropped), "lost": len(lost),
+    host.check_integrity()
+    json.dump({"counts": vars(swap.counts), "swapped": len(swap._swapped),
+               "used": swap._used, "pinned": host._pinned,
+               "flying": ext.tiers.stack.in_flight.pending, "resuming": len(ext.swap.resuming),
+               "dropped": len(ext.tiers.stack._dropped), "lost": len(lost),
                "protected": self.tree_cache.protected_size(),
-               "places": ext.tiers.host.capacity - ext.tiers.host.free - len(ext.tiers.host)},
+               "places": host.capacity - host.free - len(host)},
               open(path, "w"))
 
 lost = []

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sgl_ext.engine.chunks.power import _UNSERVED as OF_CHUNKS
 from sgl_ext.engine.core.hooks import ActivationError
-from sgl_ext.engine.core.unserved import COMMON, Unserved, require_served
-from sgl_ext.engine.restore.power import _UNSERVED as OF_RESTORE
-from sgl_ext.engine.tiers.power import _UNSERVED as OF_TIERS
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.powers import ORDER
+from sgl_ext.engine.core.unserved import COMMON, require_served
 
-NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1}
+NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1, "dp_size": 1, "disaggregation_mode": "null"}
 
 
-@pytest.mark.parametrize(
-    ("power", "own"), [("tiers", OF_TIERS), ("chunks", OF_CHUNKS), ("restore", OF_RESTORE)]
-)
-def test_each_is_refused_by_name(power: str, own: Unserved) -> None:
+@pytest.mark.parametrize("power", ORDER, ids=lambda power: power.name)
+def test_each_is_refused_by_name(power: type[Power[Any]]) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    fields = [field for field, *_ in (*COMMON, *own)]
+    fields = [field for field, *_ in (*COMMON, *power.unserved)]
     assert set(fields) <= set(ServerArgs.__struct_fields__)
     off = dict.fromkeys(fields, False) | NONE
-    require_served(SimpleNamespace(**off), power, own)
+    require_served(SimpleNamespace(**off), power.name, power.unserved)
     for field in fields:
-        flag = field.replace("_", "-")
-        with pytest.raises(ActivationError, match=rf"{power} do not work with .* \(--{flag}\)"):
-            require_served(SimpleNamespace(**off | {field: 2}), power, own)
+        flag, message = field.replace("_", "-"), f"{power.name} does not work with"
+        with pytest.raises(ActivationError, match=rf"{message} .* \(--{flag}\)"):
+            require_served(SimpleNamespace(**off | {field: 2}), power.name, power.unserved)

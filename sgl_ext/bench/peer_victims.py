@@ -27,7 +27,7 @@ from sgl_ext.models import SMOLLM2, prepare
 
 _SETTLE_S = 20.0
 """In which what has died has to be gone."""
-_LATER_START = "from sgl_ext.engine import run_directory; run_directory.subdirectory()"
+_LATER_START = "from sgl_ext.engine.launch import run_directory; run_directory.subdirectory()"
 
 
 @dataclass(frozen=True)

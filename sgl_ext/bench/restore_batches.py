@@ -208,4 +208,4 @@ def _busy(url: str) -> tuple[float, float]:
     found = server.live(url)
     if not found:
         return 0.0, 0.0
-    return found["computing_seconds"], found["tiers"]["ssd"]["loaded_bytes"]
+    return found["prefill_seconds"], found["tiers"]["ssd"]["loaded_bytes"]

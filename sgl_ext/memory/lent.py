@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import secrets
 import stat
@@ -22,10 +23,22 @@ import msgspec
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, Mapping, create
 
+_LENDERS = 16
+"""Lenders of one borrower whose regions of memory find addresses."""
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def blocks_for(size: int, block_bytes: int, page: int) -> int:
+    """Returns how many blocks need addresses so that ``size`` bytes of several lenders find room.
+
+    Args:
+        page: bytes of a page of memory, with which regions begin and end.
+    """
+    step = page // math.gcd(block_bytes, page)
+    return -(-size // block_bytes) + _LENDERS * (step + 3)
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):

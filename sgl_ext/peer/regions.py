@@ -12,15 +12,6 @@ import math
 from bisect import insort
 from typing import NamedTuple
 
-_WORKERS = 16
-"""For which there are addresses if together they lend what a master borrows at most."""
-
-
-def blocks_for(size: int, block_bytes: int, page: int) -> int:
-    """Blocks that need addresses so that ``size`` bytes of several workers find room."""
-    step = page // math.gcd(block_bytes, page)
-    return -(-size // block_bytes) + _WORKERS * (step + 3)
-
 
 class Region(NamedTuple):
     """Blocks ``[first, end)``, and the bytes of memory that they lie in."""

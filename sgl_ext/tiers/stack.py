@@ -92,8 +92,6 @@ class TierStack:
         """Pages that were loaded, by the tier that had them."""
         self.computed_pages_per_second: float | None = None
         """Of late forwards; a tier that is slower than computing is not waited for."""
-        self.computing_seconds = 0.0
-        """Of forwards over new tokens."""
         self.loaded = Traffic()
         """To the device."""
         self.stored = Traffic()

@@ -7,28 +7,21 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
-from sgl_ext.engine.chunks.middleware import Parts, refusal
+from sgl_ext.engine.chunks.middleware import Parts
 from sgl_ext.engine.chunks.service import ContextService
 from sgl_ext.engine.front.client_gone import while_connected
+from sgl_ext.engine.front.text import Text
 from sgl_ext.errors import ExtError
 
 _MOST = 1024
 """Chunks that are created at once."""
 _LARGEST = 1 << 22
 """Characters of all their texts."""
-
-
-def _of_unicode(text: str) -> str:
-    text.encode()  # raises for half a character, which JSON can say
-    return text
-
-
-Text = Annotated[str, AfterValidator(_of_unicode)]
 
 
 class CreateContexts(BaseModel):
@@ -110,5 +103,4 @@ def router(service: ContextService) -> APIRouter:
 def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
     """Adds all of it to SGLang's HTTP server, before that is started."""
     app.include_router(router(service))
-    app.add_exception_handler(ExtError, refusal)
     app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
 from sgl_ext.chunks.methods import BLEND_LAYERS
-from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.step.forward import PlannedForward
 
 
 class Candidates(NamedTuple):
@@ -31,23 +31,21 @@ class Candidates(NamedTuple):
 
 @contextmanager
 def blending(
-    ext: ExtRuntime,
-    runner: Any,
-    batch: Any,
+    planned: PlannedForward,
     parts: Sequence[Row],
     candidates: Mapping[int, Candidates],
 ) -> Iterator[list[Row]]:
     """Has the model's next forward go on with some tokens only.
 
     Args:
-        runner: SGLang's ``ModelRunner``.
-        batch: SGLang's ``ForwardBatch``, whose linked KV is in place.
+        planned: the forward, whose linked KV is in place.
         parts: the rows that are computed without blending.
         candidates: by the request's place in the batch.
 
     Yields:
         The rows that the forward has to begin with.
     """
+    runner, batch = planned.runner, planned.batch
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in candidates]
     begin = sorted(whole + [part for part in parts if part.request not in candidates])
@@ -71,19 +69,13 @@ def blending(
             chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
             rest += _joined(at, [part for part in parts if part.request == at], chosen)
         rest.sort()
-        second = rows.handed_over(batch, begin, rest, first)
-        ext.split = rows.split_of(batch, rest)
-        runner.attn_backend.init_forward_metadata(second)
-        with forward_context(get_forward_context(), forward_batch=second):
+        with planned.cutting_over(begin, rest, first) as second:
             return model.forward_split_prefill(
                 second.input_ids, second.positions, second, (BLEND_LAYERS, layers)
             )
 
-    model.forward = forward  # of this object, in front of its class's
-    try:
+    with planned.replaced(forward):
         yield begin
-    finally:
-        del model.forward
 
 
 def _joined(request: int, parts: Sequence[Row], chosen: NDArray[np.int64]) -> Iterator[Row]:

@@ -262,5 +262,7 @@ def open_links(scheduler: Any, ext: ExtRuntime) -> ChunkLinks:
         )
     copy = rotation_of(scheduler.tp_worker.model_runner.model, ext.slab.layout)
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
-    search = ChunkSearch(scheduler.tree_cache, ext.slab, ext.tiers)
+    search = ChunkSearch(
+        scheduler.tree_cache, ext.slab, None if ext.tiers is None else ext.tiers.stack
+    )
     return ChunkLinks(search, pool, ext.slab, copy, ext.plans)

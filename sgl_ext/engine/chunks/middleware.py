@@ -8,12 +8,12 @@ from typing import Any
 
 import orjson
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.chunks.compose import ids_in, mark
 from sgl_ext.chunks.contexts import Contexts
 from sgl_ext.engine.chunks.parameters import MARKED
+from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
 _PART = "ext_context"
@@ -22,12 +22,6 @@ _SIGNS = (f'"{_PART}"'.encode(), mark("")[0].encode(), rb"\ue0c0", rb"\uE0C0")
 """A body that names contexts has one of them, be it that a user has written marks."""
 _PATHS = frozenset({"/generate", "/v1/chat/completions", "/invocations"})
 _LARGEST_BODY = 64 << 20
-
-
-async def refusal(_request: Request, error: Exception) -> JSONResponse:
-    """What a client is told of an ``ExtError``."""
-    code = error.status if isinstance(error, ExtError) else 400
-    return JSONResponse({"error": {"message": str(error), "code": code}}, code)
 
 
 class Parts:

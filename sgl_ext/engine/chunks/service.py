@@ -17,6 +17,7 @@ from sgl_ext.engine.chunks.prepare import ChunkPreparation
 from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
+from sgl_ext.engine.core.power import Answer, Front, Watch
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ContextService:
+class ContextService(Front):
     """Contexts of one server.
 
     Args:
@@ -144,7 +145,23 @@ class ContextService:
             for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
 
-    def own(self, request: Any) -> None:
+    def accept(self, request: Any) -> Watch | None:
+        """Replaces the marks of a prompt by the tokens of its contexts."""
+        self._own(request)
+        if not (named := self.link(request)):
+            return None
+        told: list[Any] = []
+
+        def watch(answer: Answer) -> None:
+            metas = [one["meta_info"] for one in (answer if isinstance(answer, list) else [answer])]
+            told.extend(each for meta in metas for each in meta.get("ext", ()))
+            # Before the client has it: who waits for one answer does not ask for a second.
+            if told and metas[-1]["finish_reason"] is not None:
+                self.renewal.answered(named, missing=any(each.get("missing") for each in told))
+
+        return watch
+
+    def _own(self, request: Any) -> None:
         """Takes out of a user's request what only this service says to schedulers."""
         if request in self._preparation.requests:
             return

@@ -8,11 +8,9 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from sgl_ext.engine.chunks.api import Text
-from sgl_ext.engine.chunks.middleware import refusal
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import while_connected
-from sgl_ext.errors import ExtError
+from sgl_ext.engine.front.text import Text
 
 
 class StoreContext(BaseModel):
@@ -79,4 +77,3 @@ def install(app: FastAPI, service: StoredService) -> None:
         return {"deleted": id_}
 
     add_routes(app, routes)
-    app.add_exception_handler(ExtError, refusal)

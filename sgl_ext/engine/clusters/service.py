@@ -21,6 +21,7 @@ from sgl_ext.clusters.stored import About, about, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
+from sgl_ext.engine.core.power import Front
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class StoredInfo(msgspec.Struct, frozen=True):
     """Fingerprint of the model whose KV it is."""
 
 
-class StoredService:
+class StoredService(Front):
     """Stored contexts of one server.
 
     Args:
@@ -60,7 +61,7 @@ class StoredService:
         self._told: set[str] = set()
         """Damaged contexts that the log has been told of."""
 
-    def own(self, request: Any) -> None:
+    def accept(self, request: Any) -> None:
         """Takes out of a user's request what only this service says to schedulers.
 
         Raises:

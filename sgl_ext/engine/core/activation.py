@@ -1,27 +1,23 @@
-"""Carries an activated configuration into every SGLang process, or stops the start.
+"""The configuration that SGLang's ``ServerArgs`` carries into every process, and refusals.
 
-The configuration rides on SGLang's own ``ServerArgs`` record as a :class:`Carried` object.
-Unpickling it in a child process activates that process before any of its code runs: a child
-without a working extension dies there, and the launcher reports it. The scheduler also names the
-configuration in its ready message, which the launcher compares
+The scheduler names the configuration in its ready message, which the launcher compares
 (:mod:`~sgl_ext.engine.launch.launcher`); only then does the server answer.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any, NoReturn
 
 from sgl_ext import __version__
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.core import hooks
 
 CARRIED = "_ext_config"
 """Attribute of ``ServerArgs``; the underscore makes it bookkeeping, which is pickled with it."""
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler"
+REPORT_KEY = "sgl_ext"
+"""Key of :func:`report` in a scheduler's ready message, and so in ``/server_info``."""
 
 _in_worker = False
 
@@ -39,8 +35,9 @@ class Carried:
         self.launcher = launcher
         """Process that launches with this record; None until it does."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrive, (self.config, self.launcher))
+    def __reduce__(self) -> NoReturn:
+        # Replaced by the arrival module: without it a child would run stock.
+        raise TypeError("import sgl_ext.engine.core.arrival before a configuration is pickled")
 
 
 def carried_by(server_args: Any) -> ExtConfig | None:
@@ -71,19 +68,12 @@ def in_worker() -> bool:
     return _in_worker
 
 
-def _arrive(config: ExtConfig, launcher: int | None) -> Carried:
-    global _in_worker
-    # A record that is pickled before its launch (a server started in a child process) makes no
-    # worker, and neither does a copy within the launcher.
-    _in_worker = launcher not in (None, os.getpid())
-    try:
-        hooks.require_supported_sglang()
-        # A spawned process imports its entry point before its arguments arrive, so every
-        # scheduler has this module; in another worker that has it, the hooks are never reached.
-        if _in_worker and _SCHEDULER in sys.modules:
-            from sgl_ext.engine.core import scheduler
+def enter(launcher: int | None) -> bool:
+    """Notes which process launched this one, and returns whether it is a worker of that process.
 
-            scheduler.activate(config)
-    except hooks.ActivationError as error:
-        refuse(error)
-    return Carried(config, launcher)
+    A record that is pickled before its launch (a server that is started in a child process) makes
+    no worker, and neither does a copy within the launcher.
+    """
+    global _in_worker
+    _in_worker = launcher not in (None, os.getpid())
+    return _in_worker

@@ -1,82 +1,93 @@
-"""What one scheduler process of the extension is made of."""
+"""The state of one scheduler process that several parts of the extension share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
-from sgl_ext.restore.host_prefixes import HostPrefixes
-from sgl_ext.restore.restorer import Restorer
-from sgl_ext.swap.manager import SwapManager
-from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
-    from sgl_ext.engine.chunks.links import ChunkLinks
-    from sgl_ext.engine.chunks.metrics import LinkMetrics
-    from sgl_ext.engine.clusters.contexts import StoredContexts
-    from sgl_ext.engine.clusters.recorder import Recorder
-    from sgl_ext.engine.peer.side import PeerSide
-    from sgl_ext.engine.peer.stream import LayerStream
-    from sgl_ext.engine.restore.metrics import RestoreMetrics
+    from sgl_ext.engine.chunks.power import ChunksPower
+    from sgl_ext.engine.clusters.power import ClustersPower
+    from sgl_ext.engine.core.power import Power
+    from sgl_ext.engine.peer.power import PeerPower
+    from sgl_ext.engine.restore.power import RestorePower
     from sgl_ext.engine.step.rows import Split
-    from sgl_ext.engine.swap.ahead import SwapAhead
-    from sgl_ext.engine.swap.priorities import Priorities
+    from sgl_ext.engine.swap.power import SwapPower
+    from sgl_ext.engine.tiers.power import TiersPower
 
 
 @dataclass
 class ExtRuntime:
-    """Holds what the powers share; :mod:`sgl_ext.engine` fills it while SGLang starts."""
+    """Holds the powers of a scheduler process and what they share.
+
+    A power's field is None until the power is open, and stays None if its section is off.
+    """
 
     config: ExtConfig
     slab: Slab | None = None
     """The KV pool; None if SGLang's own layer-major pool is in place."""
     layer_major_because: str | None = None
     """Why there is no slab."""
-    tiers: TierStack | None = None
-    """What lies beyond the device; None if nothing does."""
-    restorer: Restorer | None = None
-    """Prefixes that are computed and loaded at once; None without the section."""
-    prefixes: HostPrefixes | None = None
-    """Those in host memory that are; None without the section."""
-    restore_metrics: RestoreMetrics | None = None
-    """What is restored, counted; None if SGLang's metrics are off."""
     plans: dict[str, PrefillPlan] = field(default_factory=dict)
-    """Of requests that are not simply computed, by their id."""
+    """Plans of requests that are not simply computed, by request id."""
     split: Split | None = None
-    """Of the forward that runs, if it is one of rows."""
-    links: ChunkLinks | None = None
-    """Chunks in prompts; None without the section."""
-    swap: SwapManager | None = None
-    """Preempted requests; None without the section."""
-    ahead: SwapAhead | None = None
-    """Their swap-ins that nobody waits for; None without the section."""
-    interrupted: str | None = None
-    """Request whose KV is being released, if its restoration goes on later."""
-    giving_way: Any = None
-    """SGLang's request whose KV is being released, if that is because it gives way."""
-    resuming: list[Any] = field(default_factory=list)
-    """SGLang's requests that come back in this step."""
-    priorities: Priorities | None = None
-    """Who gives way; None if that is SGLang's own business."""
-    peer: PeerSide | None = None
-    """This process's side of lending and borrowing; None without the section."""
-    stored: StoredContexts | None = None
-    """Contexts on devices that requests follow; None without the section."""
-    recorder: Recorder | None = None
-    """Writes contexts down that are to be stored; None without the section."""
-    link_metrics: LinkMetrics | None = None
-    """What is linked, counted; None if SGLang's metrics are off."""
+    """Rows of the forward that runs, if it follows plans."""
+    prefill_seconds: float = 0.0
+    """Time of all prefill forwards so far."""
+    tiers: TiersPower | None = None
+    restore: RestorePower | None = None
+    swap: SwapPower | None = None
+    chunks: ChunksPower | None = None
+    peer: PeerPower | None = None
+    clusters: ClustersPower | None = None
+
+    inside_out: list[Power[Any]] = field(default_factory=list)
+    """The open powers, in the order of :data:`~sgl_ext.engine.core.powers.ORDER`."""
+
+    def add(self, power: Power[Any]) -> None:
+        """Adds an open power, outside of those that there are."""
+        setattr(self, power.name, power)
+        self.inside_out.append(power)
 
     @property
-    def stream(self) -> LayerStream | None:
-        """Layer buffers of a master; None if it reads workers' memory where it is."""
-        return None if self.peer is None else self.peer.stream
+    def outside_in(self) -> list[Power[Any]]:
+        """The open powers, the outermost one first."""
+        return self.inside_out[::-1]
+
+    def owner(self, req: Any) -> Power[Any] | None:
+        """Returns the power that brings all KV of a waiting request, if one does."""
+        return next((power for power in self.inside_out if power.owns(req)), None)
+
+    def withheld(self) -> Iterator[Any]:
+        """Yields waiting requests that powers keep outside of SGLang's queue."""
+        for power in self.inside_out:
+            yield from power.withheld()
+
+    def computed_tokens(self, batch: Any) -> int:
+        """Returns how many tokens of SGLang's ``ScheduleBatch`` an extend forward computes: those
+        that plans neither link nor load."""
+        if not self.plans:
+            return batch.extend_num_tokens or 0
+        every = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        return sum(
+            length
+            if (plan := self.plans.get(req.rid)) is None
+            else plan.computed(start, start + length)
+            for req, start, length in every
+        )
+
+    def prefilled(self, rid: str) -> None:
+        """The prefill of a planned request has ended, or will not take place."""
+        for power in self.inside_out:
+            power.prefilled(rid)
 
     def describe_memory(self) -> dict[str, Any]:
-        """Where KV lies, for ``/server_info``."""
+        """Returns the layout of the KV pool, for ``/server_info``."""
         if self.slab is None:
             return {"layout": "layer_major", "because": self.layer_major_because}
         layout = self.slab.layout
@@ -92,4 +103,4 @@ class ExtRuntime:
 
 
 current: ExtRuntime | None = None
-"""Of this scheduler process; hooks do nothing without it."""
+"""The runtime of this scheduler process; hooks do nothing without it."""

@@ -25,6 +25,6 @@ def require_served(server_args: Any, power: str, unserved: Unserved) -> None:
     for field, is_meant, what in (*COMMON, *unserved):
         if is_meant(getattr(server_args, field)):
             raise hooks.ActivationError(
-                f"{power} do not work with {what} (--{field.replace('_', '-')}); "
+                f"{power} does not work with {what} (--{field.replace('_', '-')}); "
                 "leave out one of the two"
             )

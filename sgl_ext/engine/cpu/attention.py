@@ -19,12 +19,12 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
-    from sgl_ext.engine.clusters.contexts import StoredContexts
     from sgl_ext.engine.clusters.forward import StoredForward
     from sgl_ext.engine.clusters.recorder import Recorder
     from sgl_ext.engine.peer.stream import LayerStream
@@ -61,64 +61,47 @@ class ForwardRows:
         lengths: list[int],
         wholes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._table = table
+        self.table, self.requests = table, requests
+        self.contexts, self.lengths = contexts, lengths
         self._wholes = wholes
-        self._requests, self._contexts, self._lengths = requests, contexts, lengths
 
     @cached_property
     def native(self) -> _attention.Batch:
-        return batch_of(self._table, self._requests, self._contexts, self._lengths, self._wholes)
+        return batch_of(self.table, self.requests, self.contexts, self.lengths, self._wholes)
 
     @cached_property
     def rows(self) -> list[Row]:
         rows, start = [], 0
-        for request, context, new in zip(
-            self._requests, self._contexts, self._lengths, strict=True
-        ):
-            rows.append(Row(start, new, self._table[request, :context]))
+        for request, context, new in zip(self.requests, self.contexts, self.lengths, strict=True):
+            rows.append(Row(start, new, self.table[request, :context]))
             start += new
         return rows
 
     def stream(self, stream: LayerStream, written: torch.Tensor) -> None:
         """Has the K and V come that lie in other processes' memory."""
-        stream.begin(self._table, self._requests, self._contexts, written)
-
-    def following(self, stored: StoredContexts, rids: Sequence[str]) -> StoredForward | None:
-        """The rows whose requests follow stored contexts, if any do."""
-        if not stored.any:
-            return None
-        followers = [stored.follower(rid) for rid in rids]
-        if not any(followers):
-            return None
-        # Behind the rows of requests those of beams may follow, which follow no context.
-        followers += [None] * (len(self._requests) - len(followers))
-        from sgl_ext.engine.clusters.forward import StoredForward
-
-        return StoredForward(
-            stored, followers, self._table, self._requests, self._contexts, self._lengths
-        )
+        stream.begin(self.table, self.requests, self.contexts, written)
 
     def record(self, recorder: Recorder, rids: Sequence[str]) -> None:
         """Has the queries of some requests written down."""
-        recorder.begin(rids, self._contexts, self._lengths)
+        recorder.begin(rids, self.contexts, self.lengths)
 
     def chosen(self, rows: Sequence[int]) -> ForwardRows:
         """Some of the rows."""
         return ForwardRows(
-            self._table,
-            [self._requests[row] for row in rows],
-            [self._contexts[row] for row in rows],
-            [self._lengths[row] for row in rows],
+            self.table,
+            [self.requests[row] for row in rows],
+            [self.contexts[row] for row in rows],
+            [self.lengths[row] for row in rows],
             [self._wholes[row] for row in rows] if self._wholes else (),
         )
 
     def translated(self, translate: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
         """The rows over another pool, where a token's slot is ``translate`` of its slot here."""
-        table = self._table[self._requests, : max(self._contexts, default=0)]
+        table = self.table[self.requests, : max(self.contexts, default=0)]
         # A slot that has left its window has no home; its key is masked or cut off.
         homes = translate(table.long()).clamp_(min=0).to(torch.int32)
-        requests = list(range(len(self._requests)))
-        return ForwardRows(homes, requests, self._contexts, self._lengths, self._wholes)
+        requests = list(range(len(self.requests)))
+        return ForwardRows(homes, requests, self.contexts, self.lengths, self._wholes)
 
 
 class CpuAttnBackend(TorchNativeAttnBackend):
@@ -138,25 +121,32 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._band = CausalBand()
         self._rows = self._swa_rows = ForwardRows(torch.empty(0, 0, dtype=torch.int32), [], [], [])
         self._stored: StoredForward | None = None
+        self._recorder: Recorder | None = None
+        self._stream: LayerStream | None = None
         self._plain_rows = self._rows  # of those that follow no stored context, while others do
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         self._rows = self._rows_of(forward_batch)
         self._stored = None
-        if runtime.current is not None and runtime.current.stored is not None:
-            self._stored = self._rows.following(runtime.current.stored, forward_batch.rids)
-            runtime.current.stored.running = self._stored
-            if self._stored is not None:
-                self._plain_rows = self._rows.chosen(self._stored.plain)
-        if runtime.current is not None and runtime.current.recorder is not None:
-            self._rows.record(runtime.current.recorder, forward_batch.rids)
-        if runtime.current is not None and runtime.current.stream is not None:
-            self._rows.stream(runtime.current.stream, forward_batch.out_cache_loc)
+        if (ext := runtime.current) is not None:
+            self._attach(ext, forward_batch)
         if self.use_sliding_window_kv_pool:
             self._swa_rows = self._rows.translated(
                 self.token_to_kv_pool.translate_loc_from_full_to_swa
             )
+
+    def _attach(self, ext: ExtRuntime, forward_batch: Any) -> None:
+        """Takes note of the powers that read or write this forward's K, V and queries."""
+        if ext.clusters is not None:
+            self._recorder = ext.clusters.recorder
+            self._rows.record(self._recorder, forward_batch.rids)
+            self._stored = ext.clusters.following(self._rows, forward_batch.rids)
+            if self._stored is not None:
+                self._plain_rows = self._rows.chosen(self._stored.plain)
+        if ext.peer is not None and (stream := ext.peer.stream) is not None:
+            self._stream = stream
+            self._rows.stream(stream, forward_batch.out_cache_loc)
 
     def _rows_of(self, forward_batch: Any) -> ForwardRows:
         contexts = forward_batch.seq_lens.tolist()
@@ -213,7 +203,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         native = self._native
         if not self.is_native(query, keys, values, layer.scaling):
             native = None
-        stream = None if runtime.current is None else runtime.current.stream
+        stream = self._stream
         if native is None or (stream is not None and not stream.active):
             stream = None
         number = layer.layer_id - self.token_to_kv_pool.start_layer
@@ -230,8 +220,8 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
         )
         rows = self._swa_rows if in_swa_pool else self._rows
-        if runtime.current is not None and runtime.current.recorder is not None:
-            runtime.current.recorder.take(number, query)
+        if self._recorder is not None:
+            self._recorder.take(number, query)
 
         if self._stored is not None:
             out = self._with_stored(self._stored, number, query, keys, values, layer.scaling)

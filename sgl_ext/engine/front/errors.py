@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -14,21 +14,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgl_ext.config import ExtConfig
-from sgl_ext.engine.chunks.middleware import refusal
 from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.front.checks import MALFORMED
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
 
-_ROUTES = {
-    "chunks": "/ext/context_cache",
-    "clusters": "/ext/stored_contexts",
-    "swap": "/ext/priority",
-}
-"""Routes of each section."""
 _CLIENTS = (*MALFORMED, ValueError)
 """Exceptions that SGLang's routes raise for unexpected values."""
 _CATCHING = (
@@ -48,6 +39,12 @@ class SectionOffError(ExtError):
     """A route of a section that is off."""
 
     status = 404
+
+
+async def refusal(_request: Request, error: Exception) -> JSONResponse:
+    """Returns what a client is told of an ``ExtError``."""
+    code = error.status if isinstance(error, ExtError) else 400
+    return JSONResponse({"error": {"message": str(error), "code": code}}, code)
 
 
 class Malformed:
@@ -118,8 +115,12 @@ def _anthropic(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     return original(*args, **kw)
 
 
-def install(app: FastAPI, config: ExtConfig) -> None:
-    """Adds all of it to SGLang's HTTP server, before that is started."""
+def install(app: FastAPI, off: Mapping[str, str]) -> None:
+    """Adds all of it to SGLang's HTTP server, before that is started.
+
+    Args:
+        off: paths of routes of sections that are off, by the section's name.
+    """
     theirs: Any = app.exception_handlers[RequestValidationError]
 
     async def invalid(request: Request, error: Exception) -> Response:
@@ -138,11 +139,9 @@ def install(app: FastAPI, config: ExtConfig) -> None:
     app.add_middleware(Malformed)
     for module in _CATCHING:
         logging.getLogger(f"{_ENTRYPOINTS}.{module}").addFilter(_one_line)
-    on = config.sections()
-    for section, path in _ROUTES.items():
-        if section not in on:
-            for each in (path, f"{path}/{{rest:path}}"):
-                app.add_api_route(each, _off(section, path), methods=_METHODS)
+    for section, path in off.items():
+        for each in (path, f"{path}/{{rest:path}}"):
+            app.add_api_route(each, _off(section, path), methods=_METHODS)
 
 
 def _off(section: str, path: str) -> Callable[[], None]:
@@ -155,20 +154,7 @@ def _off(section: str, path: str) -> Callable[[], None]:
     return off
 
 
-def _serve(server_args: Any, *_args: Any, **_kw: Any) -> None:
-    if (config := carried_by(server_args)) is not None:
-        from sglang.srt.entrypoints.http_server import app
-
-        install(app, config)
-
-
 LAUNCHER_HOOKS = (
-    hooks.Hook(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-        "before",
-        _serve,
-        "SGLang's answers to bodies of another shape show its paths, or are errors of its own",
-    ),
     hooks.Hook(
         f"{_ENTRYPOINTS}.openai.serving_base.OpenAIServingBase.create_error_response",
         "around",

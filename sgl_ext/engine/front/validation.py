@@ -24,7 +24,7 @@ from sgl_ext.engine.front.checks import (
 logger = logging.getLogger(__name__)
 
 
-def _generate(manager: Any, request: Any, *_args: Any, **_kw: Any) -> None:
+def check_shape(manager: Any, request: Any) -> None:
     """Checks what a request looks like before SGLang expands it."""
     if carried_by(manager.server_args) is not None:
         try:
@@ -86,20 +86,14 @@ def _handle(original: Callable[..., None], scheduler: Any, request: Any, **kw: A
     return None
 
 
-def _queue(_scheduler: Any, req: Any, *_args: Any, **_kw: Any) -> None:
-    """A session's prompt may turn out to have no tokens."""
-    if runtime.current is not None and req.to_finish is None and not req.origin_input_ids:
+def check_prompt(req: Any) -> None:
+    """Ends a request without prompt tokens. Only its scheduler knows the prompt of a session."""
+    if req.to_finish is None and not req.origin_input_ids:
         req.set_finish_with_abort(NO_TOKENS)
 
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 LAUNCHER_HOOKS = (
-    hooks.Hook(
-        f"{_MANAGER}.generate_request",
-        "before",
-        _generate,
-        "SGLang expands batches and answers before it looks at their number",
-    ),
     hooks.Hook(
         f"{_MANAGER}._validate_one_request",
         "around",
@@ -127,11 +121,5 @@ HOOKS = (
         "around",
         _handle,
         "SGLang's scheduler ends with a request that it cannot take in",
-    ),
-    hooks.Hook(
-        f"{_SCHEDULER}._add_request_to_queue",
-        "before",
-        _queue,
-        "only here is the prompt of a session's request known",
     ),
 )

@@ -58,7 +58,7 @@ def _inserted(result: Any, tree: Any, *_args: Any, **_kw: Any) -> Any:
     return result
 
 
-def _running(scheduler: Any, batch: Any, *_args: Any, **_kw: Any) -> None:
+def check_step(scheduler: Any, batch: Any) -> None:
     """All owners together have no more than there is. O(requests that run)."""
     if runtime.current is None or runtime.current.slab is None:
         return
@@ -97,11 +97,5 @@ HOOKS = (
         "after",
         _inserted,
         "SGLang takes it that what a request has behind its protected prefix is its own",
-    ),
-    hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler.run_batch",
-        "before",
-        _running,
-        "SGLang counts slots when it is idle, or on demand, after the answers of a step were sent",
     ),
 )

@@ -6,9 +6,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sgl_ext.memory.lent import blocks_for
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Layout, Slab
-from sgl_ext.peer.regions import blocks_for
 
 
 class SlabKVPool(MHATokenToKVPool):

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_ext.engine.core.retraction import release, retractable
-from sgl_ext.engine.swap.resume import reserved
+from sgl_ext.engine.core.requests import release, reserved, retractable
 
 
 def evict(tree: Any, start: int, end: int) -> None:

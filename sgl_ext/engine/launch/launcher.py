@@ -14,15 +14,17 @@ from typing import Any, NoReturn
 
 from sgl_ext import __version__
 from sgl_ext.config import SECTIONS
-from sgl_ext.engine.chunks import power as chunk_hooks
-from sgl_ext.engine.clusters import power as stored_hooks
 from sgl_ext.engine.core import activation, hooks
-from sgl_ext.engine.core.activation import carried_by, mark_launch, refuse, report
-from sgl_ext.engine.core.scheduler import REPORT_KEY
-from sgl_ext.engine.front import errors as http_errors
-from sgl_ext.engine.front import validation as request_hooks
+from sgl_ext.engine.core.activation import (
+    REPORT_KEY,
+    carried_by,
+    mark_launch,
+    refuse,
+    report,
+)
+from sgl_ext.engine.core.powers import ORDER
+from sgl_ext.engine.front import dispatch, errors, validation
 from sgl_ext.engine.launch import run_directory
-from sgl_ext.engine.swap import api as priority_api
 
 logger = logging.getLogger(__name__)
 
@@ -246,11 +248,10 @@ HOOKS = (
         _port_args,
         "socket paths come from the global temporary directory and are left behind there",
     ),
-    *http_errors.LAUNCHER_HOOKS,
-    *request_hooks.LAUNCHER_HOOKS,
-    *chunk_hooks.LAUNCHER_HOOKS,
-    *priority_api.LAUNCHER_HOOKS,
-    *stored_hooks.LAUNCHER_HOOKS,
+    *dispatch.HOOKS,
+    *errors.LAUNCHER_HOOKS,
+    *validation.LAUNCHER_HOOKS,
+    *(hook for kind in ORDER for hook in kind.launcher_hooks),
 )
 
 SEAMS = (

@@ -13,10 +13,8 @@ from typing import Any
 
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.config_source import ConfigError
-from sgl_ext.engine.core import activation, hooks
+from sgl_ext.engine.core import activation, arrival, hooks
 from sgl_ext.engine.core.activation import (
-    CARRIED,
-    Carried,
     carried_by,
     in_worker,
     refuse,
@@ -60,7 +58,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     activation.commanded |= enabled or source is not None
     if (config := requested_config(enabled, source)) is not None:
         _requested = config
-        setattr(record, CARRIED, Carried(config))
+        arrival.carry(record, config)
     return record
 
 
@@ -86,24 +84,15 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
         config = _requested or _beside_a_record()
         if config is None:
             return original(server_args)
-        setattr(server_args, CARRIED, Carried(config))
-    from sgl_ext.engine.chunks import power as chunk_hooks
-    from sgl_ext.engine.clusters import power as stored_hooks
+        arrival.carry(server_args, config)
+    from sgl_ext.engine.core.powers import powers_of
     from sgl_ext.engine.launch import launcher, start_checks
-    from sgl_ext.engine.peer import power as peer_hooks
-    from sgl_ext.engine.restore import power as restore_setup
-    from sgl_ext.engine.swap import out as swap_hooks
-    from sgl_ext.engine.tiers import power as tier_hooks
 
     secrets.mask_command(server_args)
     try:
         start_checks.require_startable(server_args, config)
-        tier_hooks.declare(server_args, config)
-        chunk_hooks.declare(server_args, config)
-        restore_setup.declare(server_args, config)
-        swap_hooks.declare(server_args, config)
-        peer_hooks.declare(server_args, config)
-        stored_hooks.declare(server_args, config)
+        for power in powers_of(config):
+            power.declare(server_args)
         # Resolution reads the environment that SGLang's modules are imported under, so nothing
         # of SGLang is hooked, and thereby imported, before it is over.
         with launcher.one_sentence_about(server_args):
@@ -156,7 +145,7 @@ class _EngineServerArgs:
             hooks.verify(HOOKS)
         record = self._server_args_class(*args, **kwargs)
         if (config := requested_config(enable_ext, ext_config)) is not None:
-            setattr(record, CARRIED, Carried(config))
+            arrival.carry(record, config)
         return record
 
 

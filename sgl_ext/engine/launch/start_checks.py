@@ -14,11 +14,10 @@ from safetensors import SafetensorError, safe_open
 from sgl_ext import preflight
 from sgl_ext.config import ExtConfig
 from sgl_ext.config_values import written_size
-from sgl_ext.engine.chunks.rope import require_architecture
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.attention_backends import PLANNING, require_names
+from sgl_ext.engine.core.powers import powers_of
 from sgl_ext.engine.kv.install import obstacle_in_arguments
-from sgl_ext.engine.restore.power import require_parts
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES, Layout
 from sgl_ext.tiers.arena import stride_of
@@ -55,10 +54,8 @@ def require_resolved(server_args: Any, config: ExtConfig) -> None:
     _require_layout(view, config)
     _require_attention(server_args, config)
     model = model_config_of(server_args)
-    if config.restore is not None:
-        require_parts(config.restore, view.page_size, view.chunked_prefill_size)
-    if config.chunks is not None:
-        require_architecture(model.hf_config.architectures[0])
+    for power in powers_of(config):
+        power.require_resolved(view, model)
     if config.tiers is not None:
         if view.disable_radix_cache:
             raise hooks.ActivationError(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import zmq
 
 from sgl_ext.config import Peer
-from sgl_ext.engine.core.refusing import refuse_waiting
+from sgl_ext.engine.core.requests import refuse_waiting
 from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
 
-from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.restore.turn import Coming
-from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
 from sgl_ext.restore.host_prefixes import HostPrefixes
+from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.step.forward import PlannedForward
+
+
+class Coming(NamedTuple):
+    """Pages of a request in host memory, and the blocks of the device that they are for."""
+
+    start: int
+    """Token of the prompt that they begin with."""
+    pages: Pages
+    blocks: Pages
 
 
 @contextmanager
 def restoring(
-    ext: ExtRuntime,
     tiers: TierStack,
     held: HostPrefixes,
-    runner: Any,
-    batch: Any,
+    planned: PlannedForward,
     parts: Sequence[Row],
     coming: Mapping[int, Sequence[Coming]],
 ) -> Iterator[list[Row]]:
@@ -37,14 +44,13 @@ def restoring(
 
     Args:
         held: is told how much was computed, not loaded.
-        runner: SGLang's ``ModelRunner``.
-        batch: SGLang's ``ForwardBatch``.
         parts: the rows that are computed of every layer.
         coming: by the request's place in the batch.
 
     Yields:
         The rows that the forward has to begin with.
     """
+    runner, batch = planned.runner, planned.batch
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in coming]
     begin = sorted(whole + [part for part in parts if part.request not in coming])
@@ -70,10 +76,7 @@ def restoring(
         computed = layer
         if layer == len(tickets):
             return output
-        second = rows.handed_over(batch, begin, parts, first)
-        ext.split = rows.split_of(batch, parts)
-        runner.attn_backend.init_forward_metadata(second)
-        with forward_context(get_forward_context(), forward_batch=second):
+        with planned.cutting_over(begin, parts, first) as second:
             for at in range(layer, len(tickets)):
                 tickets[at].wait(COPY_DEADLINE_S)
                 output = model.forward_split_prefill(
@@ -81,11 +84,10 @@ def restoring(
                 )
         return output
 
-    model.forward = forward  # of this object, in front of its class's
     try:
-        yield begin
+        with planned.replaced(forward):
+            yield begin
     finally:
-        del model.forward
         for at, each in coming.items():
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
             held.computed(batch.rids[at], tokens * computed // len(tickets))

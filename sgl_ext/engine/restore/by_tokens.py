@@ -6,15 +6,17 @@ loads are taken back, and if one has begun, everything behind it has come or is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_ext.engine.restore.by_layers import taken_back
-from sgl_ext.engine.restore.turn import Coming
+from sgl_ext.engine.restore.by_layers import Coming, taken_back
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
 from sgl_ext.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.step.forward import PlannedForward
 
 _UNIT = 128
 """Tokens of one load, at most."""
@@ -29,20 +31,17 @@ class _Load(NamedTuple):
 
 def restore(
     tiers: TierStack,
-    batch: Any,
+    planned: PlannedForward,
     coming: Mapping[int, Sequence[Coming]],
     chunk: int,
     share: float,
-    forward: Callable[[Any], object],
 ) -> dict[int, int]:
     """Returns when all that is coming is in place.
 
     Args:
-        batch: SGLang's ``ForwardBatch``.
         coming: by the request's place in the batch.
         chunk: tokens of a forward, at most.
         share: of what is left that is computed by the time the rest has come.
-        forward: SGLang's own.
 
     Returns:
         How many tokens of each request were computed.
@@ -57,10 +56,10 @@ def restore(
         for at in coming:
             left = [load for load in loads if load.request == at]
             while taken := _taken(left, min(chunk, round(share * len(left)) * _UNIT)):
-                part = rows.split(batch, [Row(at, taken[0].start, taken[-1].end)])
+                part = rows.split(planned.batch, [Row(at, taken[0].start, taken[-1].end)])
                 computed[at] += taken[-1].end - taken[0].start
                 part.return_logprob = False
-                forward(part)
+                planned.run(part)
             for load in left:
                 load.ticket.wait(COPY_DEADLINE_S)
     finally:

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sgl_ext.engine.core import hooks, runtime
-
-
-def _plan(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
-    interrupted = _interrupted(scheduler, running)
-    if interrupted is not None:
-        running.batch_is_full = False
-    result = original(scheduler, running)
-    if interrupted is not None:
-        # Not sooner: the result of its last part may still come, and is ignored while it is out.
-        scheduler._add_request_to_queue(interrupted, is_retracted=True)
-        interrupted.retraction_count -= 1  # it keeps what it has
-    return result
+if TYPE_CHECKING:
+    from sgl_ext.engine.restore.power import RestorePower
 
 
-def _interrupted(scheduler: Any, running: Any) -> Any | None:
-    """SGLang's request whose prompt was being computed, if it gives way.
+def interrupt(power: RestorePower, scheduler: Any, running: Any) -> Any | None:
+    """Releases the request whose prompt is being computed, if a request that comes first by now can
+    take its place. What was computed of it stays in the radix tree.
 
-    What was computed of it stays in the radix tree.
+    Returns:
+        SGLang's request, to be queued again when the step was planned.
     """
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    ext, req = runtime.current, scheduler.chunked_req
-    if ext is None or ext.restorer is None or req is None or not ext.restorer.computes(req.rid):
+    req = scheduler.chunked_req
+    if req is None or not power.restorer.computes(req.rid) or not _keeps(req):
         return None
-    if not _keeps(req) or (rid := ext.restorer.preferred()) is None:
+    if (rid := power.restorer.preferred()) is None:
         return None
     first = next((one for one in scheduler.waiting_queue if one.rid == rid), None)
     if first is None or not _room(scheduler, running, req, first):
         return None
-    ext.restorer.interrupt()
-    scheduler.chunked_req, ext.interrupted = None, req.rid
+    power.restorer.interrupt()
+    scheduler.chunked_req, power.interrupted = None, req.rid
     try:
         release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
     finally:
-        ext.interrupted = None
+        power.interrupted = None
     req.reset_for_retract()
     return req
 
@@ -66,13 +56,3 @@ def _room(scheduler: Any, running: Any, going: Any, coming: Any) -> bool:
     room -= ratio * sum(map(answer, running.reqs))
     needed = len(coming.origin_input_ids) + answer(coming)
     return bool(needed + (1 + len(running.reqs)) * allocator.page_size <= room)
-
-
-HOOKS = (
-    hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
-        "around",
-        _plan,
-        "SGLang computes a prompt that it has begun to its end",
-    ),
-)

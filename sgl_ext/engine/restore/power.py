@@ -1,132 +1,289 @@
-"""Restoring in a scheduler that starts: what it does not serve, and what it believes of costs."""
+"""The ``restore`` power: a prefix beyond the device is computed and loaded at once (CacheFlow)."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from sgl_ext.config import Restore
+from sgl_ext.engine.core.attention_backends import require_store_first
+from sgl_ext.engine.core.meta_info import tell, told
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.restore import interruption, setup, turn
+from sgl_ext.engine.step import cached_tokens
+from sgl_ext.plan import Load
+from sgl_ext.restore.host_prefixes import Held, HostPrefixes
+from sgl_ext.restore.request import Restored
 
-from sgl_ext.config import ExtConfig, Restore
-from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.core.unserved import Unserved, require_served
-from sgl_ext.memory.slab import Layout
-from sgl_ext.packages import cache_dir
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
-from sgl_ext.restore.host_prefixes import HostPrefixes
-from sgl_ext.restore.policies import POLICIES
-from sgl_ext.restore.profile import HOST, PROFILES, Subject, devices, find
-from sgl_ext.restore.restorer import Restorer
-from sgl_ext.tiers.stack import TierStack
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-_UNIT = 128
-"""Tokens of one load, at most."""
+    from sgl_ext.engine.core.runtime import ExtRuntime
+    from sgl_ext.engine.restore.metrics import RestoreMetrics
+    from sgl_ext.engine.restore.turn import Prompt
+    from sgl_ext.engine.step.forward import PlannedForward
+    from sgl_ext.engine.step.rows import Row
+    from sgl_ext.restore.restorer import Restorer
+    from sgl_ext.tiers.arena import Key
+    from sgl_ext.tiers.stack import TierStack
 
-logger = logging.getLogger(__name__)
-
-_UNSERVED: Unserved = (
-    ("is_embedding", bool, "embeddings"),
-    ("enable_return_hidden_states", bool, "hidden states in answers"),
-    ("enable_dp_attention", bool, "data-parallel attention"),
-    ("enable_lora", bool, "LoRA adapters"),
-    ("lora_paths", bool, "LoRA adapters"),
-    ("tp_size", lambda size: size > 1, "tensor parallelism"),
-)
-
-
-def declare(server_args: Any, config: ExtConfig) -> None:
-    """Raises ActivationError if the arguments ask for something that restoring does not serve."""
-    if config.restore is not None:
-        require_served(server_args, "restore", _UNSERVED)
+_HELD_S = 60.0
+"""Time after which pages of host memory are given up that are held for a request which SGLang has
+not looked up again."""
+_LEAST_TOKENS = 64
+"""A forward over fewer tokens says little about the cost of long prompts."""
 
 
-def open_restoring(ext: ExtRuntime, stack: TierStack) -> None:
-    """In a scheduler that has its tiers, if the configuration wants it.
+class RestorePower(Power[Restore]):
+    """Prefixes that are restored by computing their front while their back is loaded.
 
-    Raises:
-        ActivationError: SGLang computes prompts whole, or chunk and page do not go together.
+    Attributes:
+        restorer: prefixes that lower tiers have.
+        prefixes: prefixes that host memory has, restored within one forward.
+        interrupted: id of the request whose KV is being released, if its restoration goes on later.
     """
-    if (config := ext.config.restore) is None:
-        return
-    from sglang.srt.runtime_context import get_schedule
 
-    page, size = stack.layout.page, get_schedule().chunked_prefill_size
-    require_parts(config, page, size)
-    wait = ext.config.tiers.wait if ext.config.tiers else 0.0
-    now = devices(ext.config.tiers) if ext.config.tiers else {}
-    ext.prefixes = prefixes = HostPrefixes(stack.host, page)
-    ext.restorer = restorer = Restorer(
-        stack.host,
-        stack.lower,
-        POLICIES[config.policy](config.ageing),
-        _costs(stack, now, min(config.chunk, size // page * page)),
-        page=page,
-        unit=max(_UNIT // page, 1),
-        wait=wait,
-        hits=stack.hits,
+    name = "restore"
+    unserved = (
+        ("is_embedding", bool, "embeddings"),
+        ("enable_return_hidden_states", bool, "hidden states in answers"),
+        ("enable_dp_attention", bool, "data-parallel attention"),
+        ("enable_lora", bool, "LoRA adapters"),
+        ("lora_paths", bool, "LoRA adapters"),
+        ("tp_size", lambda size: size > 1, "tensor parallelism"),
     )
-    stack.keepers += [lambda: prefixes.give_up_one(ext.plans), restorer.give_up_one]
 
+    restorer: Restorer
+    prefixes: HostPrefixes
+    stack: TierStack
+    interrupted: str | None = None
+    _queued: Any = None
+    """Request that gives way to another one between two parts of its prompt."""
+    _asking: Prompt | None = None
+    """The prompt that SGLang looks up next, if it may be restored."""
+    _parked: Any = None
+    """Adder of the step in which the chunked prompt waits for its KV."""
+    _alone: int | None = None
+    """First token of a forward that only computes consecutive tokens of one prompt."""
+    _metrics: RestoreMetrics | None = None
 
-def require_parts(config: Restore, page: int, size: int | None) -> None:
-    """Raises ActivationError if prompts are not computed in parts of whole pages.
+    def require_resolved(self, view: Any, model: Any) -> None:
+        setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
 
-    Args:
-        page: tokens.
-        size: ``--chunked-prefill-size``, as resolved.
-    """
-    if size is None or size < page:
-        raise hooks.ActivationError(
-            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
-            f"give one of {page} or more"
+    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_observability, get_schedule
+
+        require_store_first(scheduler.tp_worker.model_runner, self.name)
+        if ext.tiers is None or self.config.tiers is None:
+            raise RuntimeError("restore is configured without tiers")
+        self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
+        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page)
+        self.restorer = setup.open_restorer(
+            self.section, self.config.tiers, self.stack, get_schedule().chunked_prefill_size
         )
-    if config.chunk % page:
-        raise hooks.ActivationError(
-            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
-            f"{-(-config.chunk // page) * page} is one"
-        )
+        self.stack.keepers += [
+            lambda: self.prefixes.give_up_one(ext.plans),
+            self.restorer.give_up_one,
+        ]
+        ext.tiers.linker.restoring = self
+        if get_observability().enable_metrics:
+            from sgl_ext.engine.restore.metrics import RestoreMetrics
 
+            self._metrics = RestoreMetrics()
 
-def subject_of(layout: Layout) -> Subject:
-    """What is measured in this process."""
-    return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
+    # --- before admission ------------------------------------------------------------------------
 
+    def matching(self, req: Any, prefix: int) -> None:
+        """Releases what host memory holds for the request, which may not follow any more on what
+        the device has."""
+        self.prefixes.release(req.rid)
+        self._asking = None
+        if self._ext.owner(req) is None:
+            self._asking = turn.prompt_of(req, prefix, self.restorer.page)
 
-def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
-    """Measured ones; without a profile those that the first forwards and loads will say."""
-    tiers = [lower.tier.name for lower in stack.lower]
-    if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
-        lower = {tier: now.get(tier, "") for tier in tiers}
-        return profile.costs(lower, chunk, now.get(HOST, ""))
-    logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
-    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # the first prompt would wait
+    def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
+        """Implements :class:`~sgl_ext.engine.tiers.linker.Restoring`."""
+        prompt, self._asking = self._asking, None
+        if prompt is None:
+            return None
+        keys = keys[: prompt.most]
+        pages = self.stack.here(keys)
+        self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind, prompt.precedence)
+        if self.restorer.asked(rid):
+            return pages
+        by = turn.strategy(self.section.host, self.stack, self.restorer, prompt, pages)
+        if by is None:
+            return pages
+        self.prefixes.hold(rid, keys[:pages], prompt.first, by)
+        return 0  # SGLang computes them, as far as it knows
 
-    return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
+    def poll(self) -> None:
+        self.restorer.advance()
+        # SGLang looks up no request while it has no room: a long queue would keep all pages.
+        self.prefixes.expire(time.monotonic() - _HELD_S, self._ext.plans)
 
+    def pending(self) -> bool:
+        return self.restorer.pending()
 
-def _device() -> str:
-    import torch
+    # --- admission -------------------------------------------------------------------------------
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "CPU")
-    return f"{model}, {torch.get_num_threads()} threads"
+    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+        if continuing and req.rid in self.prefixes:
+            return False  # SGLang goes on with one prompt only, and would look no further behind it
+        # SGLang would count a part that waits among those of a batch of others.
+        return self._parked is not adder and self.restorer.turn(req.rid, continuing)
 
+    def plan(self, adder: Any, req: Any) -> bool:
+        rid, end, plans = req.rid, len(req.full_untruncated_fill_ids), self._ext.plans
+        if rid in self.prefixes:
+            plans[rid] = self.prefixes.plan(rid, end)
+            return True
+        if not self.restorer.restores(rid):
+            return True
+        computes = self.restorer.computes(rid)
+        begin = req.prefix_len if computes else req.prefix_len + req.host_hit_length
+        if (plan := self.restorer.plan(rid, begin, end)) is None:
+            if computes:
+                self._parked = adder
+            return False
+        plans[rid] = plan
+        return True
 
-def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
-    """What is believed to cost what, for ``/server_info``."""
-    costs = restorer.costs
-    return {
-        "subject": msgspec.to_builtins(subject_of(stack.layout)),
-        "measured": sorted(costs.measured),
-        "crossover": costs.crossover,
-        "compute": asdict(costs.compute),
-        "loads": {name: asdict(load) for name, load in costs.loads.items()},
-        "interrupted": restorer.interrupted,
-        "forwards": [*costs.forwards],
-        "loaded": {name: [*each] for name, each in [*costs.loaded_lately.items()]},
-    }
+    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+        if admitted:
+            self.continued(req)
+        else:
+            self.deferred(req)
+
+    def deferred(self, req: Any) -> None:
+        """Drops the plan, which is made anew at admission: the request may stop being restored."""
+        if self._restores(req.rid) and not self.restorer.computes(req.rid):
+            self._ext.plans.pop(req.rid, None)
+
+    def continued(self, req: Any) -> None:
+        if not self._restores(rid := req.rid):
+            return
+        self.restorer.computing(rid, req.extend_end)
+        within = rid in self.prefixes
+        if within:
+            self.prefixes[rid].request = req
+        else:
+            self._count_loaded(req)
+        if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, self.name):
+            return
+        if within:
+            held = self.prefixes[rid]
+            seconds = time.monotonic() - held.since
+            held.told = {"power": self.name, "exact": True, "seconds": seconds}
+            tell(req, held.told)  # where KV has come from is known when the forward has ended
+        elif (found := self.restorer.report(rid)) is not None:
+            tell(req, {"power": self.name, "exact": True, **found})
+            self._count(found)
+
+    def _restores(self, rid: str) -> bool:
+        return rid in self.prefixes or self.restorer.restores(rid)
+
+    def before_step(self, running: Any) -> None:
+        self._queued = interruption.interrupt(self, self._scheduler, running)
+        if self._queued is not None:
+            running.batch_is_full = False
+
+    def after_step(self, plan: Any) -> None:
+        if (req := self._queued) is not None:
+            # Not sooner: the result of its last part may still come, and is ignored while the
+            # request is out of the queue.
+            self._queued = None
+            self._scheduler._add_request_to_queue(req, is_retracted=True)
+            req.retraction_count -= 1  # it keeps its KV
+
+    # --- the forward -----------------------------------------------------------------------------
+
+    def forwarding(self, batch: Any) -> None:
+        self._alone = None
+        if batch.forward_mode.is_extend() and len(batch.reqs) == 1:
+            whole = self._ext.computed_tokens(batch) == batch.extend_num_tokens
+            # A forward with a consumer index waits for host memory as well.
+            waits = batch.hicache_consumer_index >= 0
+            if whole and not waits and batch.reqs[0].rid not in self.prefixes:
+                self._alone = batch.prefix_lens[0]
+
+    def forwarded(self, batch: Any, seconds: float) -> None:
+        if (begin := self._alone) is not None and batch.extend_num_tokens >= _LEAST_TOKENS:
+            self.restorer.costs.computed(begin, begin + batch.extend_num_tokens, seconds)
+
+    def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
+        if not self.restorer.restores(rid):
+            return
+        page = self.restorer.page
+        for span in self._ext.plans[rid].between(start, end):
+            if isinstance(span.source, Load):
+                places = self.restorer.places(rid, span.start, span.end)
+                blocks = slots[span.start - start : span.end - start : page] // page
+                self.stack.fill(places, blocks.copy())
+
+    @contextmanager
+    def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
+        from sgl_ext.engine.restore.within import restoring
+
+        with restoring(self, forward, rows) as begin:
+            yield begin
+
+    def prefilled(self, rid: str) -> None:
+        if rid == self.interrupted:
+            self._ext.plans.pop(rid, None)
+            return
+        if rid in self.prefixes:
+            self._ended_within(self.prefixes[rid])
+        if self._restores(rid):
+            self._ext.plans.pop(rid, None)
+        self.prefixes.release(rid)
+        self.restorer.release(rid)
+
+    def _ended_within(self, held: Held) -> None:
+        """The last of the forwards that restore a prefix from host memory has ended."""
+        if held.told is None:
+            return
+        page = self.stack.layout.page
+        loaded = {"host": len(held.pages) * page - held.computed}
+        self.stack.hits["host"] += loaded["host"] // page
+        restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
+        held.told |= restored
+        self._count(restored)
+
+    # --- and all else ----------------------------------------------------------------------------
+
+    def forget(self, rid: str) -> None:
+        self.prefilled(rid)
+
+    def reset(self) -> None:
+        """Has everything computed that was being restored."""
+        for rid in (*self.restorer.clear(), *self.prefixes.clear()):
+            self._ext.plans.pop(rid, None)
+
+    def weights_changed(self) -> None:
+        self.reset()
+
+    def describe(self) -> Mapping[str, Any]:
+        return setup.describe(self.restorer, self.stack)
+
+    def close(self) -> None:
+        self.reset()
+        self.restorer.close()
+
+    def _count(self, restored: Restored) -> None:
+        if self._metrics is not None:
+            self._metrics.count(restored)
+
+    def _count_loaded(self, req: Any) -> None:
+        """Counts what the next part of a request takes from what tiers have loaded."""
+        begin, end = cached_tokens.first_time(req, req.prefix_len, req.extend_end)
+        if begin < end:
+            for span in self._ext.plans[req.rid].between(begin, end):
+                if isinstance(span.source, Load):
+                    loaded = self.restorer.tiers(req.rid, span.start, span.end)
+                    for tier, tokens in loaded.items():
+                        cached_tokens.count(req, tier, tokens)
+        cached_tokens.reach(req, req.extend_end)

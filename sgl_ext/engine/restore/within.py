@@ -2,59 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.restore import by_layers as layer_restore
-from sgl_ext.engine.restore import by_tokens as token_restore
-from sgl_ext.engine.restore.turn import Coming
-from sgl_ext.engine.step.rows import Row
+import numpy as np
+
+from sgl_ext.engine.restore import by_layers, by_tokens
+from sgl_ext.engine.restore.by_layers import Coming
+from sgl_ext.engine.step import cached_tokens
+from sgl_ext.plan import LoadOrCompute
 from sgl_ext.restore.host_prefixes import Strategy
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.restore.power import RestorePower
+    from sgl_ext.engine.step.forward import PlannedForward
+    from sgl_ext.engine.step.rows import Row
 
 
 @contextmanager
-def restoring(
-    ext: ExtRuntime,
-    runner: Any,
-    batch: Any,
-    parts: list[Row],
-    coming: Mapping[int, Sequence[Coming]],
-    forward: Callable[[Any], object],
-) -> Iterator[list[Row]]:
+def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
     """Computes first tokens at once, and has the model's next forward compute lower layers.
 
     Args:
-        runner: SGLang's ``ModelRunner``.
-        batch: SGLang's ``ForwardBatch``.
-        parts: the rows that are computed whatever is loaded.
-        coming: by the request's place in the batch.
-        forward: SGLang's own, of a ``ForwardBatch``.
+        rows: the rows that are computed whatever is loaded.
 
     Yields:
         The rows that the forward has to begin with.
     """
-    if ext.tiers is None or ext.restorer is None or ext.prefixes is None:
-        raise RuntimeError("what is loaded comes from tiers, and there are none")
-    layered = hasattr(runner.model, "forward_split_prefill")
+    coming = _coming(power, forward)
+    before = {at: power.prefixes[forward.rids[at]].computed for at in coming}
+    with ExitStack() as layers:
+        if forward.cut_over:
+            for each in coming.values():
+                for one in each:
+                    power.stack.fill(one.pages, one.blocks)
+        elif coming:
+            rows = layers.enter_context(_by_strategy(power, forward, rows, coming))
+        yield rows
+    for at, each in coming.items():
+        _count(power, forward.rids[at], each, before[at])
+
+
+def _coming(power: RestorePower, forward: PlannedForward) -> dict[int, list[Coming]]:
+    """Returns what the forward loads from host memory, by the request's place in the batch."""
+    page, found = power.stack.layout.page, {}
+    for at, plan, start, end in forward.planned():
+        if (rid := forward.rids[at]) not in power.prefixes:
+            continue
+        held, slots = power.prefixes[rid], forward.slots(at)
+        each = []
+        for span in plan.between(start, end):
+            if isinstance(span.source, LoadOrCompute):
+                first, last = span.start // page - held.first, span.end // page - held.first
+                blocks = slots[span.start - start : span.end - start : page] // page
+                each.append(
+                    Coming(span.start, held.pages[first:last], np.ascontiguousarray(blocks))
+                )
+        if each:
+            found[at] = each
+    return found
+
+
+@contextmanager
+def _by_strategy(
+    power: RestorePower,
+    forward: PlannedForward,
+    rows: list[Row],
+    coming: Mapping[int, Sequence[Coming]],
+) -> Iterator[list[Row]]:
+    layered = hasattr(forward.runner.model, "forward_split_prefill")
     ways: dict[Strategy, dict[int, Sequence[Coming]]] = {each: {} for each in Strategy}
     for at, each in coming.items():
-        by = ext.prefixes[batch.rids[at]].by if layered else Strategy.TOKENS
+        by = power.prefixes[forward.rids[at]].by if layered else Strategy.TOKENS
         ways[by][at] = each
-    if by_tokens := ways[Strategy.TOKENS]:
-        costs, loaded, page = ext.restorer.costs, ext.tiers.loaded, ext.tiers.layout.page
+    if tokens := ways[Strategy.TOKENS]:
+        costs, loaded = power.restorer.costs, power.stack.loaded
         share = 0.5
         if loaded.pages:
-            loading = loaded.seconds / loaded.pages / page
+            loading = loaded.seconds / loaded.pages / power.stack.layout.page
             share = loading / (loading + costs.compute.seconds(0, costs.chunk) / costs.chunk)
-        computed = token_restore.restore(ext.tiers, batch, by_tokens, costs.chunk, share, forward)
-        for at, tokens in computed.items():
-            ext.prefixes.computed(batch.rids[at], tokens)
-    if by_layers := ways[Strategy.LAYERS]:
-        with layer_restore.restoring(
-            ext, ext.tiers, ext.prefixes, runner, batch, parts, by_layers
-        ) as begin:
+        computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
+        for at, count in computed.items():
+            power.prefixes.computed(forward.rids[at], count)
+    if layers := ways[Strategy.LAYERS]:
+        with by_layers.restoring(power.stack, power.prefixes, forward, rows, layers) as begin:
             yield begin
     else:
-        yield parts
+        yield rows
+
+
+def _count(power: RestorePower, rid: str, coming: Sequence[Coming], before: int) -> None:
+    """Counts what a forward has taken from host memory.
+
+    Args:
+        before: tokens that forwards had computed of what host memory has of the request.
+    """
+    held, page = power.prefixes[rid], power.stack.layout.page
+    tokens = sum(len(one.pages) for one in coming) * page - (held.computed - before)
+    end = coming[-1].start + len(coming[-1].pages) * page
+    begin, end = cached_tokens.first_time(held.request, coming[0].start, end)
+    cached_tokens.count(held.request, "host", min(tokens, end - begin))
+    cached_tokens.reach(held.request, end)

@@ -1,21 +1,14 @@
-"""The turn of a request: what has to be there first, and what follows from its admission."""
+"""Admission of a waiting request: what it waits for, who decides, and what follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.engine.clusters import power as stored_hooks
 from sgl_ext.engine.core import hooks, runtime
-from sgl_ext.engine.core.meta_info import tell, told
+from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.kv import ownership
-from sgl_ext.engine.restore import turn as restore_hooks
-from sgl_ext.engine.step import beams
-from sgl_ext.engine.step import forward as plan_hooks
-from sgl_ext.engine.swap import out as swap_hooks
-from sgl_ext.engine.swap import penalties
-from sgl_ext.engine.swap import resume as swap_in
-from sgl_ext.engine.tiers import power as tier_hooks
+from sgl_ext.engine.step import beams, budget, penalties
 
 
 def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
@@ -24,46 +17,83 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
         return original(adder, req, *args, **kw)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    swap_in.expect(adder)
-    continuing = kw.get("has_chunked_req", False)
-    if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
+    if not _planned(ext, adder, req, kw.get("has_chunked_req", False)):
         return AddReqResult.CONTINUE
-    back = swap_in.take_back(adder, req)
-    if back is AddReqResult.NO_TOKEN:
-        # It is looked up anew before it gets the room: what it found may have had to go.
-        swap_hooks.makes_room(adder, req)
-    if back is None and not swap_in.has_seat(adder, req):
-        back = AddReqResult.OTHER
-    if back is None and penalties.apart(adder, req):
-        back = AddReqResult.OTHER
-    if back is not None:
-        restore_hooks.considered(req, admitted=False)
-        return back
-    # What a plan links has to stay from now on, and SGLang asks the plan for the request's cost.
-    linked = None if ext.links is None else ext.links.acquire(req)
+    if (decided := _decided(ext, adder, req)) is not None:
+        for power in ext.inside_out:
+            power.deferred(req)
+        return decided
+    for power in ext.inside_out:
+        power.acquire(req)
     result = original(adder, req, *args, **kw)
     # SGLang's result is about the next request: this one may have been admitted.
     full = result is AddReqResult.NO_TOKEN and not _admitted(adder, req)
-    full = full and not swap_hooks.makes_room(adder, req) and _alone(adder)
-    if linked is not None and full and ext.links is not None:
-        # The chunks that it keeps leave no room for it, and nobody who ends would make any.
-        linked = ext.links.acquire(req, computing=True)
+    alone = full and not _made_room(ext, adder, req) and _alone(adder)
+    # What a power keeps for it leaves no room for it, and no request that ends would make any.
+    if alone and any(power.concede(req) for power in ext.inside_out):
         result = original(adder, req, *args, **kw)
-    admitted = _admitted(adder, req)
-    if admitted:
+    if admitted := _admitted(adder, req):
         ownership.check_admitted(adder, req)
-    if ext.swap is not None and admitted and req.retraction_count:
-        # All but the token that comes next.
-        ext.swap.counts.recomputed_tokens += len(req.full_untruncated_fill_ids) - req.prefix_len - 1
-    tier_hooks.considered(adder, req, admitted)
-    restore_hooks.considered(req, admitted)
-    if linked is not None and admitted and not told(req, "chunks"):  # not after a retraction
-        tell(req, linked)
-        if ext.link_metrics is not None:
-            ext.link_metrics.count(linked)
-    if linked is not None and not admitted and ext.links is not None:
-        ext.links.release(req.rid)
+    for power in ext.inside_out:
+        power.considered(adder, req, admitted)
     return result
+
+
+def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Preempts no request for one that could not be admitted yet."""
+    if (ext := runtime.current) is None:
+        return original(adder, req)
+    try:
+        if not _planned(ext, adder, req, getattr(adder, budget.CONTINUING, False)):
+            return False
+        for power in ext.inside_out:
+            if (decided := power.preempt(original, adder, req)) is not None:
+                return decided
+        return beams.sparing(original, adder, req)
+    finally:
+        # Its plan is made anew when it is admitted: one that is kept may be out of date by then.
+        for power in ext.inside_out:
+            power.deferred(req)
+
+
+def _planned(ext: ExtRuntime, adder: Any, req: Any, continuing: bool) -> bool:
+    """Returns whether admission may be tried, with the request's plan made."""
+    # All are asked, for they begin to load what the request needs.
+    ready = [power.ready(adder, req, continuing) for power in ext.inside_out]
+    return all(ready) and all(power.plan(adder, req) for power in ext.inside_out)
+
+
+def _decided(ext: ExtRuntime, adder: Any, req: Any) -> Any | None:
+    """Returns SGLang's ``AddReqResult`` if a request is not admitted as SGLang does it."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    for power in ext.inside_out:
+        if (result := power.resume(adder, req)) is not None:
+            return result
+    if not has_seat(ext, adder, req) or penalties.apart(adder, req):
+        return AddReqResult.OTHER
+    return None
+
+
+def has_seat(ext: ExtRuntime, adder: Any, req: Any) -> bool:
+    """Returns whether the request can still be admitted in this step, as far as rows and
+    ``--max-running-requests`` go.
+
+    SGLang counts neither requests that are resumed nor, in the step of their admission, the rows
+    that the members of a beam group will take after its prefill. It asserts that there are some.
+    """
+    resumed = sum(power.seats() for power in ext.inside_out)
+    running, new = adder.running_batch.reqs, adder.can_run_list
+    rowless = sum(not one.kv.holds_kv for one in new)
+    # Groups in the running batch have their rows since their prefill was launched.
+    promised = sum(beams.promised_rows(one) for one in (*new, req))
+    free = adder.tree_cache.req_to_token_pool.available_size() - resumed - rowless - promised
+    most = adder.max_running_requests
+    return free > 0 and (most is None or len(running) + len(new) + resumed < most)
+
+
+def _made_room(ext: ExtRuntime, adder: Any, req: Any) -> bool:
+    return any(power.make_room(adder, req) for power in ext.inside_out)
 
 
 def _admitted(adder: Any, req: Any) -> bool:
@@ -71,45 +101,9 @@ def _admitted(adder: Any, req: Any) -> bool:
 
 
 def _alone(adder: Any) -> bool:
-    """Whether no other request holds memory."""
+    """Returns whether no other request holds memory."""
     running = adder.running_batch is not None and not adder.running_batch.is_empty()
     return not running and not adder.can_run_list
-
-
-def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
-    """Nobody gives way to a request that could not run yet."""
-    ext = runtime.current
-    continuing = getattr(adder, plan_hooks.CONTINUING, False)
-    if _held_back(adder, req, continuing) or not restore_hooks.planned(adder, req):
-        return False
-    try:
-        if ext is None:
-            return original(adder, req)
-        if ext.swap is None:
-            return beams.sparing(original, adder, req)
-        swap_in.expect(adder)
-        with ext.swap.clock.on():
-            found = swap_in.look_up(adder.tree_cache, req)
-            apart = req.rid not in ext.swap and penalties.apart(adder, req)
-            if found.readable is None or apart:
-                return False
-            return swap_hooks.displace(adder, req, swap_in.lacking(adder, req, found.tokens))
-    finally:
-        # Its plan is made anew when it is admitted: one that is kept may outlive what it is of.
-        restore_hooks.considered(req, admitted=False)
-
-
-def _held_back(adder: Any, req: Any, continuing: bool) -> bool:
-    """A request whose KV is still on its way is passed over; its turn comes again."""
-    ext = runtime.current
-    if ext is None:
-        return False
-    coming = tier_hooks.held_back(adder, req)
-    coming = restore_hooks.held_back(adder, req, continuing) or coming
-    coming = not stored_hooks.ready(req) or coming
-    if ext.links is None or (ext.swap is not None and req.rid in ext.swap):
-        return coming  # what was swapped out holds the KV of its chunks
-    return coming or not ext.links.ready(req)
 
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
@@ -118,13 +112,13 @@ HOOKS = (
         f"{_ADDER}.add_one_req",
         "around",
         _admit,
-        "SGLang holds requests back for its own storage backends only; an external cache that "
-        "answers late would be too late",
+        "SGLang defers requests for its own storage backends only; an external cache that answers "
+        "late would be too late",
     ),
     hooks.Hook(
         f"{_ADDER}.preempt_to_schedule",
         "around",
         _preempt,
-        "SGLang would preempt others for it again and again while it is passed over",
+        "SGLang would preempt others for a request again and again while it is deferred",
     ),
 )

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
-from sgl_ext.engine.core.retraction import release
+from sgl_ext.engine.core.requests import release
 
 
 def promised_rows(req: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.engine.core import hooks, runtime
-from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.requests import present
 from sgl_ext.engine.swap.priorities import give_to
 from sgl_ext.errors import ExtError
 
@@ -44,7 +44,6 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
     from sglang.srt.managers.io_struct import SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from sgl_ext.engine.chunks.middleware import refusal
     from sgl_ext.engine.front.routes import ExtRoute, add_routes
 
     routes = APIRouter(route_class=ExtRoute)
@@ -63,17 +62,6 @@ def install(app: Any, manager: Any, useless: str | None) -> None:
         return {"rid": body.rid, "priority": body.priority}
 
     add_routes(app, routes)
-    app.add_exception_handler(ExtError, refusal)
-
-
-def _serve(server_args: Any, manager: Any, *_args: Any, **_kw: Any) -> None:
-    config = carried_by(server_args)
-    if config is None or config.swap is None:
-        return
-    from sglang.srt.entrypoints.http_server import app
-
-    policy = config.swap.policy
-    install(app, manager, useless(policy, server_args.enable_priority_scheduling))
 
 
 def useless(policy: str, by_priority: bool) -> str | None:
@@ -112,28 +100,14 @@ def _give(scheduler: Any, rid: str, priority: int) -> bool:
     ext = runtime.current
     if ext is None or ext.swap is None:
         return False
-    if ext.priorities is not None and ext.priorities.give(rid, priority):
+    priorities = ext.swap.priorities
+    if priorities is not None and priorities.give(rid, priority):
         return True
-    present = {
-        *scheduler.waiting_queue,
-        *scheduler.collect_inflight_reqs(),
-        *scheduler.grammar_manager.grammar_queue,
-        *(() if scheduler.chunked_req is None else (scheduler.chunked_req,)),
-    }
-    named = [req for req in present if req.rid == rid]
+    named = [req for req in present(scheduler, scheduler.running_batch) if req.rid == rid]
     for req in named:
         give_to(req, priority)
     return bool(named)
 
-
-LAUNCHER_HOOKS = (
-    hooks.Hook(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-        "before",
-        _serve,
-        "SGLang's server takes no further routes",
-    ),
-)
 
 HOOKS = (
     hooks.Hook(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
-from sgl_ext.engine.core.metrics import Totals
+from sgl_ext.engine.core.metrics import Paced, Totals
 
 _COUNTERS = {
     "swapped_out": "Times that a request gave way and its KV was kept.",
@@ -21,7 +21,7 @@ _COUNTERS = {
 }
 
 
-class SwapMetrics:
+class SwapMetrics(Paced):
     """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:
@@ -40,6 +40,7 @@ class SwapMetrics:
 
     def update(self, found: Mapping[str, float]) -> None:
         """Sets every metric to what the swap manager says now."""
+        self._updated()
         for name, counter in self._counters.items():
             self._totals.set(counter, found[name], self._rank)
         self._swapped.labels(self._rank).set(found["swapped"])

@@ -1,9 +1,7 @@
-"""Where swapping meets SGLang's scheduler: what gives way, and how it comes back.
+"""Swap-out: the KV of a preempted request goes into the radix tree, and so to host memory.
 
-SGLang drops the KV of a request that it preempts, and computes it again. Here the KV goes into the
-radix tree instead, and so to host memory; its slots are free at once, and whoever is given them
-waits for what still reads them. A request comes back without a forward: its KV is copied into new
-slots, and it joins the batch that decodes where it left it.
+SGLang drops the KV of a request that it preempts, and computes it again. Here its slots are free at
+once, and the next owner of a slot waits for the copies that still read it.
 """
 
 from __future__ import annotations
@@ -13,74 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import hooks, runtime
-from sgl_ext.engine.core.retraction import retractable
-from sgl_ext.engine.core.unserved import Unserved, require_served
-from sgl_ext.engine.swap import penalties
-from sgl_ext.engine.swap import resume as swap_in
+from sgl_ext.engine.core.requests import retractable
+from sgl_ext.engine.step import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
-_UNSERVED: Unserved = (
-    ("tp_size", lambda size: size > 1, "tensor parallelism"),
-    ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
-)
 
-
-def declare(server_args: Any, config: ExtConfig) -> None:
-    """Has SGLang schedule by priorities, if a policy decides them.
-
-    Raises:
-        ActivationError: the arguments ask for something that swapping does not serve.
-    """
-    if config.swap is None:
-        return
-    require_served(server_args, "swap", _UNSERVED)
-    if config.swap.policy == "sglang":
-        return
-    if server_args.schedule_low_priority_values_first or server_args.disable_priority_preemption:
-        raise hooks.ActivationError(
-            f"swap.policy {config.swap.policy} decides priorities, and does not work with "
-            "--schedule-low-priority-values-first and --disable-priority-preemption; leave them "
-            "out, or set swap.policy to sglang"
-        )
-    if server_args.radix_eviction_policy == "priority":
-        raise hooks.ActivationError(
-            f"swap.policy {config.swap.policy} gives requests levels in place of priorities, by "
-            "which --radix-eviction-policy priority would order the cache; choose another one, or "
-            "set swap.policy to sglang"
-        )
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    declare_resolution(
-        server_args,
-        "sgl_ext",
-        enable_priority_scheduling=True,
-        priority_scheduling_preemption_threshold=0,
-        retraction_policy="priority",
-    )
-
-
-def _gives_way(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
+def _preempted(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
     # offload_kv=False: its KV must be computed again, for the weights may change in a pause.
-    if (ext := runtime.current) is None or not kw.get("offload_kv", True):
+    ext = runtime.current
+    if ext is None or ext.swap is None or not kw.get("offload_kv", True):
         return original(req=req, **kw)
-    ext.giving_way = req
+    ext.swap.preempted = req
     try:
         return original(req=req, **kw)
     finally:
-        ext.giving_way = None
+        ext.swap.preempted = None
 
 
 def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool) -> Any:
-    """SGLang releases the KV of a request: of one that gives way, but of others, too."""
+    """Keeps the KV of a request that is preempted; SGLang releases that of others here, too."""
     ext = runtime.current
-    if checkpoint or ext is None or ext.swap is None or ext.giving_way is not req:
+    if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
         return original(req, tree, checkpoint=checkpoint)
-    with ext.swap.clock.on():
-        return _kept(original, req, tree, ext.swap)
+    with ext.swap.manager.clock.on():
+        return _kept(original, req, tree, ext.swap.manager)
 
 
 def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) -> Any:
@@ -115,14 +72,12 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
     return result
 
 
-def _ended(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
-    """To measure against: what a turn has had of KV is copied when it ends, too."""
-    ext = runtime.current
-    if ext is None or ext.swap is None or not ext.swap.baseline.copy_again or not req.finished():
-        return
-    tokens = req.kv.kv_committed_len
-    whole = tokens // tree.page_size * tree.page_size
-    ext.swap.copy_again(_keys(req, whole, tree.page_size), _blocks(req, tree, tokens))
+def ended(swap: SwapManager, tree: Any, req: Any) -> None:
+    """Copies the KV of a request that ends as well: a baseline to measure against."""
+    if swap.baseline.copy_again and req.finished():
+        tokens = req.kv.kv_committed_len
+        whole = tokens // tree.page_size * tree.page_size
+        swap.copy_again(_keys(req, whole, tree.page_size), _blocks(req, tree, tokens))
 
 
 def _blocks(req: Any, tree: Any, tokens: int) -> Pages:
@@ -169,23 +124,6 @@ def _keys(req: Any, tokens: int, page: int) -> Sequence[Key]:
     return [bytes.fromhex(each) for each in get_storage_hash_str(key, None, page_size=page)]
 
 
-def makes_room(adder: Any, req: Any) -> bool:
-    """Whether others have given way to a request that there was no memory for; SGLang preempts only
-    where there are too many requests."""
-    if (ext := runtime.current) is None or ext.swap is None:
-        return False
-    from sglang.srt.runtime_context import get_schedule
-
-    schedule = get_schedule()
-    if not schedule.enable_priority_scheduling or schedule.disable_priority_preemption:
-        return False
-    with ext.swap.clock.on():
-        found = swap_in.look_up(adder.tree_cache, req)
-        with adder._lock_node(found.node):
-            lacking = swap_in.lacking(adder, req, found.tokens)
-        return displace(adder, req, lacking)
-
-
 def displace(adder: Any, req: Any, lacking: float) -> bool:
     """Has less urgent requests give way to one that there is no room for; whether there is then.
 
@@ -224,72 +162,21 @@ def displace(adder: Any, req: Any, lacking: float) -> bool:
     return True
 
 
-def _resume(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
-    """Requests that were taken back in this step join the batch that decodes."""
-    ext = runtime.current
-    if ext is None or ext.swap is None:
-        return original(scheduler, running)
-    with ext.swap.clock.on():
-        news = ext.swap.advance()
-        if ext.ahead is not None:
-            for rid, pages in ext.ahead.land(scheduler.tree_cache):
-                news = True
-                ext.swap.counts.loaded_pages += pages
-                if not pages and rid in ext.swap:
-                    its = (req for req in scheduler.waiting_queue if req.rid == rid)
-                    swap_in.lost(ext.swap, rid, next(its, None))
-        if news:
-            # SGLang found no room for somebody while these were passed over, and looks at nobody
-            # before one of those that run has ended.
-            running.batch_is_full = False
-        if ext.priorities is not None:
-            chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
-            holding = (*running.reqs, *chunked)
-            aside = () if ext.peer is None else (*ext.peer.aside, *ext.peer.out)
-            waiting = (*scheduler.waiting_queue, *aside)
-            ext.priorities.step(waiting, holding, scheduler.forward_ct)
-    plan = original(scheduler, running)
-    with ext.swap.clock.on():
-        if reqs := swap_in.back(scheduler):
-            gone: set[Any] = set()
-            for batch in swap_in.batches(scheduler, reqs):
-                gone.update(batch.reqs)
-                if plan.running_batch.is_empty():
-                    plan.running_batch = batch
-                else:
-                    plan.running_batch.merge_batch(batch)
-            scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in gone]
-    return plan
-
-
-def _keep_place(original: Callable[..., Any], scheduler: Any, req: Any, **kw: Any) -> Any:
-    """Who gives way waits where it did when it came."""
-    ext = runtime.current
-    if ext is None or not req.retraction_count:
-        return original(scheduler, req, **kw)
+def keep_place(scheduler: Any, req: Any, arrived: float) -> None:
+    """Puts a retracted request, the last one of the waiting queue, where it was when it came."""
     from sglang.srt.environ import envs
 
-    arrived = req.time_stats.wait_queue_entry_time
-    # Who was accepted stays so, however many have come since.
-    most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
-    try:
-        result = original(scheduler, req, **kw)
-    finally:
-        scheduler.max_queued_requests = most
-    if ext.swap is None:
-        return result
     queue = scheduler.waiting_queue
     if queue and queue[-1] is req:
         queue.pop()
         later = (at for at, one in enumerate(queue) if _arrival(one) > arrived)
         queue.insert(next(later, len(queue)), req)
         if envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0:
-            return result  # which is told by the same time
+            return  # which is told by the same time
         stats = req.time_stats
         # SGLang orders by this time, and adds what follows on it to the time in the queue.
         stats.queue_duration_s -= stats.wait_queue_entry_time - arrived
         stats.wait_queue_entry_time = arrived
-    return result
 
 
 def _arrival(req: Any) -> float:
@@ -299,7 +186,7 @@ def _arrival(req: Any) -> float:
 
 def _held(tokens: int, _observer: Any) -> int:
     ext = runtime.current
-    return tokens if ext is None or ext.ahead is None else tokens + ext.ahead.tokens
+    return tokens if ext is None or ext.swap is None else tokens + ext.swap.ahead.tokens
 
 
 HOOKS = (
@@ -311,12 +198,6 @@ HOOKS = (
         "SGLang's accounting of slots knows those of requests, sessions and its tree",
     ),
     hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
-        "around",
-        _keep_place,
-        "SGLang puts who gives way behind all that wait",
-    ),
-    hooks.Hook(
         "sglang.srt.managers.schedule_batch.release_kv_cache",
         "around",
         _keep,
@@ -325,20 +206,7 @@ HOOKS = (
     hooks.Hook(
         "sglang.srt.managers.schedule_batch.release_req",
         "around",
-        _gives_way,
+        _preempted,
         "SGLang releases KV of requests that give way as it does that of others",
-    ),
-    hooks.Hook(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
-        "before",
-        _ended,
-        "SGLang tells its tree only which requests end",
-    ),
-    hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
-        "around",
-        _resume,
-        "a request that comes back is computed again; only a decode server of a disaggregated pair "
-        "takes KV from elsewhere",
     ),
 )

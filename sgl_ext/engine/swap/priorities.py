@@ -111,15 +111,20 @@ def as_given(reqs: Collection[Any]) -> Iterator[None]:
             req.priority = level
 
 
+def _priorities() -> Priorities | None:
+    swap = None if runtime.current is None else runtime.current.swap
+    return None if swap is None else swap.priorities
+
+
 def _count(original: Callable[..., Any], kind: type, reqs: Collection[Any], *args: Any) -> Any:
-    if (ext := runtime.current) is None or ext.priorities is None:
+    if _priorities() is None:
         return original(kind, reqs, *args)
     with as_given(reqs):
         return original(kind, reqs, *args)
 
 
 def _full(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
-    if (ext := runtime.current) is None or ext.priorities is None:
+    if _priorities() is None:
         return original(scheduler, req)
     with as_given([*scheduler.waiting_queue, req]):
         return original(scheduler, req)

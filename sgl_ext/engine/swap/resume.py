@@ -5,29 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import tell, told
+from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.kv import ownership
-from sgl_ext.engine.step import beams
-from sgl_ext.engine.swap import penalties
-from sgl_ext.engine.swap.ahead import SwapAhead
+from sgl_ext.engine.step import penalties
+from sgl_ext.engine.step.admission import has_seat
 from sgl_ext.memory.tickets import (
     COPY_DEADLINE_S,
     Ticket,
     TransferCancelledError,
     TransferError,
 )
-from sgl_ext.swap.manager import SwapManager, Swapped
+from sgl_ext.swap.manager import Swapped
 from sgl_ext.tiers.arena import Pages
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sgl_ext.engine.swap.power import SwapPower
 
-_EXPECTING = "_sgl_ext_expecting"
-"""Attribute of an adder that knows of swap-ins under way."""
+logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -42,33 +41,25 @@ class Found(NamedTuple):
     False if some is lost."""
 
 
-def take_back(adder: Any, req: Any) -> Any:
-    """Takes a request back, if there is room for it.
+def take_back(power: SwapPower, adder: Any, req: Any, swapped: Swapped) -> Any | None:
+    """Resumes a swapped request, if there is room for it.
 
     Returns:
-        SGLang's ``AddReqResult``; None if it was not swapped, or if host memory has lost something
-        of it and it has to be computed again as SGLang does.
+        SGLang's ``AddReqResult``; None if host memory has lost some of its KV, so that SGLang has
+        to admit it for recomputation.
     """
-    ext = runtime.current
-    if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
-        return None
-    with ext.swap.clock.on():
-        return _take_back(adder, req, ext, ext.swap, swapped)
-
-
-def _take_back(
-    adder: Any, req: Any, ext: runtime.ExtRuntime, swap: SwapManager, swapped: Swapped
-) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     page, tree = adder.page_size, adder.tree_cache
-    found = look_up(tree, req)
+    found = look_up(power, tree, req)
     if found.readable is None:
         return AddReqResult.CONTINUE
     if not found.readable:
-        lost(swap, req.rid, req)
-        return AddReqResult.CONTINUE if ext.links and not ext.links.ready(req) else None
-    if not has_seat(adder, req):
+        power.lost(req.rid, req)
+        others = [each for each in power.ext.inside_out if each is not power]
+        ready = [each.ready(adder, req, False) for each in others]
+        return None if all(ready) else AddReqResult.CONTINUE
+    if not has_seat(power.ext, adder, req):
         return AddReqResult.OTHER
     needed = tokens_needed(adder, req, found.tokens)
     with adder._lock_node(found.node):
@@ -78,26 +69,26 @@ def _take_back(
     tree.linker.hit_markers.pop(req.rid, None)
     here = found.tokens // page
     missing = swapped.keys[here:]
-    if missing and ext.ahead is not None and _goes_ahead(ext.ahead, adder, len(missing)):
+    if missing and _goes_ahead(power, adder, len(missing)):
         growth = needed - len(missing) * page  # its slots are taken at once
-        if not ext.ahead.begin(tree, req, found.node, found.tokens, missing, growth):
+        if not power.ahead.begin(tree, req, found.node, found.tokens, missing, growth):
             return AddReqResult.NO_TOKEN
         adder.memory_budget.total_offset += growth
         return AddReqResult.CONTINUE
     adder.memory_budget.total_offset += needed
-    swap.hold(swapped, here)
+    power.manager.hold(swapped, here)
     _adopt(tree, req, found)
     req.extend_end = swapped.tokens
-    ext.resuming.append(req)
+    power.resuming.append(req)
     return AddReqResult.CONTINUE
 
 
-def look_up(tree: Any, req: Any) -> Found:
+def look_up(power: SwapPower, tree: Any, req: Any) -> Found:
     """Looks for the KV of a request. Changes neither the request nor its hit marker."""
-    ext, tokens, node = runtime.current, req.prefix_len, req.last_node
-    if ext is None or ext.swap is None or (swapped := ext.swap.get(req.rid)) is None:
+    tokens, node = req.prefix_len, req.last_node
+    if (swapped := power.manager.get(req.rid)) is None:
         return Found(tokens, node, True)
-    if ext.ahead is not None and req.rid in ext.ahead:
+    if req.rid in power.ahead:
         return Found(tokens, node, None)
     if req.return_logprob:
         # SGLang's own look-up ends with the prompt, so that it computes the logprobs behind it.
@@ -112,16 +103,7 @@ def look_up(tree: Any, req: Any) -> Found:
         )
         match = tree.match_prefix(MatchPrefixParams(key=key))
         tokens, node = match.device_prefix_len, match.last_device_node
-    return Found(tokens, node, ext.swap.readable(swapped, tokens // tree.page_size))
-
-
-def lost(swap: SwapManager, rid: str, req: Any) -> None:
-    """A swapped request, which waits as ``req``, if at all, has to be computed again."""
-    swap.counts.recomputed += 1
-    swap.drop(rid)
-    ext = runtime.current
-    if ext is not None and ext.links is not None and req is not None:
-        ext.links.ask(req)  # its KV held its chunks until now
+    return Found(tokens, node, power.manager.readable(swapped, tokens // tree.page_size))
 
 
 def _adopt(tree: Any, req: Any, found: Found) -> None:
@@ -132,48 +114,10 @@ def _adopt(tree: Any, req: Any, found: Found) -> None:
     req.lock = tree.lock(found.node)
 
 
-def has_seat(adder: Any, req: Any) -> bool:
-    """Whether the request can still be admitted in this step, as far as rows and
-    ``--max-running-requests`` go.
-
-    SGLang counts neither those that come back nor, in the step of their admission, the rows that
-    the members of a beam group will take after its prefill. It asserts that there are some.
-    """
-    ext = runtime.current
-    back = 0 if ext is None else len(ext.resuming)
-    if ext is not None and ext.ahead is not None:
-        back += len(ext.ahead)
-    running, new = adder.running_batch.reqs, adder.can_run_list
-    rowless = sum(not one.kv.holds_kv for one in new)
-    # Groups in the running batch have their rows since their prefill was launched.
-    promised = sum(beams.promised_rows(one) for one in (*new, req))
-    free = adder.tree_cache.req_to_token_pool.available_size() - back - rowless - promised
-    most = adder.max_running_requests
-    return free > 0 and (most is None or len(running) + len(new) + back < most)
-
-
-def expect(adder: Any) -> None:
-    """Has SGLang keep room for those whose KV is on its way; once in a step, at its first
-    request."""
-    ext = runtime.current
-    if ext is None or ext.ahead is None or getattr(adder, _EXPECTING, False):
-        return
-    setattr(adder, _EXPECTING, True)
-    adder.memory_budget.total_offset += ext.ahead.growth
-
-
 def tokens_needed(adder: Any, req: Any, cached: int) -> int:
     """Tokens that SGLang wants to have free before it admits a request with ``cached`` ones."""
     uncached = len(req.full_untruncated_fill_ids) - cached
     return int(uncached + reserved(req) + adder.per_req_token_overhead)
-
-
-def reserved(req: Any) -> int:
-    """Tokens that SGLang keeps for the rest of a request's answer when it admits it."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    left = max((req.sampling_params.max_new_tokens or 0) - len(req.output_ids), 0)
-    return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
 def lacking(adder: Any, req: Any, cached: int) -> float:
@@ -181,34 +125,23 @@ def lacking(adder: Any, req: Any, cached: int) -> float:
     return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
 
 
-def pending() -> bool:
-    """Whether a request's KV is on its way."""
-    ext = runtime.current
-    return ext is not None and ext.ahead is not None and len(ext.ahead) > 0
-
-
-def _goes_ahead(ahead: SwapAhead, adder: Any, pages: int) -> bool:
-    """Whether others decode while so many pages come."""
-    ext = runtime.current
-    if ext is None or ext.config.swap is None or ext.tiers is None:
-        return False
-    if (how := ext.config.swap.swap_in) != "auto":
+def _goes_ahead(power: SwapPower, adder: Any, pages: int) -> bool:
+    """Returns whether other requests decode while so many pages are loaded."""
+    if (how := power.section.swap_in) != "auto":
         return how == "overlap"
-    running = len(adder.running_batch.reqs) + len(ext.resuming)
-    return not ahead.adaptive.waits(pages * ext.tiers.layout.block_bytes, running)
+    running = len(adder.running_batch.reqs) + len(power.resuming)
+    size = pages * power.manager.stack.layout.block_bytes
+    return not power.ahead.adaptive.waits(size, running)
 
 
-def back(scheduler: Any) -> list[Any]:
-    """Those that were taken back in this step and for which there is memory; the others wait on.
+def fitting(power: SwapPower, scheduler: Any) -> list[Any]:
+    """Returns the requests of :attr:`SwapPower.resuming` that there is memory for; others wait on.
 
-    The budget that they were taken back by is an estimate, and others have been given memory since.
+    The budget that they were resumed by is an estimate, and others have been given memory since.
     """
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-    ext = runtime.current
-    if ext is None or ext.swap is None:
-        return []
-    reqs, ext.resuming = ext.resuming, []
+    reqs, power.resuming = power.resuming, []
     page, tree = scheduler.page_size, scheduler.tree_cache
     sizes = [-(-req.extend_end // page) * page - req.prefix_len for req in reqs]
     evict_from_tree_cache(tree, sum(sizes))
@@ -217,21 +150,22 @@ def back(scheduler: Any) -> list[Any]:
         sizes.pop()
         tree.unlock(req.lock)
         req.lock = None
-        ext.swap.let_go(ext.swap.get(req.rid))
+        power.manager.let_go(power.manager.get(req.rid))
     return reqs
 
 
-def batches(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
-    """One of the requests that depend on nothing before their last token, one of each other."""
+def batches(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+    """Yields SGLang's ``ScheduleBatch`` objects: one of the requests that depend on nothing before
+    their last token, and one of each other request."""
     simple = [req for req in reqs if not penalties.alone(req)]
     if simple:
-        yield from _batch(scheduler, simple)
+        yield from _batch(power, scheduler, simple)
     for req in reqs:
         if penalties.alone(req):
-            yield from _batch(scheduler, [req])
+            yield from _batch(power, scheduler, [req])
 
 
-def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+def _batch(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
     """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed.
 
     Nothing if the KV of none of them could be brought back.
@@ -240,10 +174,7 @@ def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    ext = runtime.current
-    if ext is None or ext.swap is None:
-        return
-    with ext.swap.clock.off():  # SGLang does this for all that it admits
+    with power.manager.clock.off():  # SGLang does this for all that it admits
         batch = ScheduleBatch.init_new(
             list(reqs),
             scheduler.req_to_token_pool,
@@ -254,7 +185,7 @@ def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
             scheduler.spec_algorithm,
         )
         batch.prepare_for_extend()
-    if failed := _fill(scheduler, reqs, ext.swap):
+    if failed := _fill(power, scheduler, reqs):
         reqs = [req for req in reqs if req not in failed]
         batch.filter_batch(keep_indices=[batch.reqs.index(req) for req in reqs])
         if not reqs:
@@ -266,12 +197,13 @@ def _batch(scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
     yield batch
 
 
-def _fill(scheduler: Any, reqs: Sequence[Any], swap: SwapManager) -> list[Any]:
+def _fill(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> list[Any]:
     """Copies the KV of all of them into their slots; those that it failed for, which have none
     any more."""
     from sglang.srt.observability.req_time_stats import set_time_batch
 
     set_time_batch(reqs, "set_forward_entry_time")
+    swap = power.manager
     page, table = scheduler.page_size, scheduler.req_to_token_pool.req_to_token
     loads: list[tuple[Any, Swapped, Pages, list[Ticket]]] = []
     for req in reqs:
@@ -292,14 +224,13 @@ def _fill(scheduler: Any, reqs: Sequence[Any], swap: SwapManager) -> list[Any]:
                     swap.stack.in_flight.begin(blocks, ticket)
     swap.counts.loading_seconds += time.perf_counter() - began
     done = [ticket for req, *_, tickets in loads if req not in failed for ticket in tickets]
-    ext = runtime.current
-    if done and ext is not None and ext.ahead is not None:
+    if done:
         size = sum(ticket.bytes_total for ticket in done)
-        ext.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
+        power.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
     for req, swapped, *_ in loads:
         if req in failed:
             _release(scheduler, req)
-            lost(swap, req.rid, req)
+            power.lost(req.rid, req)
         else:
             _tell(req, swapped.tokens - req.prefix_len)
             swap.counts.swapped_in += 1

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_observability, get_parallel
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
-from sgl_ext.engine.restore.power import open_restoring
-from sgl_ext.engine.restore.turn import Prompt, give_up, strategy
-from sgl_ext.engine.swap.ahead import SwapAhead
-from sgl_ext.engine.swap.metrics import SwapMetrics
-from sgl_ext.engine.swap.priorities import priorities_of
-from sgl_ext.engine.tiers.metrics import TierMetrics
 from sgl_ext.errors import ExtError
-from sgl_ext.swap.adaptive import Adaptive
-from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
-from sgl_ext.tiers.statistics import describe
 
 _NODES = 1 << 16
 """Nodes of the radix tree whose uses are remembered."""
-_HELD_S = 60.0
-"""How long host memory's pages are held for a request that SGLang does not come back to."""
+
+
+class Restoring(Protocol):
+    """Loads prefixes in another way than the tiers do by themselves."""
+
+    def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
+        """Returns how many of a request's next pages SGLang may count on; None to have the tiers
+        looked up as ever."""
 
 
 class TierLinker(UnifiedCacheLinker):
@@ -71,48 +66,30 @@ class TierLinker(UnifiedCacheLinker):
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
             swap = ext.config.swap
-            capacity = 0 if swap is None else swap.capacity // stride_of(ext.slab.layout)
-            by_layer = swap is not None and swap.baseline.by_layer
-            ext.tiers = open_stack(ext.config.tiers, ext.slab, by_layer=by_layer, swapped=capacity)
-            open_restoring(ext, ext.tiers)
-            params.token_to_kv_pool_allocator.in_flight = ext.tiers.in_flight
-            if swap is not None:
-                ext.swap = SwapManager(ext.tiers, capacity, swap.baseline)
-                ext.ahead = SwapAhead(ext.tiers, Adaptive())
-                ext.priorities = priorities_of(swap)
+            self.stack = open_stack(
+                ext.config.tiers,
+                ext.slab,
+                by_layer=swap is not None and swap.baseline.by_layer,
+                swapped=0 if swap is None else swap.capacity // stride_of(ext.slab.layout),
+            )
         except ExtError as error:
             refuse(error)
-        self.stack = ext.tiers
-        self.restorer, self.prefixes = ext.restorer, ext.prefixes
-        self.asking: Prompt | None = None
-        """That the next look-up is for, if its prefix may be restored."""
+        params.token_to_kv_pool_allocator.in_flight = self.stack.in_flight
+        self.restoring: Restoring | None = None
+        """Is asked for prefixes before the stack is."""
         self.parent: Key | None = None
-        """Of the next node that is offloaded: the last page before it."""
+        """Key of the last page before the next node that is offloaded."""
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._metrics: TierMetrics | None = None
-        self._swap_metrics: SwapMetrics | None = None
-        self._has_metrics = get_observability().enable_metrics
         self._uses: OrderedDict[Any, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        keys, prompt, self.asking = _keys(transfers[0]), self.asking, None
-        if (
-            self.restorer is None
-            or self.prefixes is None
-            or prompt is None
-            or not self.stack.enabled
-        ):
+        keys, pages = _keys(transfers[0]), None
+        if self.restoring is not None and self.stack.enabled:
+            pages = self.restoring.lookup(rid, keys)
+        if pages is None:
             pages = self.stack.lookup(rid, keys)
-        else:
-            keys = keys[: prompt.most]
-            pages = self.stack.here(keys)
-            self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind, prompt.precedence)
-            by = None if self.restorer.asked(rid) else strategy(self.stack, prompt, pages)
-            if by is not None:
-                self.prefixes.hold(rid, keys[:pages], prompt.first, by)
-                pages = 0  # SGLang computes them, as far as it knows
         # Every length up to this one can be restored; the longest that all ranks have is asked
         # for here, because SGLang looks at each length that it is given.
         return [self.agreed(pages)]
@@ -146,45 +123,18 @@ class TierLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        # SGLang asks once a step, idle or not.
-        if self._has_metrics:
-            if self._metrics is None:
-                self._metrics = TierMetrics(get_parallel().tp_rank)
-            if self._metrics.due:
-                self._metrics.update(describe(self.stack))
-                self._update_swap()
-        if self.restorer is not None:
-            self.restorer.advance()
-        if self.prefixes is not None:
-            # SGLang looks nobody up while it has no room: a long queue would keep all pages.
-            planned = () if runtime.current is None else runtime.current.plans
-            self.prefixes.expire(time.monotonic() - _HELD_S, planned)
         return self.stack.completed()
-
-    def _update_swap(self) -> None:
-        if (ext := runtime.current) is None or ext.swap is None:
-            return
-        if self._swap_metrics is None:
-            self._swap_metrics = SwapMetrics(get_parallel().tp_rank)
-        self._swap_metrics.update(ext.swap.describe())
 
     def pop_completed_offload(self) -> bool:
         return self.stack.pop()
 
     def reset(self) -> None:
-        give_up()
-        if (ext := runtime.current) is not None and ext.swap is not None:
-            if ext.ahead is not None:
-                ext.ahead.clear()
-            ext.swap.clear()
-            if ext.priorities is not None:
-                ext.priorities.clear()
+        # Before a scheduler is open there is nothing to forget.
+        for power in () if runtime.current is None else runtime.current.outside_in:
+            power.reset()
         self.stack.clear()
 
     def close(self) -> None:
-        give_up()
-        if self.restorer is not None:
-            self.restorer.close()
         self.stack.close()
 
     def used_in_device(self, tree: Any, node: Any) -> None:

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.step.forward import _charge, _continue, _log, _select
+from sgl_ext.engine.step.budget import _charge, _continue, _log, _select
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
 PAGE = 16

@@ -1,0 +1,41 @@
+"""Attaches the context service to SGLang's ``TokenizerManager``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sgl_ext.config import Chunks
+from sgl_ext.engine.core.activation import REPORT_KEY
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.chunks.service import ContextService
+
+_SERVICE = "_ext_contexts"
+"""Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
+
+
+def attach_contexts(manager: Any, config: Chunks, info: Mapping[str, Any]) -> ContextService:
+    """Has SGLang's ``TokenizerManager`` accept prompts that name contexts.
+
+    Args:
+        info: the ready message of the first scheduler.
+    """
+    from sgl_ext.engine.chunks.service import ContextService
+
+    memory = info[REPORT_KEY]["memory"]
+    service = ContextService(
+        manager,
+        method=config.method,
+        limit=config.limit,
+        page=memory["page"],
+        token_bytes=memory["block_bytes"] // memory["page"],
+        pool=info["max_total_num_tokens"],
+    )
+    setattr(manager, _SERVICE, service)
+    return service
+
+
+def attached_contexts(manager: Any) -> ContextService | None:
+    """Returns the service of a ``TokenizerManager``, if it has one."""
+    return getattr(manager, _SERVICE, None)

@@ -1,0 +1,61 @@
+"""Measures the model's fidelity under linking before the server is ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_ext.config import Chunks
+from sgl_ext.engine.chunks.attach import attached_contexts
+from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.errors import ExtError
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.chunks.service import ContextService
+
+logger = logging.getLogger(__name__)
+
+
+def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: Any) -> None:
+    """Before the server is ready, and in the thread that makes it so."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    state = http_server.get_global_state()
+    service = None if state is None else attached_contexts(state.tokenizer_manager)
+    config = carried_by(server_args)
+    if service is not None and config is not None and config.chunks is not None:
+        try:
+            _look_at(server_args, service, config.chunks, http_server.ssl_verify_of(server_args))
+        except Exception as error:
+            # As SGLang does when its warm-up fails; this thread cannot end the process otherwise.
+            logger.error("sgl_ext: %s", error, exc_info=not isinstance(error, ExtError))
+            kill_process_tree(os.getpid())
+            return
+    original(server_args, *args, **kw)
+
+
+def _look_at(server_args: Any, service: ContextService, chunks: Chunks, verify: Any) -> None:
+    """Raises ExtError if the model must not be served with chunks."""
+    from sgl_ext.engine.chunks.fidelity import probe_over_http, require
+
+    url, key = server_args.url(), server_args.api_key
+    service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
+    if server_args.enable_metrics:
+        from sgl_ext.engine.chunks.metrics import export
+
+        export(service.fidelity, chunks.method)
+    require(service.fidelity, chunks.method, chunks.largest_divergence)
+
+
+LAUNCHER_HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server._wait_and_warmup",
+        "around",
+        _probe,
+        "SGLang's own warm-up request is the last thing that can keep a server from being ready",
+    ),
+)

@@ -1,0 +1,53 @@
+"""Hooks of the ``clusters`` power: what becomes of a forward's results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.meta_info import tell
+
+
+def _on_checkpoint(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+    """A request that has ended gives its KV to the tree; a moment later it has no slots."""
+    ext = runtime.current
+    if ext is None or (power := ext.clusters) is None or not power.recorder.any:
+        return
+    if not req.finished():
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    prompt = req.origin_input_ids
+    if isinstance(req.finished_reason, FINISH_ABORT):
+        power.recorder.ended(req.rid, prompt, None)
+        return
+    slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(prompt)].long()
+    if recorded := power.recorder.ended(req.rid, prompt, slots):
+        tell(req, {"power": power.name, "recorded": recorded})
+
+
+def _on_finish(req: Any, new_accepted_len: int = 1) -> None:
+    """What comes of a forward that a device has failed is no token."""
+    ext = runtime.current
+    if ext is None or (power := ext.clusters) is None or req.rid not in power.stored.given_up:
+        return
+    power.stored.given_up.discard(req.rid)
+    if new_accepted_len and req.output_ids:
+        req.output_ids.pop()
+
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+HOOKS = (
+    hooks.Hook(
+        f"{_TREE}.checkpoint",
+        "before",
+        _on_checkpoint,
+        "the KV of a request that ends has no other owner than its tree",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        "before",
+        _on_finish,
+        "SGLang takes every forward's result for a token",
+    ),
+)

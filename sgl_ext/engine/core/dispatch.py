@@ -1,0 +1,198 @@
+"""Hooks on the places of SGLang's scheduler that several powers share.
+
+Each place is hooked once and calls the powers in their order. Methods that surround a call of
+SGLang are called from the outside in before it and from the inside out after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime, weight_updates
+from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
+from sgl_ext.engine.core.powers import powers_of
+from sgl_ext.engine.front import validation
+from sgl_ext.engine.kv import ownership
+from sgl_ext.engine.step import forward
+from sgl_ext.errors import ExtError
+
+
+def _ready(original: Callable[..., Any], scheduler: Any) -> Any:
+    """Opens the powers; what is wrong ends the scheduler with the reason."""
+    if (ext := runtime.current) is None:
+        return original(scheduler)
+    if not ext.inside_out:
+        for power in powers_of(ext.config):
+            try:
+                power.open(ext, scheduler)
+            except hooks.ActivationError as error:
+                refuse(error)
+            except (ExtError, OSError) as error:
+                refuse(hooks.ActivationError(f"{power.name}: {error}"))
+            ext.add(power)
+    result = original(scheduler)
+    result[REPORT_KEY] = {**report(ext.config), "memory": ext.describe_memory()}
+    return result
+
+
+def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    if (ext := runtime.current) is None:
+        return original(scheduler, req, *args, **kw)
+    for power in ext.outside_in:
+        power.arrive(req)
+    validation.check_prompt(req)
+    if not req.retraction_count:
+        return original(scheduler, req, *args, **kw)
+    arrived = req.time_stats.wait_queue_entry_time
+    # A request that was accepted stays so, however many have come since.
+    most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+    try:
+        result = original(scheduler, req, *args, **kw)
+    finally:
+        scheduler.max_queued_requests = most
+    for power in ext.inside_out:
+        power.requeued(scheduler, req, arrived)
+    return result
+
+
+def _poll(_scheduler: Any) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.inside_out:
+            power.poll()
+
+
+def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
+    if (ext := runtime.current) is None:
+        return original(scheduler, running)
+    for power in ext.outside_in:
+        power.before_step(running)
+    plan = original(scheduler, running)
+    for power in ext.inside_out:
+        power.after_step(plan)
+    return plan
+
+
+def _run(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    if (ext := runtime.current) is None:
+        return original(scheduler, batch, *args, **kw)
+    ownership.check_step(scheduler, batch)
+    for power in ext.outside_in:
+        power.forwarding(batch)
+    begin = time.monotonic()
+    result = original(scheduler, batch, *args, **kw)
+    seconds = time.monotonic() - begin
+    if batch.forward_mode.is_extend():
+        ext.prefill_seconds += seconds
+    for power in ext.inside_out:
+        power.forwarded(batch, seconds)
+    return result
+
+
+def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+    if (ext := runtime.current) is None:
+        return original(runner, batch, *args, **kw)
+    for power in ext.outside_in:
+        batch = power.positioned(batch)
+    return forward.forward(ext, original, runner, batch, *args, **kw)
+
+
+def _release(tree: Any, req: Any, *, checkpointed: bool) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.outside_in:
+            power.released(tree, req, checkpointed)
+        ext.prefilled(req.rid)
+
+
+def _weights_changed(_updater: Any, *_args: Any, **_kw: Any) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.outside_in:
+            power.weights_changed()
+
+
+def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
+    if (ext := runtime.current) is not None:
+        parts = {power.name: power.describe() for power in ext.inside_out}
+        result.internal_state["sgl_ext"] = {
+            "prefill_seconds": ext.prefill_seconds,
+            **{name: part for name, part in parts.items() if part is not None},
+        }
+    return result
+
+
+def _leave(_scheduler: Any) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.outside_in:
+            power.close()
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    hooks.Hook(
+        f"{_SCHEDULER}.get_init_info",
+        "around",
+        _ready,
+        "nothing is called between the making of all parts of a scheduler and its ready message, "
+        "whose set of keys is fixed and which is all that the launcher hears of it",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}._add_request_to_queue",
+        "around",
+        _queue,
+        "SGLang checks what it knows of requests, and queues retracted ones behind all that wait",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}._process_hicache_events",
+        "before",
+        _poll,
+        "only SGLang's own storage backends are polled in each iteration of the loop",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}.get_new_batch_prefill",
+        "around",
+        _step,
+        "a pool can change its size, and a request leave or join without a prefill, between two "
+        "steps only",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}.run_batch",
+        "around",
+        _run,
+        "SGLang counts slots when it is idle, after the answers of a step were sent, and measures "
+        "prefills for its log only",
+    ),
+    hooks.Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        "around",
+        _forward,
+        "SGLang computes one span a request and forward, at positions that begin with the prompt",
+    ),
+    hooks.Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
+        "before",
+        _release,
+        "a request that ends or is retracted in the middle of its prefill tells its tree only",
+    ),
+    *(
+        hooks.Hook(
+            f"{weight_updates.UPDATER}.{method}",
+            "before",
+            _weights_changed,
+            "an external cache is not told that the weights change",
+        )
+        for method in weight_updates.METHODS
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}.get_internal_state",
+        "after",
+        _report_live,
+        "the live part of /server_info has a fixed set of contributors",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}.release_host_resources",
+        "before",
+        _leave,
+        "plugins are not told of a scheduler's orderly end",
+    ),
+)

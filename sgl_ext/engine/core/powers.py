@@ -1,0 +1,38 @@
+"""The powers, and the order in which they surround SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine.chunks.power import ChunksPower
+from sgl_ext.engine.clusters.power import ClustersPower
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.peer.power import PeerPower
+from sgl_ext.engine.restore.power import RestorePower
+from sgl_ext.engine.swap.power import SwapPower
+from sgl_ext.engine.tiers.power import TiersPower
+
+ORDER: tuple[type[Power[Any]], ...] = (
+    TiersPower,
+    RestorePower,
+    SwapPower,
+    ChunksPower,
+    PeerPower,
+    ClustersPower,
+)
+"""The powers from the inside out: the last one sees a step, a request and a forward first, and the
+end of a step last.
+
+- Restore is inside swap: the fairness policy sees a prompt before restoration interrupts it.
+- Peer is inside clusters, which see followers before a peer puts them aside to wait for memory.
+- Chunks are outside restore: a forward that chooses the tokens to recompute goes on with other rows
+  between two layers, which it can do only once, and restoration loads everything then.
+- A waiting request belongs to the innermost power that owns it: swap before chunks.
+"""
+
+
+def powers_of(config: ExtConfig) -> list[Power[Any]]:
+    """Makes the powers whose sections are on, from the inside out."""
+    on = config.sections()
+    return [kind(config, on[kind.name]) for kind in ORDER if kind.name in on]

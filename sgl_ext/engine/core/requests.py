@@ -1,0 +1,72 @@
+"""What SGLang's scheduler does to single requests: reserve, retract, release, refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+
+def reserved(req: Any) -> int:
+    """Returns the tokens that SGLang reserves for the rest of a request's answer when it admits
+    the request."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    left = max((req.sampling_params.max_new_tokens or 0) - len(req.output_ids), 0)
+    return min(left, int(CLIP_MAX_NEW_TOKENS))
+
+
+def present(scheduler: Any, running: Any) -> Iterator[Any]:
+    """Yields the requests of a scheduler that wait, run or are being prefilled, some twice.
+
+    Args:
+        running: the batch that decodes.
+    """
+    yield from scheduler.waiting_queue
+    yield from scheduler.collect_inflight_reqs()
+    yield from scheduler.grammar_manager.grammar_queue
+    yield from running.reqs
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+
+
+def retractable(req: Any) -> bool:
+    """Whether a running request can be retracted. A beam group cannot: SGLang's release of its
+    leader leaves the rows of its members behind."""
+    return not req.finished() and req.beam_group is None
+
+
+def release(scheduler: Any, req: Any, *, offload_kv: bool = True) -> None:
+    """Frees the row and the slots of a request outside of a batch.
+
+    Args:
+        offload_kv: see SGLang's ``release_req``; False if its KV must be computed again.
+    """
+    from sglang.srt.managers import schedule_batch
+
+    schedule_batch.release_req(
+        req=req,
+        remaing_req_count=0,
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+        offload_kv=offload_kv,
+    )
+
+
+def refuse_waiting(scheduler: Any, req: Any, message: str) -> None:
+    """The request, which is in the waiting queue, is answered with 503 and ``message``."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    scheduler.waiting_queue.remove(req)
+    scheduler._release_aborted_request(req)
+    scheduler.beam_coordinator.retire_group(req)
+    reason = {
+        "type": "abort",
+        "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+        "message": message,
+    }
+    scheduler.send_abort_output(
+        AbortReq(rid=req.rid, abort_message=message, finished_reason=reason), req
+    )

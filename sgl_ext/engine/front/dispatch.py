@@ -1,0 +1,91 @@
+"""The powers in the process that runs SGLang's HTTP server and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.power import Front
+from sgl_ext.engine.front import errors, validation
+from sgl_ext.errors import ExtError
+
+_FRONTS = "_ext_fronts"
+"""Attribute of SGLang's ``TokenizerManager``: the powers' views of requests, inside out."""
+
+
+class RefusedError(ValueError):
+    """SGLang's routes answer a ``ValueError`` with its ``status_code``, other errors with 500."""
+
+    def __init__(self, error: ExtError) -> None:
+        super().__init__(str(error))
+        self.status_code = error.status
+
+
+def add_front(manager: Any, front: Front) -> None:
+    """Has a power look at each request of SGLang's ``TokenizerManager``, outside of those that
+    look already."""
+    setattr(manager, _FRONTS, (*getattr(manager, _FRONTS, ()), front))
+
+
+def _serve(
+    server_args: Any,
+    manager: Any,
+    _templates: Any,
+    _ports: Any,
+    scheduler_infos: list[dict[str, Any]],
+    *_args: Any,
+    **_kw: Any,
+) -> None:
+    """Adds routes, error handlers and fronts before the HTTP server starts."""
+    if (config := carried_by(server_args)) is None:
+        return
+    from sglang.srt.entrypoints.http_server import app
+
+    from sgl_ext.engine.core.powers import ORDER, powers_of
+
+    on = config.sections()
+    errors.install(
+        app, {kind.name: kind.path for kind in ORDER if kind.path and kind.name not in on}
+    )
+    for power in powers_of(config):
+        if (front := power.serve(app, manager, scheduler_infos[0])) is not None:
+            add_front(manager, front)
+
+
+async def _generate(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any, **kw: Any
+) -> AsyncIterator[Any]:
+    watches = []
+    for front in reversed(getattr(manager, _FRONTS, ())):
+        try:
+            watch = front.accept(request)
+        except ExtError as error:
+            with suppress(ValueError):
+                request.normalize_batch_and_arguments()  # SGLang ends streams by what this sets
+            raise RefusedError(error) from None
+        if watch is not None:
+            watches.append(watch)
+    validation.check_shape(manager, request)
+    async for answer in original(manager, request, *args, **kw):
+        for watch in watches:
+            watch(answer)
+        yield answer
+
+
+HOOKS = (
+    hooks.Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "before",
+        _serve,
+        "SGLang's server takes no further routes",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _generate,
+        "SGLang tokenizes texts as a whole and expands batches before it looks at their number",
+    ),
+)

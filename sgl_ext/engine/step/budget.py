@@ -1,0 +1,157 @@
+"""SGLang's budget of prefilled tokens, charged for the tokens that a plan computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from math import lcm
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.plan import PrefillPlan
+
+CONTINUING = "_sgl_ext_continuing"
+"""Attribute of a ``PrefillAdder`` that goes on with a prompt."""
+
+
+def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> int:
+    """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
+    charge = original(adder, req, prefix)
+    plan = _plan_of(req)
+    end = len(req.full_untruncated_fill_ids)
+    return charge if plan is None else charge - (end - prefix - plan.computed(prefix, end))
+
+
+def _log(
+    _result: None, adder: Any, _prefix: int, _length: int, _answer: int, retracted: bool, **kw: Any
+) -> None:
+    """Logs the tokens that :func:`_charge` took off as cached; they are no replay of SGLang's."""
+    if (credit := -kw.get("replay_len", 0)) > 0:
+        adder.log_replay_tokens += credit
+        _log_cached(adder, credit, retracted)
+
+
+def _log_cached(adder: Any, tokens: int, retracted: bool) -> None:
+    """Moves tokens that no forward computes from those that SGLang logs as new to the cached."""
+    adder.log_input_tokens -= tokens
+    adder.log_hit_tokens += tokens
+    if retracted:
+        adder.reprocessed_log_input_tokens -= tokens
+        adder.reprocessed_log_hit_tokens += tokens
+
+
+def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> Any:
+    """A part of a prompt ends where the budget of computed tokens does."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    plan = _plan_of(req)
+    continuing = kw.get("has_chunked_req", False)
+    if adder.new_chunked_req is not None or (continuing and plan is not None):
+        # SGLang takes it that a prompt that was cut has used up the budget: it has reserved no
+        # memory for the rest of it, and goes on with one such prompt only.
+        return AddReqResult.OTHER
+    admission = original(adder, req, **kw)
+    if isinstance(admission, AddReqResult):
+        return admission
+    end = admission.prefix_len + admission.extend_len
+    if not admission.is_chunked and (plan is None or plan.stop is None or plan.stop >= end):
+        return admission
+    if continuing:
+        return AddReqResult.OTHER
+    if plan is None:
+        return admission
+    prefix = admission.prefix_len
+    whole = lcm(adder.page_size, kw.get("truncation_align_size") or 1)
+    length = _part(plan, prefix, admission.extend_len, adder.rem_chunk_tokens, whole)
+    if length <= 0:
+        return AddReqResult.OTHER
+    replay = plan.computed(prefix, prefix + length) - length
+    return dataclasses.replace(
+        admission, extend_len=length, replay_len=replay, is_chunked=True, max_new_tokens=0
+    )
+
+
+def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    ext = runtime.current
+    setattr(adder, CONTINUING, True)
+    if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):
+        _reserve(adder, req, req.prefix_len)
+        return req  # which SGLang takes for a part that has to wait
+    plan = _plan_of(req)
+    if plan is None or adder.rem_chunk_tokens is None:
+        return original(adder, req)
+    prefix = req.prefix_len
+    left = len(req.full_untruncated_fill_ids) - prefix
+    budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
+    # At least a page, be the budget smaller: a part of none would never end.
+    length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
+    room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
+    length = min(length, max(room, adder.page_size))
+    if adder.chunked_req_limit is not None or plan.stop is not None:
+        adder.chunked_req_limit = length
+    credit = length - plan.computed(prefix, prefix + length)
+    adder.rem_chunk_tokens += credit
+    adder.rem_input_tokens += credit
+    result = original(adder, req)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        for power in () if ext is None else ext.inside_out:
+            power.continued(req)
+        filled = req.extend_len - plan.computed(prefix, prefix + req.extend_len)
+        credit -= filled
+        _log_cached(adder, filled, req.retracted_stain)
+        if result is req:
+            _reserve(adder, req, req.extend_end)
+    adder.rem_chunk_tokens -= credit  # what was not needed
+    adder.rem_input_tokens -= credit
+    return result
+
+
+def _reserve(adder: Any, req: Any, end: int) -> None:
+    """Keeps memory for a prompt from token ``end`` on: a part that has not used the budget up lets
+    others be admitted beside it, as none of SGLang's own parts does."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    answer = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    left = len(req.full_untruncated_fill_ids) - end + answer
+    adder.memory_budget.total_offset += adder.memory_budget.ceil_paged_tokens(left)
+
+
+def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:
+    """Tokens of the next part of a prompt: ``most``, or as many as make it end with a multiple of
+    ``whole``."""
+    end = plan.reach(prefix, max(budget, 1))
+    return most if end >= prefix + most else end // whole * whole - prefix
+
+
+def _plan_of(req: Any) -> PrefillPlan | None:
+    ext = runtime.current
+    return None if ext is None else ext.plans.get(req.rid)
+
+
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+HOOKS = (
+    hooks.Hook(
+        f"{_ADDER}._replay_len",
+        "around",
+        _charge,
+        "SGLang charges its budget of computed tokens for every token behind the prefix",
+    ),
+    hooks.Hook(
+        f"{_ADDER}._update_prefill_budget",
+        "after",
+        _log,
+        "SGLang logs what a budget is charged beside the extend as tokens that it computes again",
+    ),
+    hooks.Hook(
+        f"{_ADDER}._select_prefill_admission",
+        "around",
+        _select,
+        "the same budget decides where a prompt is cut",
+    ),
+    hooks.Hook(
+        f"{_ADDER}.add_chunked_req",
+        "around",
+        _continue,
+        "the same budget decides where the rest of a prompt is cut",
+    ),
+)

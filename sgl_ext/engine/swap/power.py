@@ -1,0 +1,231 @@
+"""The ``swap`` power: preempted requests keep their KV and resume without prefill (FastSwitch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sgl_ext.config import Swap
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.step import penalties
+from sgl_ext.engine.swap import api, out, priorities, resume
+from sgl_ext.engine.swap.ahead import SwapAhead
+from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.swap.manager import SwapManager
+from sgl_ext.tiers.arena import stride_of
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.core.runtime import ExtRuntime
+    from sgl_ext.engine.swap.metrics import SwapMetrics
+
+
+class SwapPower(Power[Swap]):
+    """Preempted requests whose KV lies in host memory.
+
+    Attributes:
+        manager: the requests that are swapped out.
+        ahead: swap-ins that go on while other requests decode.
+        priorities: the fairness policy; None if SGLang's own priorities decide.
+        resuming: SGLang's requests that join the batch at the end of this step.
+        preempted: SGLang's request whose KV is being released because it is preempted.
+    """
+
+    name = "swap"
+    hooks = (*out.HOOKS, *priorities.HOOKS, *api.HOOKS)
+    path = "/ext/priority"
+    unserved = (
+        ("tp_size", lambda size: size > 1, "tensor parallelism"),
+        ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
+    )
+
+    manager: SwapManager
+    ahead: SwapAhead
+    priorities: priorities.Priorities | None
+    preempted: Any = None
+    _expecting: Any = None
+    """Adder that has been told of swap-ins under way."""
+    _metrics: SwapMetrics | None = None
+
+    def declare(self, server_args: Any) -> None:
+        """Has SGLang schedule by priorities, if a policy decides them."""
+        super().declare(server_args)
+        policy = self.section.policy
+        if policy == "sglang":
+            return
+        if (
+            server_args.schedule_low_priority_values_first
+            or server_args.disable_priority_preemption
+        ):
+            raise ActivationError(
+                f"swap.policy {policy} decides priorities, and does not work with "
+                "--schedule-low-priority-values-first and --disable-priority-preemption; leave "
+                "them out, or set swap.policy to sglang"
+            )
+        if server_args.radix_eviction_policy == "priority":
+            raise ActivationError(
+                f"swap.policy {policy} gives requests levels in place of priorities, by which "
+                "--radix-eviction-policy priority would order the cache; choose another one, or "
+                "set swap.policy to sglang"
+            )
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(
+            server_args,
+            "sgl_ext",
+            enable_priority_scheduling=True,
+            priority_scheduling_preemption_threshold=0,
+            retraction_policy="priority",
+        )
+
+    def serve(self, app: Any, manager: Any, info: Mapping[str, Any]) -> None:
+        by_priority = manager.server_args.enable_priority_scheduling
+        api.install(app, manager, api.useless(self.section.policy, by_priority))
+
+    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+        if ext.tiers is None or ext.slab is None:
+            raise RuntimeError("swap is configured without tiers")
+        self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
+        capacity = self.section.capacity // stride_of(ext.slab.layout)
+        self.manager = SwapManager(stack, capacity, self.section.baseline)
+        self.ahead = SwapAhead(stack, Adaptive())
+        self.priorities = priorities.priorities_of(self.section)
+        self.resuming: list[Any] = []
+
+    def owns(self, req: Any) -> bool:
+        return req.rid in self.manager
+
+    def seats(self) -> int:
+        return len(self.resuming) + len(self.ahead)
+
+    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+        """Has SGLang keep room for requests whose KV is on its way; once in a step, at the first
+        request. Defers none."""
+        if self._expecting is not adder:
+            self._expecting = adder
+            adder.memory_budget.total_offset += self.ahead.growth
+        return True
+
+    def resume(self, adder: Any, req: Any) -> Any | None:
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        if (swapped := self.manager.get(req.rid)) is None:
+            return None
+        with self.manager.clock.on():
+            result = resume.take_back(self, adder, req, swapped)
+        if result is AddReqResult.NO_TOKEN:
+            # It is looked up anew before it gets the room: what it found may have had to go.
+            self.make_room(adder, req)
+        return result
+
+    def make_room(self, adder: Any, req: Any) -> bool:
+        """Preempts requests for one that there is no memory for; SGLang preempts only where there
+        are too many requests."""
+        from sglang.srt.runtime_context import get_schedule
+
+        schedule = get_schedule()
+        if not schedule.enable_priority_scheduling or schedule.disable_priority_preemption:
+            return False
+        with self.manager.clock.on():
+            found = resume.look_up(self, adder.tree_cache, req)
+            with adder._lock_node(found.node):
+                lacking = resume.lacking(adder, req, found.tokens)
+            return out.displace(adder, req, lacking)
+
+    def preempt(self, original: Callable[..., bool], adder: Any, req: Any) -> bool | None:
+        with self.manager.clock.on():
+            found = resume.look_up(self, adder.tree_cache, req)
+            apart = not self.owns(req) and penalties.apart(adder, req)
+            if found.readable is None or apart:
+                return False
+            return out.displace(adder, req, resume.lacking(adder, req, found.tokens))
+
+    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+        if admitted and req.retraction_count:
+            # All but the token that comes next.
+            tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - 1
+            self.manager.counts.recomputed_tokens += tokens
+
+    def requeued(self, scheduler: Any, req: Any, arrived: float) -> None:
+        out.keep_place(scheduler, req, arrived)
+
+    def poll(self) -> None:
+        from sglang.srt.runtime_context import get_observability, get_parallel
+
+        if not get_observability().enable_metrics:
+            return
+        if self._metrics is None:
+            from sgl_ext.engine.swap.metrics import SwapMetrics
+
+            self._metrics = SwapMetrics(get_parallel().tp_rank)
+        if self._metrics.due:
+            self._metrics.update(self.describe())
+
+    def pending(self) -> bool:
+        return len(self.ahead) > 0
+
+    def before_step(self, running: Any) -> None:
+        manager, scheduler = self.manager, self.scheduler
+        with manager.clock.on():
+            news = manager.advance()
+            for rid, pages in self.ahead.land(scheduler.tree_cache):
+                news = True
+                manager.counts.loaded_pages += pages
+                if not pages and rid in manager:
+                    its = (req for req in scheduler.waiting_queue if req.rid == rid)
+                    self.lost(rid, next(its, None))
+            if news:
+                # SGLang found no room for a request while these were passed over, and looks at none
+                # before one of those that run has ended.
+                running.batch_is_full = False
+            if self.priorities is not None:
+                chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
+                waiting = (*scheduler.waiting_queue, *self.ext.withheld())
+                self.priorities.step(waiting, (*running.reqs, *chunked), scheduler.forward_ct)
+
+    def after_step(self, plan: Any) -> None:
+        """Has the requests that were resumed in this step join the batch that decodes."""
+        scheduler = self.scheduler
+        with self.manager.clock.on():
+            if reqs := resume.fitting(self, scheduler):
+                gone: set[Any] = set()
+                for batch in resume.batches(self, scheduler, reqs):
+                    gone.update(batch.reqs)
+                    if plan.running_batch.is_empty():
+                        plan.running_batch = batch
+                    else:
+                        plan.running_batch.merge_batch(batch)
+                queue = scheduler.waiting_queue
+                scheduler.waiting_queue = [req for req in queue if req not in gone]
+
+    def lost(self, rid: str, req: Any) -> None:
+        """Has a request computed again whose KV was swapped out and cannot be read.
+
+        Args:
+            req: SGLang's request, if it waits; other powers are asked for its KV.
+        """
+        self.manager.counts.recomputed += 1
+        self.manager.drop(rid)
+        if req is not None:
+            for power in self.ext.outside_in:
+                power.needed(req)
+
+    def forwarded(self, batch: Any, seconds: float) -> None:
+        if not batch.forward_mode.is_extend():
+            self.ahead.adaptive.iterated(seconds)
+
+    def released(self, tree: Any, req: Any, checkpointed: bool) -> None:
+        out.ended(self.manager, tree, req)
+
+    def forget(self, rid: str) -> None:
+        self.manager.drop(rid)
+        self.ahead.cancel(rid)
+
+    def reset(self) -> None:
+        self.ahead.clear()
+        self.manager.clear()
+        if self.priorities is not None:
+            self.priorities.clear()
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.manager.describe()

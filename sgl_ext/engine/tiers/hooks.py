@@ -1,0 +1,82 @@
+"""Hooks of the ``tiers`` power: what SGLang's interface of external caches does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext.engine.core import hooks, runtime
+
+_IDLE_S = 0.001
+"""Longest sleep of an idle scheduler while requests wait for a lower tier."""
+
+
+def _look_early(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any) -> Any:
+    """Begins to load pages from lower tiers when their request arrives, not at its admission."""
+    ext = runtime.current
+    if ext is not None and ext.tiers is not None and ext.tiers.stack.lower:
+        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    return original(scheduler, req, *args)
+
+
+def _sleep_while_waiting(_result: None, _scheduler: Any) -> None:
+    """Leaves the core to the I/O that waiting requests depend on."""
+    ext = runtime.current
+    if ext is None or ext.tiers is None:
+        return
+    if any(power.pending() for power in ext.inside_out):
+        ext.tiers.stack.wait(_IDLE_S)
+
+
+def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    wrapper.hit_markers.pop(req.rid, None)
+    if (ext := runtime.current) is not None:
+        for power in ext.inside_out:
+            power.matching(req, result.device_prefix_len)
+    return original(wrapper, key, req, result)
+
+
+def _offloading(wrapper: Any, node: int, _transfers: Any) -> None:
+    before = wrapper.cache.get_prefix_hash_values(node)
+    wrapper.cache_linker.parent = bytes.fromhex(before[-1]) if before else None
+
+
+def _forget(_wrapper: Any, rid: str) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.inside_out:
+            power.forget(rid)
+
+
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+HOOKS = (
+    hooks.Hook(
+        f"{_WRAPPER}._offload_node",
+        "before",
+        _offloading,
+        "SGLang does not say which node an offloaded node follows, next to which it should lie",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
+        "around",
+        _look_early,
+        "an external cache is first asked when a request is admitted, not when it arrives",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle",
+        "after",
+        _sleep_while_waiting,
+        "with a request in its queue SGLang's loop spins",
+    ),
+    hooks.Hook(
+        f"{_WRAPPER}.release_request",
+        "before",
+        _forget,
+        "an external cache is told of aborted requests only if their load is queued",
+    ),
+    hooks.Hook(
+        f"{_WRAPPER}.match",
+        "around",
+        _match,
+        "what an earlier look-up of the request has found stays marked if this one finds nothing",
+    ),
+)

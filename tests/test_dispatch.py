@@ -1,0 +1,141 @@
+"""The hooks on SGLang, and the order in which powers surround a step of its scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core import dispatch, runtime
+from sgl_ext.engine.core.powers import ORDER
+from sgl_ext.engine.core.scheduler import HOOKS
+from sgl_ext.engine.launch import launcher
+from sgl_ext.engine.restore import interruption
+
+NAMES = tuple(kind.name for kind in ORDER)
+
+
+@pytest.mark.parametrize("hooks", [HOOKS, launcher.HOOKS], ids=["scheduler", "launcher"])
+def test_each_place_is_hooked_once(hooks: Any) -> None:
+    counts = Counter(hook.target for hook in hooks)
+    assert not [target for target, count in counts.items() if count > 1]
+    assert all(hook.why for hook in hooks)
+
+
+class Step:
+    """A step in which a peer puts a follower aside, and a prompt that is prefilled is interrupted.
+
+    The powers are the real ones, over stubs of what they own.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        requests = [SimpleNamespace(rid=rid, retraction_count=1) for rid in ("follower", "waits")]
+        self.prefilled = SimpleNamespace(rid="prefilled", retraction_count=1)
+        self.scheduler = SimpleNamespace(
+            waiting_queue=requests, chunked_req=self.prefilled, collect_inflight_reqs=list,
+            grammar_manager=SimpleNamespace(grammar_queue=[]), forward_ct=0, tree_cache=None,
+            _add_request_to_queue=lambda req, **_kw: self.scheduler.waiting_queue.append(req),
+        )  # fmt: skip
+        self.followed: set[str] = set()
+        self.ranked: set[str] = set()
+        self.planned: list[str] = []
+
+    def power(self, name: str, ext: runtime.ExtRuntime) -> Any:
+        (kind,) = (kind for kind in ORDER if kind.name == name)
+        power: Any = kind(ExtConfig(), SimpleNamespace())  # type: ignore[arg-type]
+        return getattr(self, name)(power, ext) or power
+
+    def restore(self, power: Any, _ext: Any) -> None:
+        def interrupt(*_: Any) -> Any:
+            self.scheduler.chunked_req = None
+            return self.prefilled
+
+        self._monkeypatch.setattr(interruption, "interrupt", interrupt)
+        power._scheduler = self.scheduler
+
+    def swap(self, power: Any, ext: Any) -> None:
+        def step(waiting: Sequence[Any], holding: Sequence[Any], _forwards: int) -> None:
+            self.ranked = {req.rid for req in (*waiting, *holding)}
+
+        power.ext, power.scheduler = ext, self.scheduler
+        power.manager = SimpleNamespace(
+            clock=SimpleNamespace(on=nullcontext), advance=lambda: False
+        )
+        power.ahead = SimpleNamespace(land=lambda _tree: ())
+        power.priorities = SimpleNamespace(step=step)
+        power.after_step = lambda _plan: None
+
+    def peer(self, power: Any, _ext: Any) -> None:
+        def step(_running: Any) -> None:
+            power.side.aside, self.scheduler.waiting_queue = (
+                self.scheduler.waiting_queue[:1],
+                self.scheduler.waiting_queue[1:],
+            )
+
+        def planned() -> None:
+            self.scheduler.waiting_queue[:0] = power.side.aside
+            power.side.aside = ()
+
+        power.side = SimpleNamespace(step=step, planned=planned, aside=(), out=())
+        power._measured = False
+
+    def clusters(self, power: Any, _ext: Any) -> None:
+        power._scheduler, power._measured = self.scheduler, False
+        power.stored = SimpleNamespace(
+            tidy=lambda: None, any=True, keep=self.followed.update, refused={}
+        )
+        power.recorder = SimpleNamespace(any=False, keep=lambda _rids: None)
+
+    def run(self, order: Sequence[str]) -> None:
+        ext = runtime.ExtRuntime(ExtConfig())
+        for name in order:
+            if name not in ("tiers", "chunks"):  # they take no part in a step
+                ext.add(self.power(name, ext))
+        self._monkeypatch.setattr(runtime, "current", ext)
+
+        def plan(scheduler: Any, _running: Any) -> Any:
+            self.planned = [req.rid for req in scheduler.waiting_queue]
+            return SimpleNamespace()
+
+        running = SimpleNamespace(reqs=[], batch_is_full=True)
+        dispatch._step(plan, self.scheduler, running)
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Step:
+    return Step(monkeypatch)
+
+
+def test_a_step_forgets_no_request(step: Step) -> None:
+    step.run(NAMES)
+    everyone = {"follower", "waits", "prefilled"}
+    assert step.followed == step.ranked == everyone
+    assert step.planned == ["waits"]
+    assert [req.rid for req in step.scheduler.waiting_queue] == ["follower", "waits", "prefilled"]
+    assert step.prefilled.retraction_count == 0
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "forgotten"),
+    [("restore", "swap", "prefilled"), ("peer", "clusters", "follower")],
+)
+def test_another_order_forgets_one(step: Step, inner: str, outer: str, forgotten: str) -> None:
+    """The priority of a prompt that is interrupted, or the context of a follower that waits for
+    memory, which is why :data:`ORDER` is as it is."""
+    swapped = {inner: outer, outer: inner}
+    step.run([swapped.get(name, name) for name in NAMES])
+    assert forgotten not in (step.ranked & step.followed)
+
+
+def test_swap_owns_a_request_before_chunks_do() -> None:
+    """The KV of a swapped request holds its chunks, which need not be linked again."""
+    order = [name for name in NAMES if name in ("swap", "chunks")]
+    ext: Any = runtime.ExtRuntime(ExtConfig())
+    ext.inside_out = [SimpleNamespace(name=name, owns=lambda _req: True) for name in order]
+    assert ext.owner(SimpleNamespace()).name == "swap"

@@ -1,0 +1,244 @@
+"""What the scheduler asks of restoring, without a scheduler."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt import runtime_context
+
+from sgl_ext.config import load
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.restore import setup, turn
+from sgl_ext.engine.restore.power import RestorePower
+from sgl_ext.engine.tiers.linker import TierLinker
+from sgl_ext.memory.slab import Layout
+from sgl_ext.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.restore.costs import ComputeCost, Costs
+from sgl_ext.restore.host_prefixes import Strategy
+
+PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
+
+
+class Restorer:
+    """Says what the test wants."""
+
+    page = 16
+
+    def __init__(self) -> None:
+        self.asked_for: list[Any] = []
+        self.next: PrefillPlan | None = PLAN
+        self.going_on = False
+        self.begins: list[int] = []
+        self.costs = SimpleNamespace(computed=lambda *one: self.asked_for.append(one))
+
+    def ask(self, *one: Any) -> None:
+        self.asked_for.append(one)
+
+    def asked(self, _rid: str) -> bool:
+        return True
+
+    def restores(self, rid: str) -> bool:
+        return rid == "r"
+
+    def computes(self, _rid: str) -> bool:
+        return self.going_on
+
+    def turn(self, rid: str, _continuing: bool) -> bool:
+        return rid != "later"
+
+    def plan(self, _rid: str, begin: int, _end: int) -> PrefillPlan | None:
+        self.begins.append(begin)
+        return self.next
+
+
+CONFIG = load({"tiers": {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}, "restore": {}})
+
+
+@pytest.fixture
+def power(monkeypatch: pytest.MonkeyPatch) -> Any:
+    assert CONFIG.restore is not None
+    ext = runtime.ExtRuntime(CONFIG)
+    power: Any = RestorePower(CONFIG, CONFIG.restore)
+    power._ext, power.restorer, power.prefixes = ext, Restorer(), {}
+    ext.add(power)
+    monkeypatch.setattr(runtime, "current", ext)
+    scheduled(monkeypatch)
+    return power
+
+
+def scheduled(
+    monkeypatch: pytest.MonkeyPatch, *, by_priority: bool = False, low: bool = False
+) -> None:
+    schedule = SimpleNamespace(
+        enable_priority_scheduling=by_priority, schedule_low_priority_values_first=low
+    )
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+
+
+def request(rid: str = "r", **more: Any) -> Any:
+    fields = {
+        "prefix_len": 16, "host_hit_length": 32, "full_untruncated_fill_ids": [0] * 100,
+        "session": None, "multimodal_inputs": None, "_compute_max_prefix_len": lambda end: end - 1,
+    }  # fmt: skip
+    return SimpleNamespace(rid=rid, **{**fields, **more})
+
+
+def test_the_first_part_begins_behind_what_host_memory_has(power: Any) -> None:
+    assert power.plan(SimpleNamespace(), request())
+    power.restorer.going_on = True
+    assert power.plan(SimpleNamespace(), request())
+    assert power.restorer.begins == [48, 16]
+    assert power._ext.plans == {"r": PLAN}
+
+
+def test_no_request_is_admitted_while_a_part_waits(power: Any) -> None:
+    """SGLang would count it among the parts of a batch that it is not in."""
+    power.restorer.next, power.restorer.going_on = None, True
+    adder = SimpleNamespace()
+    assert power.ready(adder, request("plain"), False)
+    assert not power.plan(adder, request())
+    assert not power.ready(adder, request("plain"), True)
+    assert power.ready(SimpleNamespace(), request("plain"), True)
+
+
+def test_a_request_that_waits_for_its_first_part_defers_no_other(power: Any) -> None:
+    power.restorer.next = None
+    adder = SimpleNamespace()
+    assert not power.plan(adder, request())
+    assert power.ready(adder, request("plain"), False)
+    assert not power.ready(adder, request("later"), False)
+
+
+def test_a_deferred_request_is_planned_anew(power: Any) -> None:
+    """It may stop being restored; what is computed of one already goes on by its plan."""
+    assert power.plan(SimpleNamespace(), request())
+    power.restorer.going_on = True
+    power.deferred(request())
+    assert power._ext.plans == {"r": PLAN}
+    power.restorer.going_on = False
+    power.deferred(request())
+    assert power._ext.plans == {}
+
+
+@pytest.mark.parametrize("field", ["session", "multimodal_inputs"])
+def test_prompts_that_are_not_restored(power: Any, field: str) -> None:
+    assert turn.prompt_of(request(), 16, 16) == (1, 5, 100, 0)
+    assert turn.prompt_of(request(**{field: object()}), 16, 16) is None
+
+
+def test_priorities_are_those_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by_priority, low, expected in ((False, False, 0), (True, False, -7), (True, True, 7)):
+        scheduled(monkeypatch, by_priority=by_priority, low=low)
+        prompt = turn.prompt_of(request(priority=7), 16, 16)
+        assert prompt is not None
+        assert prompt.precedence == expected
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tiers_that_are_off_are_not_asked(power: Any, enabled: bool) -> None:
+    """Their pages are of other weights."""
+    linker = TierLinker.__new__(TierLinker)
+    linker.stack = power.stack = SimpleNamespace(
+        enabled=enabled, here=lambda _keys: 0, lookup=lambda _rid, _keys: 0
+    )
+    linker.restoring, linker._ranks = power, None
+    power.prefixes = SimpleNamespace(release=lambda _rid: None)
+    power.matching(request(), 16)
+    assert linker.lookup("r", [SimpleNamespace(keys=["00" * 32])]) == [0]
+    assert bool(power.restorer.asked_for) is enabled
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bool) -> None:
+    power._ext.inside_out.append(SimpleNamespace(owns=lambda _req: owned))
+    power.prefixes = SimpleNamespace(release=lambda _rid: None)
+    power.stack = SimpleNamespace(here=len)
+    power.matching(request(), 16)
+    assert power.lookup("r", [b""] * 5) == (None if owned else 5)
+
+
+def test_only_forwards_that_compute_one_prompt_say_what_that_costs(power: Any) -> None:
+    batch = SimpleNamespace(
+        reqs=[request()], prefix_lens=[48], extend_lens=[64], extend_num_tokens=64,
+        hicache_consumer_index=0, forward_mode=SimpleNamespace(is_extend=lambda: True),
+    )  # fmt: skip
+
+    def measured() -> bool:
+        power.forwarding(batch)
+        power.forwarded(batch, 0.5)
+        return bool(power.restorer.asked_for)
+
+    assert not measured()  # it waits for host memory, too
+    batch.hicache_consumer_index = -1
+    power._ext.plans["r"] = PrefillPlan(
+        [Span(0, 60, Compute()), Span(60, 64, Load()), Span(64, 112, Compute())]
+    )
+    assert not measured()  # some were loaded
+    power._ext.plans.clear()
+    batch.reqs, batch.prefix_lens, batch.extend_lens = (
+        [request(), request("other")],
+        [48, 0],
+        [32, 32],
+    )
+    assert not measured()
+    batch.reqs, batch.prefix_lens, batch.extend_lens = [request()], [48], [64]
+    power.prefixes = {"r": object()}
+    assert not measured()
+    power.prefixes = {}
+    assert measured()
+    assert power.restorer.asked_for == [(48, 112, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("how", "pages", "loading", "chosen"),
+    [
+        ("auto", 40, 1.0, Strategy.TOKENS),  # 640 tokens, beyond L_delta
+        ("auto", 10, 1.0, Strategy.LAYERS),
+        ("auto", 10, 1e-5, None),  # it is there before a layer would be computed
+        ("auto", 10, None, None),  # nobody knows yet
+        ("auto", 0, 1.0, None),
+        ("tokens", 10, 1e-5, Strategy.TOKENS),
+        ("layers", 40, None, Strategy.LAYERS),
+        ("never", 40, 1.0, None),
+    ],
+)
+def test_how_host_memory_is_restored(
+    how: str, pages: int, loading: float | None, chosen: Strategy | None
+) -> None:
+    restorer: Any = Restorer()
+    restorer.costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
+    seconds = 0.0 if loading is None else 100 * loading
+    stack: Any = SimpleNamespace(
+        loaded=SimpleNamespace(pages=100, seconds=seconds), layout=SimpleNamespace(layers=30)
+    )
+    prompt = turn.Prompt(0, pages, 1000, 0)
+    assert turn.strategy(how, stack, restorer, prompt, pages) is chosen
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "message"),
+    [
+        (None, 512, "--chunked-prefill-size is None; give one of 16 or more"),
+        (8, 512, "--chunked-prefill-size is 8; give one of 16 or more"),
+        (512, 100, "restore.chunk is 100 tokens, no multiple of the page of 16; 112 is one"),
+        (512, 128, None),
+    ],
+)
+def test_chunk_page_and_prefill_go_together(
+    size: int | None, chunk: int, message: str | None
+) -> None:
+    config = load({**CONFIG.resolved(), "restore": {"chunk": chunk}})
+    assert config.restore is not None and config.tiers is not None
+    layout = Layout(16, 2, 1, 8, "float32", "a model")
+    stack: Any = SimpleNamespace(layout=layout, lower=[], host=None, hits=Counter())
+    if message is None:
+        restorer = setup.open_restorer(config.restore, config.tiers, stack, size)
+        assert restorer.costs.chunk == chunk
+    else:
+        with pytest.raises(ActivationError, match=re.escape(message)):
+            setup.open_restorer(config.restore, config.tiers, stack, size)
