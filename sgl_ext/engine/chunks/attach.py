@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Chunks
 from sgl_ext.engine.core.activation import REPORT_KEY
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.service import ContextService
@@ -15,7 +16,9 @@ _SERVICE = "_ext_contexts"
 """Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
 
 
-def attach_contexts(manager: Any, config: Chunks, info: Mapping[str, Any]) -> ContextService:
+def attach_contexts(
+    manager: TokenizerManager, config: Chunks, info: Mapping[str, Any]
+) -> ContextService:
     """Has SGLang's ``TokenizerManager`` accept prompts that name contexts.
 
     Args:
@@ -36,6 +39,6 @@ def attach_contexts(manager: Any, config: Chunks, info: Mapping[str, Any]) -> Co
     return service
 
 
-def attached_contexts(manager: Any) -> ContextService | None:
+def attached_contexts(manager: TokenizerManager) -> ContextService | None:
     """Returns the service of a ``TokenizerManager``, if it has one."""
     return getattr(manager, _SERVICE, None)

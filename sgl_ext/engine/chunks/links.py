@@ -21,6 +21,7 @@ from sgl_ext.engine.chunks.rope import rotation_of
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.core.sglang_types import Req, Scheduler
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import Link, PrefillPlan, Span
 
@@ -66,7 +67,7 @@ class ChunkLinks:
         self._had_turn: set[str] = set()
         """Those of them that could have been admitted."""
 
-    def ask(self, req: Any) -> None:
+    def ask(self, req: Req) -> None:
         """SGLang's ``req`` has arrived: its chunks begin to come from where they are."""
         if not self._search.waits or composition_of(req) is None:
             return
@@ -76,7 +77,7 @@ class ChunkLinks:
         for number, wanted in _chunks(req, 0):
             self._search.ask(_name(req, number), wanted)
 
-    def ready(self, req: Any) -> bool:
+    def ready(self, req: Req) -> bool:
         """Whether what comes of the request's chunks is here; it is its turn."""
         if (names := self._asked.get(req.rid)) is None:
             return True
@@ -93,7 +94,7 @@ class ChunkLinks:
         for name in self._asked.pop(rid, ()):
             self._search.forget(name)
 
-    def acquire(self, req: Any, *, computing: bool = False) -> Linked | None:
+    def acquire(self, req: Req, *, computing: bool = False) -> Linked | None:
         """Finds and keeps the chunks behind the prefix that ``req`` has; makes its plan.
 
         A chunk that is not there, or not all of it, is computed.
@@ -156,7 +157,7 @@ class ChunkLinks:
                 share += blend * (span.end - span.start)
         return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
 
-    def select(self, req: Any, selection: Selection) -> list[int] | None:
+    def select(self, req: Req, selection: Selection) -> list[int] | None:
         """The chunk's tokens, ascending, whose values differ most; None if the KV is gone."""
         start = len(selection.preparation)
         tokens = req.origin_input_ids[start : start + selection.length]
@@ -185,7 +186,7 @@ class ChunkLinks:
             for found in request.found.values():
                 self._search.let_go(found)
 
-    def _lead(self, req: Any, prefix: int) -> Wanted | None:
+    def _lead(self, req: Req, prefix: int) -> Wanted | None:
         """What of the prompt, from its first token on, the device has the most of in another one:
         in a prompt without chunks, or in one without the last of these, such as the turn before
         they were added. None if no such prompt has more than ``prefix``."""
@@ -202,7 +203,7 @@ class ChunkLinks:
             if after.at - (chunk.at + chunk.length) >= page  # else there is little to be gained
         ]
         ends = [(0, chunks[0].at), *ends[-_LEADS:]]
-        user = req.extra_key.removeprefix(composition.extra_key)
+        user = (req.extra_key or "").removeprefix(composition.extra_key)
         return self._search.longest(
             Wanted(
                 composition.until(count).extra_key + user if count else user[1:] or None,
@@ -227,12 +228,12 @@ class ChunkLinks:
         return runs
 
 
-def _name(req: Any, number: int) -> str:
+def _name(req: Req, number: int) -> str:
     """What a chunk of the request is called while it is on its way."""
     return f"{req.rid}#{number}"
 
 
-def _chunks(req: Any, have: int) -> Iterator[tuple[int, Wanted]]:
+def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
     """Those of the request that its first ``have`` tokens do not hold, by number."""
     if (composition := composition_of(req)) is None:
         return
@@ -244,13 +245,13 @@ def _chunks(req: Any, have: int) -> Iterator[tuple[int, Wanted]]:
             yield number, Wanted(composition.namespace, req.cache_salt, before, tokens)
 
 
-def _names(req: Any) -> list[str]:
+def _names(req: Req) -> list[str]:
     if (composition := composition_of(req)) is None:
         return []
     return [_name(req, number) for number in range(LEAD, len(composition.chunks))]
 
 
-def open_links(scheduler: Any, ext: ExtRuntime) -> ChunkLinks:
+def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     """The links of a scheduler that has its model and pool.
 
     Raises:

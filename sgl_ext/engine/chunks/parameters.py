@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from sgl_ext.chunks.composition import Composition, Selection
+from sgl_ext.engine.core.sglang_types import Req
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
 """Keys: what the prompt is made of; what is asked of the chunk that it is."""
@@ -20,7 +21,7 @@ NO_BLEND = (
 T = TypeVar("T")
 
 
-def read_parameters(req: Any, tp_size: int) -> None:
+def read_parameters(req: Req, tp_size: int) -> None:
     """Reads what a request that arrives says of its prompt, once.
 
     Raises:
@@ -51,17 +52,17 @@ def read_parameters(req: Any, tp_size: int) -> None:
         params[name] = read
 
 
-def composition_of(req: Any) -> Composition | None:
+def composition_of(req: Req) -> Composition | None:
     """What the request's prompt is made of, if it says so."""
     return _parameter(req, COMPOSITION, Composition)
 
 
-def selection_of(req: Any) -> Selection | None:
+def selection_of(req: Req) -> Selection | None:
     """What the request asks of the chunk that it computes, if anything."""
     return _parameter(req, SELECTION, Selection)
 
 
-def _parameter(req: Any, name: str, type_: type[T]) -> T | None:
+def _parameter(req: Req, name: str, type_: type[T]) -> T | None:
     params = req.sampling_params.custom_params
     if req.to_finish is not None or not isinstance(params, dict):
         return None  # an aborted request's prompt is cut off

@@ -11,6 +11,14 @@ from sgl_ext.engine.chunks import warmup
 from sgl_ext.engine.core.attention_backends import require_store_first
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
+from sgl_ext.engine.core.sglang_types import (
+    PrefillAdder,
+    RadixTree,
+    Req,
+    Scheduler,
+    ServerArgs,
+    TokenizerManager,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +55,7 @@ class ChunksPower(Power[Chunks]):
     """What the plan of the request whose admission is tried links."""
     _metrics: LinkMetrics | None = None
 
-    def serve(self, app: Any, manager: Any, info: Mapping[str, Any]) -> Front:
+    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.chunks import api
         from sgl_ext.engine.chunks.attach import attach_contexts
 
@@ -55,12 +63,12 @@ class ChunksPower(Power[Chunks]):
         api.install(app, service, self.section)
         return service
 
-    def require_resolved(self, view: Any, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: Any) -> None:
         from sgl_ext.engine.chunks.rope import require_architecture
 
         require_architecture(model.hf_config.architectures[0])
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_parallel
 
         from sgl_ext.engine.chunks.links import open_links
@@ -73,12 +81,12 @@ class ChunksPower(Power[Chunks]):
 
             self._metrics = LinkMetrics(get_parallel().tp_rank)
 
-    def owns(self, req: Any) -> bool:
+    def owns(self, req: Req) -> bool:
         from sgl_ext.engine.chunks.parameters import composition_of
 
         return composition_of(req) is not None
 
-    def arrive(self, req: Any) -> None:
+    def arrive(self, req: Req) -> None:
         """Ends a request whose composition cannot be; asks for the chunks of others."""
         if (owner := self._ext.owner(req)) is not None and owner is not self:
             return  # checked when it came; it needs its chunks only if its KV is lost
@@ -94,24 +102,24 @@ class ChunksPower(Power[Chunks]):
             req.set_finish_with_abort(str(error))
         self.links.ask(req)
 
-    def needed(self, req: Any) -> None:
+    def needed(self, req: Req) -> None:
         self.links.ask(req)
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         owner = self._ext.owner(req)
         return (owner is not None and owner is not self) or self.links.ready(req)
 
-    def acquire(self, req: Any) -> None:
+    def acquire(self, req: Req) -> None:
         self._linked = self.links.acquire(req)
 
-    def concede(self, req: Any) -> bool:
+    def concede(self, req: Req) -> bool:
         """Has all chunks of the request computed, so that none is kept for it."""
         if self._linked is None:
             return False
         self._linked = self.links.acquire(req, computing=True)
         return True
 
-    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+    def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if (linked := self._linked) is None:
             return
         self._linked = None
@@ -143,7 +151,7 @@ class ChunksPower(Power[Chunks]):
     def prefilled(self, rid: str) -> None:
         self.links.release(rid)
 
-    def released(self, tree: Any, req: Any, checkpointed: bool) -> None:
+    def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         from sgl_ext.engine.chunks.parameters import selection_of
 
         if (selection := selection_of(req)) is not None and req.finished():

@@ -14,6 +14,7 @@ from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
 from sgl_ext.engine.chunks.parameters import SELECTION
 from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _AT_ONCE = 4
@@ -29,7 +30,7 @@ class ChunkPreparation:
         page: tokens of a page of KV.
     """
 
-    def __init__(self, manager: Any, page: int) -> None:
+    def __init__(self, manager: TokenizerManager, page: int) -> None:
         self._manager = manager
         self._page = page
         self.requests = OwnRequests(manager, "a chunk")

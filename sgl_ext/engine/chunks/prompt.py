@@ -10,6 +10,7 @@ import msgspec
 from sgl_ext.chunks.compose import compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _UNSERVED = (
@@ -56,7 +57,10 @@ class PromptLinking:
     """
 
     def __init__(
-        self, manager: Any, contexts: Contexts, encode: Callable[[str, bool], list[int]]
+        self,
+        manager: TokenizerManager,
+        contexts: Contexts,
+        encode: Callable[[str, bool], list[int]],
     ) -> None:
         self._manager = manager
         self._contexts = contexts

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sgl_ext.chunks.composition import path_of
+from sgl_ext.engine.core.sglang_types import RadixTree
 from sgl_ext.memory.slab import Slab
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ChunkSearch:
         tiers: what lies beyond the device; None if nothing does.
     """
 
-    def __init__(self, tree: Any, slab: Slab, tiers: TierStack | None) -> None:
+    def __init__(self, tree: RadixTree, slab: Slab, tiers: TierStack | None) -> None:
         self._tree = tree
         self._slab = slab
         self._tiers = tiers

@@ -18,6 +18,7 @@ from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
 from sgl_ext.engine.core.power import Answer, Front, Watch
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
@@ -42,7 +43,14 @@ class ContextService(Front):
     """
 
     def __init__(
-        self, manager: Any, *, method: str, limit: int, page: int, token_bytes: int, pool: int
+        self,
+        manager: TokenizerManager,
+        *,
+        method: str,
+        limit: int,
+        page: int,
+        token_bytes: int,
+        pool: int,
     ) -> None:
         self.fidelity: Fidelity | None = None
         """What the server has found of itself before it was ready."""

@@ -11,6 +11,7 @@ from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.attach import attached_contexts
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: Any) -> None:
+def _probe(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kw: Any) -> None:
     """Before the server is ready, and in the thread that makes it so."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -38,7 +39,7 @@ def _probe(original: Callable[..., None], server_args: Any, *args: Any, **kw: An
     original(server_args, *args, **kw)
 
 
-def _look_at(server_args: Any, service: ContextService, chunks: Chunks, verify: Any) -> None:
+def _look_at(server_args: ServerArgs, service: ContextService, chunks: Chunks, verify: Any) -> None:
     """Raises ExtError if the model must not be served with chunks."""
     from sgl_ext.engine.chunks.fidelity import probe_over_http, require
 

@@ -21,6 +21,7 @@ from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.clusters.metrics import BLOCKS, StoredMetrics
 from sgl_ext.engine.clusters.parameters import FollowsStored
+from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.build import emulated
@@ -52,7 +53,7 @@ class Follower:
 
     id: str
     share: float
-    req: Any
+    req: Req
     since: float
     tokens: int = 0
 
@@ -95,7 +96,7 @@ class StoredContexts:
         """What following contexts has cost that are closed."""
         self._metrics: StoredMetrics | None = None
 
-    def ask(self, req: Any, asked: FollowsStored) -> Follower:
+    def ask(self, req: Req, asked: FollowsStored) -> Follower:
         """SGLang's ``req`` follows a context from now on, which begins to be opened.
 
         One that comes again, after a retraction, goes on as it was.
@@ -258,7 +259,7 @@ class StoredContexts:
         return StoredAttention(stored, memory)
 
 
-def end_request(req: Any, message: str) -> None:
+def end_request(req: Req, message: str) -> None:
     """A request that runs ends with an error, and leaves no KV behind."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

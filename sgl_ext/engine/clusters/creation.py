@@ -23,6 +23,7 @@ from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
 from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
 from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _QUERIES = 512
@@ -79,7 +80,7 @@ class StoredCreation:
 
     def __init__(
         self,
-        manager: Any,
+        manager: TokenizerManager,
         directories: Sequence[Path],
         folders: Sequence[Path],
         *,

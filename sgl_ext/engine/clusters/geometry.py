@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.engine.core.attention_backends import require_own
+from sgl_ext.engine.core.sglang_types import Scheduler
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
 
-def geometry_of(scheduler: Any, layout: Layout) -> Geometry:
+def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
     """The geometry of the model that a scheduler serves.
 
     Raises:

@@ -6,9 +6,10 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.meta_info import tell
+from sgl_ext.engine.core.sglang_types import RadixTree, Req
 
 
-def _on_checkpoint(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
+def _on_checkpoint(tree: RadixTree, req: Req, *_args: Any, **_kw: Any) -> None:
     """A request that has ended gives its KV to the tree; a moment later it has no slots."""
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or not power.recorder.any:
@@ -26,7 +27,7 @@ def _on_checkpoint(tree: Any, req: Any, *_args: Any, **_kw: Any) -> None:
         tell(req, {"power": power.name, "recorded": recorded})
 
 
-def _on_finish(req: Any, new_accepted_len: int = 1) -> None:
+def _on_finish(req: Req, new_accepted_len: int = 1) -> None:
     """What comes of a forward that a device has failed is no token."""
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or req.rid not in power.stored.given_up:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from sgl_ext.engine.core.sglang_types import Req
+
 STORED, RECORDED = "ext_stored", "ext_recorded"
 """Keys: the context that the prompt follows; the context that it is, which is being stored."""
 
@@ -37,7 +39,7 @@ class IsRecorded(msgspec.Struct, frozen=True):
 Said = TypeVar("Said", FollowsStored, IsRecorded)
 
 
-def read_stored(req: Any) -> FollowsStored | IsRecorded | None:
+def read_stored(req: Req) -> FollowsStored | IsRecorded | None:
     """What a request that arrives says, once.
 
     Raises:

@@ -19,6 +19,15 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.requests import present
+from sgl_ext.engine.core.sglang_types import (
+    ForwardBatch,
+    PrefillAdder,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    TokenizerManager,
+)
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -56,7 +65,7 @@ class ClustersPower(Power[Clusters]):
     stored: StoredContexts
     recorder: Recorder
 
-    def serve(self, app: Any, manager: Any, info: Mapping[str, Any]) -> Front:
+    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.clusters import api
         from sgl_ext.engine.clusters.service import StoredService
         from sgl_ext.engine.core.activation import REPORT_KEY
@@ -69,7 +78,7 @@ class ClustersPower(Power[Clusters]):
         api.install(app, service)
         return service
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
         from sgl_ext.clusters.files import own_folders, sweep
@@ -96,7 +105,7 @@ class ClustersPower(Power[Clusters]):
             Prefetch(runner.model, runner.token_to_kv_pool, self.stored, config.prefetch)
         self._measured = bool(get_observability().enable_metrics)
 
-    def arrive(self, req: Any) -> None:
+    def arrive(self, req: Req) -> None:
         """Ends a request that asks for what cannot be."""
         from sgl_ext.engine.clusters.parameters import FollowsStored, read_stored
 
@@ -114,7 +123,7 @@ class ClustersPower(Power[Clusters]):
         except (ExtError, ValueError) as error:
             _refuse(req, error)
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the context that the request follows is open."""
         try:
             opened = self.stored.opened(req.rid)
@@ -132,7 +141,7 @@ class ClustersPower(Power[Clusters]):
             )  # fmt: skip
         return opened
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: ScheduleBatch) -> None:
         self.stored.tidy()
         if self._measured:
             self.stored.measure()
@@ -146,7 +155,7 @@ class ClustersPower(Power[Clusters]):
                     _refuse(req, error)
             self.stored.refused.clear()
 
-    def positioned(self, batch: Any) -> Any:
+    def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns the batch with positions that begin behind the context that a request follows."""
         if not self.stored.any:
             return batch
@@ -184,7 +193,7 @@ class ClustersPower(Power[Clusters]):
             )
         return self.stored.running
 
-    def released(self, tree: Any, req: Any, checkpointed: bool) -> None:
+    def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         if not checkpointed:
             self.recorder.ended(req.rid, (), None)
 
@@ -198,7 +207,7 @@ class ClustersPower(Power[Clusters]):
         return self.stored.describe()
 
 
-def _refuse(req: Any, error: Exception) -> None:
+def _refuse(req: Req, error: Exception) -> None:
     # SGLang runs what it refuses as a prompt of one token, which follows nothing: its KV is none of
     # the name that it was given.
     req.skip_radix_cache_insert = True

@@ -22,6 +22,7 @@ from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
 from sgl_ext.engine.core.power import Front
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,13 @@ class StoredService(Front):
     """
 
     def __init__(
-        self, manager: Any, config: Clusters, *, pool: int, layers: int, entry_bytes: int
+        self,
+        manager: TokenizerManager,
+        config: Clusters,
+        *,
+        pool: int,
+        layers: int,
+        entry_bytes: int,
     ) -> None:
         self._folders = own_folders(config.directories)
         self.creation = StoredCreation(

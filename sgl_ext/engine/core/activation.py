@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from sgl_ext import __version__
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core.sglang_types import ServerArgs
 
 CARRIED = "_ext_config"
 """Attribute of ``ServerArgs``; the underscore makes it bookkeeping, which is pickled with it."""
@@ -40,13 +41,13 @@ class Carried:
         raise TypeError("import sgl_ext.engine.core.arrival before a configuration is pickled")
 
 
-def carried_by(server_args: Any) -> ExtConfig | None:
+def carried_by(server_args: ServerArgs) -> ExtConfig | None:
     """The configuration a ``ServerArgs`` record carries; None if it runs stock."""
     carried: Carried | None = getattr(server_args, CARRIED, None)
     return carried.config if carried is not None else None
 
 
-def mark_launch(server_args: Any) -> None:
+def mark_launch(server_args: ServerArgs) -> None:
     """Notes that this process launches others with the record: they are its workers."""
     getattr(server_args, CARRIED).launcher = os.getpid()
 

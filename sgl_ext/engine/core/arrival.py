@@ -14,11 +14,12 @@ from typing import Any
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import activation, hooks
 from sgl_ext.engine.core.activation import CARRIED, Carried
+from sgl_ext.engine.core.sglang_types import ServerArgs
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
-def carry(server_args: Any, config: ExtConfig) -> None:
+def carry(server_args: ServerArgs, config: ExtConfig) -> None:
     """Has SGLang's ``ServerArgs`` take the configuration into every process that gets them."""
     setattr(server_args, CARRIED, Carried(config))
 

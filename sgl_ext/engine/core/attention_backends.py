@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sgl_ext.engine.core.sglang_types import ModelRunner
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
@@ -46,7 +47,7 @@ class Running(NamedTuple):
     decode: Any
 
 
-def running(runner: Any) -> Running:
+def running(runner: ModelRunner) -> Running:
     """The backends of a ``ModelRunner`` that is ready to run."""
     whole = runner.attn_backend
     if _name(whole) == f"{_SGLANG}.hybrid_attn_backend.HybridAttnBackend":
@@ -89,7 +90,7 @@ def _not_own(power: str, phase: str, found: str) -> str:
     )
 
 
-def require_store_first(runner: Any, power: str) -> None:
+def require_store_first(runner: ModelRunner, power: str) -> None:
     """Makes sure that prefill stores a layer's K and V before it attends.
 
     Raises:
@@ -100,7 +101,7 @@ def require_store_first(runner: Any, power: str) -> None:
         raise ExtError(_not_store_first(power, type(found).__name__))
 
 
-def require_own(runner: Any, layout: Layout, scale: float, power: str) -> None:
+def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -> None:
     """Makes sure that the compiled CPU attention runs, in prefill and in decode.
 
     Args:

@@ -13,13 +13,21 @@ from typing import Any
 from sgl_ext.engine.core import hooks, runtime, weight_updates
 from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
 from sgl_ext.engine.core.powers import powers_of
+from sgl_ext.engine.core.sglang_types import (
+    ForwardBatch,
+    ModelRunner,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+)
 from sgl_ext.engine.front import validation
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import forward
 from sgl_ext.errors import ExtError
 
 
-def _ready(original: Callable[..., Any], scheduler: Any) -> Any:
+def _ready(original: Callable[..., Any], scheduler: Scheduler) -> Any:
     """Opens the powers; what is wrong ends the scheduler with the reason."""
     if (ext := runtime.current) is None:
         return original(scheduler)
@@ -37,7 +45,9 @@ def _ready(original: Callable[..., Any], scheduler: Any) -> Any:
     return result
 
 
-def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kw: Any) -> Any:
+def _queue(
+    original: Callable[..., Any], scheduler: Scheduler, req: Req, *args: Any, **kw: Any
+) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, req, *args, **kw)
     for power in ext.outside_in:
@@ -57,13 +67,13 @@ def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, *
     return result
 
 
-def _poll(_scheduler: Any) -> None:
+def _poll(_scheduler: Scheduler) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.inside_out:
             power.poll()
 
 
-def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
+def _step(original: Callable[..., Any], scheduler: Scheduler, running: ScheduleBatch) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, running)
     for power in ext.outside_in:
@@ -74,7 +84,9 @@ def _step(original: Callable[..., Any], scheduler: Any, running: Any) -> Any:
     return plan
 
 
-def _run(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+def _run(
+    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
+) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, batch, *args, **kw)
     ownership.check_step(scheduler, batch)
@@ -90,7 +102,9 @@ def _run(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, *
     return result
 
 
-def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+def _forward(
+    original: Callable[..., Any], runner: ModelRunner, batch: ForwardBatch, *args: Any, **kw: Any
+) -> Any:
     if (ext := runtime.current) is None:
         return original(runner, batch, *args, **kw)
     for power in ext.outside_in:
@@ -98,7 +112,7 @@ def _forward(original: Callable[..., Any], runner: Any, batch: Any, *args: Any, 
     return forward.forward(ext, original, runner, batch, *args, **kw)
 
 
-def _release(tree: Any, req: Any, *, checkpointed: bool) -> None:
+def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.outside_in:
             power.released(tree, req, checkpointed)
@@ -111,7 +125,7 @@ def _weights_changed(_updater: Any, *_args: Any, **_kw: Any) -> None:
             power.weights_changed()
 
 
-def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
+def _report_live(result: Any, _scheduler: Scheduler, _request: Any) -> Any:
     if (ext := runtime.current) is not None:
         parts = {power.name: power.describe() for power in ext.inside_out}
         result.internal_state["sgl_ext"] = {
@@ -121,7 +135,7 @@ def _report_live(result: Any, _scheduler: Any, _request: Any) -> Any:
     return result
 
 
-def _leave(_scheduler: Any) -> None:
+def _leave(_scheduler: Scheduler) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.outside_in:
             power.close()

@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.sglang_types import Req
 
 _EXT = "ext"
 
 
-def tell(req: Any, entry: Mapping[str, Any]) -> None:
+def tell(req: Req, entry: Mapping[str, Any]) -> None:
     """Adds ``entry``, which names its ``power``, to what SGLang's request answers."""
     req.customized_info = req.customized_info or {}
     req.customized_info.setdefault(_EXT, []).append(entry)
 
 
-def told(req: Any, power: str) -> list[Mapping[str, Any]]:
+def told(req: Req, power: str) -> list[Mapping[str, Any]]:
     """What ``power`` has told of the request so far."""
     return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
 

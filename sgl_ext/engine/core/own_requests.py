@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 
@@ -16,7 +17,7 @@ class OwnRequests:
         what: is computed by them, for errors.
     """
 
-    def __init__(self, manager: Any, what: str) -> None:
+    def __init__(self, manager: TokenizerManager, what: str) -> None:
         self._manager, self._what = manager, what
         self._asking: set[int] = set()
 

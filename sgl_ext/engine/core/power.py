@@ -15,6 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from sgl_ext.config import ExtConfig
 from sgl_ext.config_values import Section
 from sgl_ext.engine.core.hooks import Hook
+from sgl_ext.engine.core.sglang_types import (
+    ForwardBatch,
+    PrefillAdder,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    ServerArgs,
+    StepPlan,
+    TokenizerManager,
+)
 from sgl_ext.engine.core.unserved import Unserved, require_served
 
 if TYPE_CHECKING:
@@ -59,7 +70,7 @@ class Power(Generic[SectionT]):
 
     # --- in the launcher -------------------------------------------------------------------------
 
-    def declare(self, server_args: Any) -> None:
+    def declare(self, server_args: ServerArgs) -> None:
         """Sets arguments of SGLang that the power needs, before SGLang resolves them. Must not
         import SGLang's modules: they read the environment that resolution sets.
 
@@ -68,7 +79,7 @@ class Power(Generic[SectionT]):
         """
         require_served(server_args, self.name, self.unserved)
 
-    def require_resolved(self, view: Any, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: Any) -> None:
         """Checks arguments that SGLang has resolved, before a scheduler loads the model.
 
         Args:
@@ -79,7 +90,7 @@ class Power(Generic[SectionT]):
             ActivationError: the power does not serve them, or not this model.
         """
 
-    def serve(self, app: Any, manager: Any, info: Mapping[str, Any]) -> Front | None:
+    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front | None:
         """Adds the power's routes to SGLang's HTTP server before it starts.
 
         Args:
@@ -93,33 +104,33 @@ class Power(Generic[SectionT]):
 
     # --- in a scheduler --------------------------------------------------------------------------
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         """Prepares the power. All parts of the scheduler exist; it has not reported ready yet.
 
         Raises:
             ExtError: the power cannot serve this model or machine; the start is refused.
         """
 
-    def arrive(self, req: Any) -> None:
+    def arrive(self, req: Req) -> None:
         """Is called when a request is put into the waiting queue, also after a retraction."""
 
-    def needed(self, req: Any) -> None:
+    def needed(self, req: Req) -> None:
         """Is called when another power has lost KV that a waiting request would have resumed with:
         the request is prefilled like a new one."""
 
-    def owns(self, req: Any) -> bool:
+    def owns(self, req: Req) -> bool:
         """Returns whether this power brings all KV of a waiting request, so that powers behind it
         in the order leave the request alone."""
         return False
 
-    def matching(self, req: Any, prefix: int) -> None:
+    def matching(self, req: Req, prefix: int) -> None:
         """Is called before SGLang looks a waiting request up in the external cache.
 
         Args:
             prefix: tokens that the radix tree has on the device.
         """
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether admission of a waiting request may be tried in this step.
 
         Args:
@@ -128,19 +139,19 @@ class Power(Generic[SectionT]):
         """
         return True
 
-    def plan(self, adder: Any, req: Any) -> bool:
+    def plan(self, adder: PrefillAdder, req: Req) -> bool:
         """Makes the request's next prefill plan. Returns False if its admission is deferred."""
         return True
 
-    def resume(self, adder: Any, req: Any) -> Any | None:
+    def resume(self, adder: PrefillAdder, req: Req) -> Any | None:
         """Returns SGLang's ``AddReqResult`` if the power has decided the admission of the request,
         or None if SGLang is to admit it as it does any request."""
 
-    def acquire(self, req: Any) -> None:
+    def acquire(self, req: Req) -> None:
         """Keeps what the request's plan takes from elsewhere until its prefill has ended. SGLang
         asks the plan for the request's cost next."""
 
-    def concede(self, req: Any) -> bool:
+    def concede(self, req: Req) -> bool:
         """Gives up what :meth:`acquire` keeps, so that the request fits into memory that is its
         own. Returns whether there was anything."""
         return False
@@ -150,11 +161,11 @@ class Power(Generic[SectionT]):
         admitted by SGLang."""
         return 0
 
-    def make_room(self, adder: Any, req: Any) -> bool:
+    def make_room(self, adder: PrefillAdder, req: Req) -> bool:
         """Preempts requests for one that memory is missing for. Returns whether any was."""
         return False
 
-    def preempt(self, original: Callable[..., bool], adder: Any, req: Any) -> bool | None:
+    def preempt(self, original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool | None:
         """Preempts requests for one that there are too many others beside.
 
         Args:
@@ -164,20 +175,20 @@ class Power(Generic[SectionT]):
             Whether it can be admitted now; None to leave the decision to others.
         """
 
-    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+    def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         """Is called when SGLang has tried to admit a request that was ready and planned."""
 
-    def continued(self, req: Any) -> None:
+    def continued(self, req: Req) -> None:
         """Is called when a further part of a chunked prompt was admitted."""
 
-    def deferred(self, req: Any) -> None:
+    def deferred(self, req: Req) -> None:
         """Is called when a planned request is passed over before SGLang has tried to admit it."""
 
-    def withheld(self) -> Iterable[Any]:
+    def withheld(self) -> Iterable[Req]:
         """Returns waiting requests that the power keeps outside of SGLang's queue."""
         return ()
 
-    def requeued(self, scheduler: Any, req: Any, arrived: float) -> None:
+    def requeued(self, scheduler: Scheduler, req: Req, arrived: float) -> None:
         """Is called when a retracted request was put at the end of the waiting queue.
 
         Args:
@@ -187,23 +198,23 @@ class Power(Generic[SectionT]):
     def poll(self) -> None:
         """Is called once in every iteration of the scheduler's loop, also when it is idle."""
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: ScheduleBatch) -> None:
         """Is called before SGLang plans a step, with the batch that decodes."""
 
-    def after_step(self, plan: Any) -> None:
+    def after_step(self, plan: StepPlan) -> None:
         """Is called with the plan of a step, in which ``running_batch`` may be changed."""
 
     def pending(self) -> bool:
         """Returns whether waiting requests depend on I/O that is under way."""
         return False
 
-    def forwarding(self, batch: Any) -> None:
+    def forwarding(self, batch: ScheduleBatch) -> None:
         """Is called before SGLang runs a ``ScheduleBatch``."""
 
-    def forwarded(self, batch: Any, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
         """Is called after the run, with the time that it has taken."""
 
-    def positioned(self, batch: Any) -> Any:
+    def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns SGLang's ``ForwardBatch`` with the positions that its tokens have."""
         return batch
 
@@ -217,7 +228,7 @@ class Power(Generic[SectionT]):
     def prefilled(self, rid: str) -> None:
         """Is called when the prefill of a planned request has ended, or will not take place."""
 
-    def released(self, tree: Any, req: Any, checkpointed: bool) -> None:
+    def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         """Is called before the radix tree releases a request that ends or is retracted.
 
         Args:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
-def reserved(req: Any) -> int:
+
+def reserved(req: Req) -> int:
     """Returns the tokens that SGLang reserves for the rest of a request's answer when it admits
     the request."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -16,7 +18,7 @@ def reserved(req: Any) -> int:
     return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
-def present(scheduler: Any, running: Any) -> Iterator[Any]:
+def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Any]:
     """Yields the requests of a scheduler that wait, run or are being prefilled, some twice.
 
     Args:
@@ -30,13 +32,13 @@ def present(scheduler: Any, running: Any) -> Iterator[Any]:
         yield scheduler.chunked_req
 
 
-def retractable(req: Any) -> bool:
+def retractable(req: Req) -> bool:
     """Whether a running request can be retracted. A beam group cannot: SGLang's release of its
     leader leaves the rows of its members behind."""
     return not req.finished() and req.beam_group is None
 
 
-def release(scheduler: Any, req: Any, *, offload_kv: bool = True) -> None:
+def release(scheduler: Scheduler, req: Req, *, offload_kv: bool = True) -> None:
     """Frees the row and the slots of a request outside of a batch.
 
     Args:
@@ -55,7 +57,7 @@ def release(scheduler: Any, req: Any, *, offload_kv: bool = True) -> None:
     )
 
 
-def refuse_waiting(scheduler: Any, req: Any, message: str) -> None:
+def refuse_waiting(scheduler: Scheduler, req: Req, message: str) -> None:
     """The request, which is in the waiting queue, is answered with 503 and ``message``."""
     from sglang.srt.managers.io_struct import AbortReq
 

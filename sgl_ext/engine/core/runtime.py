@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
 
@@ -59,16 +60,16 @@ class ExtRuntime:
         """The open powers, the outermost one first."""
         return self.inside_out[::-1]
 
-    def owner(self, req: Any) -> Power[Any] | None:
+    def owner(self, req: Req) -> Power[Any] | None:
         """Returns the power that brings all KV of a waiting request, if one does."""
         return next((power for power in self.inside_out if power.owns(req)), None)
 
-    def withheld(self) -> Iterator[Any]:
+    def withheld(self) -> Iterator[Req]:
         """Yields waiting requests that powers keep outside of SGLang's queue."""
         for power in self.inside_out:
             yield from power.withheld()
 
-    def computed_tokens(self, batch: Any) -> int:
+    def computed_tokens(self, batch: ScheduleBatch) -> int:
         """Returns how many tokens of SGLang's ``ScheduleBatch`` an extend forward computes: those
         that plans neither link nor load."""
         if not self.plans:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.sglang_types import ServerArgs
 
 Unserved = tuple[tuple[str, Callable[[Any], bool], str], ...]
 """Fields of ``ServerArgs``, which of their values are meant, and in words."""
@@ -20,7 +21,7 @@ COMMON: Unserved = (
 )
 
 
-def require_served(server_args: Any, power: str, unserved: Unserved) -> None:
+def require_served(server_args: ServerArgs, power: str, unserved: Unserved) -> None:
     """Raises ActivationError if the arguments ask for one of :data:`COMMON` or ``unserved``."""
     for field, is_meant, what in (*COMMON, *unserved):
         if is_meant(getattr(server_args, field)):

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.power import Front
+from sgl_ext.engine.core.sglang_types import ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, validation
 from sgl_ext.errors import ExtError
 
@@ -24,15 +25,15 @@ class RefusedError(ValueError):
         self.status_code = error.status
 
 
-def add_front(manager: Any, front: Front) -> None:
+def add_front(manager: TokenizerManager, front: Front) -> None:
     """Has a power look at each request of SGLang's ``TokenizerManager``, outside of those that
     look already."""
     setattr(manager, _FRONTS, (*getattr(manager, _FRONTS, ()), front))
 
 
 def _serve(
-    server_args: Any,
-    manager: Any,
+    server_args: ServerArgs,
+    manager: TokenizerManager,
     _templates: Any,
     _ports: Any,
     scheduler_infos: list[dict[str, Any]],
@@ -56,7 +57,11 @@ def _serve(
 
 
 async def _generate(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, request: Any, *args: Any, **kw: Any
+    original: Callable[..., AsyncIterator[Any]],
+    manager: TokenizerManager,
+    request: Any,
+    *args: Any,
+    **kw: Any,
 ) -> AsyncIterator[Any]:
     watches = []
     for front in reversed(getattr(manager, _FRONTS, ())):

@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.sglang_types import Req, Scheduler, TokenizerManager
 from sgl_ext.engine.front.checks import (
     NO_TOKENS,
     check_labels,
@@ -24,7 +25,7 @@ from sgl_ext.engine.front.checks import (
 logger = logging.getLogger(__name__)
 
 
-def check_shape(manager: Any, request: Any) -> None:
+def check_shape(manager: TokenizerManager, request: Any) -> None:
     """Checks what a request looks like before SGLang expands it."""
     if carried_by(manager.server_args) is not None:
         try:
@@ -41,7 +42,9 @@ def check_shape(manager: Any, request: Any) -> None:
             raise
 
 
-def _validate(original: Callable[..., None], manager: Any, request: Any, ids: Any) -> None:
+def _validate(
+    original: Callable[..., None], manager: TokenizerManager, request: Any, ids: Any
+) -> None:
     if carried_by(manager.server_args) is None:
         return original(manager, request, ids)
     check_types(request.sampling_params, sampling_fields(manager.sampling_params_class))
@@ -50,7 +53,9 @@ def _validate(original: Callable[..., None], manager: Any, request: Any, ids: An
     return None
 
 
-def _tokenized(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+def _tokenized(
+    original: Callable[..., Any], manager: TokenizerManager, request: Any, *args: Any
+) -> Any:
     """Checks the values of a request that is about to be sent."""
     if carried_by(manager.server_args) is None:
         return original(manager, request, *args)
@@ -60,7 +65,7 @@ def _tokenized(original: Callable[..., Any], manager: Any, request: Any, *args: 
     return made
 
 
-def _dispatch(original: Callable[..., None], manager: Any, message: Any) -> None:
+def _dispatch(original: Callable[..., None], manager: TokenizerManager, message: Any) -> None:
     """Refuses what cannot be encoded."""
     if carried_by(manager.server_args) is not None:
         with malformed_is_refused("the request"):
@@ -68,7 +73,7 @@ def _dispatch(original: Callable[..., None], manager: Any, message: Any) -> None
     return original(manager, message)
 
 
-def _handle(original: Callable[..., None], scheduler: Any, request: Any, **kw: Any) -> None:
+def _handle(original: Callable[..., None], scheduler: Scheduler, request: Any, **kw: Any) -> None:
     """Ends a request that cannot be taken in, and no other."""
     if runtime.current is None:
         return original(scheduler, request, **kw)
@@ -86,7 +91,7 @@ def _handle(original: Callable[..., None], scheduler: Any, request: Any, **kw: A
     return None
 
 
-def check_prompt(req: Any) -> None:
+def check_prompt(req: Req) -> None:
     """Ends a request without prompt tokens. Only its scheduler knows the prompt of a session."""
     if req.to_finish is None and not req.origin_input_ids:
         req.set_finish_with_abort(NO_TOKENS)

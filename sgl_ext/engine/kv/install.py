@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
+from sgl_ext.engine.core.sglang_types import ScheduleBatch
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
@@ -164,7 +165,7 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     return ours
 
 
-def _serving_extend(original: Callable[..., Any], batch: Any) -> Any:
+def _serving_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch)
@@ -176,7 +177,7 @@ def _serving_extend(original: Callable[..., Any], batch: Any) -> Any:
         return original(batch)
 
 
-def _serving_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+def _serving_decode(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch, token_per_req)

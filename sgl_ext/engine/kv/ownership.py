@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, ScheduleBatch, Scheduler
 
 
 class TwoOwnersError(RuntimeError):
     """A KV block belongs to two owners. The scheduler cannot go on: what it holds may be wrong."""
 
 
-def check_admitted(adder: Any, req: Any) -> None:
+def check_admitted(adder: PrefillAdder, req: Req) -> None:
     """Checks that the tree owns what it lends to a request: all of its prefix but what an external
     cache loads into slots of the request's own.
 
@@ -32,12 +33,12 @@ def check_admitted(adder: Any, req: Any) -> None:
     _check_prefix(req, loaded)
 
 
-def check_resumed(req: Any) -> None:
+def check_resumed(req: Req) -> None:
     """Checks the same of a request that is resumed, whose prefix is all of the tree's."""
     _check_prefix(req, 0)
 
 
-def _check_prefix(req: Any, loaded: int) -> None:
+def _check_prefix(req: Req, loaded: int) -> None:
     if req.kv.cache_protected_len != req.prefix_len - loaded:
         raise TwoOwnersError(
             f"request {req.rid} begins with a prefix of {req.prefix_len} tokens, {loaded} of them "
@@ -46,7 +47,7 @@ def _check_prefix(req: Any, loaded: int) -> None:
         )
 
 
-def _inserted(result: Any, tree: Any, *_args: Any, **_kw: Any) -> Any:
+def _inserted(result: Any, tree: RadixTree, *_args: Any, **_kw: Any) -> Any:
     """The slots that an insert frees as duplicates are not those that the tree keeps."""
     unused = getattr(tree.token_to_kv_pool_allocator, "unused", None)
     if unused is None or result.last_device_node is None:
@@ -58,7 +59,7 @@ def _inserted(result: Any, tree: Any, *_args: Any, **_kw: Any) -> Any:
     return result
 
 
-def check_step(scheduler: Any, batch: Any) -> None:
+def check_step(scheduler: Scheduler, batch: ScheduleBatch) -> None:
     """All owners together have no more than there is. O(requests that run)."""
     if runtime.current is None or runtime.current.slab is None:
         return
@@ -70,7 +71,7 @@ def check_step(scheduler: Any, batch: Any) -> None:
         )
 
 
-def owned_tokens(scheduler: Any, batch: Any) -> int:
+def owned_tokens(scheduler: Scheduler, batch: ScheduleBatch) -> int:
     """Tokens that are free, in the radix tree, or held by ``batch``, by other requests or for
     requests that come back; each as often as it has owners."""
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache

@@ -7,8 +7,7 @@ one call on the scheduler's thread between two steps.
 
 from __future__ import annotations
 
-from typing import Any
-
+from sgl_ext.engine.core.sglang_types import Scheduler
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.errors import ExtError
 
@@ -27,7 +26,7 @@ class KVResizer:
         ExtError: SGLang does not run on the slab, or lacks one of the counts.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, BlockGroupAllocator):
             raise ExtError(

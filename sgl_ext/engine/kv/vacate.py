@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sgl_ext.engine.core.requests import release, reserved, retractable
+from sgl_ext.engine.core.sglang_types import RadixTree, Req, ScheduleBatch, Scheduler
 
 
-def evict(tree: Any, start: int, end: int) -> None:
+def evict(tree: RadixTree, start: int, end: int) -> None:
     """Evicts all of the radix tree that needs slots ``[start, end)`` and that nobody has locked.
 
     A node that is evicted takes those behind it along.
@@ -62,7 +63,7 @@ def _leaves(core: Any) -> list[int]:
     return leaves
 
 
-def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
+def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) -> list[Req]:
     """Has the requests that hold one of slots ``[start, end)`` give way.
 
     As SGLang's ``retract_decode``: between two steps, when what the last one has brought is in
@@ -80,11 +81,11 @@ def retract(scheduler: Any, running: Any, start: int, end: int) -> list[Any]:
     reqs = _out(running, going)
     chunked = scheduler.chunked_req
     if chunked is not None and _holds(scheduler, chunked, start, end):
-        reqs.append(_retract_chunked(scheduler))
+        reqs.append(_retract_chunked(scheduler, chunked))
     return reqs
 
 
-def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
+def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> list[Req]:
     """Has requests give way that SGLang has begun with memory that is gone now.
 
     SGLang counts on the room that there was when it began a prompt: a later chunk that finds none
@@ -101,18 +102,18 @@ def retract_what_does_not_fit(scheduler: Any, running: Any) -> list[Any]:
         chunk = min(rest, scheduler.chunked_prefill_size or rest) + allocator.page_size
         room = allocator.available_size() + scheduler.tree_cache.evictable_size()
         if chunk > room or not fits(req, allocator):
-            reqs.append(_retract_chunked(scheduler))
+            reqs.append(_retract_chunked(scheduler, req))
     return reqs
 
 
-def fits(req: Any, allocator: Any) -> bool:
+def fits(req: Req, allocator: Any) -> bool:
     """Whether SGLang would admit the request if it were alone."""
     longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
     # A page is kept for the last one, which is never full.
     return bool(longest + allocator.page_size < allocator.size)
 
 
-def _out(running: Any, going: Sequence[int]) -> list[Any]:
+def _out(running: ScheduleBatch, going: Sequence[int]) -> list[Req]:
     """The requests at these places of the batch give way."""
     reqs = [running.reqs[at] for at in going]
     for at in going:
@@ -124,14 +125,13 @@ def _out(running: Any, going: Sequence[int]) -> list[Any]:
     return reqs
 
 
-def _retract_chunked(scheduler: Any) -> Any:
-    req = scheduler.chunked_req
+def _retract_chunked(scheduler: Scheduler, req: Req) -> Req:
     scheduler.chunked_req = None
     release(scheduler, req)
     return req
 
 
-def _holds(scheduler: Any, req: Any, start: int, end: int) -> bool:
+def _holds(scheduler: Scheduler, req: Req, start: int, end: int) -> bool:
     table = scheduler.req_to_token_pool.req_to_token
     return _any_within(table[req.kv.req_pool_idx, : req.kv.kv_allocated_len], start, end)
 

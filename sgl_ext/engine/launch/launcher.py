@@ -23,6 +23,7 @@ from sgl_ext.engine.core.activation import (
     report,
 )
 from sgl_ext.engine.core.powers import ORDER
+from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.front import dispatch, errors, validation
 from sgl_ext.engine.launch import run_directory
 
@@ -41,7 +42,7 @@ _UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Launch paths with processes that do not answer this launcher, and could not be verified."""
 
 
-def require_verifiable(server_args: Any) -> None:
+def require_verifiable(server_args: ServerArgs) -> None:
     """Raises ActivationError for a launch path, as resolved, that would escape verification."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -72,7 +73,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def one_sentence_about(server_args: Any) -> Iterator[None]:
+def one_sentence_about(server_args: ServerArgs) -> Iterator[None]:
     """Turns arguments that SGLang cannot resolve, or a model it cannot read, into a sentence."""
     try:
         yield
@@ -102,7 +103,7 @@ def _require_free_port(host: str, port: int) -> None:
 
 
 def _launch_server(
-    original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], server_args: ServerArgs, *args: Any, **kwargs: Any
 ) -> Any:
     """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
     if carried_by(server_args) is None:
@@ -127,7 +128,7 @@ def _launch_server(
     return original(server_args, *args, launch_callback=greet, **kwargs)
 
 
-def _check_arguments(original: Callable[..., None], server_args: Any) -> None:
+def _check_arguments(original: Callable[..., None], server_args: ServerArgs) -> None:
     if carried_by(server_args) is None:
         return original(server_args)
     try:
@@ -138,7 +139,9 @@ def _check_arguments(original: Callable[..., None], server_args: Any) -> None:
     return None
 
 
-def _port_args(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _port_args(
+    original: Callable[..., Any], server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> Any:
     """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from sgl_ext.engine.core.sglang_types import ServerArgs
+
 MASK = "<redacted>"
 """The mask that SGLang prints for its watermark keys."""
 _FIELDS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -17,7 +19,7 @@ def masked(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {name: MASK for name in _FIELDS if arguments.get(name)}
 
 
-def mask_command(server_args: Any) -> None:
+def mask_command(server_args: ServerArgs) -> None:
     """Takes the secrets out of the command that the record says it was made by."""
     command = getattr(server_args, _COMMAND, None)
     if not command:

@@ -19,6 +19,7 @@ from sgl_ext.engine.core.activation import (
     in_worker,
     refuse,
 )
+from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.launch import secrets
 
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
@@ -76,7 +77,7 @@ def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -
     return config
 
 
-def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
+def _resolve_once(original: Callable[..., None], server_args: ServerArgs) -> None:
     """Activates the launcher: its arguments are complete, and no process is launched yet."""
     if in_worker():
         return original(server_args)
@@ -105,7 +106,7 @@ def _resolve_once(original: Callable[..., None], server_args: Any) -> None:
     return None
 
 
-def _mask(result: dict[str, Any], server_args: Any) -> dict[str, Any]:
+def _mask(result: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
     if carried_by(server_args) is None and _requested is None:
         return result
     return secrets.masked(result)

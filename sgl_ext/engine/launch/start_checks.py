@@ -17,6 +17,7 @@ from sgl_ext.config_values import written_size
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.attention_backends import PLANNING, require_names
 from sgl_ext.engine.core.powers import powers_of
+from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.kv.install import obstacle_in_arguments
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES, Layout
@@ -26,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 _HUB_ANSWER_S = 10.0
 
 
-def require_startable(server_args: Any, config: ExtConfig) -> None:
+def require_startable(server_args: ServerArgs, config: ExtConfig) -> None:
     """Before SGLang resolves its arguments: the model is there, and the machine has what it takes.
 
     Raises:
@@ -39,7 +40,7 @@ def require_startable(server_args: Any, config: ExtConfig) -> None:
         raise hooks.ActivationError(str(error)) from None
 
 
-def require_resolved(server_args: Any, config: ExtConfig) -> None:
+def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
     """Afterwards: the sections serve these arguments, this page and this model.
 
     Raises:
@@ -64,7 +65,7 @@ def require_resolved(server_args: Any, config: ExtConfig) -> None:
         _require_room_for_a_page(config, _layout(view, model))
 
 
-def _require_model(server_args: Any) -> None:
+def _require_model(server_args: ServerArgs) -> None:
     """A path that is plainly local must exist, with whole weights; others may be a hub's names."""
     path = Path(server_args.model_path)
     is_local = path.is_absolute() or server_args.model_path.startswith((".", "~"))
@@ -96,7 +97,7 @@ def _lacking(path: Path) -> Iterator[str]:
         yield from (name for name in sorted(set(shards)) if not (path / name).exists())
 
 
-def _require_hub(server_args: Any) -> None:
+def _require_hub(server_args: ServerArgs) -> None:
     """SGLang tries a hub that is out of reach for most of a minute; here it is tried once."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -136,7 +137,7 @@ def _require_layout(view: Any, config: ExtConfig) -> None:
         )
 
 
-def _require_attention(server_args: Any, config: ExtConfig) -> None:
+def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
     """Backends that were asked for; what SGLang chooses for a model is looked at when it runs."""
     planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
     own = "clusters" if config.clusters is not None else None

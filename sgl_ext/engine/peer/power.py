@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import Peer
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -32,7 +33,7 @@ class PeerPower(Power[Peer]):
 
     side: PeerSide
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
         from sgl_ext.engine.peer.roles import open_side
@@ -49,14 +50,14 @@ class PeerPower(Power[Peer]):
         """Layer buffers of a master; None if it reads workers' memory where it is."""
         return self.side.stream
 
-    def withheld(self) -> Iterator[Any]:
+    def withheld(self) -> Iterator[Req]:
         yield from self.side.aside
         yield from self.side.out
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: ScheduleBatch) -> None:
         self.side.step(running)
 
-    def after_step(self, plan: Any) -> None:
+    def after_step(self, plan: StepPlan) -> None:
         self.side.planned()
         if self._measured:
             self.side.measure()

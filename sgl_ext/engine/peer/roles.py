@@ -8,6 +8,7 @@ from typing import IO, Any, Literal
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.attention_backends import require_own
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer.side import LAST_WORD_S, PeerSide
@@ -27,7 +28,7 @@ _AGAIN_S = 0.1
 """After that, or when another has ended, it is looked again at who stays in what is to be left."""
 
 
-def open_side(config: Peer, scheduler: Any, slab: Slab) -> PeerSide:
+def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
     """This process's side, as its section says.
 
     Raises:
@@ -41,9 +42,9 @@ class WorkerSide(PeerSide):
 
     role: Literal["master", "worker"] = "worker"
 
-    def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator: Any = scheduler.token_to_kv_pool_allocator
         self._first = allocator.groups.first
         self._resizer = KVResizer(scheduler)
         self._resizer.promise(allocator.groups.blocks)
@@ -75,7 +76,7 @@ class WorkerSide(PeerSide):
         self._evict(end - blocks, end)
         return self.blocks - self._resizer.tail_free
 
-    def _held(self, running: Any) -> int:
+    def _held(self, running: ScheduleBatch) -> int:
         """End of the blocks that requests hold."""
         table = self._scheduler.req_to_token_pool.req_to_token
         ends = [self._first]
@@ -91,14 +92,13 @@ class WorkerSide(PeerSide):
     def grow(self, blocks: int) -> None:
         self._resizer.grow(blocks)
 
-    def step(self, running: Any) -> None:
+    def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
         for keep in self._link.heard():
             self._worker.hear(keep, now)
         before = self.blocks
         self._running = running
         self._worker.step(self._need(running), now)
-        self._running = None
         self._look_again(running, before, self.blocks)
         self._link.say([self._worker.message])
         self._put_aside(now, "a peer has not given back what it was lent")
@@ -109,7 +109,7 @@ class WorkerSide(PeerSide):
         self._link.say([self._worker.message])
         super().close()
 
-    def _need(self, running: Any) -> int:
+    def _need(self, running: ScheduleBatch) -> int:
         """Tokens that all requests have, or come to have."""
         page = self._slab.layout.page
         need = 0
@@ -120,7 +120,7 @@ class WorkerSide(PeerSide):
                 need += (tokens // page + 2) * page
         return need
 
-    def _requests(self, running: Any) -> Sequence[Any]:
+    def _requests(self, running: ScheduleBatch) -> Sequence[Any]:
         scheduler = self._scheduler
         reqs = {id(req): req for req in (*running.reqs, *scheduler.waiting_queue)}
         if scheduler.chunked_req is not None:
@@ -151,11 +151,11 @@ class MasterSide(PeerSide):
 
     role: Literal["master", "worker"] = "master"
 
-    def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)
-        self.out: list[Any] = []
+        self.out: list[Req] = []
         # What a worker has taken back for a moment comes again: requests wait for it so long.
         self._most = NeedWindow(self._patience)
         block = slab.layout.block_bytes
@@ -206,7 +206,7 @@ class MasterSide(PeerSide):
         reqs = [*self._running.reqs, scheduler.chunked_req]
         return [req and req.rid for req in reqs], scheduler.tree_cache.evictable_size()
 
-    def step(self, running: Any) -> None:
+    def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
         # A process that was stopped has not waited for anybody meanwhile.
         self._awake += min(now - self._now, _STEP_S)
@@ -214,7 +214,6 @@ class MasterSide(PeerSide):
         before = self._resizer.blocks
         self._running = running
         self._talk(now)
-        self._running = None
         if self.stream is not None:
             self.stream.enabled = bool(self._master.borrowed)
             self.stream.sparing = self._master.sparing

@@ -12,6 +12,7 @@ import zmq
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.requests import refuse_waiting
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream
@@ -29,22 +30,23 @@ class PeerSide:
     role: Literal["master", "worker"]
     stream: LayerStream | None = None
     """A master's layer buffers, if it has any."""
-    aside: Sequence[Any] = ()
+    aside: Sequence[Req] = ()
     """Requests that wait for memory, and are not in SGLang's queue while it plans a step."""
-    out: Sequence[Any] = ()
+    out: Sequence[Req] = ()
     """Those that gave way in this step, which are queued when it has been planned."""
 
-    def __init__(self, config: Peer, scheduler: Any, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._address = directory.address(config.directory)
-        self._running: Any = None
+        self._running = scheduler.running_batch
+        """The batch that decodes, as of the current step."""
         self._unfit: dict[str, float] = {}
         """Ids of requests that memory is missing for, and since when."""
         self._patience = config.deadline + config.lease
         """Seconds that they wait for it."""
         self._metrics: PeerMetrics | None = None
 
-    def step(self, running: Any) -> None:
+    def step(self, running: ScheduleBatch) -> None:
         """Between two steps of the scheduler, with the batch that decodes."""
         raise NotImplementedError
 
@@ -95,7 +97,7 @@ class PeerSide:
             self.aside = [req for req in waiting if req.rid in self._unfit]
             scheduler.waiting_queue = [req for req in waiting if req.rid not in self._unfit]
 
-    def _look_again(self, running: Any, before: int, blocks: int) -> None:
+    def _look_again(self, running: ScheduleBatch, before: int, blocks: int) -> None:
         """SGLang, that found no room for a request, looks again only when another one has ended."""
         if blocks > before:
             running.batch_is_full = False

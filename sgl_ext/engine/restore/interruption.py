@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+
 if TYPE_CHECKING:
     from sgl_ext.engine.restore.power import RestorePower
 
 
-def interrupt(power: RestorePower, scheduler: Any, running: Any) -> Any | None:
+def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch) -> Req | None:
     """Releases the request whose prompt is being computed, if a request that comes first by now can
     take its place. What was computed of it stays in the radix tree.
 
@@ -35,18 +37,18 @@ def interrupt(power: RestorePower, scheduler: Any, running: Any) -> Any | None:
     return req
 
 
-def _keeps(req: Any) -> bool:
+def _keeps(req: Req) -> bool:
     """Whether what was computed of a prompt is found again."""
     logprobs = req.return_logprob and 0 <= req.logprob_start_len < req.prefix_len
     return not logprobs and not req.skip_radix_cache_insert
 
 
-def _room(scheduler: Any, running: Any, going: Any, coming: Any) -> bool:
+def _room(scheduler: Scheduler, running: ScheduleBatch, going: Any, coming: Any) -> bool:
     """Whether SGLang would have memory for a request in place of another one, beside those that
     run."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    def answer(req: Any) -> int:
+    def answer(req: Req) -> int:
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return min(left, CLIP_MAX_NEW_TOKENS)
 

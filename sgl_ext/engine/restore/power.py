@@ -11,6 +11,14 @@ from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_store_first
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.sglang_types import (
+    PrefillAdder,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    ServerArgs,
+    StepPlan,
+)
 from sgl_ext.engine.restore import interruption, setup, turn
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import Load
@@ -60,20 +68,20 @@ class RestorePower(Power[Restore]):
     prefixes: HostPrefixes
     stack: TierStack
     interrupted: str | None = None
-    _queued: Any = None
+    _queued: Req | None = None
     """Request that gives way to another one between two parts of its prompt."""
     _asking: Prompt | None = None
     """The prompt that SGLang looks up next, if it may be restored."""
-    _parked: Any = None
+    _parked: PrefillAdder | None = None
     """Adder of the step in which the chunked prompt waits for its KV."""
     _alone: int | None = None
     """First token of a forward that only computes consecutive tokens of one prompt."""
     _metrics: RestoreMetrics | None = None
 
-    def require_resolved(self, view: Any, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: Any) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_schedule
 
         require_store_first(scheduler.tp_worker.model_runner, self.name)
@@ -96,7 +104,7 @@ class RestorePower(Power[Restore]):
 
     # --- before admission ------------------------------------------------------------------------
 
-    def matching(self, req: Any, prefix: int) -> None:
+    def matching(self, req: Req, prefix: int) -> None:
         """Releases what host memory holds for the request, which may not follow any more on what
         the device has."""
         self.prefixes.release(req.rid)
@@ -130,13 +138,13 @@ class RestorePower(Power[Restore]):
 
     # --- admission -------------------------------------------------------------------------------
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         if continuing and req.rid in self.prefixes:
             return False  # SGLang goes on with one prompt only, and would look no further behind it
         # SGLang would count a part that waits among those of a batch of others.
         return self._parked is not adder and self.restorer.turn(req.rid, continuing)
 
-    def plan(self, adder: Any, req: Any) -> bool:
+    def plan(self, adder: PrefillAdder, req: Req) -> bool:
         rid, end, plans = req.rid, len(req.full_untruncated_fill_ids), self._ext.plans
         if rid in self.prefixes:
             plans[rid] = self.prefixes.plan(rid, end)
@@ -152,18 +160,18 @@ class RestorePower(Power[Restore]):
         plans[rid] = plan
         return True
 
-    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+    def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if admitted:
             self.continued(req)
         else:
             self.deferred(req)
 
-    def deferred(self, req: Any) -> None:
+    def deferred(self, req: Req) -> None:
         """Drops the plan, which is made anew at admission: the request may stop being restored."""
         if self._restores(req.rid) and not self.restorer.computes(req.rid):
             self._ext.plans.pop(req.rid, None)
 
-    def continued(self, req: Any) -> None:
+    def continued(self, req: Req) -> None:
         if not self._restores(rid := req.rid):
             return
         self.restorer.computing(rid, req.extend_end)
@@ -186,12 +194,12 @@ class RestorePower(Power[Restore]):
     def _restores(self, rid: str) -> bool:
         return rid in self.prefixes or self.restorer.restores(rid)
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: ScheduleBatch) -> None:
         self._queued = interruption.interrupt(self, self._scheduler, running)
         if self._queued is not None:
             running.batch_is_full = False
 
-    def after_step(self, plan: Any) -> None:
+    def after_step(self, plan: StepPlan) -> None:
         if (req := self._queued) is not None:
             # Not sooner: the result of its last part may still come, and is ignored while the
             # request is out of the queue.
@@ -201,7 +209,7 @@ class RestorePower(Power[Restore]):
 
     # --- the forward -----------------------------------------------------------------------------
 
-    def forwarding(self, batch: Any) -> None:
+    def forwarding(self, batch: ScheduleBatch) -> None:
         self._alone = None
         if batch.forward_mode.is_extend() and len(batch.reqs) == 1:
             whole = self._ext.computed_tokens(batch) == batch.extend_num_tokens
@@ -210,7 +218,7 @@ class RestorePower(Power[Restore]):
             if whole and not waits and batch.reqs[0].rid not in self.prefixes:
                 self._alone = batch.prefix_lens[0]
 
-    def forwarded(self, batch: Any, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
         if (begin := self._alone) is not None and batch.extend_num_tokens >= _LEAST_TOKENS:
             self.restorer.costs.computed(begin, begin + batch.extend_num_tokens, seconds)
 
@@ -277,7 +285,7 @@ class RestorePower(Power[Restore]):
         if self._metrics is not None:
             self._metrics.count(restored)
 
-    def _count_loaded(self, req: Any) -> None:
+    def _count_loaded(self, req: Req) -> None:
         """Counts what the next part of a request takes from what tiers have loaded."""
         begin, end = cached_tokens.first_time(req, req.prefix_len, req.extend_end)
         if begin < end:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.restore.host_prefixes import Strategy
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.stack import TierStack
@@ -22,7 +23,7 @@ class Prompt(NamedTuple):
     """The smaller, the sooner: SGLang's priority, where it schedules by that."""
 
 
-def prompt_of(req: Any, prefix: int, page: int) -> Prompt | None:
+def prompt_of(req: Req, prefix: int, page: int) -> Prompt | None:
     """Returns the request's prompt, of which the device has ``prefix`` tokens; None if it is not to
     be restored."""
     if req.session is not None or req.multimodal_inputs is not None:
@@ -32,7 +33,7 @@ def prompt_of(req: Any, prefix: int, page: int) -> Prompt | None:
     return Prompt(first, most - first, tokens, _precedence(req)) if most > first else None
 
 
-def _precedence(req: Any) -> int:
+def _precedence(req: Req) -> int:
     from sglang.srt.runtime_context import get_schedule
 
     schedule = get_schedule()

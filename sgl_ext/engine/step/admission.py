@@ -7,11 +7,14 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import beams, budget, penalties
 
 
-def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
+def _admit(
+    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
+) -> Any:
     ext = runtime.current
     if ext is None:
         return original(adder, req, *args, **kw)
@@ -39,7 +42,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw:
     return result
 
 
-def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def _preempt(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
     """Preempts no request for one that could not be admitted yet."""
     if (ext := runtime.current) is None:
         return original(adder, req)
@@ -56,14 +59,14 @@ def _preempt(original: Callable[..., Any], adder: Any, req: Any) -> Any:
             power.deferred(req)
 
 
-def _planned(ext: ExtRuntime, adder: Any, req: Any, continuing: bool) -> bool:
+def _planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
     """Returns whether admission may be tried, with the request's plan made."""
     # All are asked, for they begin to load what the request needs.
     ready = [power.ready(adder, req, continuing) for power in ext.inside_out]
     return all(ready) and all(power.plan(adder, req) for power in ext.inside_out)
 
 
-def _decided(ext: ExtRuntime, adder: Any, req: Any) -> Any | None:
+def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> Any | None:
     """Returns SGLang's ``AddReqResult`` if a request is not admitted as SGLang does it."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -75,7 +78,7 @@ def _decided(ext: ExtRuntime, adder: Any, req: Any) -> Any | None:
     return None
 
 
-def has_seat(ext: ExtRuntime, adder: Any, req: Any) -> bool:
+def has_seat(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
     """Returns whether the request can still be admitted in this step, as far as rows and
     ``--max-running-requests`` go.
 
@@ -92,15 +95,15 @@ def has_seat(ext: ExtRuntime, adder: Any, req: Any) -> bool:
     return free > 0 and (most is None or len(running) + len(new) + resumed < most)
 
 
-def _made_room(ext: ExtRuntime, adder: Any, req: Any) -> bool:
+def _made_room(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
     return any(power.make_room(adder, req) for power in ext.inside_out)
 
 
-def _admitted(adder: Any, req: Any) -> bool:
+def _admitted(adder: PrefillAdder, req: Req) -> bool:
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
-def _alone(adder: Any) -> bool:
+def _alone(adder: PrefillAdder) -> bool:
     """Returns whether no other request holds memory."""
     running = adder.running_batch is not None and not adder.running_batch.is_empty()
     return not running and not adder.can_run_list

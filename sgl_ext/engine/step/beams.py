@@ -13,9 +13,10 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.requests import release
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler
 
 
-def promised_rows(req: Any) -> int:
+def promised_rows(req: Req) -> int:
     """Rows that the members will take when the prefill of their leader is launched."""
     group = req.beam_group
     if group is None or group.member_rows is not None or group.retired or req.finished():
@@ -23,7 +24,7 @@ def promised_rows(req: Any) -> int:
     return int(group.beam_width) - 1
 
 
-def sparing(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def sparing(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
     """Preempts for a request as SGLang does, but no beam group.
 
     Args:
@@ -38,7 +39,7 @@ def sparing(original: Callable[..., Any], adder: Any, req: Any) -> Any:
         adder.preempt_list[:] = [one for one in adder.preempt_list if one not in beams]
 
 
-def _pause(scheduler: Any, request: Any) -> None:
+def _pause(scheduler: Scheduler, request: Any) -> None:
     """Ends the groups that a pause would retract, as SGLang does where memory runs out."""
     if runtime.current is None or request.mode != "retract":
         return
@@ -52,7 +53,7 @@ def _pause(scheduler: Any, request: Any) -> None:
     running.filter_batch(keep_indices=kept)
 
 
-def _end(scheduler: Any, req: Any) -> None:
+def _end(scheduler: Scheduler, req: Req) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 

@@ -8,13 +8,14 @@ from math import lcm
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that goes on with a prompt."""
 
 
-def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> int:
+def _charge(original: Callable[..., int], adder: PrefillAdder, req: Req, prefix: int) -> int:
     """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
     charge = original(adder, req, prefix)
     plan = _plan_of(req)
@@ -23,7 +24,13 @@ def _charge(original: Callable[..., int], adder: Any, req: Any, prefix: int) -> 
 
 
 def _log(
-    _result: None, adder: Any, _prefix: int, _length: int, _answer: int, retracted: bool, **kw: Any
+    _result: None,
+    adder: PrefillAdder,
+    _prefix: int,
+    _length: int,
+    _answer: int,
+    retracted: bool,
+    **kw: Any,
 ) -> None:
     """Logs the tokens that :func:`_charge` took off as cached; they are no replay of SGLang's."""
     if (credit := -kw.get("replay_len", 0)) > 0:
@@ -31,7 +38,7 @@ def _log(
         _log_cached(adder, credit, retracted)
 
 
-def _log_cached(adder: Any, tokens: int, retracted: bool) -> None:
+def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
     """Moves tokens that no forward computes from those that SGLang logs as new to the cached."""
     adder.log_input_tokens -= tokens
     adder.log_hit_tokens += tokens
@@ -40,7 +47,7 @@ def _log_cached(adder: Any, tokens: int, retracted: bool) -> None:
         adder.reprocessed_log_hit_tokens += tokens
 
 
-def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> Any:
+def _select(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kw: Any) -> Any:
     """A part of a prompt ends where the budget of computed tokens does."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -71,7 +78,7 @@ def _select(original: Callable[..., Any], adder: Any, req: Any, **kw: Any) -> An
     )
 
 
-def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def _continue(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
     ext = runtime.current
     setattr(adder, CONTINUING, True)
     if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):
@@ -106,7 +113,7 @@ def _continue(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     return result
 
 
-def _reserve(adder: Any, req: Any, end: int) -> None:
+def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
     """Keeps memory for a prompt from token ``end`` on: a part that has not used the budget up lets
     others be admitted beside it, as none of SGLang's own parts does."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -123,7 +130,7 @@ def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) ->
     return most if end >= prefix + most else end // whole * whole - prefix
 
 
-def _plan_of(req: Any) -> PrefillPlan | None:
+def _plan_of(req: Req) -> PrefillPlan | None:
     ext = runtime.current
     return None if ext is None else ext.plans.get(req.rid)
 

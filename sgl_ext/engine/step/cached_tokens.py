@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.meta_info import told
+from sgl_ext.engine.core.sglang_types import Req
 
 _RESTORED = "_sgl_ext_restored"
 """Attribute of SGLang's ``Req``: tokens that were restored, by tier."""
@@ -18,19 +19,19 @@ _REACHED = "_sgl_ext_reached"
 """Attribute of SGLang's ``Req``: the end of the parts of its prompt that were prefilled so far."""
 
 
-def first_time(req: Any, start: int, end: int) -> tuple[int, int]:
+def first_time(req: Req, start: int, end: int) -> tuple[int, int]:
     """Returns the range of those of tokens ``start .. end - 1`` that belong to the prompt and are
     prefilled for the first time, so that a retracted request counts none twice. It may be empty:
     begin beyond its end."""
     return max(start, getattr(req, _REACHED, 0)), min(end, len(req.origin_input_ids))
 
 
-def reach(req: Any, end: int) -> None:
+def reach(req: Req, end: int) -> None:
     """Notes that the request's prompt has been prefilled up to token ``end``."""
     setattr(req, _REACHED, max(end, getattr(req, _REACHED, 0)))
 
 
-def count(req: Any, tier: str, tokens: int) -> None:
+def count(req: Req, tier: str, tokens: int) -> None:
     """Counts tokens of the request's prompt that were restored from a tier."""
     if tokens <= 0:
         return
@@ -40,7 +41,7 @@ def count(req: Any, tier: str, tokens: int) -> None:
     req.cached_tokens += tokens
 
 
-def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Any) -> dict[str, Any] | None:
+def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Req) -> dict[str, Any] | None:
     """``cached_tokens_details`` says which tier had the tokens; SGLang knows ``host`` only."""
     restored: Counter[str] = getattr(req, _RESTORED, None) or Counter()
     if details is None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.plan import PrefillPlan
@@ -35,8 +36,8 @@ class PlannedForward:
 
     ext: ExtRuntime
     original: Callable[..., Any]
-    runner: Any
-    batch: Any
+    runner: ModelRunner
+    batch: ForwardBatch
     rids: Sequence[str]
     plans: Sequence[PrefillPlan | None]
     prefixes: Sequence[int]
@@ -57,7 +58,7 @@ class PlannedForward:
         slots: NDArray[np.int64] = row.long().numpy()
         return slots
 
-    def run(self, batch: Any) -> Any:
+    def run(self, batch: ForwardBatch) -> Any:
         """Runs another ``ForwardBatch`` in the same way."""
         return self.original(self.runner, batch)
 
@@ -103,8 +104,8 @@ class PlannedForward:
 def forward(
     ext: ExtRuntime,
     original: Callable[..., Any],
-    runner: Any,
-    batch: Any,
+    runner: ModelRunner,
+    batch: ForwardBatch,
     *args: Any,
     **kw: Any,
 ) -> Any:
@@ -137,7 +138,7 @@ def forward(
     return output
 
 
-def _logits(metadata: Any, _class: Any, batch: Any) -> Any:
+def _logits(metadata: Any, _class: Any, batch: ForwardBatch) -> Any:
     # Not by an attribute of the batch: SGLang's runners copy it, field by field.
     ext = runtime.current
     if ext is not None and ext.split is not None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import ScheduleBatch
 
 
-def _cut(processor: Any, batch: Any, result: Any) -> None:
+def _cut(processor: Any, batch: ScheduleBatch, result: Any) -> None:
     """Takes the parts of those out that SGLang passes over."""
     if runtime.current is None or not batch.return_logprob or not processor.is_generation:
         return

@@ -9,15 +9,15 @@ new penalizers, which know nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch
 
 _LAGS = "_sgl_ext_lags"
 """Attribute of a request whose next token to be fed is the one before the last."""
 
 
-def counts(req: Any) -> bool:
+def counts(req: Req) -> bool:
     """Whether the request's answer depends on how often it has generated which token."""
     params = req.sampling_params
     return bool(
@@ -28,24 +28,24 @@ def counts(req: Any) -> bool:
     )
 
 
-def alone(req: Any) -> bool:
+def alone(req: Req) -> bool:
     """Whether the request has to be prepared in a batch of its own: penalizers are fed a token of
     each request at a time, and it has generated some already."""
     return bool(req.output_ids) and counts(req)
 
 
-def apart(adder: Any, req: Any) -> bool:
+def apart(adder: PrefillAdder, req: Req) -> bool:
     """Whether the request has to wait until those have been prepared that were admitted before."""
     before = adder.can_run_list[-1:]
     return bool(before) and (alone(req) or alone(before[0]))
 
 
-def forget(req: Any) -> None:
+def forget(req: Req) -> None:
     """The request gives way again."""
     req.__dict__.pop(_LAGS, None)
 
 
-def _recall(_result: None, batch: Any) -> None:
+def _recall(_result: None, batch: ScheduleBatch) -> None:
     """Feeds what the batch's only request had been fed when its next token was, or would have been,
     sampled; but for the one that preparing a decode step feeds, if that is next."""
     import torch
@@ -64,7 +64,7 @@ def _recall(_result: None, batch: Any) -> None:
         orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
 
 
-def _feed(original: Callable[..., None], batch: Any) -> None:
+def _feed(original: Callable[..., None], batch: ScheduleBatch) -> None:
     """In the first step after a request has come back its last token is known already."""
     lagging = [req for req in batch.reqs if getattr(req, _LAGS, False)]
     hidden = [req.output_ids.pop() for req in lagging]

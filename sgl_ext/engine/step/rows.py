@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sgl_ext.engine.core.sglang_types import ForwardBatch
 from sgl_ext.plan import Compute, PrefillPlan, Span
 
 _PADDING_SLOT = 0
@@ -52,7 +53,7 @@ def rows_of(
     return rows
 
 
-def tokens_of(batch: Any, rows: Sequence[Row]) -> torch.Tensor:
+def tokens_of(batch: ForwardBatch, rows: Sequence[Row]) -> torch.Tensor:
     """Where the tokens of ``rows`` are among those of ``batch``."""
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     ends = accumulate(lengths)
@@ -64,7 +65,7 @@ def tokens_of(batch: Any, rows: Sequence[Row]) -> torch.Tensor:
     )
 
 
-def split(batch: Any, rows: Sequence[Row]) -> Any:
+def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
     """SGLang's ``ForwardBatch`` of ``rows``; shares with ``batch`` what is the same."""
     tokens = tokens_of(batch, rows).to(batch.input_ids.device)
     requests = torch.tensor([row.request for row in rows], device=batch.input_ids.device)
@@ -106,7 +107,7 @@ def split(batch: Any, rows: Sequence[Row]) -> Any:
     return part
 
 
-def handed_over(batch: Any, before: Sequence[Row], rows: Sequence[Row], first: Any) -> Any:
+def handed_over(batch: ForwardBatch, before: Sequence[Row], rows: Sequence[Row], first: Any) -> Any:
     """SGLang's ``ForwardBatch`` of ``rows``, with what some layers have made of their tokens.
 
     Args:
@@ -152,7 +153,7 @@ class Split(NamedTuple):
             metadata.extend_return_logprob = any(metadata.extend_logprob_pruned_lens_cpu)
 
 
-def split_of(batch: Any, rows: Sequence[Row]) -> Split:
+def split_of(batch: ForwardBatch, rows: Sequence[Row]) -> Split:
     """Of ``batch``, which is to be split into ``rows``."""
     count = len(batch.extend_seq_lens_cpu)
     lengths, firsts = [0] * count, [0] * count

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import Req
 
 
 class Allowance:
@@ -71,7 +72,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _check(original: Callable[..., bool], req: Any, *args: Any, **kw: Any) -> bool:
+def _check(original: Callable[..., bool], req: Req, *args: Any, **kw: Any) -> bool:
     patterns = req.sampling_params.stop_regex_strs
     if runtime.current is None or not patterns:
         return original(req, *args, **kw)

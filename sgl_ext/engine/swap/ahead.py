@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sgl_ext.engine.core.sglang_types import RadixTree, Req
 from sgl_ext.memory.tickets import State, Ticket, outlast
 from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.tiers.arena import Key, Pages
@@ -62,7 +63,7 @@ class SwapAhead:
         return sum(flight.growth for flight in self._flights.values())
 
     def begin(
-        self, tree: Any, req: Any, node: Any, first: int, keys: Sequence[Key], growth: int
+        self, tree: RadixTree, req: Req, node: Any, first: int, keys: Sequence[Key], growth: int
     ) -> bool:
         """Begins to copy pages that follow on what the device has of the request's tokens.
 
@@ -94,7 +95,7 @@ class SwapAhead:
         self._flights[req.rid] = _Flight(key, first, slots, lock, ticket, pages, growth)
         return True
 
-    def land(self, tree: Any) -> Iterator[tuple[str, int]]:
+    def land(self, tree: RadixTree) -> Iterator[tuple[str, int]]:
         """Gives the tree what has landed; once in each of the scheduler's steps.
 
         Yields:
@@ -119,7 +120,7 @@ class SwapAhead:
             self._stack.let_go(flight.pages)
         self._flights.clear()
 
-    def _landed(self, tree: Any, flight: _Flight) -> bool:
+    def _landed(self, tree: RadixTree, flight: _Flight) -> bool:
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         if came := flight.ticket.state == State.DONE:

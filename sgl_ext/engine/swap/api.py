@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.requests import present
+from sgl_ext.engine.core.sglang_types import Scheduler, TokenizerManager
 from sgl_ext.engine.swap.priorities import give_to
 from sgl_ext.errors import ExtError
 
@@ -34,7 +35,7 @@ class GivePriority(BaseModel):
     """The larger, the more urgent, unless SGLang was told otherwise."""
 
 
-def install(app: Any, manager: Any, useless: str | None) -> None:
+def install(app: Any, manager: TokenizerManager, useless: str | None) -> None:
     """Adds the route to SGLang's HTTP server, before that is started.
 
     Args:
@@ -96,7 +97,7 @@ def _set(original: Callable[..., Any], state: Any, request: Any) -> Any:
     return SetInternalStateReqOutput(updated=all(done))
 
 
-def _give(scheduler: Any, rid: str, priority: int) -> bool:
+def _give(scheduler: Scheduler, rid: str, priority: int) -> bool:
     ext = runtime.current
     if ext is None or ext.swap is None:
         return False

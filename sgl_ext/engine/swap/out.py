@@ -13,13 +13,14 @@ import numpy as np
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.requests import retractable
+from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
 from sgl_ext.engine.step import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
 
-def _preempted(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
+def _preempted(original: Callable[..., Any], *, req: Req, **kw: Any) -> Any:
     # offload_kv=False: its KV must be computed again, for the weights may change in a pause.
     ext = runtime.current
     if ext is None or ext.swap is None or not kw.get("offload_kv", True):
@@ -31,7 +32,7 @@ def _preempted(original: Callable[..., Any], *, req: Any, **kw: Any) -> Any:
         ext.swap.preempted = None
 
 
-def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool) -> Any:
+def _keep(original: Callable[..., Any], req: Req, tree: RadixTree, *, checkpoint: bool) -> Any:
     """Keeps the KV of a request that is preempted; SGLang releases that of others here, too."""
     ext = runtime.current
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
@@ -40,7 +41,7 @@ def _keep(original: Callable[..., Any], req: Any, tree: Any, *, checkpoint: bool
         return _kept(original, req, tree, ext.swap.manager)
 
 
-def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) -> Any:
+def _kept(original: Callable[..., Any], req: Req, tree: RadixTree, swap: SwapManager) -> Any:
     # All but the last token, whose KV the next step computes, or is just computing.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size
@@ -72,7 +73,7 @@ def _kept(original: Callable[..., Any], req: Any, tree: Any, swap: SwapManager) 
     return result
 
 
-def ended(swap: SwapManager, tree: Any, req: Any) -> None:
+def ended(swap: SwapManager, tree: RadixTree, req: Req) -> None:
     """Copies the KV of a request that ends as well: a baseline to measure against."""
     if swap.baseline.copy_again and req.finished():
         tokens = req.kv.kv_committed_len
@@ -80,13 +81,13 @@ def ended(swap: SwapManager, tree: Any, req: Any) -> None:
         swap.copy_again(_keys(req, whole, tree.page_size), _blocks(req, tree, tokens))
 
 
-def _blocks(req: Any, tree: Any, tokens: int) -> Pages:
+def _blocks(req: Req, tree: RadixTree, tokens: int) -> Pages:
     """Of the request's first ``tokens``."""
     row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
     return np.ascontiguousarray(row[: tokens : tree.page_size].long().numpy() // tree.page_size)
 
 
-def serves(req: Any) -> bool:
+def serves(req: Req) -> bool:
     """Whether a request can be swapped; SGLang recomputes the others."""
     from sglang.srt.runtime_context import get_serving
 
@@ -107,12 +108,12 @@ def serves(req: Any) -> bool:
     )
 
 
-def _wants_prompt(req: Any) -> bool:
+def _wants_prompt(req: Req) -> bool:
     """Whether the logprobs of its prompt are asked for, which SGLang takes from a prefill."""
     return 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
-def _keys(req: Any, tokens: int, page: int) -> Sequence[Key]:
+def _keys(req: Req, tokens: int, page: int) -> Sequence[Key]:
     """Of the whole pages of a request's first ``tokens``, as SGLang's tree names them."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -124,7 +125,7 @@ def _keys(req: Any, tokens: int, page: int) -> Sequence[Key]:
     return [bytes.fromhex(each) for each in get_storage_hash_str(key, None, page_size=page)]
 
 
-def displace(adder: Any, req: Any, lacking: float) -> bool:
+def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
     """Has less urgent requests give way to one that there is no room for; whether there is then.
 
     As ``PrefillAdder.preempt_to_schedule``, which takes it that a request that gives way leaves
@@ -162,7 +163,7 @@ def displace(adder: Any, req: Any, lacking: float) -> bool:
     return True
 
 
-def keep_place(scheduler: Any, req: Any, arrived: float) -> None:
+def keep_place(scheduler: Scheduler, req: Req, arrived: float) -> None:
     """Puts a retracted request, the last one of the waiting queue, where it was when it came."""
     from sglang.srt.environ import envs
 
@@ -179,7 +180,7 @@ def keep_place(scheduler: Any, req: Any, arrived: float) -> None:
         stats.wait_queue_entry_time = arrived
 
 
-def _arrival(req: Any) -> float:
+def _arrival(req: Req) -> float:
     arrived: float = req.time_stats.wait_queue_entry_time
     return arrived
 

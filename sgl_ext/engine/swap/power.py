@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import Swap
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.sglang_types import (
+    PrefillAdder,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    ServerArgs,
+    StepPlan,
+    TokenizerManager,
+)
 from sgl_ext.engine.step import penalties
 from sgl_ext.engine.swap import api, out, priorities, resume
 from sgl_ext.engine.swap.ahead import SwapAhead
@@ -42,12 +52,12 @@ class SwapPower(Power[Swap]):
     manager: SwapManager
     ahead: SwapAhead
     priorities: priorities.Priorities | None
-    preempted: Any = None
-    _expecting: Any = None
+    preempted: Req | None = None
+    _expecting: PrefillAdder | None = None
     """Adder that has been told of swap-ins under way."""
     _metrics: SwapMetrics | None = None
 
-    def declare(self, server_args: Any) -> None:
+    def declare(self, server_args: ServerArgs) -> None:
         """Has SGLang schedule by priorities, if a policy decides them."""
         super().declare(server_args)
         policy = self.section.policy
@@ -78,11 +88,11 @@ class SwapPower(Power[Swap]):
             retraction_policy="priority",
         )
 
-    def serve(self, app: Any, manager: Any, info: Mapping[str, Any]) -> None:
+    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> None:
         by_priority = manager.server_args.enable_priority_scheduling
         api.install(app, manager, api.useless(self.section.policy, by_priority))
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         if ext.tiers is None or ext.slab is None:
             raise RuntimeError("swap is configured without tiers")
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
@@ -90,15 +100,15 @@ class SwapPower(Power[Swap]):
         self.manager = SwapManager(stack, capacity, self.section.baseline)
         self.ahead = SwapAhead(stack, Adaptive())
         self.priorities = priorities.priorities_of(self.section)
-        self.resuming: list[Any] = []
+        self.resuming: list[Req] = []
 
-    def owns(self, req: Any) -> bool:
+    def owns(self, req: Req) -> bool:
         return req.rid in self.manager
 
     def seats(self) -> int:
         return len(self.resuming) + len(self.ahead)
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Has SGLang keep room for requests whose KV is on its way; once in a step, at the first
         request. Defers none."""
         if self._expecting is not adder:
@@ -106,7 +116,7 @@ class SwapPower(Power[Swap]):
             adder.memory_budget.total_offset += self.ahead.growth
         return True
 
-    def resume(self, adder: Any, req: Any) -> Any | None:
+    def resume(self, adder: PrefillAdder, req: Req) -> Any | None:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         if (swapped := self.manager.get(req.rid)) is None:
@@ -118,7 +128,7 @@ class SwapPower(Power[Swap]):
             self.make_room(adder, req)
         return result
 
-    def make_room(self, adder: Any, req: Any) -> bool:
+    def make_room(self, adder: PrefillAdder, req: Req) -> bool:
         """Preempts requests for one that there is no memory for; SGLang preempts only where there
         are too many requests."""
         from sglang.srt.runtime_context import get_schedule
@@ -132,7 +142,7 @@ class SwapPower(Power[Swap]):
                 lacking = resume.lacking(adder, req, found.tokens)
             return out.displace(adder, req, lacking)
 
-    def preempt(self, original: Callable[..., bool], adder: Any, req: Any) -> bool | None:
+    def preempt(self, original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool | None:
         with self.manager.clock.on():
             found = resume.look_up(self, adder.tree_cache, req)
             apart = not self.owns(req) and penalties.apart(adder, req)
@@ -140,13 +150,13 @@ class SwapPower(Power[Swap]):
                 return False
             return out.displace(adder, req, resume.lacking(adder, req, found.tokens))
 
-    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+    def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if admitted and req.retraction_count:
             # All but the token that comes next.
             tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - 1
             self.manager.counts.recomputed_tokens += tokens
 
-    def requeued(self, scheduler: Any, req: Any, arrived: float) -> None:
+    def requeued(self, scheduler: Scheduler, req: Req, arrived: float) -> None:
         out.keep_place(scheduler, req, arrived)
 
     def poll(self) -> None:
@@ -164,7 +174,7 @@ class SwapPower(Power[Swap]):
     def pending(self) -> bool:
         return len(self.ahead) > 0
 
-    def before_step(self, running: Any) -> None:
+    def before_step(self, running: ScheduleBatch) -> None:
         manager, scheduler = self.manager, self.scheduler
         with manager.clock.on():
             news = manager.advance()
@@ -183,12 +193,12 @@ class SwapPower(Power[Swap]):
                 waiting = (*scheduler.waiting_queue, *self.ext.withheld())
                 self.priorities.step(waiting, (*running.reqs, *chunked), scheduler.forward_ct)
 
-    def after_step(self, plan: Any) -> None:
+    def after_step(self, plan: StepPlan) -> None:
         """Has the requests that were resumed in this step join the batch that decodes."""
         scheduler = self.scheduler
         with self.manager.clock.on():
             if reqs := resume.fitting(self, scheduler):
-                gone: set[Any] = set()
+                gone: set[Req] = set()
                 for batch in resume.batches(self, scheduler, reqs):
                     gone.update(batch.reqs)
                     if plan.running_batch.is_empty():
@@ -198,7 +208,7 @@ class SwapPower(Power[Swap]):
                 queue = scheduler.waiting_queue
                 scheduler.waiting_queue = [req for req in queue if req not in gone]
 
-    def lost(self, rid: str, req: Any) -> None:
+    def lost(self, rid: str, req: Req | None) -> None:
         """Has a request computed again whose KV was swapped out and cannot be read.
 
         Args:
@@ -210,11 +220,11 @@ class SwapPower(Power[Swap]):
             for power in self.ext.outside_in:
                 power.needed(req)
 
-    def forwarded(self, batch: Any, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
         if not batch.forward_mode.is_extend():
             self.ahead.adaptive.iterated(seconds)
 
-    def released(self, tree: Any, req: Any, checkpointed: bool) -> None:
+    def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         out.ended(self.manager, tree, req)
 
     def forget(self, rid: str) -> None:

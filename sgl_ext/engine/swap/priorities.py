@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.config import Swap
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.sglang_types import Req, Scheduler
 from sgl_ext.swap.fairness import (
     Candidate,
     FirstCome,
@@ -52,7 +53,7 @@ class Priorities:
         self._known: dict[str, Candidate] = {}
         self._forwards = -1
 
-    def step(self, waiting: Iterable[Any], running: Iterable[Any], forwards: int) -> None:
+    def step(self, waiting: Iterable[Req], running: Iterable[Any], forwards: int) -> None:
         """An iteration may begin with these requests of SGLang's.
 
         Args:
@@ -84,14 +85,14 @@ class Priorities:
         return True
 
 
-def given(req: Any) -> int:
+def given(req: Req) -> int:
     """The priority that SGLang's request was submitted with, or was given since; 0 without one."""
     if (one := getattr(req, _CANDIDATE, None)) is not None:
         return int(one.given)
     return 0 if req.priority in _UNSET else int(req.priority)
 
 
-def give_to(req: Any, priority: int) -> None:
+def give_to(req: Req, priority: int) -> None:
     """SGLang's request has that priority from now on, whether or not a policy has seen it."""
     req.priority = priority
     if (one := getattr(req, _CANDIDATE, None)) is not None:
@@ -99,7 +100,7 @@ def give_to(req: Any, priority: int) -> None:
 
 
 @contextmanager
-def as_given(reqs: Collection[Any]) -> Iterator[None]:
+def as_given(reqs: Collection[Req]) -> Iterator[None]:
     """Has SGLang's requests bear the priorities that they were given, not a policy's levels."""
     levels = [(req, req.priority) for req in reqs]
     for req in reqs:
@@ -116,14 +117,14 @@ def _priorities() -> Priorities | None:
     return None if swap is None else swap.priorities
 
 
-def _count(original: Callable[..., Any], kind: type, reqs: Collection[Any], *args: Any) -> Any:
+def _count(original: Callable[..., Any], kind: type, reqs: Collection[Req], *args: Any) -> Any:
     if _priorities() is None:
         return original(kind, reqs, *args)
     with as_given(reqs):
         return original(kind, reqs, *args)
 
 
-def _full(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+def _full(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
     if _priorities() is None:
         return original(scheduler, req)
     with as_given([*scheduler.waiting_queue, req]):

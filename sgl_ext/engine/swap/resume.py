@@ -11,6 +11,7 @@ import numpy as np
 
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.requests import reserved
+from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import penalties
 from sgl_ext.engine.step.admission import has_seat
@@ -41,7 +42,7 @@ class Found(NamedTuple):
     False if some is lost."""
 
 
-def take_back(power: SwapPower, adder: Any, req: Any, swapped: Swapped) -> Any | None:
+def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> Any | None:
     """Resumes a swapped request, if there is room for it.
 
     Returns:
@@ -83,7 +84,7 @@ def take_back(power: SwapPower, adder: Any, req: Any, swapped: Swapped) -> Any |
     return AddReqResult.CONTINUE
 
 
-def look_up(power: SwapPower, tree: Any, req: Any) -> Found:
+def look_up(power: SwapPower, tree: RadixTree, req: Req) -> Found:
     """Looks for the KV of a request. Changes neither the request nor its hit marker."""
     tokens, node = req.prefix_len, req.last_node
     if (swapped := power.manager.get(req.rid)) is None:
@@ -106,7 +107,7 @@ def look_up(power: SwapPower, tree: Any, req: Any) -> Found:
     return Found(tokens, node, power.manager.readable(swapped, tokens // tree.page_size))
 
 
-def _adopt(tree: Any, req: Any, found: Found) -> None:
+def _adopt(tree: RadixTree, req: Req, found: Found) -> None:
     """Makes what the tree has on the device the request's prefix: length, node, the part that the
     tree owns and the lock on it change together, or two owners free the same blocks."""
     req.prefix_len = req.kv.cache_protected_len = found.tokens
@@ -114,18 +115,18 @@ def _adopt(tree: Any, req: Any, found: Found) -> None:
     req.lock = tree.lock(found.node)
 
 
-def tokens_needed(adder: Any, req: Any, cached: int) -> int:
+def tokens_needed(adder: PrefillAdder, req: Req, cached: int) -> int:
     """Tokens that SGLang wants to have free before it admits a request with ``cached`` ones."""
     uncached = len(req.full_untruncated_fill_ids) - cached
     return int(uncached + reserved(req) + adder.per_req_token_overhead)
 
 
-def lacking(adder: Any, req: Any, cached: int) -> float:
+def lacking(adder: PrefillAdder, req: Req, cached: int) -> float:
     """Tokens that SGLang lacks to admit a request with ``cached`` ones."""
     return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
 
 
-def _goes_ahead(power: SwapPower, adder: Any, pages: int) -> bool:
+def _goes_ahead(power: SwapPower, adder: PrefillAdder, pages: int) -> bool:
     """Returns whether other requests decode while so many pages are loaded."""
     if (how := power.section.swap_in) != "auto":
         return how == "overlap"
@@ -134,7 +135,7 @@ def _goes_ahead(power: SwapPower, adder: Any, pages: int) -> bool:
     return not power.ahead.adaptive.waits(size, running)
 
 
-def fitting(power: SwapPower, scheduler: Any) -> list[Any]:
+def fitting(power: SwapPower, scheduler: Scheduler) -> list[Any]:
     """Returns the requests of :attr:`SwapPower.resuming` that there is memory for; others wait on.
 
     The budget that they were resumed by is an estimate, and others have been given memory since.
@@ -154,7 +155,7 @@ def fitting(power: SwapPower, scheduler: Any) -> list[Any]:
     return reqs
 
 
-def batches(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
     """Yields SGLang's ``ScheduleBatch`` objects: one of the requests that depend on nothing before
     their last token, and one of each other request."""
     simple = [req for req in reqs if not penalties.alone(req)]
@@ -165,7 +166,7 @@ def batches(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[A
             yield from _batch(power, scheduler, [req])
 
 
-def _batch(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[Any]:
+def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
     """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed.
 
     Nothing if the KV of none of them could be brought back.
@@ -197,7 +198,7 @@ def _batch(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> Iterator[An
     yield batch
 
 
-def _fill(power: SwapPower, scheduler: Any, reqs: Sequence[Any]) -> list[Any]:
+def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[Any]:
     """Copies the KV of all of them into their slots; those that it failed for, which have none
     any more."""
     from sglang.srt.observability.req_time_stats import set_time_batch
@@ -248,7 +249,7 @@ def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:
     return True
 
 
-def _release(scheduler: Any, req: Any) -> None:
+def _release(scheduler: Scheduler, req: Req) -> None:
     """Gives back slots that hold no KV; the request waits as it did."""
     from sglang.srt.managers import schedule_batch
 
@@ -256,7 +257,7 @@ def _release(scheduler: Any, req: Any) -> None:
     req.reset_for_retract()
 
 
-def _tell(req: Any, loaded: int) -> None:
+def _tell(req: Req, loaded: int) -> None:
     entry: dict[str, Any]
     if not (before := told(req, "swap")):
         entry = {"power": "swap", "exact": True, "times": 1, "loaded": loaded}

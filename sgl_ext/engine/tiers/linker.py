@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
+from sgl_ext.engine.core.sglang_types import ServerArgs, TreeCore
 from sgl_ext.errors import ExtError
 from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
@@ -40,7 +41,7 @@ class TierLinker(UnifiedCacheLinker):
 
     def __init__(
         self,
-        server_args: Any,  # noqa: ARG002  (SGLang's constructor)
+        server_args: ServerArgs,  # noqa: ARG002  (SGLang's constructor)
         params: Any,
         *,
         components: set[ComponentType],
@@ -137,7 +138,7 @@ class TierLinker(UnifiedCacheLinker):
     def close(self) -> None:
         self.stack.close()
 
-    def used_in_device(self, tree: Any, node: Any) -> None:
+    def used_in_device(self, tree: TreeCore, node: Any) -> None:
         """A request begins with the KV that the path to ``node`` has in the device."""
         if not isinstance(node, int):  # the slot of a streaming session, which is in no tree
             return

@@ -9,6 +9,7 @@ from sgl_ext.config import Tiers
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
 from sgl_ext.engine.tiers import hooks
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TiersPower(Power[Tiers]):
     """Tokens that the forward computes, if it is a prefill."""
     _metrics: TierMetrics | None = None
 
-    def declare(self, server_args: Any) -> None:
+    def declare(self, server_args: ServerArgs) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         if (self.section.ssd or self.section.remote) and (
@@ -66,18 +67,18 @@ class TiersPower(Power[Tiers]):
             unified_cache_external_linker_config=LINKER,
         )
 
-    def open(self, ext: ExtRuntime, scheduler: Any) -> None:
+    def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         self._ext = ext
         self.linker = scheduler.tree_cache.linker.cache_linker
         self.stack = self.linker.stack
 
-    def ready(self, adder: Any, req: Any, continuing: bool) -> bool:
+    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the pages of the request's prefix have landed, or will not in time."""
         if not self.stack.lower:
             return True
         return bool(self.linker.agreed(int(self.stack.ready(req.rid))))
 
-    def considered(self, adder: Any, req: Any, admitted: bool) -> None:
+    def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if restored := self.stack.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
         if admitted:
@@ -99,12 +100,12 @@ class TiersPower(Power[Tiers]):
     def pending(self) -> bool:
         return self.stack.pending()
 
-    def forwarding(self, batch: Any) -> None:
+    def forwarding(self, batch: ScheduleBatch) -> None:
         """Takes note of what is computed: plans may end with the forward."""
         is_extend = batch.forward_mode.is_extend()
         self._computing = self._ext.computed_tokens(batch) if is_extend else None
 
-    def forwarded(self, batch: Any, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
         """Takes note of what computing costs, which loading has to beat. A forward on the CPU ends
         with its call."""
         if (tokens := self._computing) is not None and tokens >= _LEAST_TOKENS:

@@ -1,0 +1,368 @@
+"""The classes of SGLang that the engine reads: their attributes and methods, and no more.
+
+SGLang ships no type information. These protocols name all that is relied upon, so that a new
+version of SGLang can be compared with one file. Names and meanings are SGLang's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class SamplingParams(Protocol):
+    """``sglang.srt.sampling.sampling_params.SamplingParams``."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    custom_params: dict[str, Any] | None
+    stop_regex_strs: Sequence[str]
+
+
+class KVRecord(Protocol):
+    """A request's row of slots (``Req.kv``)."""
+
+    req_pool_idx: int
+    holds_kv: bool
+    kv_allocated_len: int
+    kv_committed_len: int
+    cache_protected_len: int
+
+
+class BeamGroup(Protocol):
+    """``Req.beam_group`` of a group's leader."""
+
+    beam_width: int
+    member_rows: Sequence[int] | None
+    retired: bool
+    num_generated: int
+
+    def extra_uncached_tokens(self) -> int: ...
+
+
+class TimeStats(Protocol):
+    """``Req.time_stats``; seconds."""
+
+    wait_queue_entry_time: float
+    queue_duration_s: float
+
+
+class Req(Protocol):
+    """``sglang.srt.managers.schedule_batch.Req``."""
+
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int]
+    full_untruncated_fill_ids: Sequence[int]
+    sampling_params: SamplingParams
+    kv: KVRecord
+    beam_group: BeamGroup | None
+    time_stats: TimeStats
+    priority: int
+    extra_key: str | None
+    cache_salt: str | None
+    session: object | None
+    prefix_len: int
+    extend_len: int
+    extend_end: int
+    host_hit_length: int
+    last_node: Any
+    lock: Any
+    cached_tokens: int
+    cached_tokens_device: int
+    cached_tokens_host: int
+    cached_tokens_storage: int
+    customized_info: dict[str, list[Any]] | None
+    to_finish: Any
+    finished_reason: Any
+    finished_len: int | None
+    inflight_middle_chunks: int
+    retraction_count: int
+    retracted_stain: bool
+    is_retracted: bool
+    is_prefill_only: bool
+    skip_radix_cache_insert: bool
+    return_logprob: bool
+    logprob_start_len: int
+    return_hidden_states: bool
+    return_routed_experts: bool
+    return_indexer_topk: bool
+    multimodal_inputs: object | None
+    input_embeds: object | None
+    positional_embed_overrides: object | None
+
+    def finished(self) -> bool: ...
+
+    def reset_for_retract(self) -> None: ...
+
+    def set_finish_with_abort(self, message: str, status: int = ...) -> None: ...
+
+    def init_next_round_input(self, tree: RadixTree, *, cow_mamba: bool) -> None: ...
+
+    def _compute_max_prefix_len(self, tokens: int) -> int: ...
+
+
+class ReqToTokenPool(Protocol):
+    """``sglang.srt.mem_cache.memory_pool.ReqToTokenPool``."""
+
+    req_to_token: torch.Tensor
+    """``[rows, width]`` int32: the slot of each token."""
+
+    def available_size(self) -> int: ...
+
+
+class Allocator(Protocol):
+    """``sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator``."""
+
+    page_size: int
+    size: int
+    in_flight: Any
+
+    def available_size(self) -> int: ...
+
+    def alloc(self, tokens: int) -> torch.Tensor | None: ...
+
+    def free(self, slots: torch.Tensor) -> None: ...
+
+    def get_kvcache(self) -> Any: ...
+
+
+class TreeCore(Protocol):
+    """``UnifiedRadixCache.tree_core``: the nodes of the tree."""
+
+    def collect_path_info(self, nodes: Sequence[Any]) -> list[list[Any]]: ...
+
+    def get_hash_values(self, node: int) -> Sequence[str]: ...
+
+
+class RadixTree(Protocol):
+    """``sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache``."""
+
+    page_size: int
+    linker: Any
+    tree_core: Any
+    tree_components: Iterable[Any]
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: Allocator
+
+    def lock(self, node: Any) -> Any: ...
+
+    def unlock(self, lock: Any) -> None: ...
+
+    def insert(self, params: Any) -> Any: ...
+
+    def match_prefix(self, params: Any) -> Any: ...
+
+    def path_device_indices(self, node: Any) -> torch.Tensor: ...
+
+    def evictable_size(self) -> int: ...
+
+    def protected_size(self) -> int: ...
+
+    def session_records(self) -> MutableMapping[str, Any]: ...
+
+    def root_node_handle(self, namespace: str | None) -> Any: ...
+
+    def _evict_device_leaf(self, leaf: int, tracker: Any) -> None: ...
+
+
+class ScheduleBatch(Protocol):
+    """``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
+
+    reqs: list[Req]
+    batch_is_full: bool
+    forward_mode: Any
+    prefix_lens: Sequence[int]
+    extend_lens: Sequence[int]
+    extend_num_tokens: int
+    hicache_consumer_index: int
+    tree_cache: RadixTree
+    req_pool_indices: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor
+    enable_overlap: bool
+    return_logprob: bool
+    sampling_info: Any
+    device: Any
+
+    def is_empty(self) -> bool: ...
+
+    def filter_batch(self, *, keep_indices: Sequence[int]) -> None: ...
+
+    def merge_batch(self, other: ScheduleBatch) -> None: ...
+
+    def release_req(self, at: int, remaining: int) -> None: ...
+
+
+class StepPlan(Protocol):
+    """What ``Scheduler.get_new_batch_prefill`` returns."""
+
+    running_batch: ScheduleBatch
+
+
+class MemoryBudget(Protocol):
+    """``PrefillAdder.memory_budget``; tokens."""
+
+    total_offset: float
+    remaining_total: float
+
+    def ceil_paged_tokens(self, tokens: int) -> int: ...
+
+
+class PrefillAdder(Protocol):
+    """``sglang.srt.managers.schedule_policy.PrefillAdder``."""
+
+    page_size: int
+    tree_cache: RadixTree
+    running_batch: ScheduleBatch
+    can_run_list: list[Req]
+    preempt_list: list[Req]
+    new_chunked_req: Req | None
+    chunked_req_limit: int | None
+    memory_budget: MemoryBudget
+    max_running_requests: int | None
+    per_req_token_overhead: int
+    priority_scheduling_preemption_threshold: int
+    rem_total_tokens: float
+    rem_chunk_tokens: int
+    rem_input_tokens: int
+    log_hit_tokens: int
+    log_input_tokens: int
+    log_replay_tokens: int
+    reprocessed_log_hit_tokens: int
+    reprocessed_log_input_tokens: int
+
+    def _lock_node(self, node: Any) -> AbstractContextManager[None]: ...
+
+    def _get_running_request_total_token_offset(self, req: Req) -> float: ...
+
+
+class Scheduler(Protocol):
+    """``sglang.srt.managers.scheduler.Scheduler``."""
+
+    page_size: int
+    device: Any
+    waiting_queue: list[Req]
+    chunked_req: Req | None
+    running_batch: ScheduleBatch
+    last_batch: ScheduleBatch | None
+    tree_cache: RadixTree
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: Allocator
+    tp_worker: Any
+    model_config: Any
+    future_map: Any
+    spec_algorithm: Any
+    enable_overlap: bool
+    beam_coordinator: Any
+    grammar_manager: Any
+    invariant_checker: Any
+    pool_stats_observer: Any
+    new_token_ratio_tracker: Any
+    forward_ct: int
+    chunked_prefill_size: int | None
+    max_queued_requests: int | None
+    max_req_len: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+
+    def collect_inflight_reqs(self) -> Iterable[Req]: ...
+
+    def send_abort_output(self, abort: Any, request: Any) -> None: ...
+
+    def _add_request_to_queue(self, req: Req, *, is_retracted: bool) -> None: ...
+
+    def _release_aborted_request(self, req: Req) -> None: ...
+
+
+class ModelRunner(Protocol):
+    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
+
+    model: Any
+    dtype: torch.dtype
+    attn_backend: Any
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: Any
+
+
+class ForwardBatch(Protocol):
+    """``sglang.srt.model_executor.forward_batch_info.ForwardBatch``."""
+
+    rids: Sequence[str]
+    batch_size: int
+    forward_mode: Any
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    seq_lens_sum: int
+    req_pool_indices: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor | None
+    extend_prefix_lens_cpu: list[int]
+    extend_seq_lens_cpu: list[int]
+    extend_seq_lens: torch.Tensor
+    extend_prefix_lens: torch.Tensor
+    extend_start_loc: torch.Tensor
+    extend_num_tokens: int
+    extend_logprob_start_lens_cpu: list[int] | None
+    orig_seq_lens: torch.Tensor | None
+    lora_ids: list[str | None] | None
+    num_token_non_padded: Any
+    num_token_non_padded_cpu: int
+    replace_positions: Any
+    hidden_states: Any
+    residual_stream: Any
+    return_logprob: bool
+    encoder_lens: torch.Tensor | None
+
+
+class ServerArgs(Protocol):
+    """``sglang.srt.server_args.ServerArgs``."""
+
+    model_path: str
+    revision: str | None
+    load_format: str
+    host: str | None
+    port: int
+    api_key: str | None
+    enable_metrics: bool
+    enable_lora: bool | None
+    lora_paths: Any
+    tp_size: int
+    radix_eviction_policy: str
+    enable_priority_scheduling: bool
+    disable_priority_preemption: bool
+    schedule_low_priority_values_first: bool
+    enable_http_worker_reuseport: bool
+    attention_backend: str | None
+    prefill_attention_backend: str | None
+    decode_attention_backend: str | None
+    page_size: int
+    chunked_prefill_size: int | None
+    disable_radix_cache: bool
+    kv_cache_dtype: str
+    device: str
+    tokenizer_metrics_allowed_custom_labels: list[str] | None
+
+    def url(self) -> str: ...
+
+
+class TokenizerManager(Protocol):
+    """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
+
+    server_args: ServerArgs
+    model_config: Any
+    context_len: int
+    tokenizer: Any
+    sampling_params_class: type
+    generate_request: Callable[..., Any]
+
+    def abort_request(self, rid: str) -> None: ...
+
+    async def set_internal_state(self, request: Any) -> list[bool]: ...
