@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
-def prefix_tree(allocator: Any, **parameters: Any) -> UnifiedRadixCache:
+def prefix_tree(allocator: Any, **parameters: object) -> UnifiedRadixCache:
     """An empty one, which gives what it evicts back to ``allocator``.
 
     Args:

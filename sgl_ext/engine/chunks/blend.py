@@ -60,7 +60,7 @@ def blending(
     layers = model.config.num_hidden_layers
 
     def forward(
-        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
+        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: object
     ) -> Any:
         model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS), input_embeds)
         rest = [part for part in parts if part.request not in candidates]

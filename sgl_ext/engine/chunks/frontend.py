@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -15,6 +14,7 @@ from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.contexts import UnknownContextError
 from sgl_ext.client import ContextCache
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.errors import ExtError
 
 _ID = re.compile(r"ctx-[\w-]+")
@@ -105,7 +105,7 @@ def _texts_of(backend: Any) -> _Texts:
         return _backends[backend]
 
 
-def _execute(original: Callable[..., Any], executor: Any, expression: Any) -> Any:
+def _execute(original: Original, executor: Any, expression: Any) -> Any:
     if not isinstance(expression, Chunk):
         return original(executor, expression)
     is_id, content = expression.is_id, expression.content

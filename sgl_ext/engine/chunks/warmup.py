@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.attach import attached_contexts
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.errors import ExtError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _probe(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kw: Any) -> None:
+def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: object) -> None:
     """Before the server is ready, and in the thread that makes it so."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.sglang_types import RadixTree, Req
 
 
-def _on_checkpoint(tree: RadixTree, req: Req, *_args: Any, **_kw: Any) -> None:
+def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> None:
     """A request that has ended gives its KV to the tree; a moment later it has no slots."""
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or not power.recorder.any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_ext.engine.core.sglang_types import ModelRunner
+from sgl_ext.engine.core.sglang_types import ModelRunner, ServerArgs
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
@@ -55,7 +55,7 @@ def running(runner: ModelRunner) -> Running:
     return Running(whole, getattr(runner, "decode_attn_backend", None) or whole)
 
 
-def require_names(view: Any, store_first: str | None, own: str | None) -> None:
+def require_names(view: ServerArgs, store_first: str | None, own: str | None) -> None:
     """Makes sure of both before a model is loaded, as far as arguments tell.
 
     Args:

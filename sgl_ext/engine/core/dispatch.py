@@ -7,11 +7,11 @@ SGLang are called from the outside in before it and from the inside out after it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime, weight_updates
 from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import powers_of
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
@@ -27,7 +27,7 @@ from sgl_ext.engine.step import forward
 from sgl_ext.errors import ExtError
 
 
-def _ready(original: Callable[..., Any], scheduler: Scheduler) -> Any:
+def _ready(original: Original, scheduler: Scheduler) -> Any:
     """Opens the powers; what is wrong ends the scheduler with the reason."""
     if (ext := runtime.current) is None:
         return original(scheduler)
@@ -45,9 +45,7 @@ def _ready(original: Callable[..., Any], scheduler: Scheduler) -> Any:
     return result
 
 
-def _queue(
-    original: Callable[..., Any], scheduler: Scheduler, req: Req, *args: Any, **kw: Any
-) -> Any:
+def _queue(original: Original, scheduler: Scheduler, req: Req, *args: object, **kw: object) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, req, *args, **kw)
     for power in ext.outside_in:
@@ -73,7 +71,7 @@ def _poll(_scheduler: Scheduler) -> None:
             power.poll()
 
 
-def _step(original: Callable[..., Any], scheduler: Scheduler, running: ScheduleBatch) -> Any:
+def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, running)
     for power in ext.outside_in:
@@ -85,7 +83,11 @@ def _step(original: Callable[..., Any], scheduler: Scheduler, running: ScheduleB
 
 
 def _run(
-    original: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
+    original: Original,
+    scheduler: Scheduler,
+    batch: ScheduleBatch,
+    *args: object,
+    **kw: object,
 ) -> Any:
     if (ext := runtime.current) is None:
         return original(scheduler, batch, *args, **kw)
@@ -103,7 +105,11 @@ def _run(
 
 
 def _forward(
-    original: Callable[..., Any], runner: ModelRunner, batch: ForwardBatch, *args: Any, **kw: Any
+    original: Original,
+    runner: ModelRunner,
+    batch: ForwardBatch,
+    *args: object,
+    **kw: object,
 ) -> Any:
     if (ext := runtime.current) is None:
         return original(runner, batch, *args, **kw)
@@ -119,7 +125,7 @@ def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
         ext.prefilled(req.rid)
 
 
-def _weights_changed(_updater: Any, *_args: Any, **_kw: Any) -> None:
+def _weights_changed(_updater: Any, *_args: object, **_kw: object) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.outside_in:
             power.weights_changed()

@@ -21,6 +21,10 @@ class ActivationError(ExtError):
     """The extension cannot be active here: what was asked, what was found, what to do."""
 
 
+Original = Callable[..., Any]
+"""SGLang's own function, as a hook around it gets it."""
+
+
 class Hook(NamedTuple):
     """One place where SGLang calls us, and why none of its seams serves."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req
 
 _EXT = "ext"
@@ -22,7 +23,7 @@ def told(req: Req, power: str) -> list[Mapping[str, Any]]:
     return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
 
 
-def _once(original: Callable[..., Any], streamer: Any, key: str) -> Any:
+def _once(original: Original, streamer: Any, key: str) -> Any:
     """``ext`` comes once with a response, not once with each token."""
     return key == _EXT or original(streamer, key)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.config_values import Section
-from sgl_ext.engine.core.hooks import Hook
+from sgl_ext.engine.core.hooks import Hook, Original
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
     PrefillAdder,
@@ -165,7 +165,7 @@ class Power(Generic[SectionT]):
         """Preempts requests for one that memory is missing for. Returns whether any was."""
         return False
 
-    def preempt(self, original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool | None:
+    def preempt(self, original: Original, adder: PrefillAdder, req: Req) -> bool | None:
         """Preempts requests for one that there are too many others beside.
 
         Args:

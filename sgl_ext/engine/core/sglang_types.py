@@ -348,6 +348,12 @@ class ServerArgs(Protocol):
     disable_radix_cache: bool
     kv_cache_dtype: str
     device: str
+    disaggregation_mode: str | None
+    enable_kv_cache_sharding: bool
+    enable_memory_saver: bool
+    enable_hisparse: bool
+    dcp_size: int
+    prefill_only_disable_kv_cache: bool
     tokenizer_metrics_allowed_custom_labels: list[str] | None
 
     def url(self) -> str: ...

@@ -60,7 +60,7 @@ def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 @functools.wraps(_pinning_init)
-def _unpinned_init(pool: Any, *args: Any, **kwargs: Any) -> None:
+def _unpinned_init(pool: Any, *args: object, **kwargs: object) -> None:
     kwargs["pin_memory"] = False
     _pinning_init(pool, *args, **kwargs)
 

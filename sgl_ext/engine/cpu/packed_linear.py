@@ -21,6 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sgl_ext.engine.core import weight_updates
+from sgl_ext.engine.core.hooks import Original
 
 LIMIT = 2 << 30
 """Bytes of a model's weights, in the order in which they are loaded."""
@@ -71,7 +72,7 @@ def _apply(
 
 
 @functools.wraps(_torch_head)
-def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: Any, **kw: Any) -> Any:
+def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: object, **kw: object) -> Any:
     """Of a head that may be the embedding, too, which is known only where it is used."""
     if hidden.dtype == torch.float32 and type(lm_head) in _HEADS:
         if lm_head not in _packed:
@@ -81,9 +82,9 @@ def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: Any, **kw: 
     return _torch_head(processor, hidden, lm_head, *args, **kw)
 
 
-def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _changing(original: Original) -> Callable[..., Any]:
     @functools.wraps(original)
-    def change(*args: Any, **kwargs: Any) -> Any:
+    def change(*args: object, **kwargs: object) -> Any:
         global _left
         if _packed:
             logger.info("the model's weights change: they are not packed from now on")

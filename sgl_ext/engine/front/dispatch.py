@@ -37,8 +37,8 @@ def _serve(
     _templates: Any,
     _ports: Any,
     scheduler_infos: list[dict[str, Any]],
-    *_args: Any,
-    **_kw: Any,
+    *_args: object,
+    **_kw: object,
 ) -> None:
     """Adds routes, error handlers and fronts before the HTTP server starts."""
     if (config := carried_by(server_args)) is None:
@@ -60,8 +60,8 @@ async def _generate(
     original: Callable[..., AsyncIterator[Any]],
     manager: TokenizerManager,
     request: Any,
-    *args: Any,
-    **kw: Any,
+    *args: object,
+    **kw: object,
 ) -> AsyncIterator[Any]:
     watches = []
     for front in reversed(getattr(manager, _FRONTS, ())):

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.front.checks import MALFORMED
 from sgl_ext.errors import ExtError
 
@@ -97,7 +98,7 @@ def _one_line(record: logging.LogRecord) -> bool:
     return True
 
 
-def _openai(original: Callable[..., Any], serving: Any, message: str, *args: Any, **kw: Any) -> Any:
+def _openai(original: Original, serving: Any, message: str, *args: object, **kw: Any) -> Any:
     error = sys.exc_info()[1]
     if (
         isinstance(error, _CLIENTS)
@@ -108,7 +109,7 @@ def _openai(original: Callable[..., Any], serving: Any, message: str, *args: Any
     return original(serving, message, *args, **kw)
 
 
-def _anthropic(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def _anthropic(original: Original, *args: object, **kw: Any) -> Any:
     error = sys.exc_info()[1]
     if isinstance(error, _CLIENTS) and kw["status_code"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
         kw.update(error_type="invalid_request_error", status_code=400, message=_reason(error))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req, Scheduler, TokenizerManager
 from sgl_ext.engine.front.checks import (
     NO_TOKENS,
@@ -42,9 +42,7 @@ def check_shape(manager: TokenizerManager, request: Any) -> None:
             raise
 
 
-def _validate(
-    original: Callable[..., None], manager: TokenizerManager, request: Any, ids: Any
-) -> None:
+def _validate(original: Original, manager: TokenizerManager, request: Any, ids: Any) -> None:
     if carried_by(manager.server_args) is None:
         return original(manager, request, ids)
     check_types(request.sampling_params, sampling_fields(manager.sampling_params_class))
@@ -53,9 +51,7 @@ def _validate(
     return None
 
 
-def _tokenized(
-    original: Callable[..., Any], manager: TokenizerManager, request: Any, *args: Any
-) -> Any:
+def _tokenized(original: Original, manager: TokenizerManager, request: Any, *args: object) -> Any:
     """Checks the values of a request that is about to be sent."""
     if carried_by(manager.server_args) is None:
         return original(manager, request, *args)
@@ -65,7 +61,7 @@ def _tokenized(
     return made
 
 
-def _dispatch(original: Callable[..., None], manager: TokenizerManager, message: Any) -> None:
+def _dispatch(original: Original, manager: TokenizerManager, message: Any) -> None:
     """Refuses what cannot be encoded."""
     if carried_by(manager.server_args) is not None:
         with malformed_is_refused("the request"):
@@ -73,7 +69,7 @@ def _dispatch(original: Callable[..., None], manager: TokenizerManager, message:
     return original(manager, message)
 
 
-def _handle(original: Callable[..., None], scheduler: Scheduler, request: Any, **kw: Any) -> None:
+def _handle(original: Original, scheduler: Scheduler, request: Any, **kw: object) -> None:
     """Ends a request that cannot be taken in, and no other."""
     if runtime.current is None:
         return original(scheduler, request, **kw)

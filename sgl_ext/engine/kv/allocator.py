@@ -117,7 +117,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         return self.groups.available * self.page_size
 
     def max_new_tokens_for_memory(
-        self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: Any
+        self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: object
     ) -> int | None:
         clipped: int | None = super().max_new_tokens_for_memory(
             input_tokens,

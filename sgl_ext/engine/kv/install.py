@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
-from sgl_ext.engine.core.sglang_types import ScheduleBatch
+from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.sglang_types import ScheduleBatch, ServerArgs
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
@@ -18,7 +19,7 @@ _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
 
 
-def obstacle_in_arguments(view: Any) -> str | None:
+def obstacle_in_arguments(view: ServerArgs) -> str | None:
     """Why SGLang's own pool must serve under these resolved arguments; None if the slab can.
 
     Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
@@ -78,7 +79,7 @@ def _identity(configurator: Any) -> dict[str, Any]:
 
 
 def _build_pool(
-    original: Callable[..., Any],
+    original: Original,
     configurator: Any,
     *,
     max_total_num_tokens: int,
@@ -123,7 +124,7 @@ def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
     ext.layer_major_because = f"the slab does not serve {reason}"
 
 
-def _pools_built(pools: Any, configurator: Any, **_kw: Any) -> Any:
+def _pools_built(pools: Any, configurator: Any, **_kw: object) -> Any:
     """Says why there is no slab, whichever of SGLang's pools there is in its place."""
     ext = runtime.current
     if ext is None or configurator.is_draft_worker or ext.slab is not None:
@@ -138,7 +139,7 @@ def _pools_built(pools: Any, configurator: Any, **_kw: Any) -> Any:
     return pools
 
 
-def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+def _build_allocator(original: Original, configurator: Any, **kwargs: object) -> Any:
     allocator = original(configurator, **kwargs)
     pool = kwargs["token_to_kv_pool"]
     slab = getattr(pool, "slab", None)
@@ -165,7 +166,7 @@ def _build_allocator(original: Callable[..., Any], configurator: Any, **kwargs: 
     return ours
 
 
-def _serving_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
+def _serving_extend(original: Original, batch: ScheduleBatch) -> Any:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch)
@@ -177,7 +178,7 @@ def _serving_extend(original: Callable[..., Any], batch: ScheduleBatch) -> Any:
         return original(batch)
 
 
-def _serving_decode(original: Callable[..., Any], batch: ScheduleBatch, token_per_req: int) -> Any:
+def _serving_decode(original: Original, batch: ScheduleBatch, token_per_req: int) -> Any:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch, token_per_req)

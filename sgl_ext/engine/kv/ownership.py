@@ -47,7 +47,7 @@ def _check_prefix(req: Req, loaded: int) -> None:
         )
 
 
-def _inserted(result: Any, tree: RadixTree, *_args: Any, **_kw: Any) -> Any:
+def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> Any:
     """The slots that an insert frees as duplicates are not those that the tree keeps."""
     unused = getattr(tree.token_to_kv_pool_allocator, "unused", None)
     if unused is None or result.last_device_node is None:

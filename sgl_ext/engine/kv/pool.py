@@ -21,7 +21,7 @@ class SlabKVPool(MHATokenToKVPool):
 
     slab: Slab
 
-    def __init__(self, *args: Any, fingerprint: str, borrows: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: object, fingerprint: str, borrows: int = 0, **kwargs: object) -> None:
         """Also takes:
 
         fingerprint: identifies the model, as :class:`~sgl_ext.memory.slab.Layout` has it.

@@ -22,6 +22,7 @@ from sgl_ext.engine.core.activation import (
     refuse,
     report,
 )
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.front import dispatch, errors, validation
@@ -103,7 +104,7 @@ def _require_free_port(host: str, port: int) -> None:
 
 
 def _launch_server(
-    original: Callable[..., Any], server_args: ServerArgs, *args: Any, **kwargs: Any
+    original: Original, server_args: ServerArgs, *args: object, **kwargs: Any
 ) -> Any:
     """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
     if carried_by(server_args) is None:
@@ -128,7 +129,7 @@ def _launch_server(
     return original(server_args, *args, launch_callback=greet, **kwargs)
 
 
-def _check_arguments(original: Callable[..., None], server_args: ServerArgs) -> None:
+def _check_arguments(original: Original, server_args: ServerArgs) -> None:
     if carried_by(server_args) is None:
         return original(server_args)
     try:
@@ -139,9 +140,7 @@ def _check_arguments(original: Callable[..., None], server_args: ServerArgs) -> 
     return None
 
 
-def _port_args(
-    original: Callable[..., Any], server_args: ServerArgs, *args: Any, **kwargs: Any
-) -> Any:
+def _port_args(original: Original, server_args: ServerArgs, *args: object, **kwargs: Any) -> Any:
     """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)

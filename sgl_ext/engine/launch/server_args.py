@@ -19,6 +19,7 @@ from sgl_ext.engine.core.activation import (
     in_worker,
     refuse,
 )
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.launch import secrets
 
@@ -51,7 +52,7 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+def _from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> Any:
     global _requested
     record = original(cls, args)
     # Some SGLang tools build the namespace themselves, without our flags.
@@ -77,7 +78,7 @@ def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -
     return config
 
 
-def _resolve_once(original: Callable[..., None], server_args: ServerArgs) -> None:
+def _resolve_once(original: Original, server_args: ServerArgs) -> None:
     """Activates the launcher: its arguments are complete, and no process is launched yet."""
     if in_worker():
         return original(server_args)
@@ -137,10 +138,10 @@ class _EngineServerArgs:
 
     def __call__(
         self,
-        *args: Any,
+        *args: object,
         enable_ext: bool = False,
         ext_config: str | Mapping[str, object] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         if enable_ext:
             hooks.verify(HOOKS)

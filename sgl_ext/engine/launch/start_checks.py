@@ -122,7 +122,7 @@ def _require_hub(server_args: ServerArgs) -> None:
             ) from None
 
 
-def _require_layout(view: Any, config: ExtConfig) -> None:
+def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
     """Sections that work on the slab, under arguments that leave KV to SGLang's own pool."""
     needing = [name for name in config.sections() if name not in ("restore", "swap")]
     if config.memory.layout == "block_major":
@@ -149,7 +149,7 @@ def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
         raise hooks.ActivationError(str(error)) from None
 
 
-def _layout(view: Any, model: Any) -> Layout | None:
+def _layout(view: ServerArgs, model: Any) -> Layout | None:
     """A block of the slab; None where the arguments alone do not say it."""
     dtype = view.kv_cache_dtype
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype

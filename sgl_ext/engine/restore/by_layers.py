@@ -62,7 +62,7 @@ def restoring(
     computed = 0  # layers
 
     def forward(
-        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: Any
+        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: object
     ) -> Any:
         nonlocal computed
         layer, output = 0, None

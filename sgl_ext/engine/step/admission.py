@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import beams, budget, penalties
 
 
-def _admit(
-    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
-) -> Any:
+def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> Any:
     ext = runtime.current
     if ext is None:
         return original(adder, req, *args, **kw)
@@ -42,7 +40,7 @@ def _admit(
     return result
 
 
-def _preempt(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
+def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
     """Preempts no request for one that could not be admitted yet."""
     if (ext := runtime.current) is None:
         return original(adder, req)

@@ -7,11 +7,11 @@ are rows for them after the leader's prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import release
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler
 
@@ -24,7 +24,7 @@ def promised_rows(req: Req) -> int:
     return int(group.beam_width) - 1
 
 
-def sparing(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
+def sparing(original: Original, adder: PrefillAdder, req: Req) -> Any:
     """Preempts for a request as SGLang does, but no beam group.
 
     Args:

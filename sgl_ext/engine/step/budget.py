@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from math import lcm
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.plan import PrefillPlan
 
@@ -15,7 +15,7 @@ CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that goes on with a prompt."""
 
 
-def _charge(original: Callable[..., int], adder: PrefillAdder, req: Req, prefix: int) -> int:
+def _charge(original: Original, adder: PrefillAdder, req: Req, prefix: int) -> int:
     """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
     charge = original(adder, req, prefix)
     plan = _plan_of(req)
@@ -47,7 +47,7 @@ def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
         adder.reprocessed_log_hit_tokens += tokens
 
 
-def _select(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kw: Any) -> Any:
+def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> Any:
     """A part of a prompt ends where the budget of computed tokens does."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -78,7 +78,7 @@ def _select(original: Callable[..., Any], adder: PrefillAdder, req: Req, **kw: A
     )
 
 
-def _continue(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
+def _continue(original: Original, adder: PrefillAdder, req: Req) -> Any:
     ext = runtime.current
     setattr(adder, CONTINUING, True)
     if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):

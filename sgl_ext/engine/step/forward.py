@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.step import rows
@@ -35,7 +36,7 @@ class PlannedForward:
     """
 
     ext: ExtRuntime
-    original: Callable[..., Any]
+    original: Original
     runner: ModelRunner
     batch: ForwardBatch
     rids: Sequence[str]
@@ -103,11 +104,11 @@ class PlannedForward:
 
 def forward(
     ext: ExtRuntime,
-    original: Callable[..., Any],
+    original: Original,
     runner: ModelRunner,
     batch: ForwardBatch,
-    *args: Any,
-    **kw: Any,
+    *args: object,
+    **kw: object,
 ) -> Any:
     """Runs SGLang's ``ForwardBatch``, by plans if any of its requests has one."""
     if not ext.plans or not batch.forward_mode.is_extend_without_speculative():

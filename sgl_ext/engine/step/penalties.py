@@ -8,9 +8,8 @@ new penalizers, which know nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch
 
 _LAGS = "_sgl_ext_lags"
@@ -64,7 +63,7 @@ def _recall(_result: None, batch: ScheduleBatch) -> None:
         orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
 
 
-def _feed(original: Callable[..., None], batch: ScheduleBatch) -> None:
+def _feed(original: Original, batch: ScheduleBatch) -> None:
     """In the first step after a request has come back its last token is known already."""
     lagging = [req for req in batch.reqs if getattr(req, _LAGS, False)]
     hidden = [req.output_ids.pop() for req in lagging]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req
 
 
@@ -72,7 +73,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _check(original: Callable[..., bool], req: Req, *args: Any, **kw: Any) -> bool:
+def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
     patterns = req.sampling_params.stop_regex_strs
     if runtime.current is None or not patterns:
         return original(req, *args, **kw)

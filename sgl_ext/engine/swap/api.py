@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import present
 from sgl_ext.engine.core.sglang_types import Scheduler, TokenizerManager
 from sgl_ext.engine.swap.priorities import give_to
@@ -82,7 +82,7 @@ def useless(policy: str, by_priority: bool) -> str | None:
     return None
 
 
-def _set(original: Callable[..., Any], state: Any, request: Any) -> Any:
+def _set(original: Original, state: Any, request: Any) -> Any:
     """In the scheduler."""
     asked = {
         key.removeprefix(_KEY): int(value)

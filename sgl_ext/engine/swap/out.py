@@ -6,12 +6,13 @@ once, and the next owner of a slot waits for the copies that still read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
 from sgl_ext.engine.step import penalties
@@ -20,7 +21,7 @@ from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
 
-def _preempted(original: Callable[..., Any], *, req: Req, **kw: Any) -> Any:
+def _preempted(original: Original, *, req: Req, **kw: object) -> Any:
     # offload_kv=False: its KV must be computed again, for the weights may change in a pause.
     ext = runtime.current
     if ext is None or ext.swap is None or not kw.get("offload_kv", True):
@@ -32,7 +33,7 @@ def _preempted(original: Callable[..., Any], *, req: Req, **kw: Any) -> Any:
         ext.swap.preempted = None
 
 
-def _keep(original: Callable[..., Any], req: Req, tree: RadixTree, *, checkpoint: bool) -> Any:
+def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) -> Any:
     """Keeps the KV of a request that is preempted; SGLang releases that of others here, too."""
     ext = runtime.current
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
@@ -41,7 +42,7 @@ def _keep(original: Callable[..., Any], req: Req, tree: RadixTree, *, checkpoint
         return _kept(original, req, tree, ext.swap.manager)
 
 
-def _kept(original: Callable[..., Any], req: Req, tree: RadixTree, swap: SwapManager) -> Any:
+def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> Any:
     # All but the last token, whose KV the next step computes, or is just computing.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size

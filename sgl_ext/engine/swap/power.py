@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Swap
-from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.core.hooks import ActivationError, Original
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import (
     PrefillAdder,
@@ -142,7 +142,7 @@ class SwapPower(Power[Swap]):
                 lacking = resume.lacking(adder, req, found.tokens)
             return out.displace(adder, req, lacking)
 
-    def preempt(self, original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool | None:
+    def preempt(self, original: Original, adder: PrefillAdder, req: Req) -> bool | None:
         with self.manager.clock.on():
             found = resume.look_up(self, adder.tree_cache, req)
             apart = not self.owns(req) and penalties.apart(adder, req)

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.config import Swap
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req, Scheduler
 from sgl_ext.swap.fairness import (
     Candidate,
@@ -117,14 +118,14 @@ def _priorities() -> Priorities | None:
     return None if swap is None else swap.priorities
 
 
-def _count(original: Callable[..., Any], kind: type, reqs: Collection[Req], *args: Any) -> Any:
+def _count(original: Original, kind: type, reqs: Collection[Req], *args: object) -> Any:
     if _priorities() is None:
         return original(kind, reqs, *args)
     with as_given(reqs):
         return original(kind, reqs, *args)
 
 
-def _full(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
+def _full(original: Original, scheduler: Scheduler, req: Req) -> bool:
     if _priorities() is None:
         return original(scheduler, req)
     with as_given([*scheduler.waiting_queue, req]):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req, Scheduler
 
 _IDLE_S = 0.001
 """Longest sleep of an idle scheduler while requests wait for a lower tier."""
 
 
-def _look_early(original: Callable[..., Any], scheduler: Scheduler, req: Req, *args: Any) -> Any:
+def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: object) -> Any:
     """Begins to load pages from lower tiers when their request arrives, not at its admission."""
     ext = runtime.current
     if ext is not None and ext.tiers is not None and ext.tiers.stack.lower:
@@ -29,7 +29,7 @@ def _sleep_while_waiting(_result: None, _scheduler: Scheduler) -> None:
         ext.tiers.stack.wait(_IDLE_S)
 
 
-def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Req, result: Any) -> Any:
+def _match(original: Original, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
     wrapper.hit_markers.pop(req.rid, None)
     if (ext := runtime.current) is not None:
         for power in ext.inside_out:
