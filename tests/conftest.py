@@ -16,9 +16,9 @@ from forked import forkable, template
 from skips import unexpected
 from tier_kit import usable_backends
 
-from sgl_ext.bench import quick_start
-from sgl_ext.bench import server as servers
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.harness import quick_start
+from sgl_ext.bench.harness import server as servers
+from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare, shortened
 

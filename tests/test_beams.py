@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import requests
 
-from sgl_ext.bench.conversations import conversations
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.data.conversations import conversations
+from sgl_ext.bench.harness.server import Server, System, serve
 
 DEADLINE_S = 240.0
 _CONFIG = {

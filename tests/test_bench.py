@@ -12,12 +12,13 @@ import psutil
 import pytest
 from conftest import until
 
-from sgl_ext.bench import data, server
-from sgl_ext.bench import memory as memory_bench
-from sgl_ext.bench.progress import Progress
-from sgl_ext.bench.report import Report, summary
-from sgl_ext.bench.sampling import interleaved
-from sgl_ext.engine.load_generator import Request, RequestError, run
+from sgl_ext.bench.data import texts as data
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.load_generator import Request, RequestError, run
+from sgl_ext.bench.harness.progress import Progress
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import interleaved
+from sgl_ext.bench.memory import bench as memory_bench
 from sgl_ext.errors import ExtError
 
 

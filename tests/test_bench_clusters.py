@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from test_cluster_store import recorded_context
 
-from sgl_ext.bench.clusters_drift import _active
-from sgl_ext.bench.clusters_io import _Case, _least, _reads
-from sgl_ext.bench.clusters_mass import relative_mass
-from sgl_ext.bench.clusters_policies import _lru_hits, _ours_misses
-from sgl_ext.bench.clusters_samples import Layer
-from sgl_ext.bench.clusters_selectors import (
+from sgl_ext.bench.clusters.drift import _active
+from sgl_ext.bench.clusters.io import _Case, _least, _reads
+from sgl_ext.bench.clusters.mass import relative_mass
+from sgl_ext.bench.clusters.policies import _lru_hits, _ours_misses
+from sgl_ext.bench.clusters.samples import Layer
+from sgl_ext.bench.clusters.selectors import (
     EXACT,
     INFLLM,
     OURS,

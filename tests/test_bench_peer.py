@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.bench import peer_resize
-from sgl_ext.bench.report import Report
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.peer import resize as peer_resize
 
 
 def test_lending_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

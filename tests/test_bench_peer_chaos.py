@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.bench.peer_chaos import EVENTS, STREAMS, shares
-from sgl_ext.bench.peer_files import Files, leaked_files
-from sgl_ext.bench.peer_questions import Answer, Call, Ending, Question, Tally, judge
+from sgl_ext.bench.peer.chaos import EVENTS, STREAMS, shares
+from sgl_ext.bench.peer.files import Files, leaked_files
+from sgl_ext.bench.peer.questions import Answer, Call, Ending, Question, Tally, judge
 
 RIGHT: Answer = [5, 6, 7], [-0.5, -1.0, -1.5]
 

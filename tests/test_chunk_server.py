@@ -18,8 +18,8 @@ import sglang as sgl
 from msgspec import to_builtins
 
 from sgl_ext import doctor_model
-from sgl_ext.bench.data import sharegpt_prompts
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
 from sgl_ext.config import load

@@ -10,8 +10,8 @@ import pytest
 import requests
 import torch
 
-from sgl_ext.bench.data import sharegpt_prompts
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.harness.server import Server, System, serve
 
 NEW_TOKENS = 6
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sgl_ext.bench import exactness
-from sgl_ext.bench.exactness_answers import Answer, Ending, Found, compare
-from sgl_ext.bench.exactness_clients import ask, greedy, session
-from sgl_ext.bench.exactness_load import FAULTS
-from sgl_ext.bench.exactness_script import Event, Leave, Material, Mix, events, script
-from sgl_ext.bench.exactness_servers import SHIPPED, complaints, find, setup
-from sgl_ext.bench.server import free_port
+from sgl_ext.bench.exactness import bench as exactness
+from sgl_ext.bench.exactness.answers import Answer, Ending, Found, compare
+from sgl_ext.bench.exactness.clients import ask, greedy, session
+from sgl_ext.bench.exactness.load import FAULTS
+from sgl_ext.bench.exactness.script import Event, Leave, Material, Mix, events, script
+from sgl_ext.bench.exactness.servers import SHIPPED, complaints, find, setup
+from sgl_ext.bench.harness.server import free_port
 from sgl_ext.config import SECTIONS, ExtConfig, load
 from sgl_ext.config_source import ConfigError
 from sgl_ext.errors import ExtError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_kit import CHECKED, retracting, run_program
 
-from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.data.texts import sharegpt_prompts
 
 PROMPTS = int(os.environ.get("SGL_EXT_PROMPTS", "12"))
 """Of ShareGPT; SGL_EXT_PROMPTS=50 takes four times as long."""

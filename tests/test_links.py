@@ -13,7 +13,7 @@ from engine_kit import CHECKED, run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.data.texts import sharegpt_prompts
 from sgl_ext.chunks.composition import Composition, LinkedChunk, path_of
 from sgl_ext.engine.chunks.report import report
 

@@ -7,14 +7,14 @@ from typing import get_args
 
 import pytest
 
-from sgl_ext.bench.memory_granularity import (
+from sgl_ext.bench.memory.granularity import (
     _FreeList,
     _Grouped,
     _operations,
     _SortedFreeList,
     replay,
 )
-from sgl_ext.bench.swap_trace import BLOCKS, PAGE, Pattern, Step, simulate
+from sgl_ext.bench.swap.trace import BLOCKS, PAGE, Pattern, Step, simulate
 from sgl_ext.memory.block_groups import Run
 
 # 94 blocks each in the end: 60 of them are more than the pool holds.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from engine_kit import run_program
 
-from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.data.texts import sharegpt_prompts
 from sgl_ext.errors import ExtError
 from sgl_ext.offline import contexts_of
 

@@ -24,9 +24,9 @@ import psutil
 import pytest
 import requests
 
-from sgl_ext.bench.conversations import conversations
-from sgl_ext.bench.peer_servers import COMMON, TOKEN_BYTES, borrowed, peer, worker_tokens
-from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.bench.data.conversations import conversations
+from sgl_ext.bench.harness.server import Server, System, live, serve
+from sgl_ext.bench.peer.servers import COMMON, TOKEN_BYTES, borrowed, peer, worker_tokens
 from sgl_ext.models import untrained
 
 DEADLINE_S = 480.0

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.bench.chunk_prompts import (
+from sgl_ext.bench.chunks.prompts import (
     Prompt,
     Template,
     document_prompts,
     merged,
     question_prompts,
 )
-from sgl_ext.bench.needles import essays, needle, needle_prompts
-from sgl_ext.bench.questions import SETS, Question, QuestionSet, questions
-from sgl_ext.bench.scores import exact_match, f1, mean_interval, normalised
+from sgl_ext.bench.data.needles import essays, needle, needle_prompts
+from sgl_ext.bench.data.questions import SETS, Question, QuestionSet, questions
+from sgl_ext.bench.data.scores import exact_match, f1, mean_interval, normalised
 from sgl_ext.errors import ExtError
 
 QWEN = """\

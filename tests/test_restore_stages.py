@@ -11,9 +11,9 @@ import pytest
 from restore_kit import PAGE, Machine
 from tier_kit import arena, directories, keys
 
-from sgl_ext.bench.data import sharegpt_prompts
-from sgl_ext.bench.restore_stages import stages
-from sgl_ext.bench.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Restoration
+from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.restore.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, Filled, Restoration
+from sgl_ext.bench.restore.stages import stages
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout

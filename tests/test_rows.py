@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine_kit import CHECKED, run_program
 
-from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.data.texts import sharegpt_prompts
 
 PROMPTS = 8
 

@@ -17,7 +17,7 @@ import pytest
 import requests
 from conftest import ROOT, running_in_group
 
-from sgl_ext.bench.server import free_port
+from sgl_ext.bench.harness.server import free_port
 from sgl_ext.packages import cache_dir
 
 SERVE = str(ROOT / "scripts" / "serve.sh")

@@ -13,8 +13,8 @@ import pytest
 import requests
 from conftest import ROOT
 
-from sgl_ext.bench.data import sharegpt_prompts
-from sgl_ext.bench.server import Server
+from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.harness.server import Server
 from sgl_ext.engine.cpu.platform import computes_bfloat16
 
 

@@ -15,7 +15,7 @@ import pytest
 import requests
 from conftest import POOL, Launch, refusal, running_in_group
 
-from sgl_ext.bench import server
+from sgl_ext.bench.harness import server
 from sgl_ext.engine.core import scheduler
 from sgl_ext.engine.kv import install as kv_memory
 from sgl_ext.engine.launch import launcher, server_args

@@ -19,8 +19,8 @@ from test_stored_fuzz import content_of, planted
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from sgl_ext.bench.questions import questions
-from sgl_ext.bench.server import Server, System, live, serve
+from sgl_ext.bench.data.questions import questions
+from sgl_ext.bench.harness.server import Server, System, live, serve
 from sgl_ext.cli import app
 from sgl_ext.clusters.files import index_file, own_folders
 from sgl_ext.engine.clusters.metrics import BLOCKS

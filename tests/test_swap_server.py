@@ -15,8 +15,8 @@ import pytest
 import requests
 from http_fuzz_kit import bombard
 
-from sgl_ext.bench.conversations import conversations
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.data.conversations import conversations
+from sgl_ext.bench.harness.server import Server, System, serve
 
 DEADLINE_S = 240.0
 _TOKENS = 48

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_kit import CHECKED, retracting, run_program
 
-from sgl_ext.bench.data import sharegpt_prompts
+from sgl_ext.bench.data.texts import sharegpt_prompts
 
 PROGRAM = """
 import asyncio, json, random, sys, time

@@ -16,8 +16,8 @@ from conftest import Launch, refusal
 from tier_kit import occupy
 from typer.testing import CliRunner
 
-from sgl_ext.bench.conversations import conversations
-from sgl_ext.bench.server import Server, System, serve
+from sgl_ext.bench.data.conversations import conversations
+from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.cli import app
 
 DEADLINE_S = 240.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine_kit import CHECKED, retracting, run_program
 
-from sgl_ext.bench.conversations import conversations
+from sgl_ext.bench.data.conversations import conversations
 
 PROGRAM = """
 import json, os, random, sys

@@ -11,25 +11,25 @@ from typing import Any
 
 import requests
 
-from sgl_ext.bench.progress import say
+from sgl_ext.bench.harness.progress import say
 from sgl_ext.errors import ExtError
 
-BENCHES = (
-    "attention",
-    "clusters",
-    "exactness",
-    "link",
-    "link_answers",
-    "memory",
-    "overhead",
-    "peer",
-    "preempt",
-    "restore",
-    "tiers",
-)
+BENCHES = {
+    "attention": "attention",
+    "chunks": "chunks.bench",
+    "chunks_answers": "chunks.answers",
+    "clusters": "clusters.bench",
+    "exactness": "exactness.bench",
+    "memory": "memory.bench",
+    "overhead": "overhead",
+    "peer": "peer.bench",
+    "restore": "restore.bench",
+    "swap": "swap.bench",
+    "tiers": "tiers.bench",
+}
+"""Modules of the benchmarks; those of a power have the power's name."""
 
-
-_QUICK_MINUTES = {"link": 14, "overhead": 3}
+_QUICK_MINUTES = {"chunks": 14, "overhead": 3}
 """Estimated minutes of ``--quick`` on two cores with bfloat16 instructions, rounded up."""
 
 
@@ -38,11 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m sgl_ext.bench",
         description="Compares systems in one interleaved run; writes DIR/NAME.json.",
     )
-    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("name", choices=tuple(BENCHES))
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a few rounds: most end in under 3 minutes on 2 cores, link in some 14",
+        help="a few rounds: most end in under 3 minutes on 2 cores, chunks in some 14",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="only this part, of a bench that has parts; may be repeated",
     )  # fmt: skip
     options, _ = parser.parse_known_args(arguments)
-    bench = importlib.import_module(f"sgl_ext.bench.{options.name}")
+    bench = importlib.import_module(f"sgl_ext.bench.{BENCHES[options.name]}")
     if more := getattr(bench, "add_arguments", None):
         more(parser.add_argument_group(options.name))
     options = parser.parse_args(arguments)

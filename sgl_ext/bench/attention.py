@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.bench import server
-from sgl_ext.bench.report import Report, summary
-from sgl_ext.bench.sampling import interleaved, ratio_of_medians
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
@@ -72,9 +72,9 @@ def _timed(forward: Callable[..., Any], backend: Any, query: Any, rows: Any, _ro
 
 
 def _served(report: Report, repeats: int, logs: Path) -> None:
+    from sgl_ext.bench.harness.load_generator import Request
+    from sgl_ext.bench.harness.load_generator import run as send
     from sgl_ext.engine.cpu.attention import STOCK_ATTENTION
-    from sgl_ext.engine.load_generator import Request
-    from sgl_ext.engine.load_generator import run as send
 
     model = prepare(SMOLLM2)
     arguments = ("--max-total-tokens", "16384")

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sgl_ext.bench import server
-from sgl_ext.bench.data import sharegpt_prompts
-from sgl_ext.bench.report import Report, summary
-from sgl_ext.bench.sampling import interleaved, ratio_of_medians
+from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 
@@ -37,8 +37,8 @@ def run(*, quick: bool, out: Path) -> Report:
             "output_tokens": _OUTPUT_TOKENS,
         },
     )
-    from sgl_ext.engine.load_generator import Request, Timing
-    from sgl_ext.engine.load_generator import run as send
+    from sgl_ext.bench.harness.load_generator import Request, Timing
+    from sgl_ext.bench.harness.load_generator import run as send
 
     model = prepare(SMOLLM2)
     prompts = iter(_prompts(model, _WARM_UP + first_rounds + answer_rounds))

@@ -1,0 +1,121 @@
+"""How right a model's answers are when the documents of its prompts are linked: F1 on HotpotQA.
+
+Each document is a chunk as it is: the gold ones and three others, for on a small machine all ten
+take minutes a question. ``full`` computes the same prompts, on the same server, and all are in the
+precision that the server takes by itself: what is lost is what a user would lose. A whole run
+takes hours; one that was broken off goes on where it was, if it is given the same ``--out``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial as partial_of
+from pathlib import Path
+from typing import Any
+
+from sgl_ext.bench.chunks.linked import (
+    DEFAULT,
+    PAGE,
+    Contexts,
+    asked,
+    computed_share,
+    generate,
+    nothing_missing,
+    systems,
+    text_of,
+)
+from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.data.scores import exact_match, f1, mean_interval
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
+
+_METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
+_DISTRACTORS = 3
+_ANSWER_TOKENS = 24
+_POOL = 60_000
+_START_DEADLINE_S = 900.0
+
+
+def run(*, quick: bool, out: Path) -> Report:
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = prepare(SMOLLM2 if quick else QWEN_CODER)
+    count = 6 if quick else 100
+    template = Template(AutoTokenizer.from_pretrained(model))
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    prompts = document_prompts(template, asked("hotpotqa"), count, distractors=_DISTRACTORS)
+    config = {
+        "model": model.name,
+        "questions": count,
+        "distractors": _DISTRACTORS,
+        "methods": _METHODS,
+        "page": PAGE,
+    }
+    report = Report("chunks_answers", {"quick": quick, **config})
+    partial = Partial(out, "chunks_answers", config, quick=quick)
+    if all(prompt.name in partial for prompt in prompts):
+        scores = [partial.find(prompt.name, dict) for prompt in prompts]
+    else:
+        _, system = systems(_POOL)
+        with server.serve([system], model, out / "logs", deadline=_START_DEADLINE_S) as (ours,):
+            contexts = Contexts(ours.url, template)
+            scores = []
+            for prompt in prompts:
+                measure = partial_of(_scores, ours.url, contexts, prompt, layers)
+                scores.append(partial.find(prompt.name, measure))
+    _report(report, scores)
+    partial.forget()
+    return report
+
+
+def _scores(url: str, contexts: Contexts, prompt: Prompt, layers: int) -> dict[str, dict[str, Any]]:
+    """Of each system."""
+    texts = {method: text_of(prompt, contexts.create(prompt, method)) for method in _METHODS}
+    answered = partial_of(generate, url, tokens=_ANSWER_TOKENS, stop="\n")
+    # Together they are decoded in the time of one: the weights are read once for all.
+    with nothing_missing(url), ThreadPoolExecutor(1 + len(texts)) as threads:
+        full, *linked = threads.map(answered, (list(prompt.tokens), *texts.values()))
+    text, _ = full
+    scores = {"full": _score(text, prompt.answers, 1.0)}
+    for method, (text, meta) in zip(texts, linked, strict=True):
+        cost = computed_share(meta, len(prompt.tokens), layers)
+        scores[method] = _score(text, prompt.answers, cost)
+    return scores
+
+
+def _score(text: str, right: Sequence[str], cost: float) -> dict[str, Any]:
+    answer = text.strip()
+    return {
+        "answer": answer,
+        "f1": f1(answer, right),
+        "exact": exact_match(answer, right),
+        "cost": cost,
+    }
+
+
+def _report(report: Report, scores: Sequence[dict[str, dict[str, Any]]]) -> None:
+    for name in ("full", *_METHODS):
+        mean = mean_interval([each[name]["f1"] for each in scores])
+        lost = mean_interval([each["full"]["f1"] - each[name]["f1"] for each in scores])
+        report.runs.append(
+            {
+                "what": "answers",
+                "system": name,
+                "samples": len(scores),
+                "cost": statistics.mean(each[name]["cost"] for each in scores),
+                "f1": mean.mean,
+                "f1_low": mean.low,
+                "f1_high": mean.high,
+                "lost": lost.mean,
+                "lost_low": lost.low,
+                "lost_high": lost.high,
+                "exact": statistics.mean(each[name]["exact"] for each in scores),
+            }
+        )
+    report.figures["f1_lost_points"] = 100 * statistics.mean(
+        each["full"]["f1"] - each[DEFAULT]["f1"] for each in scores
+    )

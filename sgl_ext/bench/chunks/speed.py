@@ -1,0 +1,179 @@
+"""How soon the first token of a linked prompt comes, by the length of the prompt."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial as partial_of
+
+import numpy as np
+
+from sgl_ext.bench.chunks.linked import (
+    DEFAULT,
+    Contexts,
+    asked,
+    computed_share,
+    generate,
+    nothing_missing,
+    text_of,
+)
+from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts, question_prompts
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio_of_medians
+
+
+@dataclass(frozen=True)
+class SpeedSizes:
+    """How much is measured."""
+
+    lengths: Mapping[int, int]
+    """Prompts of each number of tokens."""
+    orders: int
+    """Of each prompt's chunks, at most."""
+    methods: Sequence[str]
+    as_they_are: int
+    """Prompts whose chunks are documents as they are."""
+
+
+class Speed:
+    """Measures two servers.
+
+    Args:
+        stock: computes everything.
+        ours: links.
+        partial: what was found earlier.
+    """
+
+    def __init__(
+        self,
+        stock: server.Server,
+        ours: server.Server,
+        template: Template,
+        sizes: SpeedSizes,
+        partial: Partial,
+    ) -> None:
+        self._stock, self._ours = stock, ours
+        self._partial = partial
+        self._template = template
+        self._sizes = sizes
+        self._contexts = Contexts(ours.url, template)
+        self._asked = asked("hotpotqa")
+
+    def report(self, report: Report) -> None:
+        """Adds runs and figures."""
+        merged = {length: self._merged(length) for length in self._sizes.lengths}
+        for length, systems in merged.items():
+            _report(report, f"ttft, chunks of 512, {length} tokens", systems)
+        _report(report, "ttft, documents as they are", self._as_they_are())
+        at_4k = merged[4096]
+        figures = report.figures
+        figures["ttft_speedup_vs_full_4k"] = ratio_of_medians(at_4k["stock"], at_4k[DEFAULT])
+        figures["ttft_speedup_vs_blend15_4k"] = ratio_of_medians(at_4k["blend-15"], at_4k[DEFAULT])
+        medians = [statistics.median(systems[DEFAULT]) for systems in merged.values()]
+        exponent, _ = np.polyfit(np.log([*merged]), np.log(medians), 1)
+        figures["ttft_exponent"] = float(exponent)
+        limit = self._limit(4096, statistics.median(at_4k["stock"]))
+        figures["ttft_over_limit_4k"] = statistics.median(at_4k[DEFAULT]) / limit
+
+    def _merged(self, length: int) -> dict[str, list[float]]:
+        """Seconds to the first token of each system."""
+        by_order = [
+            question_prompts(
+                self._template, self._asked, self._sizes.lengths[length] + 1,
+                length=length, seed=order,
+            )
+            for order in range(self._sizes.orders)
+        ]  # fmt: skip
+        return self._first_tokens(f"{length} tokens", by_order)
+
+    def _as_they_are(self) -> dict[str, list[float]]:
+        most = self._sizes.as_they_are + 1
+        by_order = [
+            document_prompts(self._template, self._asked, most, seed=order)
+            for order in range(self._sizes.orders)
+        ]
+        return self._first_tokens("as they are", by_order)
+
+    def _first_tokens(
+        self, what: str, by_order: Sequence[Sequence[Prompt]]
+    ) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        warm, *others = zip(*by_order, strict=True)
+        names = [f"ttft, {what}, {prompts[0].name}" for prompts in others]
+        if not all(name in self._partial for name in names):
+            self._times(warm[:1], 0)  # the first ones in a process are slow
+        for number, (name, prompts) in enumerate(zip(names, others, strict=True)):
+            times = self._partial.find(name, partial_of(self._times, prompts, number))
+            for system, seconds in times.items():
+                found[system] += seconds
+        return found
+
+    def _times(self, orders: Sequence[Prompt], number: int) -> dict[str, list[float]]:
+        """Seconds to the first token of each order of a prompt, by system."""
+        from sgl_ext.bench.harness.load_generator import Request, run
+
+        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        with nothing_missing(self._ours.url):
+            named = {name: self._contexts.create(orders[0], name) for name in self._sizes.methods}
+            # Orders with the same chunk in front would share a prefix.
+            different = {prompt.chunks[0]: prompt for prompt in orders}.values()
+            for order, prompt in enumerate(different):
+                requests = {"stock": (self._stock.url, Request(list(prompt.tokens), 1))} | {
+                    name: (self._ours.url, Request(text_of(prompt, ids), 1))
+                    for name, ids in named.items()
+                }
+                systems = [*found]
+                first = (number + order) % len(systems)
+                for system in systems[first:] + systems[:first]:
+                    url, request = requests[system]
+                    found[system].append(run(url, [request])[0].ttft)
+        return found
+
+    def _limit(self, length: int, stock: float) -> float:
+        """Seconds to the first token if computing took as long as a token of stock's prefill does,
+        and linking as long as copying the bytes does.
+
+        Args:
+            stock: seconds that computing all of such a prompt takes.
+        """
+        (prompt,) = question_prompts(
+            self._template, self._asked, 1, length=length, seed=self._sizes.orders
+        )
+        ids = self._contexts.create(prompt, DEFAULT)
+        _, meta = generate(self._ours.url, text_of(prompt, ids), 1)
+        linked = 1 - computed_share(meta, length, layers=1)
+        copied = linked * length * self._contexts.token_bytes
+        return (1 - linked) * stock + copied / _copy_rate()
+
+
+def _copy_rate() -> float:
+    """Bytes per second of a plain copy, by all cores."""
+    from sgl_ext._native import _transfer
+
+    here, there = (np.ones(256 << 20, np.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        _transfer.plain_memcpy(
+            there.ctypes.data, here.ctypes.data, here.nbytes, os.cpu_count() or 1
+        )
+        seconds.append(time.perf_counter() - begin)
+    return here.nbytes / min(seconds)
+
+
+def _report(report: Report, what: str, systems: Mapping[str, Sequence[float]]) -> None:
+    for name, seconds in systems.items():
+        report.runs.append(
+            {
+                "what": what,
+                "system": name,
+                "samples": len(seconds),
+                "speedup": ratio_of_medians(systems["stock"], seconds),
+            }
+            | summary(seconds, "ttft_ms", 1e3)
+        )

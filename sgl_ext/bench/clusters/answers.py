@@ -1,0 +1,127 @@
+"""What a server takes to come next when it follows a stored context, against dense attention."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial as partial_of
+from typing import Any
+
+import numpy as np
+import requests
+
+from sgl_ext.bench.clusters.samples import Sample
+from sgl_ext.bench.data.scores import mean_interval
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.chunks.divergence import Distribution, divergence
+from sgl_ext.distributions import distributions, read, request
+from sgl_ext.errors import ExtError
+
+_TOP = 512
+_DEADLINE_S = 900.0
+
+
+def report_answers(
+    report: Report, url: str, samples: Sequence[Sample], shares: Sequence[float], partial: Partial
+) -> None:
+    """Adds runs and figures: KL to dense attention, and how often the likeliest token is."""
+    found = [
+        partial.find(f"answers, {each.name}", partial_of(_of_sample, url, each, shares))
+        for each in samples
+    ]
+    for share in shares:
+        tokens = [pair for each in found for pair in each[f"{share:g}"]]
+        kl, same = zip(*tokens, strict=True)
+        mean = mean_interval(kl)
+        report.runs.append(
+            {
+                "what": f"answers with {share:.0%}",
+                "samples": len(kl),
+                "kl": mean.mean,
+                "kl_low": mean.low,
+                "kl_high": mean.high,
+                "kl_p95": float(np.percentile(kl, 95)),
+                "top1": statistics.mean(same),
+            }
+        )
+        for each, sample in zip(found, samples, strict=True):
+            kl_here, same_here = zip(*each[f"{share:g}"], strict=True)
+            report.runs.append(
+                {
+                    "what": f"answers with {share:.0%}, {sample.name}",
+                    "samples": len(kl_here),
+                    "kl": statistics.mean(kl_here),
+                    "kl_p95": float(np.percentile(kl_here, 95)),
+                    "top1": statistics.mean(same_here),
+                }
+            )
+        name = f"{100 * share:g}"
+        report.figures[f"kl_{name}"] = mean.mean
+        asked = [
+            pair[0]
+            for each, sample in zip(found, samples, strict=True)
+            if sample.task == "questions"
+            for pair in each[f"{share:g}"]
+        ]
+        report.figures[f"kl_of_questions_p95_{name}"] = float(np.percentile(asked, 95))
+        report.figures[f"top1_{name}"] = statistics.mean(same)
+
+
+def store(url: str, tokens: Sequence[int]) -> str:
+    """Has a server store a context; returns its id."""
+    answer = requests.post(
+        f"{url}/ext/stored_contexts", json={"input_ids": [*tokens]}, timeout=_DEADLINE_S
+    )
+    if not answer.ok:
+        raise ExtError(f"{url} did not store a context: {answer.text[:300]}")
+    id_: str = answer.json()["id"]
+    return id_
+
+
+def follow(url: str, body: dict[str, Any], context: str, share: float) -> dict[str, Any]:
+    """What a server answers to a prompt that follows a context."""
+    params = {**body["sampling_params"], "custom_params": follows(context, share)}
+    answer = requests.post(
+        f"{url}/generate", json={**body, "sampling_params": params}, timeout=_DEADLINE_S
+    )
+    if not answer.ok:
+        raise ExtError(f"{url} does not follow a context: {answer.text[:300]}")
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def follows(context: str, share: float) -> dict[str, Any]:
+    """What a request says that follows a context."""
+    return {"ext_stored": {"id": context, "sparsity": share}}
+
+
+def _of_sample(
+    url: str, sample: Sample, shares: Sequence[float]
+) -> dict[str, list[tuple[float, bool]]]:
+    """By share, of each token: KL in nats, and whether the likeliest one is the same."""
+    last = len(sample.unseen) - 1  # the first has nothing before it but the context
+    whole = [*sample.context, *sample.unseen]
+    right = distributions(
+        url, whole, last, len(sample.context) + 1, top=_TOP, deadline=_DEADLINE_S
+    ).distributions
+    id_ = store(url, sample.context)
+    try:
+        return {
+            f"{share:g}": [
+                (divergence(one, other), _best(one) == _best(other))
+                for one, other in zip(right, _following(url, sample, id_, share), strict=True)
+            ]
+            for share in shares
+        }
+    finally:
+        requests.delete(f"{url}/ext/stored_contexts/{id_}", timeout=_DEADLINE_S)
+
+
+def _following(url: str, sample: Sample, context: str, share: float) -> list[Distribution]:
+    body = request(sample.unseen, 1, top=_TOP)
+    return read(follow(url, body, context, share)["meta_info"], len(sample.unseen) - 1)
+
+
+def _best(distribution: Distribution) -> int:
+    return max(distribution, key=distribution.__getitem__)

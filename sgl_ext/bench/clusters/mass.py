@@ -1,0 +1,162 @@
+"""How much of the attention to a context each way of choosing finds, below the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial as partial_of
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.bench.clusters.samples import Layer, Observed
+from sgl_ext.bench.clusters.selectors import (
+    FAITHFUL,
+    INFLLM,
+    K_MEANS,
+    MEAN_KEYS,
+    OURS,
+    QUEST,
+    SELECTORS,
+    Mask,
+    top,
+)
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.clusters.activations import attention_mass
+from sgl_ext.clusters.codes import Codes
+
+_BUDGETS = (0.1, 0.2)
+"""Of the middle."""
+PER_HEAD = "ours, entry by entry, per KV head"
+_NAMES = (*SELECTORS, PER_HEAD)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of one selector, all layers of one context.
+
+    Attributes:
+        mass: ``[budgets, layers, queries]``, relative to exact top-k of as many entries.
+        index: its share of the middle's KV.
+    """
+
+    mass: NDArray[np.float64]
+    index: float
+
+
+def relative_mass(layer: Layer, chosen: Mask) -> NDArray[np.float64]:
+    """Of each query: its attention to what was chosen, over that to as many of the best."""
+    limit = layer.best[np.arange(len(chosen)), chosen.sum(axis=1) - 1]
+    mass = np.where(chosen, layer.mass, 0).sum(axis=1, dtype=np.float64)
+    found: NDArray[np.float64] = mass / limit
+    return found
+
+
+def report_mass(report: Report, observed: Sequence[Observed], partial: Partial) -> None:
+    """Adds runs and figures: relative mass of all selectors at equal budgets."""
+    by_context = [
+        partial.find(f"mass, {each.sample.name}", partial_of(_all_layers, each))
+        for each in observed
+    ]
+    found = {name: [_read(each[name]) for each in by_context] for name in _NAMES}
+    mass = {name: _together([each.mass for each in all_]) for name, all_ in found.items()}
+    for name, each in mass.items():
+        for at, budget in enumerate(_BUDGETS):
+            queries = np.concatenate([of[at].mean(axis=0) for of in _masses(found[name])])
+            report.runs.append(
+                {
+                    "what": f"mass of {budget:.0%}",
+                    "system": name,
+                    "index": float(np.mean([of.index for of in found[name]])),
+                    "mass": float(each[at].mean()),
+                    "worst_layer": float(each[at].mean(axis=1).min()),
+                    "query_p10": float(np.percentile(queries, 10)),
+                    "p10": float(np.percentile(each[at], 10)),
+                    "samples": len(queries),
+                }
+            )
+    _figures(report, mass, found)
+
+
+def _figures(
+    report: Report, mass: Mapping[str, NDArray[np.float64]], found: Mapping[str, list[_Found]]
+) -> None:
+    at_10 = {name: float(each[0].mean()) for name, each in mass.items()}
+    queries = np.concatenate([of[0].mean(axis=0) for of in _masses(found[OURS])])
+    figures = report.figures
+    figures["relative_mass_10"] = at_10[OURS]
+    figures["relative_mass_10_worst_layer"] = float(mass[OURS][0].mean(axis=1).min())
+    figures["relative_mass_10_query_p10"] = float(np.percentile(queries, 10))
+    figures["index_share"] = max(each.index for each in found[OURS])
+    figures["relative_mass_10_faithful"] = at_10[FAITHFUL]
+    figures["relative_mass_10_over_blocks"] = at_10[OURS] - at_10[MEAN_KEYS]
+    # Whose index is larger than ours may be.
+    figures["relative_mass_10_over_representatives"] = at_10[OURS] - at_10[INFLLM]
+    figures["relative_mass_10_over_quest"] = at_10[OURS] - at_10[QUEST]
+    figures["relative_mass_10_over_k_means"] = at_10[OURS] - at_10[K_MEANS]
+
+
+def _masses(found: Sequence[_Found]) -> list[NDArray[np.float64]]:
+    return [each.mass for each in found]
+
+
+def _together(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Of all contexts: ``[budgets, layers, queries]``."""
+    return np.concatenate(masses, axis=2)
+
+
+def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
+    """By selector, as JSON takes it."""
+    layers = range(observed.profile.geometry.layers)
+    mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _NAMES}
+    index = dict.fromkeys(_NAMES, 0.0)
+    entry = observed.profile.geometry.entry_bytes
+    for layer in observed.layers(layers):
+        for name, one in _of_layer(layer).items():
+            mass[name].append(one.mass)
+            index[name] += one.index / (entry * len(layer.keys) * len(layers))
+    return {
+        name: {"mass": np.stack(mass[name], axis=1).round(5).tolist(), "index": index[name]}
+        for name in _NAMES
+    }
+
+
+def _of_layer(layer: Layer) -> dict[str, _Found]:
+    """``[budgets, queries]`` and bytes of each selector."""
+    found = {}
+    mine = SELECTORS[OURS](layer)
+    asked = [round(share * len(layer.keys)) for share in _BUDGETS]
+    # As many for all others as ours gives with whole blocks of every device.
+    budgets = [int(mine.select(budget).sum(axis=1).max()) for budget in asked]
+    for name, make in SELECTORS.items():
+        selector = mine if name == OURS else make(layer)
+        each = asked if name == OURS else budgets
+        mass = [relative_mass(layer, selector.select(budget)) for budget in each]
+        found[name] = _Found(np.stack(mass), selector.index_bytes)
+    mass = [_per_head(layer, budget) for budget in budgets]
+    found[PER_HEAD] = _Found(np.stack(mass), layer.profile.codes.bytes)
+    return found
+
+
+def _per_head(layer: Layer, budget: int) -> NDArray[np.float64]:
+    """As :func:`relative_mass`, where each KV head chooses entries of its own."""
+    codes, kv_heads = layer.profile.codes, layer.keys.shape[1]
+    group = layer.queries.shape[1] // kv_heads
+    found = np.zeros(len(layer.queries))
+    for head in range(kv_heads):
+        mine, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        queries, beside = layer.queries[:, heads], np.ascontiguousarray(layer.beside[:, heads])
+        own = Codes(
+            codes.codes[mine], codes.centroids[mine], codes.projection[mine], codes.mean[mine]
+        )
+        scores = np.empty((len(queries), len(layer.keys)), np.float32)
+        scores[:, layer.profile.order] = own.mass(queries, layer.scale, beside)
+        mass = attention_mass(queries, layer.keys[:, mine], layer.scale, beside)
+        found += np.where(top(scores, budget), mass, 0).sum(axis=1, dtype=np.float64)
+    share: NDArray[np.float64] = found / layer.best[:, budget - 1]
+    return share
+
+
+def _read(found: Mapping[str, object]) -> _Found:
+    return _Found(np.array(found["mass"]), float(found["index"]))  # type: ignore[arg-type]

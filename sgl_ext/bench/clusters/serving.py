@@ -1,0 +1,134 @@
+"""Tokens of servers that follow a context on SSDs, with and without reading ahead."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.bench.clusters.answers import follow, store
+from sgl_ext.bench.clusters.devices import PM9A3
+from sgl_ext.bench.clusters.samples import Sample, stored_system
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.report import Report, summary
+
+AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
+_SHARE = 0.1
+_SLOWER = 40
+"""Times, so that reading takes as long as computing on this machine."""
+_DEVICES = 4
+_PROMPT, _ANSWER = 24, 64
+_TIMES = 2.0
+_UNPREDICTED = 3
+"""First layers, whose queries nobody can predict."""
+
+
+def report_serving(
+    report: Report, model: Path, sample: Sample, pool: int, rounds: int, out: Path
+) -> None:
+    """Adds runs and figures."""
+    slow = {
+        "bytes_per_second": int(PM9A3.bytes_per_second / _SLOWER),
+        "operations_per_second": PM9A3.operations_per_second / _SLOWER,
+    }
+    sections: dict[str, dict[str, Any]] = {
+        AS_IT_IS: {},
+        SLOW: {"emulate": slow},
+        AHEAD: {"emulate": slow, "prefetch": _TIMES},
+    }
+    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
+        systems = [
+            stored_system(name, Path(scratch) / str(at), _DEVICES, pool, {"hot": "8MiB", **section})
+            for at, (name, section) in enumerate(sections.items())
+        ]
+        with server.serve(systems, model, out / "logs") as servers:
+            contexts = [store(each.url, sample.context) for each in servers]
+            measured = {each.system.name: _Measured() for each in servers}
+            for at in range(rounds + 1):
+                prompt = sample.unseen[at * _PROMPT :][:_PROMPT]
+                for each, context in zip(servers, contexts, strict=True):
+                    # The first one opens the context.
+                    into = measured[each.system.name] if at else _Measured()
+                    _answer(each.url, prompt, context, into)
+    for name, one in measured.items():
+        _report(report, name, one)
+    medians = {name: statistics.median(one.tokens) for name, one in measured.items()}
+    report.figures["read_ahead_speedup"] = medians[SLOW] / medians[AHEAD]
+
+
+@dataclass
+class _Measured:
+    """Of one server.
+
+    Attributes:
+        tokens: seconds of a token, of each answer.
+        seconds: of the answers.
+        spent: seconds of the forwards' thread, by what for.
+        blocks: ``[3, layers]`` that were read when they were wanted, had been expected, or were in
+            memory.
+    """
+
+    tokens: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    spent: Counter[str] = field(default_factory=Counter)
+    blocks: NDArray[np.int64] | int = 0
+
+
+_BLOCKS = ("fetched", "expected", "in_memory")
+
+
+def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) -> None:
+    """Has a server answer a prompt whose KV it has, with one token and with many."""
+    _ask(url, prompt, context, 1)
+    short = _ask(url, prompt, context, 1)
+    before = server.live(url)["clusters"]["open"][context]
+    long = _ask(url, prompt, context, 1 + _ANSWER)
+    after = server.live(url)["clusters"]["open"][context]
+    measured.tokens.append((long - short) / _ANSWER)
+    measured.seconds += long
+    for name, seconds in after["seconds"].items():
+        measured.spent[name] += seconds - before["seconds"][name]
+    new, old = (
+        np.array([found["by_layer"][name] for name in _BLOCKS]) for found in (after, before)
+    )
+    measured.blocks = measured.blocks + new - old
+
+
+def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
+    body = {
+        "input_ids": [*prompt],
+        "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+    }
+    begin = time.perf_counter()
+    follow(url, body, context, _SHARE)
+    return time.perf_counter() - begin
+
+
+def _report(report: Report, name: str, measured: _Measured) -> None:
+    fetched, expected, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
+    wanted = fetched + expected + held
+    coverage = float(expected / max(expected + fetched, 1))  # of those that were not in memory
+    spent = {what: each / measured.seconds for what, each in measured.spent.items()}
+    report.runs.append(
+        {
+            "what": "serving",
+            "system": name,
+            **spent,
+            "in_memory": float(held / wanted),
+            "coverage": coverage,
+            "samples": len(measured.tokens),
+        }
+        | summary(measured.tokens, "token_ms", 1e3)
+    )
+    if name == AS_IT_IS:
+        report.figures["retrieval_overhead_share"] = spent["choosing"] + spent["placing"]
+    elif name == AHEAD:
+        report.figures["prefetch_coverage"] = coverage

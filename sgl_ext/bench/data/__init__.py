@@ -1,0 +1,1 @@
+"""Real texts and questions for benchmarks and tests."""

@@ -1,0 +1,1 @@
+"""Servers under mixed load, compared with stock SGLang answer by answer."""

@@ -1,0 +1,173 @@
+"""The servers of an exactness run: the one under test, stock SGLang, and a peer's other side."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sgl_ext.bench.harness.server import BESIDE_OTHERS, Server, System, serve
+from sgl_ext.config import load
+from sgl_ext.config_source import ConfigError, read
+from sgl_ext.errors import ExtError
+
+SHIPPED = Path(__file__).parent / "configs"
+ARGUMENTS = (
+    "--page-size", "16", "--max-total-tokens", "3072", "--chunked-prefill-size", "512",
+    "--dtype", "float32", "--enable-priority-scheduling", *BESIDE_OTHERS,
+)  # fmt: skip
+_STOCK = (*ARGUMENTS, "--max-total-tokens", "49152")
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+_STRICT = {**_ENVIRONMENT, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+_COMPLAINTS = ("leak detected", "hit an exception", "exception in asgi")
+UNDER_TEST, BESIDE = "server", "peer"
+
+
+def find(name: str) -> Path:
+    """The file of that path, or of that name among the shipped ones.
+
+    Raises:
+        ExtError: there is none.
+    """
+    for path in (Path(name), SHIPPED / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+    raise ExtError(f"there is no configuration {name}: give a file, or one of {names}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Configurations with directories of their own.
+
+    Attributes:
+        config: of the server under test.
+        beside: of its peer; None without one.
+    """
+
+    config: Mapping[str, Any]
+    beside: Mapping[str, Any] | None
+
+    def has(self, section: str) -> bool:
+        return section in self.config
+
+    def systems(self, arguments: str = "") -> list[System]:
+        """Stock SGLang, the server under test, and its peer.
+
+        Args:
+            arguments: further ones of SGLang, which count before :data:`ARGUMENTS`.
+        """
+        more = shlex.split(arguments)
+        found = [System("stock", _STOCK, _ENVIRONMENT)]
+        for name, config in ((UNDER_TEST, self.config), (BESIDE, self.beside)):
+            if config is not None:
+                extension = ("--enable-ext", "--ext-config", json.dumps(config))
+                found.append(System(name, (*ARGUMENTS, *more, *extension), _STRICT))
+        return found
+
+
+def setup(source: Path, scratch: Path, sockets: Path) -> Setup:
+    """Reads a configuration; every directory that it names becomes a new one.
+
+    So a run begins with nothing stored, and touches nothing of a server that is in use.
+
+    Args:
+        scratch: where tiers and clusters store.
+        sockets: the directory of peers; its path is short, as that of a socket has to be.
+
+    Raises:
+        ExtError: it is not a configuration.
+    """
+    try:
+        load(source)
+        _, data = read(source)
+    except ConfigError as error:
+        raise ExtError(str(error)) from None
+    config: dict[str, Any] = json.loads(json.dumps(data))
+
+    def new(name: str) -> str:
+        path = scratch / name
+        path.mkdir(mode=0o700, parents=True)
+        return str(path)
+
+    stores = {"ssd": config.get("tiers", {}).get("ssd"), "clusters": config.get("clusters")}
+    for name, section in stores.items():
+        if section:
+            count = len(section["directories"])
+            section["directories"] = [new(f"{name}{at}") for at in range(count)]
+    if "peer" not in config:
+        return Setup(config, None)
+    peer = config["peer"]
+    peer["directory"] = str(sockets)
+    terms = {name: peer[name] for name in ("deadline", "lease", "capacity") if name in peer}
+    other = {"directory": peer["directory"], **terms}
+    if peer["role"] == "master":
+        beside = {**other, "role": "worker", "window": "1s"}
+    else:
+        beside = {"capacity": "16MiB", **other, "role": "master"}
+    return Setup(config, {"peer": beside})
+
+
+class Victim:
+    """A server that can be killed and started again with the same arguments.
+
+    Args:
+        place: where logs are written.
+        stack: ends the ones that were started again.
+    """
+
+    def __init__(self, server: Server, model: Path, place: Path, stack: ExitStack) -> None:
+        self.server = server
+        self.down = False
+        """Whether it was killed and is not ready again."""
+        self.deaths = 0
+        """Kills."""
+        self.logs = [server.log]
+        self._model, self._place, self._stack = model, place, stack
+
+    @property
+    def name(self) -> str:
+        return self.server.system.name.partition("-")[0]
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def died(self) -> str:
+        """Why it is not alive; nothing if it is, or was killed by this run."""
+        if self.down or (code := self.server.process.poll()) is None:
+            return ""
+        return f"{self.name} ended with {code}; its log is {self.server.log}"
+
+    def kill(self) -> None:
+        self.down = True
+        self.deaths += 1
+        with suppress(ProcessLookupError):
+            os.killpg(self.server.process.pid, signal.SIGKILL)
+        self.server.process.wait()
+
+    def start(self) -> None:
+        """Raises ExtError if it does not start."""
+        system = replace(self.server.system, name=f"{self.name}-{self.deaths}")
+        (self.server,) = self._stack.enter_context(serve([system], self._model, self._place))
+        self.logs.append(self.server.log)
+        self.down = False
+
+
+def complaints(logs: Sequence[Path]) -> list[str]:
+    """Lines of logs that say that something went wrong in a server.
+
+    SGLang's traceback of a request whose client has gone is none.
+    """
+    found = []
+    for log in logs:
+        for line in log.read_text(errors="replace").splitlines():
+            if any(sign in line.lower() for sign in _COMPLAINTS):
+                found.append(f"{log.name}: {line.strip()[:300]}")
+    return found

@@ -1,0 +1,1 @@
+"""Servers, reports and samples that every benchmark shares."""

@@ -1,0 +1,217 @@
+"""Life cycle of the SGLang servers that a benchmark or a test session compares."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import requests
+
+from sgl_ext.bench.harness import quick_start
+from sgl_ext.bench.harness.mapped import mapped_segments, segments
+from sgl_ext.bench.harness.progress import say
+from sgl_ext.engine.launch import run_directory
+from sgl_ext.errors import ExtError
+
+START_DEADLINE_S = 300.0
+BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
+"""Of servers side by side: SGLang takes what others load meanwhile for its own weights."""
+_STOP_DEADLINE_S = 30.0
+_FORGET_DEADLINE_S = 600.0
+_PORTS = range(10_000, 22_000)
+"""Below those that SGLang gives to its own sockets while it starts, and the kernel to
+connections."""
+_PORTS_TRIED = 100
+_held: list[socket.socket] = []
+
+
+@dataclass(frozen=True)
+class System:
+    """One configuration of the server under comparison."""
+
+    name: str
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running system."""
+
+    system: System
+    url: str
+    log: Path
+    process: psutil.Popen
+
+
+@contextmanager
+def serve(
+    systems: Sequence[System], model: Path, logs: Path, *, deadline: float = START_DEADLINE_S
+) -> Iterator[list[Server]]:
+    """Starts all ``systems`` side by side and stops them with everything they left behind.
+
+    Idle schedulers sleep, so that the one being measured has the machine.
+
+    Args:
+        logs: directory of ``NAME.log`` files, one per system.
+        deadline: seconds until the last one must be ready.
+
+    Raises:
+        ExtError: a server died or was not ready in time; names its log and its last lines.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    give_up = time.monotonic() + deadline
+    say(f"starting {', '.join(system.name for system in systems)}; logs in {logs}")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(_process(system, model, logs)) for system in systems]
+        for server in servers:
+            _wait_until_ready(server, give_up)
+        try:
+            yield servers
+        finally:
+            for server in servers:  # all at once: each takes seconds to end
+                with suppress(psutil.NoSuchProcess):
+                    server.process.terminate()
+
+
+@contextmanager
+def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
+    port = free_port()
+    log = logs / f"{system.name}.log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
+    if setpriv := shutil.which("setpriv"):
+        # A benchmark that is killed takes its servers with it.
+        command = [setpriv, "--pdeathsig", "TERM", *command]
+    scratch = run_directory.subdirectory()
+    environment = {
+        **quick_start.environment(),
+        **os.environ,
+        **system.environment,
+        "TMPDIR": str(scratch),
+    }
+    with log.open("wb") as sink:
+        process = _start(command, environment, sink)
+        try:
+            yield Server(system, f"http://127.0.0.1:{port}", log, process)
+        finally:
+            _stop(process)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], sink: IO[bytes]) -> psutil.Popen:
+    """Starts a process in a new session, with its output in a file. Tests replace this function."""
+    return psutil.Popen(
+        command,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def forget(url: str) -> None:
+    """Device and host memory forget everything; what lies on SSDs stays.
+
+    Raises:
+        ExtError: the server is busy for too long.
+    """
+    give_up = time.monotonic() + _FORGET_DEADLINE_S
+    while time.monotonic() < give_up:
+        # What has answered may not have ended.
+        if requests.post(f"{url}/flush_cache", timeout=_FORGET_DEADLINE_S).ok:
+            return
+        time.sleep(0.05)
+    raise ExtError(f"{url} did not forget its KV in {_FORGET_DEADLINE_S:g} s")
+
+
+def live(url: str) -> dict[str, Any]:
+    """What the extension says of itself in a running server; empty in a stock one."""
+    found = requests.get(f"{url}/server_info", timeout=_FORGET_DEADLINE_S).json()
+    state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
+    return state
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface, which no other call gives while this process lives.
+
+    A server binds it seconds later, and until then another's must not choose it: its answers
+    would be taken for this one's.
+    """
+    for _ in range(_PORTS_TRIED):
+        port = secrets.choice(_PORTS)
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        # Servers bind what is bound and not listened on; this function does not.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(held)
+        return port
+    raise ExtError(f"{_PORTS_TRIED} ports of {_PORTS} were all in use")
+
+
+def _wait_until_ready(server: Server, give_up: float) -> None:
+    while time.monotonic() < give_up:
+        if server.process.poll() is not None:
+            raise ExtError(
+                f"the server {server.system.name!r} ended with {server.process.returncode}; "
+                f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+            )
+        with suppress(requests.RequestException):
+            if requests.get(f"{server.url}/health", timeout=5).ok:
+                return
+        time.sleep(0.2)
+    raise ExtError(
+        f"the server {server.system.name!r} was not ready in time; "
+        f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+    )
+
+
+def _last_lines(log: Path, count: int = 8) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line[:300] for line in lines[-count:])
+
+
+def _stop(process: psutil.Popen) -> None:
+    tree = _tree(process)
+    shared_memory = _shared_memory_of(tree)
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_DEADLINE_S)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(_STOP_DEADLINE_S)
+    for left in tree:
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
+    psutil.wait_procs(tree, timeout=_STOP_DEADLINE_S)
+    for segment in shared_memory:
+        segment.unlink(missing_ok=True)
+
+
+def _tree(process: psutil.Popen) -> list[psutil.Process]:
+    try:
+        return [*process.children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _shared_memory_of(tree: list[psutil.Process]) -> list[Path]:
+    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped."""
+    return segments(mapped_segments([process.pid for process in tree]))

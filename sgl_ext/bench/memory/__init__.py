@@ -1,0 +1,1 @@
+"""The benchmark of the slab, its allocator and the transfer engine."""

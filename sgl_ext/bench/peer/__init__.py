@@ -1,0 +1,1 @@
+"""The benchmark of engines that lend each other memory."""

@@ -1,0 +1,64 @@
+"""Engines that lend each other KV memory: how long requests can be, how soon they are answered,
+what it costs the one that lends, and what comes of it when one is killed or paused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.peer.chaos import report_chaos
+from sgl_ext.bench.peer.context import report_context
+from sgl_ext.bench.peer.interference import report_interference
+from sgl_ext.bench.peer.resize import report_resize
+from sgl_ext.bench.peer.servers import PAGE, Lent
+from sgl_ext.bench.peer.ttft import TtftSizes, report_ttft
+
+PARTS = ("resize", "context", "ttft", "interference", "chaos")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    local: int
+    """Tokens of local memory, for the longest request; the model has 8,192 positions."""
+    ttft: TtftSizes
+    rounds: int
+    """Of the worker's requests in each situation."""
+    chaos: int
+    """Rounds."""
+
+
+_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3, 3)
+_WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, 10)
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    sizes = _QUICK if quick else _WHOLE
+    report = Report("peer", {"quick": quick, "page": PAGE, **asdict(sizes)})
+    logs = out / "logs" / "peer"
+    if "resize" in parts:
+        report_resize(report)
+    if "context" in parts:
+        report_context(report, sizes.local, _contexts(sizes.local), logs / "context")
+    if "ttft" in parts:
+        report_ttft(report, sizes.ttft, logs / "ttft")
+    if "interference" in parts:
+        setup = Lent(512, 6144, "direct")
+        report_interference(report, setup, sizes.rounds, logs / "interference")
+    if "chaos" in parts:
+        report_chaos(report, sizes.chaos, logs / "chaos")
+    return report
+
+
+def _contexts(local: int) -> dict[str, Lent]:
+    """By the figure that each is for."""
+
+    def lent(factor: float) -> int:
+        return int(factor * local) // PAGE * PAGE
+
+    return {
+        "max_context_ratio": Lent(local, lent(3.25), "layer"),
+        "max_context_ratio_w1": Lent(local, lent(1), "layer"),
+        "max_context_ratio_tiled": Lent(local, lent(3), "direct"),
+    }

@@ -1,0 +1,94 @@
+"""The longest request with the same local KV memory (SwiftCache §5.3), and how it is computed."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.harness.server import Server, System, forget, live
+from sgl_ext.bench.peer.servers import COMMON, LAYERS, PAGE, Lent, pair
+from sgl_ext.errors import ExtError
+
+_DEADLINE_S = 120.0
+_SEARCHED = 8 * PAGE
+"""Tokens less than the most that could be, among which the longest prompt is looked for."""
+
+
+def report_context(report: Report, local: int, setups: dict[str, Lent], logs: Path) -> None:
+    """Adds a run and a figure for each setup.
+
+    Args:
+        local: tokens of local KV memory, of all.
+        setups: by the figure that it is for.
+    """
+    stock = System("stock", (*COMMON, "--max-total-tokens", str(local)))
+    longest_stock = 0
+    worst = 1.0
+    for figure, setup in setups.items():
+        beside = () if longest_stock else (stock,)
+        with pair(setup, logs / figure, beside=beside) as (master, _, *others):
+            for server in others:
+                longest_stock, _ = _longest(server, local)
+            longest, seconds = _longest(master, int(setup.formula))
+            state = live(master.url)["peer"]
+        waited = state.get("stream_waited_seconds", 0.0)
+        worst = min(worst, longest / setup.formula)
+        report.figures[figure] = longest / longest_stock
+        report.runs.append(
+            {
+                "what": "context",
+                "stream": setup.stream,
+                "lent_over_local": setup.borrowed / setup.local,
+                "local_tokens": setup.local,
+                "layer_buffers_tokens": setup.buffers * setup.borrowed / LAYERS,
+                "longest_stock": longest_stock,
+                "longest": longest,
+                "formula": setup.formula,
+                "seconds": seconds,
+                "waited_seconds": waited,
+            }
+        )
+    report.figures["capacity_vs_formula"] = worst
+
+
+def _longest(server: Server, most: int) -> tuple[int, float]:
+    """The longest prompt that is answered, at most ``most`` tokens, and how long that took."""
+    chance = random.Random(most)  # noqa: S311
+    ids = [chance.randrange(1000, 40_000) for _ in range(most)]
+    # SGLang wants a page and two tokens beside the prompt.
+    longest, too_long = most - PAGE - 2 - _SEARCHED, most - PAGE - 1
+    seconds = _answers(server, ids[:longest])
+    if seconds is None:
+        raise ExtError(f"{server.url} answers no request of {longest} tokens")
+    tried = too_long - 1
+    while longest < too_long - 1:
+        found = _answers(server, ids[:tried])
+        if found is None:
+            too_long = tried
+        else:
+            longest, seconds = tried, found
+        tried = (longest + too_long) // 2
+    return longest, seconds
+
+
+def _answers(server: Server, ids: list[int]) -> float | None:
+    """Seconds that a request took, with nothing cached; None if it is not answered."""
+    body: dict[str, Any] = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }
+    forget(server.url)
+    began = time.monotonic()
+    try:
+        found = requests.post(f"{server.url}/generate", json=body, timeout=_DEADLINE_S)
+    except requests.Timeout:  # it waits for ever
+        requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=_DEADLINE_S)
+        return None
+    if not found.ok or found.json()["meta_info"]["completion_tokens"] != 1:
+        return None
+    return time.monotonic() - began

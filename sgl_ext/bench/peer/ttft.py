@@ -1,0 +1,168 @@
+"""Conversations whose prefixes exceed local memory: in a worker's memory, or in host memory with
+HiCache (SwiftCache §5.1).
+
+On one machine both ways are memory copies. So both are slowed down until loading stands to
+computing as in the paper's Figure 1: at 5,000 tokens of history, loading over PCIe takes 75 ms
+where computing 256 new tokens takes 27 ms, and NVLink has 400 GB/s where PCIe has 32. Loads overlap
+with computing, layer by layer, in both: where nothing but this counts, ours takes 27 of 75 at 5,000
+tokens, and less the longer the history is. Once more without slowing anything down, as it is.
+
+What is said is ShareGPT's, cut into turns of as many new tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from sgl_ext.bench.data.conversations import conversations
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.server import Server, System, forget, live, serve
+from sgl_ext.bench.peer.servers import COMMON, PAGE, TOKEN_BYTES, Lent, pair
+from sgl_ext.errors import ExtError
+from sgl_ext.models import SMOLLM2, prepare
+
+HISTORY, NEW = 5000, 256
+LOAD_OVER_COMPUTE = 75 / 27
+"""At that history and so many new tokens (Figure 1)."""
+PEER_OVER_HOST = 400 / 32
+_HICACHE_GB = 4
+_PAUSE_S = 0.75
+"""Between two requests: HiCache writes into host memory behind its answer, on the same cores, which
+would be counted against who is asked next."""
+_SHAREGPT = (1500, 7500)
+"""Tokens of the conversations that texts are made of."""
+
+
+@dataclass(frozen=True)
+class TtftSizes:
+    """How much is measured."""
+
+    held: int
+    """Conversations."""
+    turns: int
+    """Of each, that are timed."""
+    history: int
+    """Tokens before the first of them."""
+    local: int
+    """Tokens of local KV memory."""
+    borrowed: int
+
+
+def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
+    """Adds runs and figures, with both ways slowed down and as they are."""
+    model = prepare(SMOLLM2)
+    texts = _texts(model, sizes)
+    compute = _compute_seconds(model, logs / "compute")
+    host = int(HISTORY * TOKEN_BYTES / (LOAD_OVER_COMPUTE * compute))
+    report.runs.append(
+        {
+            "what": "link",
+            "compute_256_at_5000_s": compute,
+            "host_bytes_per_s": host,
+            "peer_bytes_per_s": int(host * PEER_OVER_HOST),
+        }
+    )
+    for name, rate in (("throttled", host), ("native", None)):
+        setup = Lent(
+            sizes.local, sizes.borrowed, "layers" if rate else "direct",
+            None if rate is None else int(rate * PEER_OVER_HOST),
+        )  # fmt: skip
+        hicache = System(
+            "hicache",
+            (
+                *COMMON, "--max-total-tokens", str(sizes.local), "--enable-hierarchical-cache",
+                "--hicache-size", str(_HICACHE_GB),
+            ),
+            {} if rate is None else {"SGL_EXT_EMULATED_HICACHE": str(rate)},
+        )  # fmt: skip
+        with pair(setup, logs / name, beside=(hicache,)) as (master, _, other):
+            times, waited = _timed({"peer": master, "hicache": other}, texts, sizes)
+        for system, ttft in times.items():
+            row = {"what": f"ttft, {name}", "system": system, "samples": len(ttft)}
+            report.runs.append(row | summary(ttft, "ttft_ms", 1e3))
+        ratio = _p99(times["peer"]) / _p99(times["hicache"])
+        if rate is None:
+            report.figures["p99_ttft_ratio_vs_hicache_native"] = ratio
+            continue
+        report.figures["p99_ttft_ratio_vs_hicache"] = ratio
+        report.figures["load_share_exposed"] = waited / sum(times["peer"])
+
+
+def _texts(model: Path, sizes: TtftSizes) -> list[list[int]]:
+    """One for each conversation, as long as its last turn."""
+    length = sizes.history + sizes.turns * NEW
+    each = -(-length // _SHAREGPT[0])
+    parts = conversations(model, sizes.held * each, turns=1, tokens=_SHAREGPT)
+    texts = [
+        [*chain.from_iterable(part.heard[0] for part in parts[at * each : (at + 1) * each])]
+        for at in range(sizes.held)
+    ]
+    return [text[:length] for text in texts]
+
+
+def _timed(
+    servers: dict[str, Server], texts: Sequence[Sequence[int]], sizes: TtftSizes
+) -> tuple[dict[str, list[float]], float]:
+    """Times to the first token by system, and the seconds that the master's forwards waited for
+    layers meanwhile."""
+    for server in servers.values():
+        forget(server.url)
+        for text in texts:
+            _ask(server, text[: sizes.history])
+    before = _waited(servers["peer"])
+    found: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(1, sizes.turns + 1):
+        for at, text in enumerate(texts):
+            prompt = text[: sizes.history + turn * NEW]
+            for name in list(servers)[:: 1 if (turn + at) % 2 else -1]:
+                found[name].append(_ask(servers[name], prompt, cached=len(prompt) - NEW))
+                time.sleep(_PAUSE_S)
+    return found, _waited(servers["peer"]) - before
+
+
+def _waited(master: Server) -> float:
+    return float(live(master.url)["peer"].get("stream_waited_seconds", 0.0))
+
+
+def _ask(server: Server, prompt: Sequence[int], cached: int = 0) -> float:
+    """Seconds to the first token of a prompt, of which so much has to be cached.
+
+    Raises:
+        ExtError: it was not.
+    """
+    from sgl_ext.bench.harness.load_generator import Request, run
+
+    (timing,) = run(server.url, [Request([*prompt], 1)])
+    if timing.cached_tokens < cached - PAGE:
+        raise ExtError(
+            f"{server.system.name} had {timing.cached_tokens} of {cached} tokens in its caches: "
+            "what was measured is not loading"
+        )
+    return timing.ttft
+
+
+def _compute_seconds(model: Path, logs: Path) -> float:
+    """To compute so many new tokens with that history in memory."""
+    from sgl_ext.bench.harness.load_generator import Request, run
+
+    chance = random.Random(0)  # noqa: S311
+    ids = [chance.randrange(1000, 40_000) for _ in range(HISTORY)]
+    system = System("alone", (*COMMON, "--max-total-tokens", "16384", "--enable-ext"))
+    times = []
+    with serve([system], model, logs) as (server,):
+        for _ in range(5):
+            new = [chance.randrange(1000, 40_000) for _ in range(NEW)]
+            (timing,) = run(server.url, [Request([*ids, *new], 1)])
+            if timing.cached_tokens:
+                times.append(timing.ttft)
+    return statistics.median(times)
+
+
+def _p99(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=100, method="inclusive")[98]

@@ -1,0 +1,211 @@
+"""Many contexts that are restored at once, and contexts that are asked for again and again."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.restore.contexts import Context
+from sgl_ext.bench.restore.servers import (
+    CAKE,
+    LOAD,
+    LONGEST,
+    OURS,
+    RECOMPUTE,
+    RECOMPUTE_IN_CHUNKS,
+    loaded,
+)
+
+if TYPE_CHECKING:
+    from sgl_ext.bench.harness.load_generator import Timing
+
+_LOAD = 0.7
+"""Share of what Cake restores at most at which contexts are asked for."""
+_AT_MOST = 24
+"""Contexts that are asked for at once, to see how many Cake restores at most: so many that what is
+idle at the end, when one of them is left, counts for little."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """How much is measured."""
+
+    batches: Mapping[int, int]
+    """Batches of each number of requests, for each seed."""
+    seeds: Sequence[int]
+    arrivals: int
+    """Contexts that are asked for one after the other, for each of their seeds: so many that it
+    does not matter that nobody waits at first."""
+    arrival_seeds: Sequence[int]
+
+
+@dataclass
+class _Measured:
+    ttft: list[float] = field(default_factory=list)
+    """Of every request, seconds."""
+    means: list[float] = field(default_factory=list)
+    """Of every batch."""
+    seconds: float = 0.0
+    """From a batch's arrival to its last first token; of all batches."""
+    computing: float = 0.0
+    """Seconds of forwards of prompts, with what they wait for."""
+    loading: float = 0.0
+    """Seconds that what was loaded takes at the rate of the slow device."""
+
+    def busy(self) -> dict[str, float]:
+        """Shares of the time, of systems that tell."""
+        if not self.computing:
+            return {}
+        return {"computing": self.computing / self.seconds, "loading": self.loading / self.seconds}
+
+
+class Batches:
+    """Measures servers.
+
+    Args:
+        contexts: more than any batch has.
+        rate: bytes that the slow device moves in a second.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[server.Server],
+        contexts: Sequence[Context],
+        sizes: BatchSizes,
+        rate: float,
+    ) -> None:
+        self._rate = rate
+        self._servers = servers
+        self._contexts = contexts
+        self._sizes = sizes
+
+    def report(self, report: Report) -> None:
+        """Adds runs and figures of contexts that are asked for at once."""
+        for size in self._sizes.batches:
+            measured = self._of_size(size)
+            for name, one in measured.items():
+                report.runs.append(
+                    {
+                        "what": f"batches of {size}",
+                        "system": name,
+                        "batches": len(one.means),
+                        "mean_ttft_ms": 1e3 * statistics.mean(one.ttft),
+                    }
+                    | one.busy()
+                    | summary(one.ttft, "ttft_ms", 1e3)
+                )
+            if size == max(self._sizes.batches):
+                self._figures(report, size, measured)
+
+    def _figures(self, report: Report, size: int, measured: Mapping[str, _Measured]) -> None:
+        mean = {name: statistics.mean(one.ttft) for name, one in measured.items()}
+        p99 = {name: float(np.percentile(one.ttft, 99)) for name, one in measured.items()}
+        figures, at = report.figures, f"b{size}"
+        figures[f"mean_ttft_speedup_vs_cake_{at}"] = mean[CAKE] / mean[OURS]
+        figures[f"p99_ttft_ratio_vs_cake_{at}"] = p99[OURS] / p99[CAKE]
+        best = min(mean[RECOMPUTE], mean[RECOMPUTE_IN_CHUNKS], mean[LOAD])
+        figures[f"mean_ttft_speedup_vs_best_single_{at}"] = best / mean[OURS]
+        figures[f"longest_mean_ttft_speedup_vs_cake_{at}"] = mean[CAKE] / mean[LONGEST]
+        figures[f"longest_p99_ttft_ratio_vs_cake_{at}"] = p99[LONGEST] / p99[CAKE]
+        busy = measured[OURS].busy()
+        figures["compute_busy"], figures["io_busy"] = busy["computing"], busy["loading"]
+
+    def _of_size(self, size: int) -> dict[str, _Measured]:
+        measured = {each.system.name: _Measured() for each in self._servers}
+        turn = 0
+        for seed in self._sizes.seeds:
+            choose = random.Random(f"batches/{size}/{seed}")  # noqa: S311
+            for _ in range(self._sizes.batches[size]):
+                batch = choose.sample([*self._contexts], size)
+                for at in range(len(self._servers)):
+                    one = self._servers[(turn + at) % len(self._servers)]
+                    self._measure(one, batch, [0.0] * size, measured[one.system.name])
+                turn += 1
+        return measured
+
+    def _measure(
+        self,
+        one: server.Server,
+        batch: Sequence[Context],
+        arrivals: Sequence[float],
+        measured: _Measured,
+    ) -> None:
+        from sgl_ext.bench.harness.load_generator import Request, run
+
+        server.forget(one.url)
+        before = _busy(one.url)
+        begin = time.monotonic()
+        timings: list[Timing] = run(
+            one.url,
+            [Request(each.tokens, 1, at=at) for each, at in zip(batch, arrivals, strict=True)],
+        )
+        if one.system.name == LOAD:
+            for context, timing in zip(batch, timings, strict=True):
+                loaded(context, timing)
+        measured.seconds += time.monotonic() - begin
+        after = _busy(one.url)
+        measured.computing += after[0] - before[0]
+        measured.loading += (after[1] - before[1]) / self._rate
+        measured.ttft += [timing.ttft for timing in timings]
+        measured.means.append(statistics.mean(timing.ttft for timing in timings))
+
+    def report_arrivals(self, report: Report) -> None:
+        """Adds runs and figures of Poisson arrivals."""
+        most = self._most()
+        measured = {each.system.name: _Measured() for each in self._servers}
+        for turn, seed in enumerate(self._sizes.arrival_seeds):
+            choose = random.Random(f"arrivals/{seed}")  # noqa: S311
+            batch = choose.sample([*self._contexts], self._sizes.arrivals)
+            arrivals = np.cumsum([choose.expovariate(_LOAD * most) for _ in batch]).tolist()
+            for at in range(len(self._servers)):
+                one = self._servers[(turn + at) % len(self._servers)]
+                if one.system.name in (CAKE, OURS):
+                    self._measure(one, batch, arrivals, measured[one.system.name])
+        for name in (CAKE, OURS):
+            ttft = measured[name].ttft
+            report.runs.append(
+                {
+                    "what": f"arrivals at {_LOAD:g} of what Cake restores",
+                    "system": name,
+                    "samples": len(ttft),
+                    "a_second": _LOAD * most,
+                    "mean_ttft_ms": 1e3 * statistics.mean(ttft),
+                }
+                | summary(ttft, "ttft_ms", 1e3)
+            )
+        ours, cake = measured[OURS].ttft, measured[CAKE].ttft
+        report.figures["arrivals_mean_ttft_speedup_vs_cake"] = statistics.mean(
+            cake
+        ) / statistics.mean(ours)
+        report.figures["arrivals_p99_ttft_ratio_vs_cake"] = float(
+            np.percentile(ours, 99) / np.percentile(cake, 99)
+        )
+
+    def _most(self) -> float:
+        """Contexts that Cake restores in a second."""
+        (cake,) = (each for each in self._servers if each.system.name == CAKE)
+        warm = self._contexts[:_AT_MOST]
+        for each in self._servers:  # they learn what everything costs
+            self._measure(each, warm, [0.0] * len(warm), _Measured())
+        measured = _Measured()
+        for seed in self._sizes.arrival_seeds:
+            choose = random.Random(f"most/{seed}")  # noqa: S311
+            batch = choose.sample([*self._contexts], min(_AT_MOST, len(self._contexts)))
+            self._measure(cake, batch, [0.0] * len(batch), measured)
+        return len(measured.ttft) / measured.seconds
+
+
+def _busy(url: str) -> tuple[float, float]:
+    """Seconds that a server has computed prompts, and bytes that it has loaded from its SSD."""
+    found = server.live(url)
+    if not found:
+        return 0.0, 0.0
+    return found["prefill_seconds"], found["tiers"]["ssd"]["loaded_bytes"]

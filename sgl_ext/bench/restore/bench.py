@@ -1,0 +1,186 @@
+"""Restoring long contexts from a slow tier: recomputing, loading, Cake, CacheFlow's policy, ours.
+
+The tier is an SSD that is slowed down until loading a context of 4,096 tokens takes half as long
+as, as long as, or twice as long as computing it. Every system has its own copy of the contexts' KV
+there, and nothing in device or host memory when it is asked. Then contexts lie in host memory,
+behind a link that is slowed down likewise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.restore.batches import Batches, BatchSizes
+from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
+from sgl_ext.bench.restore.layers import report_layers
+from sgl_ext.bench.restore.planner import report_planner
+from sgl_ext.bench.restore.servers import (
+    CAKE,
+    LOAD,
+    LONGEST,
+    OURS,
+    PAGE,
+    RECOMPUTE,
+    RECOMPUTE_IN_CHUNKS,
+    fill,
+    loaded,
+    systems,
+)
+from sgl_ext.bench.restore.stages import report_stages
+from sgl_ext.models import SMOLLM2, prepare
+
+_REFERENCE = 4096
+"""Tokens of the context whose loading takes ``ratio`` times as long as its computing."""
+_STAGE_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    lengths: Sequence[int]
+    """Tokens of contexts that are restored alone."""
+    each: int
+    """Contexts of each length."""
+    rounds: int
+    """In which they are asked for."""
+    ratios: Sequence[float]
+    """Of loading to computing."""
+    mixed: int
+    """Contexts of mixed lengths that batches are drawn from."""
+    batches: BatchSizes
+    by_layers: Sequence[int]
+    """Tokens of contexts that are restored from host memory, layer by layer."""
+    by_stages: Sequence[int]
+    """Tokens of contexts that two stages of a pipeline restore, four times each."""
+    pool: int
+    """Tokens."""
+
+
+_QUICK = _Sizes(
+    (1024, _REFERENCE), 1, 1, (1.0,), 12, BatchSizes({8: 2}, (0,), 12, (0,)), (), (2048,), 32_000
+)
+_WHOLE = _Sizes(
+    (1024, 2048, _REFERENCE, 7168),
+    2,
+    1,
+    (0.5, 1.0, 2.0),
+    32,
+    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 96, (0, 1, 2)),
+    (128, 256, 512, 1024),
+    (2048, _REFERENCE),
+    32_000,
+)
+
+
+PARTS = ("alone", "batches", "arrivals", "host", "stages", "planner")
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    sizes = _QUICK if quick else _WHOLE
+    model = prepare(SMOLLM2)
+    report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
+    if {"alone", "batches", "arrivals", "host"} & {*parts}:
+        _slow_tiers(report, model, out, sizes, parts)
+    if "stages" in parts:
+        report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
+    if "planner" in parts:
+        report_planner(report)
+    return report
+
+
+def _slow_tiers(
+    report: Report, model: Path, out: Path, sizes: _Sizes, parts: Sequence[str]
+) -> None:
+    lengths = [*sizes.lengths] * sizes.each
+    count = max(sizes.mixed, sizes.batches.arrivals if "arrivals" in parts else 0)
+    contexts = of_lengths(model, lengths + mixed_lengths(count, 256, 3072, seed=0))
+    alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
+    with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
+        filled = Path(scratch) / "filled"
+        logs = out / "logs"
+        computing = fill(filled, contexts, model, sizes.pool, logs)
+        reference = [each for each in alone if each.length == _REFERENCE]
+        seconds = statistics.median(computing[each.name] for each in reference)
+        stored = sum(file.stat().st_size for file in filled.rglob("pages"))
+        token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
+        full = _REFERENCE * token_bytes / seconds
+        for ratio in sizes.ratios:
+            alike = ratio == 1.0
+            if not {"alone", *(("batches", "arrivals") if alike else ())} & {*parts}:
+                continue
+            names = [CAKE, OURS]
+            if {"alone", "batches"} & {*parts}:
+                names += [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, *([LONGEST] if alike else [])]
+            rate = round(full / ratio)
+            staging = round(sizes.pool * token_bytes)  # six servers have to fit beside each other
+            running = systems(names, filled, Path(scratch), sizes.pool, f"{staging}B", rate)
+            with server.serve(running, model, logs / f"{ratio:g}") as servers:
+                if "alone" in parts:
+                    _alone(report, servers, alone, sizes.rounds, ratio)
+                batches = Batches(servers, mixed, sizes.batches, rate)
+                if alike and "batches" in parts:
+                    batches.report(report)
+                if alike and "arrivals" in parts:
+                    batches.report_arrivals(report)
+            report.write(out / "partial")  # if a later one fails
+        if "host" in parts:
+            report_layers(report, model, logs, sizes.by_layers, round(full))
+
+
+def _alone(
+    report: Report,
+    servers: Sequence[server.Server],
+    contexts: Sequence[Context],
+    rounds: int,
+    ratio: float,
+) -> None:
+    """One request at a time."""
+    from sgl_ext.bench.harness.load_generator import Request
+    from sgl_ext.bench.harness.load_generator import run as send
+
+    names = [each.system.name for each in servers]
+    ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
+    longest = max(contexts, key=lambda each: each.length)
+    # The first one in a process is slow.
+    for turn, context in enumerate([longest, *[*contexts] * rounds]):
+        for at in range(len(servers)):
+            one = servers[(turn + at) % len(servers)]
+            server.forget(one.url)
+            (timing,) = send(one.url, [Request(context.tokens, 1)])
+            if one.system.name == LOAD:
+                loaded(context, timing)
+            if turn:
+                ttft[one.system.name].setdefault(context.length, []).append(timing.ttft)
+    for length in ttft[OURS]:
+        medians = {name: statistics.median(ttft[name][length]) for name in names}
+        compute = min(medians[RECOMPUTE], medians[RECOMPUTE_IN_CHUNKS])
+        load = medians[LOAD]
+        bound = compute * load / (compute + load)
+        for name in names:
+            report.runs.append(
+                {
+                    "what": f"alone, loading takes {ratio:g} of computing",
+                    "system": name,
+                    "tokens": length,
+                    "samples": len(ttft[name][length]),
+                    "over_bound": medians[name] / bound,
+                    "speedup_vs_best_single": min(compute, load) / medians[name],
+                }
+                | summary(ttft[name][length], "ttft_ms", 1e3)
+            )
+        over, speedup = medians[OURS] / bound, min(compute, load) / medians[OURS]
+        if length >= _REFERENCE and ratio == 1.0:
+            _note(report, "ratio_to_bound", over, worse=max)
+            _note(report, "speedup_vs_best_single", speedup, worse=min)
+        if ratio != 1.0:
+            _note(report, "speedup_vs_best_single_at_other_rates", speedup, worse=min)
+
+
+def _note(report: Report, name: str, value: float, worse: Callable[[float, float], float]) -> None:
+    """The worst of all lengths is the figure."""
+    report.figures[name] = worse(report.figures.get(name, value), value)

@@ -1,0 +1,350 @@
+"""Conversations that do not fit the device: recomputing, swapping as vLLM did, FastSwitch's, ours.
+
+ShareGPT's conversations come as a Poisson process, and priorities change all the time, so that
+those that run give way to others. Once with host memory as it is, where a copy costs next to
+nothing against an iteration of a CPU, and once behind a link that is slowed down until swapping a
+request takes as much of an iteration as on the paper's machine.
+
+Loads are shares of what the server would generate if swapping cost nothing: of what it generates
+with host memory as it is when all conversations come at once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sgl_ext.bench.harness import server
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.swap.exact import report_exact
+from sgl_ext.bench.swap.runs import Run, Workload, mean_answer, mean_pages, measure, warm_up
+from sgl_ext.bench.swap.systems import (
+    DEFINITIONS,
+    HICACHE,
+    OURS,
+    PAGE,
+    PER_PAGE,
+    RECOMPUTE,
+    RECOMPUTE_BESIDE_TIER,
+    STOCK,
+    WITHOUT,
+    WITHOUT_REUSE,
+    Link,
+    systems,
+)
+from sgl_ext.models import SMOLLM2, prepare
+
+_AT_ONCE = 1000.0
+"""Conversations in a second."""
+_HEAVY = 1.3
+_LIGHT = 0.4
+_LEVELS = (0, 100)
+_BOUND = 5
+"""Times to the first token at light load that P95 may take at the largest load that counts."""
+_LOOSER = (10, 15)
+_START_DEADLINE_S = 900.0
+"""Of eight servers side by side."""
+_SMALL = ("link", "without", "loads", "traces", "static")
+_LARGE = ("native", "beside", "light")
+PARTS = (*_SMALL, *_LARGE, "exact")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    conversations: int
+    longest: int
+    pause: float
+    pool: int
+    """Tokens of the device."""
+    host: str
+    """Memory for what has given way."""
+    quantum: int
+    """Iterations between priorities that are drawn anew, if the part does not say it."""
+    seeds: Sequence[int]
+    few_seeds: Sequence[int]
+    """Of what no figure is asked of each of."""
+    loads: Sequence[float]
+
+
+_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (_LIGHT, _HEAVY))
+_SMALL_SIZES = _Sizes(
+    48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY)
+)
+# Computing again costs as much as the device holds, for each time that priorities are drawn anew:
+# against stock SGLang it holds more, and more conversations share it.
+_LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
+_EXACT = (6, 300)
+"""Conversations of a quick run, and of a whole one."""
+
+Runs = Mapping[str, Sequence[Run]]
+"""Of each system, by seed."""
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
+    model = prepare(SMOLLM2)
+    config = {"quick": quick, "page": PAGE, "bound": _BOUND}
+    report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
+    for name, of, sizes in (("small", _SMALL, small), ("large", _LARGE, large)):
+        if chosen := [part for part in parts if part in of]:
+            bench = _Bench(report, model, sizes, out, name, quick=quick)
+            for part in chosen:
+                getattr(bench, part)()
+    if "exact" in parts:
+        report_exact(report, model, out / "logs", _EXACT[not quick], small.pool)
+    return report
+
+
+class _Bench:
+    def __init__(
+        self, report: Report, model: Path, sizes: _Sizes, out: Path, name: str, *, quick: bool
+    ) -> None:
+        self._report, self._sizes = report, sizes
+        self._workload = Workload(model, sizes.conversations, sizes.longest, sizes.pause)
+        self._logs = out / "logs" / "swap"
+        # What the measurements themselves depend on, rates of few seeds' capacity; others may be
+        # added.
+        decisive = ("conversations", "longest", "pause", "pool", "host", "quantum", "few_seeds")
+        kept = {name: value for name, value in asdict(sizes).items() if name in decisive}
+        self._kept = Partial(out, f"preempt-{name}", kept | DEFINITIONS, quick=quick)
+        self._trace = _trace("random", sizes.quantum)
+
+    def link(self) -> None:
+        """Behind the link, at a load that nobody keeps up with."""
+        names = (RECOMPUTE, PER_PAGE, OURS)
+        runs = self._offer("link", names, self._trace, _HEAVY, linked=True)
+        figures, ours = self._report.figures, runs[OURS]
+        figures["p95_ttft_speedup_vs_sync_swap"] = _ratio(runs, PER_PAGE, OURS, _p95)
+        figures["p99_ttft_speedup_vs_sync_swap"] = _of_all(runs, PER_PAGE, OURS, 99)
+        figures["throughput_ratio"] = _ratio(runs, OURS, PER_PAGE, _throughput)
+        figures["tbt_p99.9_ratio_vs_sync_swap"] = _ratio(
+            runs, OURS, PER_PAGE, lambda one: one.gap["p99.9"]
+        )
+        figures["call_stack_share"] = max(one.counts["busy_seconds"] / one.seconds for one in ours)
+        figures["recomputed_tokens_share"] = max(_recomputed(one) for one in ours)
+        figures["recomputed_tokens_share_of_recomputing"] = statistics.median(
+            _recomputed(one) for one in runs[RECOMPUTE]
+        )
+
+    def without(self) -> None:
+        """The same without each of our parts."""
+        names = (OURS, *WITHOUT)
+        runs = self._offer("without", names, self._trace, _HEAVY, linked=True, few=True)
+        self._report.figures["swap_out_blocks_ratio"] = _ratio(runs, OURS, WITHOUT_REUSE, _stored)
+
+    def loads(self) -> None:
+        """Behind the link: the largest load at which P95 stays within a bound."""
+        trace, names = self._trace, (PER_PAGE, OURS)
+        own = self._capacity(PER_PAGE, linked=True) / self._capacity(OURS, linked=False)
+        self._report.figures["sync_swap_capacity"] = own
+        self._offer("own", names, trace, 0.85 * own, linked=True, few=True)
+        p95: dict[str, list[float]] = {name: [] for name in names}
+        for load in self._sizes.loads:
+            runs = self._offer("link", names, trace, load, linked=True, few=True)
+            for name in names:
+                p95[name].append(statistics.median(map(_p95, runs[name])))
+        figures, light = self._report.figures, p95[OURS][0]
+        figures["slo_ttft_s"] = _BOUND * light
+        for times in (_BOUND, *_LOOSER):
+            most = {name: _largest(self._sizes.loads, p95[name], times * light) for name in names}
+            name = "slo_load_ratio_vs_sync_swap" + (f"_{times}x" if times in _LOOSER else "")
+            figures[name] = most[OURS] / most[PER_PAGE]
+
+    def traces(self) -> None:
+        """The other priority traces, behind the link."""
+        for pattern, every in (("random", 25), ("markov", 50), ("markov", 25)):
+            runs = self._offer(
+                f"{pattern} {every}", (PER_PAGE, OURS), _trace(pattern, every), _HEAVY, linked=True,
+                few=True,
+            )  # fmt: skip
+            at, figures = f"{pattern}_{every}", self._report.figures
+            figures[f"p95_ttft_speedup_{at}"] = _ratio(runs, PER_PAGE, OURS, _p95)
+            figures[f"p99_ttft_speedup_{at}"] = _of_all(runs, PER_PAGE, OURS, 99)
+            figures[f"throughput_ratio_{at}"] = _ratio(runs, OURS, PER_PAGE, _throughput)
+
+    def native(self) -> None:
+        """Host memory as it is."""
+        # Stock has no traces: what is compared with is its recomputing, with ours of who gives way.
+        self._compare({RECOMPUTE: "stock", PER_PAGE: "sync_swap"}, few=False)
+
+    def beside(self) -> None:
+        """The same of others: recomputing beside our tier, and stock's order of first come."""
+        others = {RECOMPUTE_BESIDE_TIER: "recompute_beside_tier", STOCK: "stock_first_come"}
+        self._compare(others, few=True)
+
+    def _compare(self, others: Mapping[str, str], *, few: bool) -> None:
+        names, figures = (*others, OURS), self._report.figures
+        runs = self._offer("native", names, self._trace, _HEAVY, linked=False, few=few)
+        for name, of in others.items():
+            figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(runs, name, OURS, _p95)
+            figures[f"native_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
+
+    def light(self) -> None:
+        """Where next to nobody gives way."""
+        names = (PER_PAGE, OURS)
+        runs = self._offer("light", names, self._trace, _LIGHT, linked=False, few=True)
+        self._report.figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(
+            runs, OURS, PER_PAGE, _p50
+        )
+
+    def static(self) -> None:
+        """Two priorities, which stock SGLang has, too."""
+        names = (STOCK, HICACHE, PER_PAGE, OURS)
+        policy = {"policy": "static"}
+        runs = self._offer("static", names, policy, 0.9, linked=False, levels=_LEVELS)
+        figures = self._report.figures
+        for name, of in ((STOCK, "stock"), (HICACHE, "hicache")):
+            figures[f"static_p95_ttft_speedup_vs_{of}"] = _ratio(runs, name, OURS, _p95)
+            figures[f"static_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
+
+    def _offer(
+        self,
+        what: str,
+        names: Sequence[str],
+        policy: Mapping[str, Any],
+        load: float,
+        *,
+        linked: bool,
+        levels: tuple[int | None, ...] = (None,),
+        few: bool = False,
+    ) -> Runs:
+        """The same conversations at the same times to each system, for each seed."""
+        seeds = self._sizes.few_seeds if few else self._sizes.seeds
+        talks = [self._workload.talks(seed, levels) for seed in seeds]
+        ideal, link = self._capacity(OURS, linked=False), self._link() if linked else None
+        names_of = {name: [f"{what}/{load:.3f}/{name}/{seed}" for seed in seeds] for name in names}
+        missing = [name for name in names if any(key not in self._kept for key in names_of[name])]
+        with self._serve(missing, policy, link) as servers:
+            for place, said in enumerate(talks):
+                rate = load * ideal / mean_answer(said)
+                for at in range(len(servers)):
+                    one = servers[(place + at) % len(servers)]
+                    key = names_of[one.system.name][place]
+                    self._run(key, partial(measure, one, said, rate))
+        runs = {name: [self._run(key) for key in keys] for name, keys in names_of.items()}
+        for name, each in runs.items():
+            link_of = "emulated" if linked else "as it is"
+            row = {"what": what, "system": name, "load": load, "link": link_of, **policy}
+            self._report.runs.append(row | _summary(each))
+        return runs
+
+    def _capacity(self, name: str, *, linked: bool) -> float:
+        """Tokens that a system generates in a second when all conversations come at once."""
+        return statistics.median(one.per_second for one in self._at_once(name, linked=linked))
+
+    def _at_once(self, name: str, *, linked: bool) -> list[Run]:
+        keys = {f"at once/{name}/{linked}/{seed}": seed for seed in self._sizes.few_seeds}
+        if all(key in self._kept for key in keys):
+            return [self._run(key) for key in keys]
+        with self._serve([name], self._trace, self._link() if linked else None) as (one,):
+            return [
+                self._run(key, partial(measure, one, self._workload.talks(seed), _AT_ONCE))
+                for key, seed in keys.items()
+            ]
+
+    def _link(self) -> Link:
+        runs = self._at_once(OURS, linked=False)
+        stored = runs[0].counts
+        page_bytes = round(stored["stored_bytes"] / stored["stored_pages"])
+        pages = mean_pages(self._workload.talks(self._sizes.seeds[0]), PAGE)
+        return Link(statistics.median(run.gap["p50"] for run in runs), pages, page_bytes)
+
+    def _run(self, key: str, measure: Callable[[], Run] | None = None) -> Run:
+        if measure is None:
+            return Run(**self._kept.find(key, dict))
+        return Run(**self._kept.find(key, lambda: asdict(measure())))
+
+    @contextmanager
+    def _serve(
+        self, names: Sequence[str], policy: Mapping[str, Any], link: Link | None
+    ) -> Iterator[list[server.Server]]:
+        if not names:
+            yield []
+            return
+        running = systems(names, self._sizes.pool, self._sizes.host, policy, link)
+        said = self._workload.talks(self._sizes.seeds[0])
+        with server.serve(
+            running, self._workload.model, self._logs, deadline=_START_DEADLINE_S
+        ) as servers:
+            for one in servers:
+                warm_up(one, said)
+            yield servers
+
+
+def _trace(pattern: str, every: int) -> dict[str, Any]:
+    return {"policy": pattern, "quantum": every}
+
+
+def _ratio(runs: Runs, above: str, below: str, of: Callable[[Run], float]) -> float:
+    """Median of the ratios of each seed."""
+    pairs = zip(runs[above], runs[below], strict=True)
+    return statistics.median(of(one) / of(other) for one, other in pairs)
+
+
+def _of_all(runs: Runs, above: str, below: str, rank: float) -> float:
+    """Ratio of a percentile of the time to the first token, over all seeds: of the turns of one
+    there are too few."""
+    values = [
+        float(np.percentile([ttft for one in runs[name] for ttft in one.ttft], rank))
+        for name in (above, below)
+    ]
+    return values[0] / values[1]
+
+
+def _p95(run: Run) -> float:
+    return run.percentile(95)
+
+
+def _p50(run: Run) -> float:
+    return run.percentile(50)
+
+
+def _throughput(run: Run) -> float:
+    return run.throughput
+
+
+def _stored(run: Run) -> float:
+    """Pages that were copied from the device."""
+    return sum(run.counts.get(name, 0) for name in ("stored_pages", "tails", "copied_again"))
+
+
+def _recomputed(run: Run) -> float:
+    return run.counts.get("recomputed_tokens", 0) / run.computed
+
+
+def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> float:
+    """Largest load, interpolated, below which all stay within ``bound``."""
+    over = next((at for at, value in enumerate(p95) if value > bound), None)
+    if over is None:
+        return loads[-1]
+    if over == 0:
+        return loads[0]
+    logs = [math.log(value) for value in p95[over - 1 : over + 1]]
+    return float(np.interp(math.log(bound), logs, loads[over - 1 : over + 1]))
+
+
+def _summary(runs: Sequence[Run]) -> dict[str, float]:
+    """Medians over seeds."""
+    found: dict[str, Callable[[Run], float]] = {
+        "ttft_p50_s": _p50,
+        "ttft_p95_s": _p95,
+        "tokens_per_s": _throughput,
+        "tbt_p99_ms": lambda one: 1e3 * one.gap["p99"],
+        "tbt_p99.9_ms": lambda one: 1e3 * one.gap["p99.9"],
+        "swapped_out": lambda one: one.counts.get("swapped_out", 0),
+        "pages_out_each": lambda one: _stored(one) / max(one.counts.get("swapped_out", 0), 1),
+        "recomputed_share": _recomputed,
+    }
+    medians = {name: statistics.median(map(of, runs)) for name, of in found.items()}
+    ttft = [seconds for one in runs for seconds in one.ttft]
+    p99 = {"ttft_p99_of_all_s": float(np.percentile(ttft, 99))}
+    return {"seeds": len(runs), "turns": len(ttft), **p99, **medians}

@@ -1,0 +1,1 @@
+"""The benchmark of KV beyond the device."""

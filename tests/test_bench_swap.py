@@ -1,0 +1,71 @@
+"""What bench swap makes of what it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.bench.swap.bench import _largest
+from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
+from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
+from sgl_ext.bench.swap.systems import HICACHE, OURS, PER_PAGE, STOCK, WITHOUT, Link, systems
+from sgl_ext.config import ExtConfig
+
+
+def test_time_away_is_no_time_in_service() -> None:
+    ticks = [at * 0.05 for at in range(100)]
+    steady = Heard("steady", 0.0, 10, ticks)
+    away = Heard("away", 0.0, 10, ticks[:20] + [t + 0.001 for t in ticks[60:]])
+    gaps = gaps_in_service([steady, away])
+    assert len(gaps) == 99 + 58
+    assert max(gaps) < 0.06
+    # All stand still for a second: that is in service.
+    late = [t + (t > 2.0) for t in ticks]
+    assert max(gaps_in_service([Heard("one", 0, 1, late), Heard("two", 0, 1, late)])) > 1
+
+
+@pytest.mark.parametrize(
+    ("p95", "most"),
+    [([1, 2, 4, 8], 1.1), ([1, 2, 3, 3.5], 1.1), ([9, 9, 9, 9], 0.5), ([1, 2, 8, 8], 0.8)],
+)
+def test_largest_load_within_a_bound(p95: list[float], most: float) -> None:
+    bound = 8.0 if p95[2] == 4 else 4.0
+    assert _largest([0.5, 0.7, 0.9, 1.1], p95, bound) == pytest.approx(most, abs=0.001)
+
+
+def test_the_link_stands_to_an_iteration_as_in_the_paper() -> None:
+    config = Link(iteration=0.05, pages=20, page_bytes=1_000_000).config()
+    assert 20 * 60 / config["operations_per_second"] == pytest.approx(1.16 * 0.05)
+    assert 20 * 1e6 / config["bytes_per_second"] == pytest.approx(0.15 * 0.05, rel=1e-3)
+
+
+def test_every_system_can_be_configured() -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    names = (STOCK, HICACHE, "recompute", PER_PAGE, OURS, *WITHOUT)
+    policy = {"policy": "random", "quantum": 25}
+    made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000))
+    assert [each.name for each in made] == list(names)
+    for each in made[2:]:
+        config = ExtConfig.model_validate(json.loads(each.arguments[-1]))
+        assert config.swap is not None
+        assert config.swap.quantum == 25
+    for each in made[:2]:
+        assert "--enable-ext" not in each.arguments
+        args = prepare_server_args(["--model-path", "none", *each.arguments])
+        assert args.enable_priority_scheduling
+
+
+def test_conversations_are_the_same_at_any_rate(model: Path) -> None:
+    workload = Workload(model, 5, 512, pause=2.0)
+    one = workload.talks(3)
+    faster = at_rate(one, 4.0)
+    assert [talk.at for talk in faster] == pytest.approx([talk.at / 4 for talk in one])
+    assert [talk.turns for talk in faster] == [talk.turns for talk in one]
+    for talk in one:
+        assert len(talk.turns) >= 2
+        assert sum(len(turn.said) + turn.answer for turn in talk.turns) <= 512
+    assert 0 < mean_answer(one) < 512
+    assert 0 < mean_pages(one, 16) < 32
