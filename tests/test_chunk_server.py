@@ -258,12 +258,12 @@ def test_metrics(server: Server, texts: list[str]) -> None:
     entry = told(generate(server, "See: ", context, "Well?", cache_salt="metrics"))
     labels = '{method="lego-3",tp_rank="0"}'
     found = metrics()
-    assert found[f"sglang_ext:link_requests_total{labels}"] == 1
-    assert found[f"sglang_ext:link_linked_tokens_total{labels}"] == entry["linked"]
-    assert found[f"sglang_ext:link_recomputed_tokens_total{labels}"] == 3
-    assert found[f"sglang_ext:link_missing_tokens_total{labels}"] == 0
-    assert 0 < found['sglang_ext:link_divergence_nats{method="lego-16"}'] < 0.5
-    assert found['sglang_ext:link_exactness_nats{method="lego-16"}'] < 1e-4
+    assert found[f"sglang_ext:chunks_requests_total{labels}"] == 1
+    assert found[f"sglang_ext:chunks_linked_tokens_total{labels}"] == entry["linked"]
+    assert found[f"sglang_ext:chunks_recomputed_tokens_total{labels}"] == 3
+    assert found[f"sglang_ext:chunks_missing_tokens_total{labels}"] == 0
+    assert 0 < found['sglang_ext:chunks_divergence_nats{method="lego-16"}'] < 0.5
+    assert found['sglang_ext:chunks_exactness_nats{method="lego-16"}'] < 1e-4
 
 
 def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, load
-from sgl_ext.config_source import ConfigError
+from sgl_ext.config.source import ConfigError
 
 
 def error_of(source: object) -> str:

@@ -23,7 +23,7 @@ from sgl_ext.bench.exactness.script import Event, Leave, Material, Mix, events, 
 from sgl_ext.bench.exactness.servers import SHIPPED, complaints, find, setup
 from sgl_ext.bench.harness.server import free_port
 from sgl_ext.config import SECTIONS, ExtConfig, load
-from sgl_ext.config_source import ConfigError
+from sgl_ext.config.source import ConfigError
 from sgl_ext.errors import ExtError
 
 MATERIAL = Material([2, 3, 4], linked=3, followers=2)

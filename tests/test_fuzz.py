@@ -24,7 +24,7 @@ from tier_kit import LAYOUT, arena, directories, folder, get, put
 
 from sgl_ext.chunks.composition import Composition, LinkedChunk, Selection
 from sgl_ext.config import load
-from sgl_ext.config_source import ConfigError
+from sgl_ext.config.source import ConfigError
 from sgl_ext.engine.chunks.api import CreateContexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, read_parameters
 from sgl_ext.engine.clusters.api import StoreContext

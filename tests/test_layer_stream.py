@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_ext.config_values import EmulatedDevice
+from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE

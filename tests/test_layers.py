@@ -15,7 +15,7 @@ from conftest import ROOT
 PACKAGE = ROOT / "sgl_ext"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 POWERS = {"chunks", "restore", "swap", "peer", "clusters"}
-POLICY = {"plan", "config", "config_source", "config_values"}
+POLICY = {"plan", "config"}
 POLICY |= {"restore", "swap", "peer", "clusters"}
 POLICY |= {f"memory/{module}" for module in ("block_groups", "free_groups")}
 """Modules and packages that decide: plain data in, plain data out."""

@@ -168,7 +168,7 @@ def test_a_disk_that_fails_costs_time_only(
         shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "200"})
         assert f"checksum {lost}" in shown.output
         labels = 'reason="checksum",tier="ssd",tp_rank="0"'
-        until(lambda: f"sglang_ext:tier_failures_total{{{labels}}} {lost}.0" in metrics(server))
+        until(lambda: f"sglang_ext:tiers_failures_total{{{labels}}} {lost}.0" in metrics(server))
 
         # Both files end in the middle of a page.
         for file in files:

@@ -124,7 +124,7 @@ def _missing(url: str) -> float:
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "sglang_ext:link_missing_tokens_total"
+        if sample.name == "sglang_ext:chunks_missing_tokens_total"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_ext.bench.harness.server import BESIDE_OTHERS, Server, System, serve
 from sgl_ext.config import load
-from sgl_ext.config_source import ConfigError, read
+from sgl_ext.config.source import ConfigError, read
 from sgl_ext.errors import ExtError
 
 SHIPPED = Path(__file__).parent / "configs"

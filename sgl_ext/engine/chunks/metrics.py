@@ -25,10 +25,10 @@ class LinkMetrics:
         labels = ("tp_rank", "method")
         self._rank = str(rank)
         self._requests = Counter(
-            "sglang_ext:link_requests", "Times that a prompt with chunks was admitted.", labels
+            "sglang_ext:chunks_requests", "Times that a prompt with chunks was admitted.", labels
         )
         self._tokens = {
-            name: Counter(f"sglang_ext:link_{name}_tokens", text, labels)
+            name: Counter(f"sglang_ext:chunks_{name}_tokens", text, labels)
             for name, text in _TOKENS.items()
         }
 
@@ -49,6 +49,6 @@ def export(found: Fidelity, method: str) -> None:
     }
     for name, (nats, text) in gauges.items():
         gauge = Gauge(
-            f"sglang_ext:link_{name}_nats", text, ("method",), multiprocess_mode="mostrecent"
+            f"sglang_ext:chunks_{name}_nats", text, ("method",), multiprocess_mode="mostrecent"
         )
         gauge.labels(method).set(nats)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.config_values import Section
+from sgl_ext.config.values import Section
 from sgl_ext.engine.core.hooks import Hook, Original
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,

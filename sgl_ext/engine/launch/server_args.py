@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_ext.config import ExtConfig, load
-from sgl_ext.config_source import ConfigError
+from sgl_ext.config.source import ConfigError
 from sgl_ext.engine.core import activation, arrival, hooks
 from sgl_ext.engine.core.activation import (
     carried_by,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sgl_ext import preflight
 from sgl_ext.config import ExtConfig
-from sgl_ext.config_values import written_size
+from sgl_ext.config.values import written_size
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.attention_backends import PLANNING, require_names
 from sgl_ext.engine.core.powers import powers_of

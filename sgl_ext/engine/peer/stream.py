@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.config_values import EmulatedDevice
+from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.memory.mapping import Mapping, create
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab

@@ -32,15 +32,15 @@ class TierMetrics(Paced):
         labels = ("tp_rank", "tier")
         self._rank = str(rank)
         self._counters = {
-            name: Counter(f"sglang_ext:tier_{name}", text, labels)
+            name: Counter(f"sglang_ext:tiers_{name}", text, labels)
             for name, text in _COUNTERS.items()
         }
         self._gauges = {
-            name: Gauge(f"sglang_ext:tier_{name}", text, labels, multiprocess_mode="mostrecent")
+            name: Gauge(f"sglang_ext:tiers_{name}", text, labels, multiprocess_mode="mostrecent")
             for name, text in _GAUGES.items()
         }
         self._failures = Counter(
-            "sglang_ext:tier_failures",
+            "sglang_ext:tiers_failures",
             "Pages that could not be loaded or stored, by reason.",
             (*labels, "reason"),
         )
