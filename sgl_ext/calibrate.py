@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import requests
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.chunks.linked import generate
+from sgl_ext.bench.harness import server
 from sgl_ext.bench.restore.servers import wait_until_stored
 from sgl_ext.calibrate_host import POOL, WAYS, crossover_of, host_curves, random_tokens
 from sgl_ext.config import ExtConfig, Tiers

@@ -7,8 +7,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.chunks.linked import generate
+from sgl_ext.bench.harness import server
 from sgl_ext.restore.profile import Curve
 
 _LENGTHS = (128, 256, 512, 1024)

@@ -14,7 +14,7 @@ from rich.table import Table
 from sgl_ext import SUPPORTED_SGLANG, __version__
 from sgl_ext import doctor as _doctor
 from sgl_ext.config import ExtConfig, load
-from sgl_ext.config_source import ConfigError
+from sgl_ext.config.source import ConfigError
 from sgl_ext.errors import ExtError
 from sgl_ext.preflight import Check
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import requests
 
-from sgl_ext.bench import server
+from sgl_ext.bench.harness import server
 from sgl_ext.config import ExtConfig
 from sgl_ext.errors import ExtError
 from sgl_ext.preflight import Check

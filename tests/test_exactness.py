@@ -264,26 +264,24 @@ def _powers(config: ExtConfig) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_minutes_of_the_worst(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+def test_a_minute_of_the_worst(tmp_path: Path) -> None:
     """SSDs, swapping and several answers at once in little memory, against stock SGLang.
 
-    One minute covers everything on two free cores; a slower machine gets up to three.
+    A minute covers everything on two free cores; on a slower machine the run goes on.
     """
     parser = ArgumentParser()
     exactness.add_arguments(parser)
-    covers = ("swapped_out", "ssd_hit_tokens", "several", "streams", "logprobs", "flushes")
-    told = Counter[str]()
-    for seed in ("0", "1", "2"):
-        options = parser.parse_args(["--config", "ssd-swap", "--minutes", "1", "--seed", seed])
-        report = exactness.run(quick=False, out=tmp_path, options=options)
-        failures = tmp_path / "exactness-ssd-swap" / "failures.jsonl"
-        said = failures.read_text()[:3000] if failures.exists() else ""
-        assert not report.failed, f"{report.failed}\n{said}"
-        assert not any(report.figures[name] for name in FAULTS), said
-        assert json.loads(report.write(tmp_path).read_text())["figures"] == report.figures
-        told.update(report.figures)
-        gone = told["aborted"] + told["left"]
-        if gone and all(told[name] for name in covers):
-            break
-    assert gone > 0
-    assert {name for name in covers if not told[name]} == set()
+    covers = (
+        "swapped_out", "ssd_hit_tokens", "several", "streams", "logprobs", "flushes", "aborted",
+        "left",
+    )  # fmt: skip
+    wanted = [argument for name in covers for argument in ("--cover", name)]
+    options = parser.parse_args(["--config", "ssd-swap", "--minutes", "1", *wanted])
+    report = exactness.run(quick=False, out=tmp_path, options=options)
+    failures = tmp_path / "exactness-ssd-swap" / "failures.jsonl"
+    said = failures.read_text()[:3000] if failures.exists() else ""
+    assert not report.failed, f"{report.failed}\n{said}"
+    assert not any(report.figures[name] for name in FAULTS), said
+    assert {name for name in covers if not report.figures[name]} == set()
+    assert json.loads(report.write(tmp_path).read_text())["figures"] == report.figures

@@ -1,4 +1,4 @@
-"""Prompts of text and contexts: from what a user writes to what the scheduler is told."""
+"""Composition of prompts: turns text with context marks into token ids and linked chunks."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from sgl_ext.errors import ExtError
 
 _OPEN, _CLOSE = "\ue0c0", "\ue0c1"
 _MARK = re.compile(rf"{_OPEN}(ctx-[\w-]+){_CLOSE}", re.ASCII)
-"""Fonts have glyphs for either character, so others write them, too."""
+"""Pattern of a mark. Icon fonts use both characters, so other text may contain them, too."""
 _MOST = 1000
 
 NAMESPACE = "ext:chunk"
-"""SGLang's ``extra_key`` of the chunks themselves."""
+"""SGLang's ``extra_key`` under which the KV of chunks is cached."""
 
 
 def mark(id_: str) -> str:
-    """What stands for a context within text, where text is all that gets through.
+    """Returns the mark that stands for a context within plain text.
 
-    Private-use characters: a template leaves them alone. Whoever writes them by hand gets what
-    the id would get them anyway.
+    A mark is enclosed in private-use characters, which chat templates do not change. A mark that a
+    user writes by hand grants no more access than the id itself.
     """
     return f"{_OPEN}{id_}{_CLOSE}"
 
 
 def ids_in(text: str) -> list[str]:
-    """Of all contexts that are named in ``text``."""
+    """Returns the ids of all contexts that are marked in ``text``, in order."""
     return _MARK.findall(text)
 
 
 def marked(text: str) -> bool:
-    """Whether any context is named in ``text``."""
+    """Returns whether any context is marked in ``text``."""
     return _MARK.search(text) is not None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as SGLang takes it."""
+    """Prompt in the form that SGLang takes."""
 
     tokens: list[int]
+    """Token ids of the whole prompt, those of its chunks included."""
     composition: Composition | None
-    """None if nothing of it is linked."""
+    """Chunks of the prompt; None if it has none."""
 
 
 def compose(
@@ -56,17 +57,19 @@ def compose(
     tokenize: Callable[[str, bool], Sequence[int]],
     longest: int,
 ) -> Prompt:
-    """The prompt that ``text`` with its marks stands for.
+    """Returns the prompt that ``text`` with its marks stands for.
 
-    Text between contexts is tokenised by itself, as the contexts were.
+    Text between contexts is tokenized on its own, as the contexts were.
 
     Args:
-        context_of: the context of an id; raises where there is none.
-        tokenize: token ids of a text, and whether it begins the prompt.
-        longest: tokens of a prompt, at most.
+        context_of: returns the context of an id; raises if there is none.
+        tokenize: returns the token ids of a text; its second argument is True if the text begins
+            the prompt.
+        longest: maximum tokens of the prompt.
 
     Raises:
-        ExtError: it is longer. A mark is short, and what it stands for may be long.
+        ExtError: the parts before the last one have more than ``longest`` tokens or name too many
+            contexts. A short mark can stand for a long text, so the check precedes each part.
     """
     tokens: list[int] = []
     chunks: list[LinkedChunk] = []
@@ -87,9 +90,9 @@ def compose(
             tokens += tokenize("", True)
         recompute, blend = part.recompute, part.blend
         if not tokens and not part.before:
-            recompute, blend = (), 0  # computed behind nothing, it is exact here
+            recompute, blend = (), 0  # computed without a prefix, its KV is exact here
         elif not tokens:
-            # All attend to a prompt's first token, for nothing but that it is the first.
+            # The first token of a prompt is an attention sink because of its position.
             recompute = tuple(sorted({0, *recompute}))
         chunks.append(
             LinkedChunk(
@@ -105,7 +108,7 @@ def compose(
     if not chunks:
         return Prompt(tokens, None)
     if (last := chunks[-1]).at + last.length == len(tokens):
-        # The answer follows from the last token's logits, which no KV has.
+        # The answer is sampled from the last token's logits, which linked KV does not provide.
         again = tuple(sorted({*last.recompute, last.length - 1}))
         chunks[-1] = msgspec.structs.replace(last, recompute=again)
     composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))

@@ -1,4 +1,4 @@
-"""Which chunks a prompt is made of, as a request tells the scheduler, and the plan that follows."""
+"""Composition of a prompt from chunks: sent with a request, turned into a prefill plan."""
 
 from __future__ import annotations
 
@@ -11,55 +11,61 @@ import msgspec
 from sgl_ext.plan import Compute, Link, PrefillPlan, Span
 
 LEAD = -1
-"""In place of a chunk's number: what another prompt has that begins as this one."""
+"""Chunk number that stands for the KV of another prompt with the same prefix."""
 _FILLER = 0
-"""A token that every vocabulary has; what follows a token does not change its KV."""
+"""Token id that fills the last page of a chunk. Every vocabulary has it, and later tokens do not
+change the KV of earlier ones."""
 
 
 class LinkedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens ``at .. at + length - 1`` of the prompt are a chunk's, whose KV is to be linked."""
+    """Chunk at tokens ``at .. at + length - 1`` of the prompt, whose KV is linked."""
 
     at: int
     length: int
     preparation: int
-    """Number of the text that the chunk's KV was computed behind."""
+    """Index of the prefix in :attr:`Composition.preparations` that the KV was computed with."""
     recompute: tuple[int, ...] = ()
-    """Tokens of the chunk, ascending, that are computed nevertheless (EPIC §3.2)."""
+    """Offsets of the chunk's tokens that are recomputed, ascending (EPIC §3.2)."""
     blend: int = 0
-    """Per cent of the others that are computed nevertheless, of all layers but the first ones:
-    those whose values change most (CacheBlend)."""
+    """Percentage of the other tokens that are recomputed in all layers but the first ones. They are
+    the tokens whose values change most (CacheBlend)."""
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt's chunks in order; the rest of it is computed."""
+    """Chunks of a prompt in order; the tokens outside them are computed."""
 
     method: str
-    """Name of the link method, for the answer's ``meta_info``."""
+    """Names of the link methods, joined by ``/``, for the answer's ``meta_info``."""
     namespace: str
-    """SGLang's ``extra_key`` that the chunks' KV was computed under."""
+    """SGLang's ``extra_key`` under which the KV of the chunks is cached."""
     preparations: tuple[tuple[int, ...], ...]
-    """Token ids of each text that chunks of this prompt were computed behind."""
+    """Token ids of each prefix that chunks of this prompt were computed with."""
     chunks: tuple[LinkedChunk, ...]
 
     @property
     def extra_key(self) -> str:
-        """SGLang's ``extra_key`` that a prompt's own KV belongs under: that of no other prompt of
-        the same tokens is like it."""
-        # It names all that linked KV depends on but the tokens, which the tree compares.
+        """SGLang's ``extra_key`` for the prompt's own KV. Prompts that have the same tokens but
+        other chunks have other keys."""
+        # Covers everything that linked KV depends on except the tokens, which the tree compares.
         named = (self.namespace, self.preparations, self.chunks)
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
         return f"ext:link:{digest[:32]}"
 
     def until(self, count: int) -> Composition:
-        """The composition of a prompt of the first ``count`` chunks only, at least one: that of an
-        earlier turn of this conversation, if the others came later."""
+        """Returns the composition of a prompt that has only the first ``count`` chunks.
+
+        An earlier turn of the conversation has it if the other chunks were added later.
+
+        Args:
+            count: at least 1.
+        """
         chunks = self.chunks[:count]
         named = 1 + max(chunk.preparation for chunk in chunks)
         return Composition(self.method, self.namespace, self.preparations[:named], chunks)
 
     def check(self, length: int, extra_key: str | None) -> None:
-        """Raises ValueError unless this can be a prompt of ``length`` tokens whose own KV goes
-        under ``extra_key``."""
+        """Raises ValueError unless this composition fits a prompt of ``length`` tokens whose own KV
+        is cached under ``extra_key``."""
         if extra_key != self.extra_key and not (extra_key or "").startswith(f"{self.extra_key}:"):
             raise ValueError(
                 f"its KV would be cached under {extra_key!r}, where others would take it for exact"
@@ -92,18 +98,18 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def computed_from(self) -> int:
-        """From which token on all are computed: what comes before may be linked, and has no
-        logits."""
+        """Position from which on all tokens are computed. Tokens before it may be linked; linked
+        tokens have no logits."""
         every = [chunk.length for chunk in self.chunks]
         end = self.chunks[-1].at + self.chunks[-1].length
         spans = self._spans(end, every, self.chunks[0].at)
         return max((span.end for span in spans if isinstance(span.source, Link)), default=0)
 
     def check_logprobs(self, start: int) -> None:
-        """Raises ValueError if logprobs from token ``start`` on are of linked tokens, too.
+        """Raises ValueError if the logprobs from token ``start`` on include linked tokens.
 
         Args:
-            start: SGLang's ``logprob_start_len``; negative for none of the prompt.
+            start: SGLang's ``logprob_start_len``; negative if no prompt logprobs are wanted.
         """
         if 0 <= start < self.computed_from:
             raise ValueError(
@@ -114,13 +120,12 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def plan(
         self, length: int, available: Sequence[int], lead: int = 0, *, blend_share: float = 0.0
     ) -> PrefillPlan:
-        """The plan of a prompt of ``length`` tokens.
+        """Returns the prefill plan of a prompt of ``length`` tokens.
 
         Args:
-            available: how many tokens of each chunk, from its first on, there is KV of; the
-                others are computed.
-            lead: as many of the prompt, from its first on, that another one has.
-            blend_share: of a model's layers, those that blending computes of all tokens.
+            available: leading tokens of each chunk whose KV is available; the others are computed.
+            lead: leading tokens of the prompt whose KV comes from another prompt.
+            blend_share: share of the model's layers that CacheBlend computes for all tokens.
         """
         return PrefillPlan(self._spans(length, available, lead, blend_share))
 
@@ -129,7 +134,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Iterator[Span]:
         if lead:
             yield Span(0, lead, Link(LEAD, 0))
-        at = lead  # what lies before has a span
+        at = lead  # tokens before it have a span
         for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
             blend = chunk.blend / 100
             work = blend + (1 - blend) * blend_share if chunk.blend else 0.0
@@ -144,21 +149,21 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks, when a chunk's KV has been computed, which of its tokens' values differ most between
-    this and another preparation of it."""
+    """Request parameter that asks which tokens of a computed chunk have the values that differ most
+    between two preparations of the chunk."""
 
     namespace: str
     length: int
     """Tokens of the chunk."""
     preparation: tuple[int, ...]
-    """Token ids that the chunk was computed behind."""
+    """Token ids of the prefix that the chunk was computed with."""
     other: tuple[int, ...]
-    """Those that it was computed behind before."""
+    """Token ids of the prefix that it was computed with earlier."""
     count: int
-    """Tokens that are wanted."""
+    """Maximum number of tokens to select."""
 
     def check(self, length: int) -> None:
-        """Raises ValueError unless this can be asked of a prompt of ``length`` tokens."""
+        """Raises ValueError unless this selection fits a prompt of ``length`` tokens."""
         if min(self.length, self.count) < 1 or len(self.preparation) + self.length > length:
             raise ValueError(
                 f"{self.count} tokens of a chunk of {self.length} behind {len(self.preparation)}, "
@@ -167,8 +172,14 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def path_of(before: Sequence[int], chunk: Sequence[int], page: int) -> array[int]:
-    """The token ids that a chunk's KV lies under in the tree: those it was computed behind, its
-    own, and so many of no meaning as fill its last page."""
+    """Returns the token ids under which the radix tree caches a chunk's KV.
+
+    They are the prefix that the chunk is computed with, the chunk itself, and filler tokens up to
+    the end of its last page.
+
+    Args:
+        page: tokens of a page.
+    """
     path = array("q", before)
     path.extend(chunk)
     path.extend([_FILLER] * (-len(path) % page))
@@ -176,7 +187,7 @@ def path_of(before: Sequence[int], chunk: Sequence[int], page: int) -> array[int
 
 
 def _gaps(recompute: Sequence[int], found: int) -> Iterator[tuple[int, int]]:
-    """Runs ``(start, end)`` of the chunk's first ``found`` tokens that are not recomputed."""
+    """Yields runs ``(start, end)`` of a chunk's first ``found`` tokens that are not recomputed."""
     start = 0
     for offset in recompute:
         if offset >= found:

@@ -1,4 +1,4 @@
-"""The chunks that users have created: by id, for as long as they are kept."""
+"""Registry of the chunks that users have created, by id."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ from sgl_ext.errors import ExtError
 
 _ID_BYTES = 16
 _SLACK = 64
-"""Contexts that are gone, whose expiry is still waited for."""
+"""Entries of the expiry heap, beyond twice the number of contexts, above which the heap is rebuilt
+without the entries of removed contexts."""
 
 
 class UnknownContextError(ExtError):
-    """No such id: it never was, has expired, or is another tenant's. Which, is not told."""
+    """Error for an id that never existed, was removed, has expired or belongs to another tenant.
+
+    It does not disclose which of these is the case.
+    """
 
     status = 404
 
 
 @dataclass(frozen=True)
 class Context:
-    """A chunk that can be named in prompts."""
+    """Chunk that prompts can name by its id."""
 
     id: str
     text: str | None
-    """What it was created from, unless that was token ids."""
+    """Text that it was created from; None if it was created from token ids."""
     tokens: tuple[int, ...]
-    """Its token ids, tokenised by itself."""
+    """Token ids of the chunk, tokenized on its own."""
     method: str
-    """Name of the link method that it is prepared for."""
+    """Name of the link method that the chunk is prepared for."""
     before: tuple[int, ...]
-    """Token ids that its KV is computed behind."""
+    """Token ids of the prefix that its KV is computed with."""
     recompute: tuple[int, ...]
-    """Tokens of it, ascending, that are computed anew wherever it is linked."""
+    """Offsets of its tokens that are recomputed wherever it is linked, ascending."""
     blend: int
-    """Per cent of its tokens that are chosen where it is linked, to be computed anew."""
+    """Percentage of its tokens that are selected for recomputation where it is linked."""
     salt: str | None
-    """Of the tenant; nobody else sees it."""
+    """``cache_salt`` of the tenant; other tenants have no access to the context."""
     expires: float | None
-    """On the registry's clock; None if never."""
+    """Expiry on the registry's clock, in seconds; None if it does not expire."""
 
 
 @dataclass
 class Contexts:
-    """Chunks by id and by text.
+    """Registry of chunks, by id and by text.
 
     Args:
-        limit: chunks that are kept; the least recently used go first.
-        clock: seconds.
+        limit: maximum number of chunks; the least recently used ones are removed first.
+        clock: returns the time in seconds.
     """
 
     limit: int
@@ -59,15 +63,16 @@ class Contexts:
     _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
     _before: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    """What contexts were computed behind, once each: most share it, and it is long."""
+    """Interned prefixes of contexts. Prefixes are long and most contexts share one."""
     _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Contexts by their prefix."""
 
     def __len__(self) -> int:
         self._expire()
         return len(self._contexts)
 
     def __contains__(self, id_: str) -> bool:
-        """Whether any tenant has it."""
+        """Returns whether any tenant has a context with this id."""
         self._expire()
         return id_ in self._contexts
 
@@ -83,10 +88,10 @@ class Contexts:
         salt: str | None = None,
         ttl: float | None = None,
     ) -> Context:
-        """A context of these tokens.
+        """Creates a context of these tokens and removes contexts beyond the limit.
 
         Args:
-            ttl: seconds until it expires; None if never.
+            ttl: seconds until the context expires; None if it does not.
         """
         self._expire()
         expires = None if ttl is None else self.clock() + ttl
@@ -107,10 +112,10 @@ class Contexts:
         return context
 
     def get(self, id_: str, salt: str | None = None) -> Context:
-        """The tenant's context of that id, which counts as used.
+        """Returns the tenant's context with this id and marks it as used.
 
         Raises:
-            UnknownContextError: the tenant has none.
+            UnknownContextError: the tenant has no such context.
         """
         self._expire()
         context = self._contexts.get(id_)
@@ -122,21 +127,24 @@ class Contexts:
         return context
 
     def find(self, text: str, salt: str | None = None) -> Context | None:
-        """The tenant's latest context of exactly this text."""
+        """Returns the tenant's latest context of exactly this text and marks it as used.
+
+        Returns None if there is none.
+        """
         self._expire()
         ids = self._by_text.get((salt, text))
         return None if ids is None else self.get(ids[-1], salt)
 
     def all(self, salt: str | None = None) -> list[Context]:
-        """The tenant's contexts, the least recently used first."""
+        """Returns the tenant's contexts, the least recently used first."""
         self._expire()
         return [context for context in self._contexts.values() if context.salt == salt]
 
     def delete(self, id_: str, salt: str | None = None) -> None:
-        """Forgets it. A request that links it already goes on.
+        """Deletes a context. Requests that already link it are not affected.
 
         Raises:
-            UnknownContextError: the tenant has none.
+            UnknownContextError: the tenant has no such context.
         """
         self._remove(self.get(id_, salt).id)
 

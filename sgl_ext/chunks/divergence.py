@@ -1,4 +1,4 @@
-"""How far one model's next tokens are from another's."""
+"""KL divergence between next-token distributions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 
 Distribution = Mapping[int, float]
-"""Natural logprobs of the likeliest tokens, by token id."""
+"""Natural logprobs of the most likely tokens, by token id."""
 
 
 def divergence(right: Distribution, other: Distribution) -> float:
-    """KL(right || other) in nats, of the likeliest tokens of each.
+    """Returns KL(right || other) in nats, computed from the most likely tokens of each.
 
-    All tokens that are not in both count as one: never more than the divergence of all of them.
+    All tokens that are not in both count as one token, so the result never exceeds the divergence
+    of the full distributions.
     """
     both = right.keys() & other.keys()
     total = sum(math.exp(right[token]) * (right[token] - other[token]) for token in both)
@@ -25,5 +26,5 @@ def divergence(right: Distribution, other: Distribution) -> float:
 
 
 def mean_divergence(right: Sequence[Distribution], other: Sequence[Distribution]) -> float:
-    """Over the tokens of an answer."""
+    """Returns the mean of :func:`divergence` over the tokens of an answer, in nats."""
     return mean(divergence(*pair) for pair in zip(right, other, strict=True))

@@ -1,4 +1,4 @@
-"""How the KV of a chunk is prepared and what of it is recomputed where it is linked."""
+"""Link methods: how the KV of a chunk is prepared and which tokens are recomputed when linked."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from enum import Enum
 from sgl_ext.errors import ExtError
 
 BOS_TOKENS = 4
-"""Before a chunk that is prepared for LegoLink-0 (EPIC §4.4)."""
+"""Begin-of-sequence tokens before a chunk that is prepared for LegoLink-0 (EPIC §4.4)."""
 PASSAGES = 4
-"""Before a primed chunk, at most."""
+"""Maximum number of passages before a primed chunk."""
 BLEND_LAYERS = 2
-"""That CacheBlend computes of all tokens, to compare the values of the last of them."""
+"""Layers that CacheBlend computes for all tokens; it compares the values of the last of them."""
 
 
 class Preparation(Enum):
-    """What a chunk's KV is computed behind."""
+    """Prefix that a chunk's KV is computed with."""
 
     BARE = "bare"
-    """Nothing: its first token takes the attention that a prompt's first token does."""
+    """No prefix: the chunk's first token is an attention sink, as a prompt's first token is."""
     BOS = "bos"
     """:data:`BOS_TOKENS` begin-of-sequence tokens (LegoLink-0)."""
     PRIMED = "primed"
-    """The system prompt and passages of the same kind, so that it has seen other documents."""
+    """The system prompt and passages of the same kind: the chunk attends to other documents."""
 
 
 class Recompute(Enum):
-    """What is computed anew where a chunk is linked."""
+    """Tokens that are recomputed where a chunk is linked."""
 
     NOTHING = "nothing"
     HEAD = "head"
-    """Its first tokens (EPIC §3.2)."""
+    """The first tokens of the chunk (EPIC §3.2)."""
     OFFLINE = "offline"
-    """The tokens whose values differ most between two preparations of it, found once."""
+    """The tokens whose values differ most between two preparations of the chunk, selected once."""
     BLEND = "blend"
-    """The tokens whose values differ most where it is linked, of all layers but the first
-    (CacheBlend)."""
+    """The tokens whose values differ most where the chunk is linked. They are recomputed in all
+    layers but the first ones (CacheBlend)."""
     ALL = "all"
 
 
 @dataclass(frozen=True)
 class LinkMethod:
-    """One way to link, by its name."""
+    """Link method: a preparation and a recomputation. ``str()`` gives its name."""
 
     preparation: Preparation
     recompute: Recompute
     amount: int = 0
-    """Tokens of each chunk; for :attr:`Recompute.BLEND` percent of the prompt."""
+    """Recomputed tokens of each chunk; for :attr:`Recompute.BLEND`, percentage of linked tokens."""
 
     def __str__(self) -> str:
         if self.preparation is Preparation.PRIMED:
@@ -79,10 +79,10 @@ _PATTERNS = (
 
 
 def link_method(name: str) -> LinkMethod:
-    """The method of that name.
+    """Returns the link method with this name.
 
     Raises:
-        ExtError: there is none.
+        ExtError: there is no such method.
     """
     for pattern, preparation, recompute in _PATTERNS:
         if match := re.fullmatch(pattern, name):

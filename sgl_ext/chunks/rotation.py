@@ -1,4 +1,4 @@
-"""Copies of KV to another position: keys are rotated by the difference, values stay."""
+"""KV copies to another position: keys are rotated by the difference, values are unchanged."""
 
 from __future__ import annotations
 
@@ -11,43 +11,47 @@ from numpy.typing import NDArray
 from sgl_ext.memory.slab import Layout
 
 _TABLE_ERROR = 0.02
-"""Radians. Tables are computed in fp32, which at position 100,000 is good to a hundredth."""
+"""Maximum error of an angle, in radians. Tables are computed in fp32, whose error is about 0.01 at
+position 100,000."""
 
 FROM, TO, TOKENS, FROM_PITCH, TO_PITCH = range(5)
-"""Columns of a table of runs: addresses, a count, and bytes from one token to the next."""
+"""Columns of a table of runs: source and target address, number of tokens, and bytes from one token
+to the next in source and target."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A static rotary embedding: pair ``i`` at position ``p`` is turned by ``p * frequencies[i]``.
+    """Static rotary embedding: rotates pair ``i`` at position ``p`` by ``p * frequencies[i]``.
 
-    Scaled variants (linear, llama3, YaRN) differ in their frequencies only. A factor on the keys
-    (YaRN's) is in the cached ones already and must not be applied again.
+    Scaled variants (linear, llama3, YaRN) differ only in their frequencies. A scale factor on the
+    keys (YaRN) is already part of the cached keys and must not be applied again.
     """
 
     rotary_dim: int
     """Leading elements of a head that are rotated."""
     frequencies: tuple[float, ...]
-    """Radians a position of each of the ``rotary_dim / 2`` pairs."""
+    """Radians per position of each of the ``rotary_dim / 2`` pairs."""
     interleaved: bool = False
-    """Whether the elements of a pair are neighbours (GPT-J); else half a head apart (NeoX)."""
+    """True if the elements of a pair are adjacent (GPT-J), False if they are ``rotary_dim / 2``
+    apart (NeoX)."""
 
 
 def frequencies_of(table: NDArray[np.float32]) -> tuple[float, ...]:
-    """The frequencies that a model's table of angles was made from.
+    """Returns the frequencies that a model's table of angles was computed from.
 
     Args:
-        table: ``[positions, rotary_dim]``: of each position the cosines of all pairs, then their
-            sines, all times one factor (YaRN's).
+        table: float32 ``[positions, rotary_dim]``: for each position the cosines of all pairs, then
+            their sines, all scaled by one factor (YaRN).
 
     Raises:
-        ValueError: an angle is not its frequency times the position: the embedding is not static.
+        ValueError: an angle is not its frequency times the position, so the embedding is not
+            static.
     """
     half = table.shape[1] // 2
     waves = table[:, :half].astype(np.float64) + 1j * table[:, half:]
     waves /= waves[0].real
     found = np.angle(waves[1])
-    # The angle at twice the position, of which whole turns are known by now, tells one more bit.
+    # The angle at twice the position adds one bit; its full turns follow from the estimate so far.
     at = 1
     while (at := 2 * at) < len(table):
         found += np.angle(waves[at] * np.exp(-1j * at * found)) / at
@@ -62,13 +66,14 @@ def frequencies_of(table: NDArray[np.float32]) -> tuple[float, ...]:
 
 
 class RotatingCopy:
-    """Moves tokens of one layout by ``delta`` positions.
+    """Callable that copies the KV of tokens of one layout to positions ``delta`` higher.
 
-    Angles are computed in float64, products in float32 from the keys as they are cached, rounded
-    once: chained rotations would lose a bit each time, so a copy of a copy must never be made.
+    Angles are computed in float64. Products are computed in float32 from the cached keys and
+    rounded once. Chained rotations would lose a bit each time, so a copy must never be the source
+    of another copy.
 
     Raises:
-        ValueError: a layout that the native kernel does not take.
+        ValueError: the native kernel does not support the layout.
     """
 
     def __init__(self, layout: Layout, rope: Rope) -> None:
@@ -82,7 +87,12 @@ class RotatingCopy:
         self._threads = len(os.sched_getaffinity(0))
 
     def __call__(self, runs: NDArray[np.int64], delta: int) -> None:
-        """Copies ``runs`` ``[count, 5]``, see :data:`FROM`; sources and targets do not overlap."""
+        """Copies ``runs`` of tokens and rotates their keys by ``delta`` positions.
+
+        Args:
+            runs: ``[count, 5]``, see :data:`FROM`. Sources and targets must not overlap.
+            delta: target position minus source position; may be negative.
+        """
         runs = np.ascontiguousarray(runs, np.int64)
         angles = delta * self._frequencies
         cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,4 +1,4 @@
-"""KVSplit: a document becomes chunks (EPIC appendix B), before any KV is computed."""
+"""KVSplit: splits a document into chunks before any KV is computed (EPIC appendix B)."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from sgl_ext.errors import ExtError
 
 _MOST = 1 << 24
 _HEAD, _BORDER = 8, 16
-"""Characters for each token that are tokenised first, and tokens by which a cut may be wrong."""
+"""Characters per token of a part that are tokenized first, and tokens by which cutting a text there
+may change their number."""
 _WINDOW, _LARGE_WINDOW, _WINDOW_PARTS = 1 << 14, 1 << 17, 64
-"""Least characters of a window, those beyond which it grows only if it gives too few parts, and
-characters of it for each token of a part. The splitter holds Python's lock between its calls."""
+"""Minimum characters of a window, characters beyond which it grows only if it has too few parts,
+and its characters per token of a part. The splitter holds the GIL between its callbacks."""
 _FEWEST = 3
-"""Parts that a window must give before the next one begins."""
+"""Minimum number of parts in a window; a window with fewer parts is enlarged."""
 
 
 class Tokenizer(Protocol):
-    """What of a model's tokenizer is needed."""
+    """Interface of a model's tokenizer that splitting needs."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Any:
-        """Token ids."""
+        """Returns the token ids of ``text``."""
 
 
 class Split(BaseModel):
-    """How to split.
+    """Parameters of a split.
 
-    ``none``: the parts are the user's own. ``tokens``: every so many tokens, wherever that is.
-    ``paragraph``: at the largest of empty lines, lines, sentences and words that fit, then filled
-    up. ``markdown``: the same with headings, blocks and inline elements before sentences.
+    ``none``: no split; the user has made the parts. ``tokens``: a fixed number of tokens per part,
+    wherever that cuts. ``paragraph``: at the largest units that fit (empty lines, lines, sentences,
+    words); units are joined until a part is full. ``markdown``: as ``paragraph``, with headings,
+    blocks and inline elements before sentences.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     by: Literal["none", "tokens", "paragraph", "markdown"] = "none"
     tokens: Annotated[int, Field(strict=True)] | None = None
-    """Most tokens of a part, tokenised by itself."""
+    """Maximum tokens of a part, tokenized on its own."""
 
 
 def split(
@@ -47,16 +49,18 @@ def split(
 ) -> Iterator[list[str] | list[list[int]]]:
     """Yields the parts of a text or of token ids in order, several at each step.
 
-    No part is empty, and none is longer than asked. A step takes time by the size of a part, not
-    by what follows, and the whole takes time by its length.
+    No part is empty, and no part exceeds the requested size. By paragraph or as Markdown, the time
+    of a step depends on the size of a part, not on the text that follows, and the total time is
+    linear in the length of the text.
 
-    Text that is split by tokens becomes token ids: those of the whole, cut. Split by paragraph or
-    as Markdown it stays text, the parts of which make up the whole to the last space; their token
-    ids, each tokenised by itself, need not be those of the whole.
+    Splitting a text by tokens tokenizes the whole text and cuts the token ids. Splitting by
+    paragraph or as Markdown yields texts whose concatenation is exactly the whole text. The token
+    ids of these parts, each tokenized on its own, may differ from the token ids of the whole text.
 
     Raises:
-        ExtError: nothing to split, a size that cannot be, token ids where text is needed, a
-            character that takes more tokens than a part may have.
+        ExtError: there is nothing to split, the size is out of range or given for ``none``, token
+            ids are given where text is needed, or a character takes more tokens than a part may
+            have.
     """
     if not whole:
         raise ExtError("there is nothing to split: the text is empty")
@@ -85,7 +89,7 @@ def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterato
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     def length(text: str) -> int:
-        """Tokens of ``text``; any number beyond ``size`` if it is plainly too long."""
+        """Returns the tokens of ``text``; any number above ``size`` if it is clearly too long."""
         head = _HEAD * size
         while head < len(text):
             if (found := count(text[:head])) > 2 * size + _BORDER:
@@ -95,7 +99,7 @@ def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterato
 
     kind = TextSplitter if by == "paragraph" else MarkdownSplitter
     splitter = kind.from_callback(length, size, trim=False)
-    # The splitter looks at all that follows for every part, so it is given a window of the text.
+    # The splitter scans all text that follows for every part, so it is given a window of the text.
     at = 0
     while at < len(whole):
         width = max(_WINDOW, min(_WINDOW_PARTS * size, _LARGE_WINDOW))
@@ -113,9 +117,10 @@ def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterato
 
 
 def _next_window(parts: Sequence[str]) -> int:
-    """The part that the next window begins with: a late one with a heading, or else the last.
+    """Returns the index of the part that the next window begins with.
 
-    The last one ends where the window does, not where it should.
+    It is the last part in the second half that begins with a heading, or else the last part. The
+    last part ends where the window ends, which need not be a good place to split.
     """
     last = len(parts) - 1
     late = range(last, len(parts) // 2, -1)

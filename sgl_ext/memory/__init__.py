@@ -1,1 +1,1 @@
-"""The KV pool: its memory, and who gets which block of it."""
+"""Memory of the KV pool, allocation of its blocks, and copies between memory, devices and files."""

@@ -1,8 +1,8 @@
-"""Gives a slab its physical memory ahead of use, in huge pages, on a thread of its own.
+"""Background thread that backs a slab with huge pages before its blocks are used.
 
-The kernel gives shared memory 4 KiB pages as they are first written: a fault each on the way of a
-prefill, and a TLB entry each on the way of every later decode, which reads one token of one layer
-here and the next one a whole token away.
+By default the kernel backs shared memory with 4 KiB pages at the first write. Each page then costs
+a fault during prefill and a TLB entry during every later decode: decode reads one layer of a token,
+and the same layer of the next token lies one whole token further.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import threading
 from sgl_ext.memory.slab import Slab
 
 AHEAD = 256 << 20
-"""Bytes that are backed beyond the highest block in use."""
+"""Bytes that are backed beyond the highest block in use"""
 STEP = 64 << 20
-"""Bytes backed by one call: 0.11 ms a huge page, where calls for single ones take 5 ms each."""
+"""Bytes that one call backs: 0.11 ms per huge page, where a call for a single page takes 5 ms"""
 _IN_USE = errno.EAGAIN, errno.EBUSY
 _PAUSE_S = 0.05
 _ATTEMPTS = 200
-"""To back a step of which a page is in use at each moment (or pinned for good)."""
+"""Attempts to back a step in which a page is in use at every attempt, or pinned permanently"""
 
 logger = logging.getLogger(__name__)
 
 
 class Backing:
-    """Backs ``slab`` up to :data:`AHEAD` bytes beyond what :meth:`need` has named.
+    """Backing of ``slab`` with huge pages up to :data:`AHEAD` bytes beyond the blocks in use.
 
-    At most :data:`STEP` more than that is taken. If the kernel refuses huge pages, a warning says
-    so, and what it refused is backed as it is written; a kernel that refuses the first ones is not
-    asked again. Pages that are pinned for I/O cannot be backed any more: pin what is backed.
+    :meth:`need` names the blocks in use. At most :data:`STEP` bytes more than that are backed. If
+    the kernel refuses huge pages, a warning is logged and the refused range gets its pages when it
+    is written. The thread ends if the kernel refuses the first step. Pages that are pinned for I/O
+    can no longer be backed, so a caller pins memory only after it is backed.
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -40,18 +41,18 @@ class Backing:
         self._changed = threading.Condition()
         self._closed = False
         self.backed = 0
-        """Blocks from the first one on that have huge pages, or were refused them."""
+        """Number of leading blocks that have huge pages or were refused them"""
         self.refused = False
-        """Whether the kernel refused some."""
+        """True once the kernel has refused huge pages"""
         self._thread = threading.Thread(target=self._run, name="sgl_ext-backing", daemon=True)
         self._thread.start()
         self.need(1)
 
     def need(self, end: int) -> None:
-        """Blocks below ``end`` are about to be used. Returns at once.
+        """Requests backing for the blocks below ``end``, which are about to be used.
 
-        To be called by the thread that puts memory into the slab's mapping: what lies there now has
-        no huge pages yet.
+        Returns at once. Must be called from the thread that puts memory into the slab's mapping:
+        that memory has no huge pages yet, so the blocks from there on are backed again.
         """
         with self._changed:
             mapping = self._slab.mapping
@@ -63,7 +64,7 @@ class Backing:
             self._changed.notify()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Stops; returns whether the thread has ended within ``timeout`` seconds."""
+        """Stops the thread; returns whether it has ended within ``timeout`` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -89,11 +90,15 @@ class Backing:
                 if not start and code not in _IN_USE:
                     return
             with self._changed:
-                if self._renewals == renewals:  # nothing has been put there meanwhile
+                if self._renewals == renewals:  # no memory was replaced meanwhile
                     self.backed = end
 
     def _back(self, start: int, end: int) -> int:
-        """As ``Slab.back_with_huge_pages``; waits for pages in use."""
+        """Calls :meth:`Slab.back_with_huge_pages` again while one of the pages is in use.
+
+        Returns:
+            The kernel's errno; 0 on success, or if this object was closed meanwhile.
+        """
         for _ in range(_ATTEMPTS):
             code = self._slab.back_with_huge_pages(start, end)
             if code not in _IN_USE:

@@ -1,9 +1,10 @@
 """Block groups: few, large, contiguous runs of KV blocks for each request (FastSwitch §3.1).
 
-A swap costs one copy for each contiguous run, so a request's blocks are kept together: it gets a
-*group* larger than what it asked for, and grows into the unused part of its latest (*active*)
-group. That part is a hint, never a claim: under pressure it is split off and lent to who asks.
-Freed blocks return to free groups, which always merge.
+A swap costs one copy for each contiguous run, so the blocks of a request are kept together. A
+request gets a *group* that is larger than what it asked for, and grows into the unused part of its
+latest (*active*) group. The unused part is a hint and no reservation: when no free group is large
+enough, it is split and given to other requests. Released blocks return to free groups, which always
+merge.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from sgl_ext.memory.free_groups import FreeGroups
 
 EXPECTED_TOKENS = 1000
-"""Tokens that a group is made for where there is room (FastSwitch §3.1: 60 blocks of 16)."""
+"""Size of a new group where there is room, in tokens (FastSwitch §3.1: 60 blocks of 16)"""
 
-_FITS = 16  # free lengths among which the lowest address is sought
-_FREE, _IN_USE, _ABSENT = b"\0", b"\1", b"\2"  # of a block; unused parts are free here
+_FITS = 16  # lengths of free groups among which the lowest address is chosen
+_FREE, _IN_USE, _ABSENT = b"\0", b"\1", b"\2"  # states of a block; unused parts count as free
 
 
 class Run(NamedTuple):
@@ -33,7 +34,7 @@ class Run(NamedTuple):
 
 
 class _Group:
-    """The active group of an owner: blocks ``next .. end - 1`` are its unused part."""
+    """Active group of an owner: blocks ``next .. end - 1`` are its unused part."""
 
     __slots__ = ("end", "next")
 
@@ -43,24 +44,26 @@ class _Group:
 
 
 class BlockGroups:
-    """Allocates blocks ``first .. first + blocks - 1``; those below ``first`` are not its own.
+    """Allocator of the KV blocks ``first .. first + blocks - 1``.
 
     Every block is in use, free, in the unused part of one active group, or withdrawn. An owner is
-    the row of a running request; who holds a block in use, the caller knows. Costs are logarithmic
-    in the number of free groups and independent of the number of blocks. Not thread-safe.
+    the request pool row of a running request. The caller keeps track of which request holds which
+    block in use. Unless a method says otherwise, costs are logarithmic in the number of free groups
+    and independent of the number of blocks. Not thread-safe.
 
     Args:
-        blocks: how many there are at the start.
-        page: tokens of a block.
-        first: the lowest block (the pool pads with block 0).
-        capacity: how many there can ever be (see ``grow``); ``blocks`` if not given.
-        expected_tokens: tokens that a group is made for where there is room.
-        near: how many blocks from the first one on are handed out before any other.
+        blocks: number of blocks at the start.
+        page: tokens per block.
+        first: number of the lowest block (the pool pads with block 0).
+        capacity: largest number of blocks that can exist (see ``grow``); defaults to ``blocks``.
+        expected_tokens: size of a new group where there is room, in tokens.
+        near: number of lowest blocks that are preferred for new groups.
 
     Attributes:
-        blocks: how many there are, without those withdrawn.
-        available: how many of them can be handed out: all that are not in use.
-        expected: blocks of a group where there is room.
+        blocks: number of blocks that are not withdrawn.
+        available: number of blocks that can be allocated: all that are neither in use nor
+            withdrawn.
+        expected: size of a new group where there is room, in blocks.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class BlockGroups:
         self.clear()
 
     def clear(self) -> None:
-        """Frees every block and forgets every owner; what is withdrawn stays so. O(capacity)."""
+        """Frees every block that is not withdrawn and forgets every owner. O(capacity)."""
         self._state = self._state.replace(_IN_USE, _FREE)
         self._free = FreeGroups()
         self._active: dict[int, _Group] = {}  # by owner
         self._unused_ends: dict[int, _Group] = {}  # end of an unused part -> its group
-        # A heap of (-length, end) of unused parts. Growth shortens them without telling, so an
-        # entry is an upper bound, corrected when met.
+        # A heap of (-length, end) of unused parts. Growth shortens a part without updating the
+        # heap, so an entry is an upper bound that is corrected when it reaches the top.
         self._longest_unused: list[tuple[int, int]] = []
         self.available = self.blocks
         start = self.first
@@ -109,16 +112,17 @@ class BlockGroups:
             start = end + 1
 
     def allocate(self, requests: Sequence[tuple[int | None, int]]) -> list[list[Run]] | None:
-        """Hands out blocks to each ``(owner, blocks)``, in the order of the sequence's tokens.
+        """Allocates ``blocks`` blocks for each pair ``(owner, blocks)``.
 
-        An owner grows in place while it can, and has an active group until ``close``; nothing is
-        kept unused for the owner None. Runs are as few as the free blocks allow.
+        An owner grows in place while it can, and has an active group until ``close``. The owner
+        None gets no unused part. The policy keeps the number of runs small.
 
         Returns:
-            The runs of each request; None, with nothing changed, if they do not all fit.
+            The runs of each request, in the order of its tokens; None, with nothing changed, if
+            the requests do not all fit.
 
         Raises:
-            ValueError: a negative number of blocks; nothing has changed.
+            ValueError: a number of blocks is negative; nothing has changed.
         """
         counts = [index(blocks) for _, blocks in requests]
         if counts and min(counts) < 0:
@@ -132,7 +136,7 @@ class BlockGroups:
         ]
 
     def append(self, owners: Sequence[int]) -> list[int] | None:
-        """One block for each owner, as a decode step needs them: a fast ``allocate``.
+        """Allocates one block for each owner, as a decode step needs: a fast path of ``allocate``.
 
         Returns:
             The block of each owner; None, with nothing changed, if they do not all fit.
@@ -156,9 +160,10 @@ class BlockGroups:
         return blocks
 
     def release(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Takes back the blocks of ``(start, length)`` runs, whoever got them and in any cut.
+        """Releases the blocks of ``(start, length)`` runs.
 
-        Owners keep their active groups' unused parts until ``close``.
+        The runs may belong to any owners and need not be the runs that were allocated. Owners keep
+        the unused parts of their active groups until ``close``.
 
         Raises:
             ValueError: a block is out of range, not in use, or named twice; nothing has changed.
@@ -184,9 +189,9 @@ class BlockGroups:
                 self._free.add(start, end)
 
     def close(self, owner: int) -> None:
-        """The request has ended: its unused part becomes free, its blocks in use stay so.
+        """Frees the unused part of an owner whose request has ended; its other blocks stay in use.
 
-        Idempotent; the owner may be used again for another request.
+        Idempotent. The owner may be used again for another request.
         """
         group = self._active.pop(owner, None)
         if group is not None and group.next < group.end:
@@ -194,10 +199,11 @@ class BlockGroups:
             self._free.add(group.next, group.end)
 
     def grow(self, blocks: int) -> None:
-        """Adds free blocks behind the last one. Independent of the number of blocks.
+        """Adds ``blocks`` free blocks after the last one. The cost is independent of ``blocks``.
 
         Raises:
-            ValueError: that would exceed ``capacity``; nothing has changed.
+            ValueError: the total would exceed ``capacity``, or ``blocks`` is negative; nothing has
+                changed.
         """
         blocks = index(blocks)
         there = self._end - self.first
@@ -212,10 +218,14 @@ class BlockGroups:
             self.available += blocks
 
     def shrink(self, blocks: int) -> bool:
-        """Removes the last ``blocks``. Independent of the number of blocks.
+        """Removes the last ``blocks`` blocks. The cost is independent of ``blocks``.
 
         Returns:
-            False, with nothing changed, if one of them is in use: ``tail_free`` can be removed.
+            False, with nothing changed, if one of them is in use or withdrawn: at most
+            ``tail_free`` blocks can be removed.
+
+        Raises:
+            ValueError: ``blocks`` is negative; nothing has changed.
         """
         blocks = index(blocks)
         if blocks < 0:
@@ -234,15 +244,15 @@ class BlockGroups:
         return True
 
     def withdraw(self, start: int, end: int) -> int:
-        """Removes those of the blocks ``[start, end)`` that are not in use, until ``restore``.
+        """Removes the blocks in ``[start, end)`` that are not in use, until ``restore``.
 
-        Costs grow with the number of free groups.
+        The cost grows with the number of free groups.
 
         Returns:
-            How many are in use: to be called again when they have been released.
+            Number of the blocks that are in use. The caller calls again after their release.
 
         Raises:
-            ValueError: there are no such blocks; nothing has changed.
+            ValueError: the range contains blocks that do not exist; nothing has changed.
         """
         self._check_range(start, end)
         if start == end:
@@ -266,10 +276,10 @@ class BlockGroups:
         return self._state.count(_IN_USE, start, end)
 
     def restore(self, start: int, end: int) -> None:
-        """Adds those of the blocks ``[start, end)`` that are withdrawn, as free ones.
+        """Adds the withdrawn blocks in ``[start, end)`` as free blocks.
 
         Raises:
-            ValueError: there are no such blocks; nothing has changed.
+            ValueError: the range contains blocks that do not exist; nothing has changed.
         """
         self._check_range(start, end)
         while (low := self._state.find(_ABSENT, start, end)) >= 0:
@@ -290,7 +300,7 @@ class BlockGroups:
 
     @property
     def tail_free(self) -> int:
-        """How many blocks ``shrink`` can remove: those behind the last one in use."""
+        """Number of blocks that ``shrink`` can remove: all after the last used or withdrawn one."""
         end = self._end
         while True:
             if (start := self._free.start_of.get(end)) is not None:
@@ -301,21 +311,21 @@ class BlockGroups:
                 return self._end - end
 
     def unused(self, blocks: NDArray[np.int64]) -> int | None:
-        """The first of ``blocks`` that is not in use; None if all are."""
+        """Returns the first of ``blocks`` that is not in use; None if all are in use."""
         in_use = np.frombuffer(self._state, np.uint8)[blocks] == _IN_USE[0]
         return None if in_use.all() else int(blocks[~in_use][0])
 
     @property
     def used(self) -> int:
-        """Blocks in use."""
+        """Number of blocks in use."""
         return self.blocks - self.available
 
     def free_runs(self) -> list[Run]:
-        """The free groups by address, without unused parts."""
+        """Returns the free groups without unused parts, sorted by address."""
         return sorted(Run(start, length) for start, length in self._free.length_at.items())
 
     def unused_runs(self) -> dict[int, Run]:
-        """The unused part, if any, of each owner's active group."""
+        """Returns the unused part of the active group of each owner that has one."""
         return {
             owner: Run(group.next, group.end - group.next)
             for owner, group in self._active.items()
@@ -323,7 +333,7 @@ class BlockGroups:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if anything disagrees. O(blocks)."""
+        """Raises AssertionError if the data structures disagree. O(blocks)."""
         self._free.check_integrity()
         unused = self.unused_runs()
         ends = {group.end: group for group in self._active.values() if group.next < group.end}
@@ -331,7 +341,7 @@ class BlockGroups:
             raise AssertionError(
                 f"unused parts end at {set(ends)}, the index says {set(self._unused_ends)}"
             )
-        bounds: dict[int, int] = {}  # the most that the heap says of the part that ends there
+        bounds: dict[int, int] = {}  # upper bound in the heap for the part with this end
         for length, end in self._longest_unused:
             bounds[end] = max(bounds.get(end, 0), -length)
         state = bytearray(self._state)
@@ -356,7 +366,7 @@ class BlockGroups:
             )
 
     def _hand_out(self, owner: int | None, blocks: int) -> list[Run]:
-        """Blocks for one request; ``available`` has been reduced by them already."""
+        """Returns ``blocks`` blocks for one request; the caller has reduced ``available``."""
         runs: list[Run] = []
         group = None if owner is None else self._active.get(owner)
         while blocks:
@@ -383,17 +393,17 @@ class BlockGroups:
         return runs
 
     def _place(self, group: _Group | None, blocks: int, keep: bool) -> tuple[int, int]:
-        """The next group ``[start, end)`` of a request that needs ``blocks`` more.
+        """Returns the next group ``[start, end)`` of a request that needs ``blocks`` more blocks.
 
-        Its size is the expected one where there is room. All unused parts together are meant to
-        have at most half of what is available, so that the rest stays whole for other requests.
+        The group has the expected size where there is room. All unused parts together should take
+        at most half of the available blocks, so that the rest stays contiguous for other requests.
         """
         share = self.available // (2 * len(self._active) + 2)
         want = max(blocks, min(self.expected, share)) if keep else blocks
         if group is not None and (length := self._free.length_at.get(group.end)):
-            return self._free.take(group.end, min(length, want))  # extends in place
-        # Best fit keeps large groups for large requests. While much is available, low addresses
-        # matter more: they keep the tail free.
+            return self._free.take(group.end, min(length, want))  # extend in place
+        # Best fit keeps large groups for large requests. While many blocks are available, low
+        # addresses matter more, because they keep the tail free.
         if self._near is not None and (near := self._free.below(self._near, want)) is not None:
             return self._free.take(near, min(self._free.length_at[near], want))
         candidates = _FITS if 4 * self.available >= self.blocks else 1
@@ -406,11 +416,11 @@ class BlockGroups:
             return self._free.take(self._free.lowest(largest), largest)
         part = min(unused, max(blocks, unused // 2 if keep else 0))
         end = lender.end
-        self._cut_back(lender, end - part)  # it keeps the front to grow into
+        self._cut_back(lender, end - part)  # the lender keeps the front to grow into
         return end - part, end
 
     def _lender(self) -> _Group | None:
-        """The active group with the longest unused part."""
+        """Returns the active group with the longest unused part; None if there is none."""
         heap = self._longest_unused
         while heap:
             length, end = heap[0]

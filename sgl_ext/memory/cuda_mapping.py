@@ -1,12 +1,12 @@
-"""Addresses on a CUDA device behind which memory of several processes can be put (SwiftCache §3.4).
+"""CUDA address range into which memory of several processes can be mapped (SwiftCache §3.4).
 
-The device's counterpart of :mod:`.mapping`, by the driver's virtual memory management: an owner
-lends a piece of memory as a file descriptor, a borrower puts it behind addresses of its own, and an
-owner that must have its room back puts other memory in its place, while what the borrower has
-mapped stays what it was. Descriptors go from process to process over a Unix socket
-(:func:`socket.send_fds`).
+This is the counterpart of :mod:`.mapping` for device memory and uses the driver's virtual memory
+management. An owner lends a piece of memory as a file descriptor, and a borrower maps it at its own
+addresses. An owner that must reclaim its addresses maps other memory in their place; the borrower's
+mapping does not change. Processes pass descriptors over a Unix socket (:func:`socket.send_fds`).
 
-CUDA maps pieces as a whole only, so that an owner lends what it has made as pieces of their own.
+CUDA maps a piece only as a whole, so an owner allocates each part that it will lend as a separate
+piece.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's ``CUmemAllocationProp``."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -50,7 +50,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's ``CUmemAccessDesc``."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -74,7 +74,10 @@ _FUNCTIONS: dict[str, list[Any]] = {
 
 
 class CudaMemoryError(ExtError):
-    """Memory of a device cannot be had, lent or mapped: what was asked, what the driver said."""
+    """Error raised when device memory cannot be allocated, lent or mapped.
+
+    The message says what was asked and what the driver answered.
+    """
 
 
 @lru_cache(maxsize=4)
@@ -100,29 +103,30 @@ def _check(driver: ctypes.CDLL, code: int, what: str) -> None:
 
 
 class CudaMemory:
-    """A piece of a device's memory, which whoever has a descriptor of it can map.
+    """A piece of device memory that any process with a descriptor of it can map.
 
-    Physical memory is given back when this object and all mappings and descriptors are gone.
+    The physical memory is freed when this object, all mappings and all descriptors are gone.
 
     Attributes:
-        size: bytes, a multiple of the device's :func:`granularity`.
+        device: number of the CUDA device.
+        size: bytes; for created memory a multiple of the device's :func:`granularity`.
     """
 
     def __init__(self, driver: ctypes.CDLL, device: int, handle: int, size: int) -> None:
         self._driver, self._handle = driver, handle
         self.device, self.size = device, size
-        # Not at exit, where the driver may be gone; the kernel gives the memory back then.
+        # Not at exit: the driver may be unloaded by then, and the kernel frees the memory.
         weakref.finalize(self, driver.cuMemRelease, handle).atexit = False
 
     @classmethod
     def create(cls, device: int, size: int, *, library: str = "libcuda.so.1") -> CudaMemory:
-        """New memory; what is in it is not said.
+        """Allocates device memory with undefined contents.
 
         Args:
-            size: bytes; more are taken up to a multiple of the device's granularity.
+            size: bytes, rounded up to a multiple of the device's granularity.
 
         Raises:
-            CudaMemoryError: no such device, or not so much memory on it.
+            CudaMemoryError: the device does not exist or has too little free memory.
         """
         driver = _driver(library)
         step = granularity(device, library=library)
@@ -136,14 +140,14 @@ class CudaMemory:
     def of(
         cls, descriptor: int, device: int, size: int, *, library: str = "libcuda.so.1"
     ) -> CudaMemory:
-        """Memory that another process of this user has lent.
+        """Imports memory that another process of this user has lent.
 
         Args:
-            descriptor: of it; still the caller's to close.
-            size: bytes that it is said to have; a mapping refuses another size.
+            descriptor: file descriptor of the memory; the caller still closes it.
+            size: bytes, as the lender reported; mapping the memory fails if the size is wrong.
 
         Raises:
-            CudaMemoryError: it is no memory of this machine's devices.
+            CudaMemoryError: the descriptor does not refer to memory of this machine's devices.
         """
         driver, handle = _driver(library), _Handle()
         at = ctypes.c_void_p(descriptor)
@@ -152,10 +156,10 @@ class CudaMemory:
         return cls(driver, device, handle.value, size)
 
     def descriptor(self) -> int:
-        """A new descriptor of it, the caller's to close.
+        """Returns a new file descriptor of the memory, which the caller closes.
 
         Raises:
-            CudaMemoryError: the driver gives none.
+            CudaMemoryError: the driver cannot export the memory.
         """
         found = _Descriptor(-1)
         driver = self._driver
@@ -165,7 +169,13 @@ class CudaMemory:
         return found.value
 
     def map_at(self, address: int) -> None:
-        """For :class:`CudaMapping`: behind these addresses, for its device to read and write."""
+        """Maps the memory at ``address``, readable and writable by its device.
+
+        Only :class:`CudaMapping` calls this.
+
+        Raises:
+            CudaMemoryError: the driver cannot map it.
+        """
         driver, size = self._driver, self.size
         what = f"map {size:,} B of device {self.device}"
         _check(driver, driver.cuMemMap(address, size, 0, self._handle, 0), what)
@@ -176,16 +186,17 @@ class CudaMemory:
 
 
 class CudaMapping:
-    """Addresses of a device, which torch takes as one ``uint8`` tensor (``torch.as_tensor``).
+    """Address range on a device that torch reads as one ``uint8`` tensor (``torch.as_tensor``).
 
-    What is put or dropped must not be in use by a kernel or a copy at that moment: wait for the
-    device first. The tensor keeps this object.
+    No kernel or copy may use an address range while it is put or dropped: wait for the device
+    first. The tensor keeps this object alive.
 
     Args:
-        size: bytes of addresses, taken up to a multiple of the device's granularity.
+        device: number of the CUDA device.
+        size: bytes of addresses, rounded up to a multiple of the device's granularity.
 
     Raises:
-        CudaMemoryError: no such device, or no addresses.
+        CudaMemoryError: the device does not exist, or no addresses are left.
     """
 
     def __init__(self, device: int, size: int, *, library: str = "libcuda.so.1") -> None:
@@ -211,22 +222,24 @@ class CudaMapping:
         }
 
     def put(self, offset: int, memory: CudaMemory) -> None:
-        """Puts a piece at ``offset``, in place of what is there.
+        """Maps a piece at ``offset``, in place of the pieces that are mapped there.
 
         Raises:
-            ValueError: it does not fit, or would cut another piece; nothing has changed.
-            CudaMemoryError: the driver cannot; nothing is there then.
+            ValueError: the piece does not fit, or would cut another piece; nothing has changed.
+            CudaMemoryError: the driver cannot map the piece, and nothing is mapped there then; or
+                it cannot unmap a piece that was there.
         """
         self.drop(offset, memory.size)
         memory.map_at(self.address + offset)
         self._pieces[offset] = memory
 
     def drop(self, offset: int, size: int) -> None:
-        """There is nothing at ``[offset, offset + size)`` any more; its addresses stay taken.
+        """Unmaps the pieces in ``[offset, offset + size)``; the addresses stay reserved.
 
         Raises:
-            ValueError: not within this mapping, or only a part of a piece; nothing has changed.
-            CudaMemoryError: the driver cannot.
+            ValueError: the range leaves this mapping, or contains only a part of a piece; nothing
+                has changed.
+            CudaMemoryError: the driver cannot unmap a piece.
         """
         end = offset + size
         if not (0 <= offset < end <= self.size):
@@ -249,10 +262,10 @@ class CudaMapping:
 
 @lru_cache(maxsize=64)
 def granularity(device: int, *, library: str = "libcuda.so.1") -> int:
-    """Bytes of which pieces of a device's memory are multiples.
+    """Returns the granularity of pieces of a device's memory, in bytes.
 
     Raises:
-        CudaMemoryError: no such device.
+        CudaMemoryError: the device does not exist.
     """
     driver, found = _driver(library), ctypes.c_size_t()
     code = driver.cuMemGetAllocationGranularity(found, _properties(device), 0)

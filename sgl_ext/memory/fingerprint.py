@@ -1,4 +1,4 @@
-"""Tells whose KV lies in a slab or a file: a digest of everything that decides its values."""
+"""Fingerprint of the KV in a slab or a file: a digest of everything that decides its values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CHUNK = 64 << 20
 
 
 def fingerprint(model: torch.nn.Module, identity: Mapping[str, object]) -> str:
-    """16 hex digits; equal for equal weights, buffers and ``identity``, whatever their files.
+    """Returns 16 hex digits that are equal for equal weights, buffers and ``identity``.
 
-    Fine-tunes, quantizations, rotary scalings and the shards of tensor-parallel ranks differ. Reads
-    every weight once.
+    The files that the weights came from do not matter. Fine-tunes, quantizations, rotary scalings
+    and the shards of tensor-parallel ranks get different fingerprints. Reads every weight once.
 
     Args:
-        identity: what else decides the values of KV; plain JSON types.
+        identity: everything else that decides the values of KV, in plain JSON types.
     """
     digest = xxhash.xxh3_64(msgspec.json.encode(identity, order="deterministic"))
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -33,7 +33,7 @@ def fingerprint(model: torch.nn.Module, identity: Mapping[str, object]) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The contents as uint8 in host memory, in pieces."""
+    """Yields the contents of ``tensor`` as 1-D uint8 tensors in host memory, in order."""
     import torch
 
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)

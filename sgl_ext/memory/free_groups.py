@@ -7,30 +7,30 @@ from heapq import heapify, heappop, heappush
 
 
 class FreeGroups:
-    """A set of disjoint runs ``[start, end)`` that merges what touches.
+    """A set of disjoint runs ``[start, end)``, in which adjacent runs are merged.
 
-    Costs are logarithmic in the number of runs, never in their lengths.
+    Costs are logarithmic in the number of runs and independent of their lengths.
     """
 
     def __init__(self) -> None:
         self.length_at: dict[int, int] = {}
-        """Start of a run -> its length."""
+        """Length of each run, by its start"""
         self.start_of: dict[int, int] = {}
-        """End of a run -> its start."""
-        # At most sqrt(2 * blocks) lengths can differ, as together they are at most the pool.
-        self._lengths: list[int] = []  # that occur, sorted
-        self._counts: dict[int, int] = {}  # length -> how many runs have it
-        # Length -> a heap of their starts. A start whose run has gone or changed stays until it is
-        # met at the top, or until such are the majority.
+        """Start of each run, by its end"""
+        # At most sqrt(2 * blocks) lengths can differ, as their sum is at most the pool.
+        self._lengths: list[int] = []  # lengths that occur, sorted
+        self._counts: dict[int, int] = {}  # length -> number of runs
+        # Length -> heap of starts. The start of a run that was removed or changed stays in the heap
+        # until it reaches the top, or until such entries are the majority.
         self._starts: dict[int, list[int]] = {}
 
     @property
     def largest(self) -> int:
-        """Length of the largest run; 0 without runs."""
+        """Length of the longest run; 0 if there are no runs."""
         return self._lengths[-1] if self._lengths else 0
 
     def add(self, start: int, end: int) -> None:
-        """Adds the blocks of ``[start, end)``, of which none may be in the set."""
+        """Adds the blocks ``[start, end)``, none of which may be in the set."""
         if (before := self.start_of.get(start)) is not None:
             self._remove(before)
             start = before
@@ -53,17 +53,17 @@ class FreeGroups:
             heapify(starts)
 
     def take(self, start: int, blocks: int) -> tuple[int, int]:
-        """Removes the first ``blocks`` of the run at ``start``; returns their ``(start, end)``."""
+        """Removes the first ``blocks`` blocks of the run at ``start``; returns ``(start, end)``."""
         end = start + self._remove(start)
         if start + blocks < end:
             self.add(start + blocks, end)
         return start, start + blocks
 
     def cut_tail(self, end: int, to: int) -> int:
-        """Removes what lies at ``to`` and above of the run that ends at ``end``.
+        """Removes the blocks from ``to`` on from the run that ends at ``end``.
 
         Returns:
-            Where the removed blocks start.
+            Start of the removed blocks.
         """
         start = self.start_of[end]
         self._remove(start)
@@ -72,18 +72,22 @@ class FreeGroups:
         return max(start, to)
 
     def fit(self, blocks: int, candidates: int) -> int | None:
-        """The lowest start among the best fits (run lengths nearest to ``blocks``, not smaller).
+        """Returns the lowest start among the best-fitting runs; None if no run is long enough.
+
+        The best-fitting runs have the smallest lengths of at least ``blocks``.
 
         Args:
-            candidates: how many lengths to consider; 1 is the best fit.
+            candidates: number of lengths to consider; 1 is best fit.
         """
         first = bisect_left(self._lengths, blocks)
         fitting = self._lengths[first : first + candidates]
         return min(map(self.lowest, fitting), default=None)
 
     def below(self, limit: int, blocks: int) -> int | None:
-        """Start of a run that begins below ``limit``: of the shortest one that has ``blocks``, else
-        of the longest."""
+        """Returns the start of a run that begins below ``limit``; None if there is none.
+
+        Prefers the shortest run of at least ``blocks`` blocks, then the longest of the others.
+        """
         first = bisect_left(self._lengths, blocks)
         for length in (*self._lengths[first:], *reversed(self._lengths[:first])):
             if (start := self.lowest(length)) < limit:
@@ -91,7 +95,7 @@ class FreeGroups:
         return None
 
     def lowest(self, length: int) -> int:
-        """Start of the lowest run of exactly ``length`` blocks, which must exist."""
+        """Returns the start of the lowest run of exactly ``length`` blocks, which must exist."""
         starts = self._starts[length]
         while self.length_at.get(starts[0]) != length:
             heappop(starts)

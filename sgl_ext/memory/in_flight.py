@@ -1,4 +1,7 @@
-"""Blocks that a transfer still reads or writes: who is given one waits for it (FastSwitch §3.2)."""
+"""Record of blocks that a transfer still reads or writes (FastSwitch §3.2).
+
+A request that is given such a block waits for the transfer.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +16,44 @@ Blocks = NDArray[np.int64]
 
 
 class Transfer(Protocol):
-    """What :class:`~sgl_ext.memory.tickets.Ticket` is to this module."""
+    """A transfer, such as a :class:`~sgl_ext.memory.tickets.Ticket`."""
 
     def poll(self) -> bool:
-        """Whether it is over: it touches nothing any more."""
+        """Returns whether the transfer has finished, so that it touches no block any more."""
 
     def wait(self, timeout: float) -> None:
-        """Returns when it is done.
+        """Waits at most ``timeout`` seconds until the transfer is done.
 
         Raises:
-            TimeoutError: it is not over.
-            Exception: it failed or was cancelled, and is over.
+            TimeoutError: the transfer has not finished.
+            Exception: the transfer has finished: it failed or was cancelled.
         """
 
 
 class BlocksInFlight:
-    """The last transfer that touches each block.
+    """Record of the last transfer that touches each block.
 
-    A block may be given to its next owner while a transfer reads it: nothing is written into it
-    before :meth:`wait` has returned. Not thread-safe.
+    A block may be given to its next owner while a transfer reads it. The owner must not write into
+    it before :meth:`wait` has returned. Not thread-safe.
 
     Args:
-        blocks: how many there can be; they are numbered from 0.
+        blocks: largest number of blocks; they are numbered from 0.
     """
 
     def __init__(self, blocks: int) -> None:
         self._last = np.zeros(blocks, np.int64)
-        """Number of the last transfer of each block; 0 for none."""
+        """Number of the last transfer of each block; 0 for none; int64 ``[blocks]``"""
         self._transfers: dict[int, tuple[Transfer, ...]] = {}
-        """With those before it that touch some of its blocks: they may end later."""
+        """Each transfer by its number, with earlier ones on its blocks, which may finish later"""
         self._order: deque[int] = deque()
         self._begun = 0
         self.waited = 0
-        """How often somebody had to wait."""
+        """Number of calls of :meth:`wait` that found an unfinished transfer"""
         self.waited_seconds = 0.0
+        """Total time of these calls, in seconds"""
 
     def begin(self, blocks: Blocks, transfer: Transfer) -> None:
-        """``transfer`` touches ``blocks`` until it is over."""
+        """Records that ``transfer`` touches ``blocks`` until it has finished."""
         self._settle()
         earlier = self._touching(blocks)
         self._begun += 1
@@ -58,10 +62,10 @@ class BlocksInFlight:
         self._order.append(self._begun)
 
     def wait(self, blocks: Blocks, timeout: float) -> None:
-        """Returns when no transfer touches ``blocks``.
+        """Waits until no transfer touches ``blocks``.
 
         Raises:
-            TimeoutError: one still does after ``timeout`` seconds.
+            TimeoutError: a transfer still touches them after ``timeout`` seconds.
         """
         self._settle()
         if not self._transfers:
@@ -79,18 +83,18 @@ class BlocksInFlight:
 
     @property
     def pending(self) -> int:
-        """Transfers that are not over."""
+        """Number of recorded transfers; a finished one counts until all earlier ones finish."""
         self._settle()
         return len(self._transfers)
 
     def _touching(self, blocks: Blocks) -> list[Transfer]:
-        """Those that are not over, each once."""
+        """Returns the unfinished transfers that touch ``blocks``, each once."""
         numbers = set(self._last[blocks].tolist()) & self._transfers.keys()
         found = {one: None for number in numbers for one in self._transfers[number]}
         return [one for one in found if not one.poll()]
 
     def _settle(self) -> None:
-        """Forgets what is over, as far as it ended in the order of its beginning."""
+        """Forgets finished transfers in the order they began, up to the first unfinished one."""
         while self._order and all(one.poll() for one in self._transfers[self._order[0]]):
             del self._transfers[self._order.popleft()]
 
@@ -99,5 +103,5 @@ def _outwait(transfer: Transfer, timeout: float) -> None:
     try:
         transfer.wait(timeout)
     except Exception:
-        if not transfer.poll():  # too slow; one that failed touches nothing any more
+        if not transfer.poll():  # a failed transfer touches no block any more
             raise

@@ -1,6 +1,6 @@
-"""What a transfer engine is made of: the lanes that carry copies, the memory and files they touch.
+"""Lanes that carry the copies of a transfer engine, and the memory and files that they touch.
 
-Made by the methods of :class:`sgl_ext.memory.transfer.TransferEngine`.
+The methods of :class:`sgl_ext.memory.transfer.TransferEngine` create these objects.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Region:
         self.length = native.length
 
     def unregister(self) -> None:
-        """As :meth:`TransferEngine.unregister`."""
+        """Unregisters this region; see :meth:`TransferEngine.unregister`."""
         self._engine.unregister(self)
 
 
 class File:
-    """An open file of a lane: offset ``x`` has the address ``base + x``."""
+    """An open file of a lane; offset ``x`` of the file has the address ``base + x``."""
 
     __slots__ = ("_engine", "_native", "alignment", "base", "length")
 
@@ -43,10 +43,10 @@ class File:
         self.base = native.base
         self.length = native.length
         self.alignment = (native.memory_alignment, native.offset_alignment)
-        """What addresses in memory, and offsets and widths in the file, must be multiples of."""
+        """Alignment of addresses in memory, and of offsets and widths in the file, in bytes"""
 
     def close(self) -> None:
-        """Closes the lane's descriptor.
+        """Closes the lane's file descriptor.
 
         Raises:
             ExtError: unfinished tickets use the file.
@@ -55,7 +55,7 @@ class File:
 
 
 class HostLane:
-    """Threads that copy host memory; every large copy is shared by all of them."""
+    """Threads that copy host memory; all of them share every large copy."""
 
     emulated = False
 
@@ -75,7 +75,7 @@ class CudaLane:
     def __init__(self, native: _transfer.CudaLane, device: int) -> None:
         self._native: _transfer.Lane = native
         self.library = native.library
-        """The CUDA runtime that was found."""
+        """The CUDA runtime library that was found"""
         self.device = device
 
     def __repr__(self) -> str:
@@ -101,36 +101,36 @@ class FileLane:
         self.directory = directory
         self.depth = depth
         self.backend = native.backend
-        """``io_uring`` or ``threads``."""
+        """``io_uring`` or ``threads``"""
         self.direct = alignment is not None
-        """Whether files are opened with O_DIRECT."""
+        """True if files are opened with O_DIRECT"""
         self.alignment = alignment or (1, 1)
-        """What addresses in memory, and offsets and widths in files, must be multiples of."""
+        """Alignment of addresses in memory, and of offsets and widths in files, in bytes"""
 
     @property
     def registered_bytes(self) -> int:
-        """Bytes of pinned regions that the kernel has registered for this lane."""
+        """Bytes of the pinned regions that are registered with the kernel for this lane."""
         return self._file_lane.registered_bytes
 
     def open(
         self, path: str | Path, length: int, *, writable: bool = False, create: bool = False
     ) -> File:
-        """Opens a file of the lane's directory for copies within its first ``length`` bytes.
+        """Opens a file in the lane's directory for copies within its first ``length`` bytes.
 
-        The file may be shorter: reading past its end fails, writing there extends it.
+        The file may be shorter: a read past its end fails, and a write past its end extends it.
 
         Args:
-            path: relative to the directory.
-            create: make the file if it is not there.
+            path: path relative to the directory.
+            create: whether to create the file if it does not exist.
 
         Raises:
-            OSError: as :func:`os.open`.
-            ValueError: as :meth:`adopt`.
+            OSError: see :func:`os.open`.
+            ValueError: see :meth:`adopt`.
         """
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
         flags |= os.O_CREAT if create else 0
         flags |= os.O_DIRECT if self.direct else 0
-        # Opening a pipe would otherwise wait for a writer.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         fd = os.open(self.directory / path, flags | os.O_NONBLOCK, 0o600)
         try:
             os.set_blocking(fd, True)
@@ -139,12 +139,12 @@ class FileLane:
             os.close(fd)
 
     def adopt(self, fd: int, length: int) -> File:
-        """As :meth:`open`, for an open file; the lane keeps a descriptor of its own.
+        """Adds a file that is already open, like :meth:`open`; the lane duplicates ``fd``.
 
         Raises:
-            OSError: no descriptor is left.
-            ValueError: not open for reading, open with O_APPEND, or no regular file or device with
-                offsets to read at.
+            OSError: no file descriptor is left.
+            ValueError: the file is not open for reading, is open with O_APPEND, or is neither a
+                regular file nor a device that can be read at an offset.
         """
         return File(self._engine, self._engine._core.file(self._file_lane, fd, length))
 
@@ -156,15 +156,21 @@ class FileLane:
 
 
 def direct_alignment(directory: Path) -> tuple[int, int] | None:
-    """What O_DIRECT demands of memory and of offsets in ``directory``; None where refused."""
+    """Returns the alignment that O_DIRECT requires in ``directory``, as ``(memory, offset)`` bytes.
+
+    Returns None if the file system does not support O_DIRECT.
+
+    Raises:
+        OSError: the directory cannot be written to.
+    """
     probe = directory / f".direct-{os.getpid()}-{time.monotonic_ns()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(probe, flags | os.O_DIRECT, 0o600)
     except OSError:
-        # Some file systems create the file before they refuse.
+        # Some file systems create the file before they refuse O_DIRECT.
         probe.unlink(missing_ok=True)
-        fd = os.open(probe, flags, 0o600)  # what else is wrong with the directory is an error
+        fd = os.open(probe, flags, 0o600)  # raises if O_DIRECT was not the cause
         os.close(fd)
         probe.unlink()
         return None
@@ -176,7 +182,7 @@ def direct_alignment(directory: Path) -> tuple[int, int] | None:
 
 
 class ThrottledLane:
-    """A lane slowed down to the speed of another device. Figures taken on it are emulated."""
+    """A lane that is slowed down to the speed of another device; its measurements are emulated."""
 
     emulated = True
 

@@ -1,8 +1,8 @@
-"""Memory of one process in the hands of another: the end of a slab, as files that can be mapped.
+"""Memory that one process lends to another: the end of a slab, as files that can be mapped.
 
-Whoever maps such a file keeps its memory as long as it likes, and cannot be made to let go. So an
-owner that must have its memory back puts other memory in its place: what the other one still reads
-is what it has written, and what it still writes reaches nobody.
+A process that maps such a file keeps the memory until it unmaps it, and cannot be forced to do so.
+An owner that must reclaim its memory therefore maps new memory in its place. The borrower then
+still reads what it has written, and its later writes do not reach the owner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, Mapping, create
 
 _LENDERS = 16
-"""Lenders of one borrower whose regions of memory find addresses."""
+"""Number of lenders of one borrower for whose regions addresses are reserved"""
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,10 +32,10 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def blocks_for(size: int, block_bytes: int, page: int) -> int:
-    """Returns how many blocks need addresses so that ``size`` bytes of several lenders find room.
+    """Returns the number of blocks whose addresses hold ``size`` bytes of several lenders.
 
     Args:
-        page: bytes of a page of memory, with which regions begin and end.
+        page: bytes per page of memory; regions begin and end at page boundaries.
     """
     step = page // math.gcd(block_bytes, page)
     return -(-size // block_bytes) + _LENDERS * (step + 3)
@@ -45,31 +45,33 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     """A part of a file in memory that its owner has open."""
 
     name: str
-    """Of the file; no two have the same."""
+    """Unique name of the file"""
     fd: int
-    """In the owner."""
+    """File descriptor in the owner's process"""
     offset: int
+    """Start of the part in the file, in bytes"""
     size: int
+    """Size of the part, in bytes"""
 
 
 def unique_name(kind: str) -> str:
-    """For :func:`~.mapping.create`: a name that no other file in memory has."""
+    """Returns a name for :func:`~.mapping.create` that no other file in memory has."""
     return f"{kind}-{secrets.token_hex(8)}"
 
 
 class LentMemoryError(ExtError):
-    """Memory of another process cannot be mapped, or one's own not be replaced."""
+    """Error raised when lent memory cannot be mapped by a borrower or replaced by its owner."""
 
 
 class Lendable:
-    """The end of a process's own memory, as others can map it.
+    """The end of a process's own memory, which other processes can map.
 
     Args:
-        mapping: of the memory.
-        fd: its file; stays open as long as this object.
-        name: of the file.
-        start: bytes that are never lent.
-        end: of the memory.
+        mapping: mapping of the memory.
+        fd: descriptor of its file, which the caller keeps open as long as this object exists.
+        name: name of the file.
+        start: bytes at the start of the memory that are never lent.
+        end: end of the memory in the mapping, in bytes.
     """
 
     def __init__(self, mapping: Mapping, fd: int, name: str, start: int, end: int) -> None:
@@ -77,7 +79,7 @@ class Lendable:
         self._end = end // PAGE * PAGE
         start = min(-(-start // PAGE) * PAGE, self._end)
         self.extents: tuple[Extent, ...] = ()
-        """By address; whole pages."""
+        """The memory that can be lent, ordered by address, in whole pages"""
         if start < self._end:
             self.extents = (Extent(name, fd, start, self._end - start),)
         self._retired: list[Extent] = []
@@ -86,26 +88,28 @@ class Lendable:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the memory that can be lent, in bytes."""
         return sum(extent.size for extent in self.extents)
 
     @property
     def end(self) -> int:
-        """Where it ends, in the mapping."""
+        """End of the memory that can be lent, as an offset in the mapping in bytes."""
         return self._end
 
     def replace(self, size: int) -> None:
-        """Puts other, zeroed memory in the place of the last ``size`` bytes, or pages that have
-        them. The old memory is kept for those who have mapped it, until :meth:`discard`.
+        """Maps new, zeroed memory in place of the last ``size`` bytes, rounded up to whole pages.
+
+        The old memory is kept until :meth:`discard` for the processes that have mapped it.
 
         Raises:
-            LentMemoryError: this machine has not so much memory; nothing has changed.
+            LentMemoryError: the machine has too little memory, and nothing has changed; or the
+                kernel cannot map the new memory.
         """
         size = min(-(-size // PAGE) * PAGE, self.size)
         if size == 0:
             return
         name = unique_name("sgl_ext-kv")
-        # Huge pages need an address that is congruent to the place in the file.
+        # Huge pages need an address that is congruent to the offset in the file.
         start = (self._end - size) % HUGE_PAGE
         try:
             fd = create(name, start + size)
@@ -131,11 +135,14 @@ class Lendable:
 
     @property
     def retired(self) -> int:
-        """Bytes that others may still have mapped, and nobody else uses."""
+        """Bytes of replaced memory, which only other processes may still have mapped."""
         return sum(extent.size for extent in self._retired)
 
     def discard(self) -> None:
-        """Nobody has what was replaced any more: its memory is given back."""
+        """Frees the replaced memory, which no other process may use any more.
+
+        What the kernel cannot free stays in :attr:`retired`.
+        """
         mode = _KEEP_SIZE | _PUNCH_HOLE
         self._retired = [
             extent
@@ -154,10 +161,10 @@ def _close(files: set[int]) -> None:
 
 
 def map_memory(mapping: Mapping, offset: int, pid: int, extents: Sequence[Extent]) -> None:
-    """Maps memory of another process of this user at ``offset``, one extent behind the other.
+    """Maps memory of another process of this user at ``offset``, one extent after the other.
 
     Raises:
-        LentMemoryError: it is not what it is said to be, or cannot be mapped.
+        LentMemoryError: the memory is not what ``extents`` describe, or cannot be mapped.
     """
     with ExitStack() as opened:
         fds = [_open(pid, extent, opened) for extent in extents]
@@ -174,7 +181,7 @@ def map_memory(mapping: Mapping, offset: int, pid: int, extents: Sequence[Extent
 def _open(pid: int, extent: Extent, opened: ExitStack) -> int:
     path = f"/proc/{pid}/fd/{extent.fd}"
     try:
-        # The number may be another process's by now, and its file anything: a pipe must not block.
+        # The pid may belong to another process by now and the file may be a pipe: do not block.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         opened.callback(os.close, fd)
         found = Path(f"/proc/self/fd/{fd}").readlink()

@@ -1,4 +1,4 @@
-"""How much memory this process can still have."""
+"""Memory that this process can still allocate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes: the machine's, or what the tightest control group (version 2) above us leaves."""
+    """Returns the memory that this process can still allocate, in bytes.
+
+    This is the available memory of the machine, or what the tightest cgroup (version 2) that
+    contains this process leaves, if that is less.
+    """
     available = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):
         group = _own_group()
         for path in (group, *group.parents):
             if path == _ROOT.parent:
                 break
-            with suppress(OSError, ValueError):  # no limit there
+            with suppress(OSError, ValueError):  # this cgroup has no limit
                 available = min(available, _left_in(path))
     return max(available, 0)
 
@@ -34,5 +38,5 @@ def _left_in(group: Path) -> int:
     limit = int((group / "memory.max").read_text())
     used = int((group / "memory.current").read_text())
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    # Cached files count as used, and go when memory is asked for.
+    # The page cache counts as used, and is evicted when memory is allocated.
     return limit - used + int(fields["inactive_file"]) + int(fields["active_file"])

@@ -1,4 +1,4 @@
-"""Anonymous memory that other processes can map: a sealed memfd, its mapping, its huge pages."""
+"""Anonymous memory that other processes can map: a sealed memfd, its mapping and its huge pages."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fraction-static") -> int:
-    """A memfd of ``size`` bytes that can never change its size, so that nobody maps past its end.
+    """Creates a memfd of ``size`` bytes and returns its file descriptor.
 
-    Its memory is taken as it is written.
+    The size is sealed, so that no process can map past the end of the file. The memory is allocated
+    when it is written.
 
     Args:
-        lower: what decides the size, for who reads the error.
+        lower: options that decide the size; the error message tells the user to lower them.
 
     Raises:
-        ExtError: this process can have less memory than that.
+        ExtError: less than ``size`` bytes of memory are available to this process.
     """
     if size > (available := available_memory()):
         raise ExtError(
@@ -54,18 +55,22 @@ def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fract
 
 
 class Mapping:
-    """A shared mapping of a whole file, aligned to huge pages; unmapped with its last array.
+    """Shared mapping of a whole file, aligned to huge pages.
 
-    numpy takes it as a ``uint8`` array (``numpy.asarray``) that keeps the mapping alive.
+    numpy reads it as a ``uint8`` array (``numpy.asarray``) that keeps the mapping alive. The memory
+    is unmapped when this object and the last such array are gone.
 
     Args:
-        fd: the file, of ``size`` bytes.
-        reach: bytes of addresses to have, if more: nothing is there until it is :meth:`put` there.
+        fd: descriptor of the file.
+        size: bytes of the file.
+        reach: bytes of addresses to reserve, if more than ``size``; addresses beyond the file have
+            no memory until :meth:`put`.
 
     Attributes:
+        address: address of the first byte, a multiple of :data:`HUGE_PAGE`.
         size: bytes of addresses.
-        renewed: where the first memory lies that has been :meth:`put`; who takes note of it sets it
-            to ``size`` again.
+        renewed: lowest offset of the memory that was :meth:`put` since the attribute was last reset
+            to ``size``; the code that reads it resets it.
     """
 
     def __init__(self, fd: int, size: int, *, writable: bool, reach: int = 0) -> None:
@@ -78,7 +83,7 @@ class Mapping:
             "shape": (self.size,),
             "data": (self.address, not writable),
         }
-        # Not at exit: threads and exit handlers may still use the memory, and the kernel unmaps.
+        # Not at exit: threads and exit handlers may still use the memory, and the kernel unmaps it.
         weakref.finalize(self, _libc.munmap, self.address, self.size).atexit = False
         _libc.madvise(self.address, self.size, _MADV_HUGEPAGE)
 
@@ -88,21 +93,21 @@ class Mapping:
     def put(self, offset: int, fd: int, start: int, size: int) -> None:
         """Maps bytes ``[start, start + size)`` of a file at ``offset``, in place of what is there.
 
-        All are multiples of :data:`PAGE`. What this process reads or writes at that moment is the
-        old memory or the new one.
+        ``offset``, ``start`` and ``size`` are multiples of :data:`PAGE`. A read or write of this
+        process at the same time reaches either the old memory or the new memory.
 
         Raises:
-            ValueError: not whole pages, or not all within this mapping; nothing has changed.
-            OSError: the kernel cannot; what was there may be gone.
+            ValueError: the range is not whole pages, or leaves this mapping; nothing has changed.
+            OSError: the kernel cannot map the file; the old memory may no longer be mapped.
         """
         self._replace(offset, fd, start, size, _PROT_READ | _PROT_WRITE, _MAP_SHARED)
         self.renewed = min(self.renewed, offset)
 
     def drop(self, offset: int, size: int) -> None:
-        """There is nothing at ``[offset, offset + size)`` any more; its addresses stay taken.
+        """Unmaps the memory at ``[offset, offset + size)``; the addresses stay reserved.
 
         Raises:
-            ValueError, OSError: as :meth:`put`.
+            ValueError, OSError: see :meth:`put`.
         """
         self._replace(offset, -1, 0, size, 0, _MAP_PRIVATE | _MAP_ANONYMOUS)
 
@@ -121,16 +126,17 @@ class Mapping:
             raise OSError(code, f"cannot map {size:,} B: {os.strerror(code)}")
 
     def collapse(self, start: int, end: int) -> int:
-        """Backs ``[start, end)`` (multiples of HUGE_PAGE within) with huge pages; contents stay.
+        """Backs bytes ``[start, end)`` of the mapping with huge pages and keeps the contents.
 
-        Works where shared memory gets none by itself. Not having them costs speed, nothing else.
+        ``start`` and ``end`` are multiples of :data:`HUGE_PAGE`. This also works where the kernel
+        gives shared memory no huge pages by default. Without huge pages, only speed suffers.
 
         Returns:
-            0, or the kernel's errno: EAGAIN or EBUSY if one of its pages was in use at that
-            moment, another if it gives none.
+            0, or the kernel's errno: EAGAIN or EBUSY if one of the pages was in use at that
+            moment, another errno if the kernel gives no huge pages.
         """
         for page in range(start, end, HUGE_PAGE):
-            # The kernel collapses only what has a page, so each one is read first.
+            # The kernel collapses only ranges that already have a page, so read each one first.
             ctypes.c_char.from_address(self.address + page).value  # noqa: B018
         if not _libc.madvise(self.address + start, end - start, _MADV_COLLAPSE):
             return 0
@@ -138,8 +144,8 @@ class Mapping:
 
 
 def _map(fd: int, size: int, reach: int, protection: int) -> int:
-    # Huge pages need an address that is congruent to the file offset: reserve more than is
-    # asked, map at the first such address within, give the rest back.
+    # Huge pages need an address that is congruent to the file offset: reserve more addresses than
+    # needed, map at the first aligned one and release the rest.
     reserved = reach + HUGE_PAGE
     base: int = _libc.mmap(None, reserved, 0, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
     if base == _MAP_FAILED:

@@ -1,4 +1,4 @@
-"""Consecutive numbers in arrays: what one copy can move."""
+"""Runs of consecutive numbers in arrays; one copy can move one run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from numpy.typing import NDArray
 
 
 def run_starts(*numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where runs begin in which every one of ``numbers`` (of equal length) rises by one."""
+    """Returns the indices at which runs begin, int64 ``[runs]``.
+
+    Within a run, each of the arrays ``numbers`` (1-D, of equal length) rises by one per element.
+    """
     if not len(numbers[0]):
         return np.empty(0, np.int64)
     breaks = np.logical_or.reduce([np.diff(each) != 1 for each in numbers])
@@ -15,9 +18,9 @@ def run_starts(*numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def runs_of(blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the contiguous runs of block numbers.
+    """Returns ``(start, length)`` of each contiguous run of block numbers.
 
-    A number that comes twice begins a run of its own.
+    A repeated number begins a new run.
     """
     first = run_starts(blocks)
     lengths = np.diff(first, append=len(blocks))
@@ -25,6 +28,10 @@ def runs_of(blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def copy_rows(*columns: NDArray[np.int64] | int) -> NDArray[np.int64]:
-    """``[copies, 6]`` for a transfer engine: source, destination, width, height and both pitches,
-    each one for all copies or one of each."""
+    """Returns a batch of copies for a transfer engine, int64 ``[copies, 6]``.
+
+    Args:
+        columns: source, destination, width, height, source pitch and destination pitch, each as one
+            value for all copies or as one value per copy.
+    """
     return np.stack(np.broadcast_arrays(*columns), axis=1)

@@ -1,9 +1,10 @@
-"""The KV pool as one block-major slab, whose tail another process can use (SwiftCache §3.4).
+"""The KV pool as one block-major slab whose tail another process can use (SwiftCache §3.4).
 
-``[blocks, page, layers, 2, kv_heads, head_dim]``: a block holds every layer of its tokens, so a run
-of blocks is one 1-D copy, one layer of it one 2-D copy, and the tail can be given away without
-moving anything. Behind the blocks in this process's own memory there may be addresses for blocks
-in the memory of others (:mod:`.lent`): to whoever reads and writes KV all are one array.
+The shape is ``[blocks, page, layers, 2, kv_heads, head_dim]``. A block holds every layer of its
+tokens, so a run of blocks is one 1-D copy and one layer of a run is one 2-D copy. The tail can be
+lent without moving any data. After the blocks in this process's own memory there may be addresses
+for blocks in the memory of other processes (:mod:`.lent`). Code that reads and writes KV sees all
+of them as one array.
 """
 
 from __future__ import annotations
@@ -27,29 +28,32 @@ if TYPE_CHECKING:
 _LONGEST_FINGERPRINT = 1024
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Element types a slab can hold, by torch's name, with their bytes."""
+"""Bytes per element of each dtype that a slab can hold, by the name of the torch dtype"""
 
 
 class SlabError(ExtError):
-    """A slab cannot be made: what was asked, what was found, what to do."""
+    """Error raised when a slab cannot be created or backed.
+
+    The message says what was asked and what was found.
+    """
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Shape and meaning of a slab's bytes; two equal layouts can exchange blocks."""
+    """Shape and meaning of a slab's bytes; slabs with equal layouts can exchange blocks."""
 
     page: int
-    """Tokens of a block."""
+    """Tokens per block"""
     layers: int
     kv_heads: int
     head_dim: int
     dtype: str
-    """Name of the torch dtype, one of :data:`DTYPES`."""
+    """Name of the torch dtype, one of :data:`DTYPES`"""
     fingerprint: str
-    """Identifies model, weights and tensor-parallel rank: whose KV this is."""
+    """Identifier of the model, weights and tensor-parallel rank that the KV belongs to"""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's K and V in all layers."""
+        """Bytes of the K and V of one token in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype]
 
     @property
@@ -64,25 +68,27 @@ class Slab:
 
     layout: Layout
     own: int
-    """Blocks in this process's memory: the first ones."""
+    """Number of blocks in this process's own memory, which come first"""
     blocks: int
-    """Blocks that have an address."""
+    """Number of blocks that have an address"""
     mapping: Mapping
+    """Mapping of all blocks"""
     fd: int
-    """The memfd of the own blocks; closed with this object."""
+    """File descriptor of the memfd of the own blocks; closed with this object"""
     name: str
-    """Of the memfd."""
+    """Name of the memfd"""
 
     @classmethod
     def create(cls, layout: Layout, own: int, *, beyond: int = 0) -> Slab:
         """Allocates a zeroed slab.
 
         Args:
-            own: blocks to allocate.
-            beyond: blocks to have addresses for, behind them, where nothing is yet.
+            own: number of blocks to allocate.
+            beyond: number of blocks after these that get addresses but no memory yet.
 
         Raises:
-            SlabError: the geometry is none, the dtype is unknown or the machine is too small.
+            SlabError: a dimension or the fingerprint is invalid, the dtype is unknown, or the
+                machine has too little memory.
         """
         _check(layout, own, beyond)
         size, reach = own * layout.block_bytes, (own + beyond) * layout.block_bytes
@@ -116,9 +122,10 @@ class Slab:
         return self.blocks * self.layout.block_bytes
 
     def tensor(self) -> torch.Tensor:
-        """``[blocks, page, layers, 2, kv_heads, head_dim]`` over the slab's memory, no copy.
+        """Returns a view ``[blocks, page, layers, 2, kv_heads, head_dim]`` of the slab's memory.
 
-        Reading or writing a block that has an address but no memory ends this process.
+        The dtype is the layout's. Reading or writing a block that has an address but no memory
+        crashes this process.
         """
         import torch
 
@@ -129,14 +136,19 @@ class Slab:
         )
 
     def back_with_huge_pages(self, start: int, end: int) -> int:
-        """Gives own blocks ``[start, end)`` physical memory in huge pages, if the kernel does.
+        """Backs own blocks ``[start, end)`` with huge pages, if the kernel allows it.
+
+        Only whole huge pages within the own blocks are backed.
 
         Returns:
-            0, or an errno, as :meth:`Mapping.collapse`.
+            0 or an errno; see :meth:`Mapping.collapse`.
+
+        Raises:
+            SlabError: the range contains blocks that are not own blocks.
         """
         if not 0 <= start <= end <= self.own:
             raise SlabError(f"blocks {start} to {end} of {self.own} cannot be backed")
-        # Whole huge pages only, and a page that two calls share belongs to the first.
+        # A huge page that two consecutive ranges share is backed with the first range.
         first, last = (
             -(-block * self.layout.block_bytes // HUGE_PAGE) * HUGE_PAGE for block in (start, end)
         )

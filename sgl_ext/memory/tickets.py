@@ -1,4 +1,4 @@
-"""What a submitted batch of copies is to its owner: urgency, state, result."""
+"""Tickets of submitted batches of copies: their priority, state and result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sgl_ext.errors import ExtError
 logger = logging.getLogger(__name__)
 
 COPY_DEADLINE_S = 60.0
-"""Of copies within this machine's memory: one that takes longer never ends."""
+"""Deadline of a copy within this machine's memory, in seconds; a slower copy counts as stuck"""
 
 
 class Priority(IntEnum):
-    """Levels of urgency within a lane."""
+    """Priority of a ticket within a lane."""
 
     BULK = 0
     NORMAL = 1
@@ -24,7 +24,7 @@ class Priority(IntEnum):
 
 
 class State(IntEnum):
-    """What became of a ticket."""
+    """State of a ticket."""
 
     PENDING = 0
     DONE = 1
@@ -33,28 +33,29 @@ class State(IntEnum):
 
 
 class TransferError(OSError):
-    """A copy failed. ``errno`` is the kernel's, or on a CUDA lane the runtime's error number.
+    """Error raised when a copy fails.
 
-    ENODATA stands for a file that ended before the bytes that were asked for.
+    ``errno`` is the kernel's, or on a CUDA lane the error number of the CUDA runtime. ENODATA means
+    that a file ended before the requested bytes.
     """
 
     def __init__(self, code: int, message: str, op: int, bytes_done: int) -> None:
         super().__init__(code, message)
         self.op = op
-        """Index of the copy in its batch."""
+        """Index of the copy in its batch"""
         self.bytes_done = bytes_done
-        """Bytes of the whole batch that were transferred."""
+        """Bytes of the whole batch that were transferred"""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.errno, self.strerror, self.op, self.bytes_done)
 
 
 class TransferCancelledError(ExtError):
-    """The ticket was cancelled, by its owner or because the engine closed."""
+    """Error raised when a ticket was cancelled, by its owner or because the engine closed."""
 
 
 class Ticket:
-    """One submitted batch. It keeps nothing alive once it is finished."""
+    """One submitted batch of copies. A finished ticket keeps no memory or file alive."""
 
     __slots__ = ("_engine", "_native")
 
@@ -81,12 +82,12 @@ class Ticket:
 
     @property
     def seconds(self) -> float:
-        """From submission until it was finished; 0 as long as it is not."""
+        """Time from submission to the end of the ticket, in seconds; 0 while it is unfinished."""
         return self._native.seconds
 
     @property
     def error(self) -> TransferError | None:
-        """Why the ticket failed, if it did."""
+        """Error of a failed ticket; None in any other state."""
         failure = self._native.failure
         if failure is None:
             return None
@@ -94,16 +95,16 @@ class Ticket:
         return TransferError(code, f"copy {op}: {message}", op, self.bytes_done)
 
     def poll(self) -> bool:
-        """Whether the ticket is finished: done, failed or cancelled."""
+        """Returns whether the ticket is finished: done, failed or cancelled."""
         return self._native.state != State.PENDING
 
     def wait(self, timeout: float) -> None:
-        """Waits at most ``timeout`` seconds for the batch to be done.
+        """Waits at most ``timeout`` seconds until the batch is done.
 
         Raises:
-            TransferError: a copy failed; the others may or may not have been carried out.
+            TransferError: a copy failed; the other copies may or may not have been carried out.
             TransferCancelledError: the ticket was cancelled.
-            TimeoutError: it is not finished yet, and goes on.
+            TimeoutError: the ticket is not finished; its copies continue.
         """
         if not self._engine.wait(self._native, timeout):
             raise TimeoutError(
@@ -118,9 +119,10 @@ class Ticket:
             )
 
     def cancel(self) -> bool:
-        """Cancels the pieces that have not started; False if all had.
+        """Cancels the pieces that have not started; returns False if all had started.
 
-        The ticket is finished once the pieces in flight are; until then its memory is in use.
+        The ticket is finished when its pieces in flight are finished. Until then its memory is in
+        use.
         """
         return self._engine.cancel(self._native)
 
@@ -132,16 +134,19 @@ class Ticket:
 
 
 def outlast(ticket: Ticket) -> None:
-    """Returns when ``ticket`` is finished, however it ended and however long that takes."""
+    """Waits without a time limit until ``ticket`` is finished, whatever its outcome.
+
+    Logs an error whenever :data:`COPY_DEADLINE_S` passes.
+    """
     while not ticket.poll():
         try:
             ticket.wait(COPY_DEADLINE_S)
         except TimeoutError:
             logger.error("a copy has not ended for %s s: %r", COPY_DEADLINE_S, ticket)
-        except Exception as error:  # who looks at its state knows
+        except Exception as error:  # the ticket's state keeps the outcome
             logger.debug("a copy: %s", error)
 
 
 def poll(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Those of ``tickets`` that are finished."""
+    """Returns the tickets that are finished."""
     return [ticket for ticket in tickets if ticket.poll()]

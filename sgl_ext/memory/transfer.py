@@ -1,17 +1,18 @@
-"""Transfer engine: batches of copies between memory, devices and files, behind one ticket each.
+"""Transfer engine: batches of copies between memory, devices and files, with one ticket per batch.
 
-``engine.submit(copies, lane, priority)`` validates a whole batch, hands it to a lane and returns a
-:class:`Ticket`. Native threads move the bytes; the GIL is held by none of them. A copy is a row
-``(src, dst, width, height, src_pitch, dst_pitch)`` in bytes: ``height`` rows of ``width`` bytes,
-row ``i`` from ``src + i * src_pitch`` to ``dst + i * dst_pitch``; with ``height`` 1 the pitches do
-not count. Addresses lie in memory that was registered, or in a file that a lane has opened
-(``file.base + offset``): which side is the file says whether it is read or written.
+``engine.submit(copies, lane, priority)`` validates a whole batch, queues it on a lane and returns a
+:class:`Ticket`. Native threads move the bytes without holding the GIL. A copy is a row ``(src, dst,
+width, height, src_pitch, dst_pitch)`` in bytes: it moves ``height`` rows of ``width`` bytes, row
+``i`` from ``src + i * src_pitch`` to ``dst + i * dst_pitch``. With ``height`` 1 the pitches are
+ignored. Addresses lie in registered memory, or in a file that a lane has opened (``file.base +
+offset``). A file as the source is read, a file as the destination is written.
 
-Within a lane, a more urgent ticket overtakes: bulk work is cut into bounded pieces and bounded
-work is in flight (FastSwitch, section 3.2). Tickets of one priority start, and are reported
-finished, in the order of submission, except that a cancelled one waits for nobody. Copies of one
-batch run in any order and must not overlap; tickets in flight together are the caller's to keep
-apart: wait for what the next depends on.
+Within a lane, a ticket of higher priority overtakes the others: bulk work is cut into pieces of
+bounded size, and a bounded amount of work is in flight (FastSwitch §3.2). Tickets of one priority
+start, and are reported as finished, in the order of submission, except that a cancelled ticket does
+not wait for earlier ones. The copies of one batch run in any order and must not overlap. The caller
+keeps tickets in flight independent of each other: it waits for a ticket before it submits one that
+depends on it.
 """
 
 from __future__ import annotations
@@ -68,17 +69,18 @@ _EXIT_DEADLINE_S = 5.0
 
 
 class TransferEngine:
-    """Regions, lanes and tickets. Thread-safe; of no use in a child that was forked.
+    """Owner of regions and lanes that carries out batches of copies.
 
-    Close it, or use it as a context manager. One that is forgotten is closed when it is collected
-    or when the interpreter exits: what has not started is cancelled, what is in flight is waited
-    for, a few seconds at most. Its lanes, and their threads, live as long as it does.
+    Thread-safe. Cannot be used in a forked child process. Close it, or use it as a context manager.
+    An engine that was not closed is closed when it is garbage-collected or when the interpreter
+    exits: copies that have not started are cancelled, and copies in flight are waited for, for a
+    few seconds at most. The lanes and their threads live as long as the engine.
     """
 
     def __init__(self) -> None:
-        self._over = False  # nobody has to close it any more
+        self._over = False  # closed, or left to the native code to keep alive
         self._core = _transfer.Engine()
-        # Kept until no copy can touch the memory; an owner may refer to the engine.
+        # Kept until no copy can touch the memory. An owner may refer to the engine.
         self._owners: dict[int, object] = {}
         _engines.add(self)
 
@@ -92,39 +94,42 @@ class TransferEngine:
         pinned: bool = False,
         device: bool = False,
     ) -> Region:
-        """Makes memory known. Regions are disjoint, and a copy lies within one on each side.
+        """Registers ``length`` bytes of memory at ``address``.
+
+        Regions are disjoint. The source and the destination of a copy each lie within one region.
 
         Args:
-            owner: what keeps the memory alive; held until the region is unregistered.
-            writable: whether it may be a destination.
-            pinned: its physical pages never change while registered (nothing punches holes into
-                it, or maps over it), so that file lanes register it with the kernel and save the
-                look-up of pages in every read and write. It is then locked in memory.
-            device: memory of a CUDA device.
+            owner: object that keeps the memory alive; held until the region is unregistered.
+            writable: whether the memory may be a destination.
+            pinned: whether the physical pages never change while registered (nothing punches holes
+                into the memory or maps over it). File lanes then register it with the kernel, which
+                locks it in memory and saves a page look-up in every read and write.
+            device: whether this is memory of a CUDA device.
 
         Raises:
-            ValueError: empty, no address of memory, or overlapping a registered region.
+            ValueError: the range is empty, is no range of memory addresses, or overlaps a
+                registered region.
         """
         region = self._core.register(address, length, device, writable, pinned)
         self._owners[region.id] = owner
         return Region(self, region)
 
     def unregister(self, region: Region | File) -> None:
-        """Forgets memory or a file and drops its owner.
-
-        It does not wait: while an unfinished ticket uses the region it refuses.
+        """Unregisters memory or a file and drops its owner. Does not wait.
 
         Raises:
-            ExtError: in use.
-            ValueError: not registered.
+            ExtError: an unfinished ticket uses the region.
+            ValueError: the region is not registered.
         """
         self._core.unregister(region._native.id)
         self._owners.pop(region._native.id, None)
 
     def host_lane(self, threads: int = 2, *, piece_bytes: int = 256 << 10) -> HostLane:
-        """A lane for copies within host memory.
+        """Creates a lane for copies within host memory.
 
-        An urgent ticket waits for at most ``piece_bytes`` on each thread.
+        Args:
+            threads: number of threads that copy.
+            piece_bytes: bytes that an urgent ticket waits for on each thread, at most.
         """
         return HostLane(self._core.host_lane(threads, piece_bytes))
 
@@ -138,22 +143,22 @@ class TransferEngine:
         bytes_in_flight: int = 16 * _MIB,
         request_bytes: int = _MIB,
     ) -> FileLane:
-        """A lane for the files of one directory (one SSD).
+        """Creates a lane for the files of one directory (one SSD).
 
         Args:
-            depth: reads and writes in flight, for each priority.
-            backend: ``io_uring``, ``threads``, or ``auto``: threads, with a warning that says
-                why, where there is no io_uring.
-            direct: bypass the page cache with O_DIRECT where the file system allows it; the
-                lane's ``direct`` says whether it does.
-            bytes_in_flight: for each priority; with ``depth`` it bounds what an urgent copy finds
-                in front of it.
-            request_bytes: largest single read or write.
+            depth: reads and writes in flight for each priority.
+            backend: ``io_uring``, ``threads``, or ``auto``, which uses threads where io_uring is
+                not available and warns with the reason.
+            direct: whether to bypass the page cache with O_DIRECT where the file system supports
+                it; the lane's ``direct`` says whether it does.
+            bytes_in_flight: bytes in flight for each priority; with ``depth`` it bounds the work
+                that an urgent copy waits for.
+            request_bytes: largest single read or write, in bytes.
 
         Raises:
-            ExtError: ``io_uring`` was asked for and there is none.
+            ExtError: ``backend`` is ``io_uring``, which is not available.
             OSError: the directory cannot be written to.
-            ValueError: a bad bound or backend.
+            ValueError: a bound or the backend is invalid.
         """
         if backend not in ("auto", "io_uring", "threads"):
             raise ValueError(f"backend {backend!r}; expected 'auto', 'io_uring' or 'threads'")
@@ -176,17 +181,18 @@ class TransferEngine:
         dispatches: int = 16,
         group_bytes: int = 8 * _MIB,
     ) -> CudaLane:
-        """A lane for copies from, to and within CUDA device ``device``.
+        """Creates a lane for copies from, to and within CUDA device ``device``.
 
-        After ``dispatches`` copies or ``group_bytes`` an event is recorded; two of them are
-        outstanding for each priority, which bounds what an urgent copy finds in front of it.
+        An event is recorded after ``dispatches`` copies or ``group_bytes`` bytes. At most two
+        events are outstanding for each priority, which bounds the work that an urgent copy waits
+        for.
 
         Args:
-            library: path of the CUDA runtime; without it, the one that the process has loaded
-                (with torch, say) or that the dynamic linker finds.
+            library: path of the CUDA runtime; by default the one that the process has loaded
+                (for example with torch) or that the dynamic linker finds.
 
         Raises:
-            ExtError: no CUDA runtime, or no such device.
+            ExtError: the CUDA runtime or the device is not available.
         """
         native = self._core.cuda_lane(str(library or ""), device, dispatches, group_bytes)
         return CudaLane(native, device)
@@ -201,15 +207,15 @@ class TransferEngine:
         depth: int = 32,
         piece_bytes: int = 256 << 10,
     ) -> ThrottledLane:
-        """A lane that emulates a slower device over ``inner``.
+        """Creates a lane that emulates a slower device over the lane ``inner``.
 
-        Copies pass one after the other, each in the longer of its bytes over the rate and one
-        operation's time, and are finished ``latency`` seconds after they passed. A copy of the
-        batch is one operation, whatever its rows. At most ``depth`` pieces of a priority are under
-        way, so ``depth / latency`` bounds the operations per second too.
+        Copies pass one after the other. Each takes its bytes divided by ``bytes_per_second`` or the
+        time of one operation, whichever is longer, and finishes ``latency`` seconds later. A copy
+        of the batch is one operation, however many rows it has. At most ``depth`` pieces of a
+        priority are in flight, so ``depth / latency`` also bounds the operations per second.
 
         Raises:
-            ValueError: a bad figure, or a lane of another engine.
+            ValueError: a parameter is invalid, or ``inner`` belongs to another engine.
         """
         native = self._core.throttled_lane(
             inner._native, bytes_per_second, operations_per_second, latency, depth, piece_bytes
@@ -217,26 +223,29 @@ class TransferEngine:
         return ThrottledLane(native, inner, bytes_per_second, operations_per_second, latency)
 
     def submit(self, copies: ArrayLike, lane: Lane, priority: Priority = Priority.NORMAL) -> Ticket:
-        """Validates a batch and queues it. Nothing is queued if any copy is bad.
+        """Validates a batch and queues it. Nothing is queued if a copy is invalid.
 
         Args:
-            copies: int64 or uint64 ``[n, 6]`` of bytes: ``src, dst, width, height, src_pitch,
-                dst_pitch``. It is copied.
+            copies: integers ``[n, 6]`` in bytes: ``src, dst, width, height, src_pitch, dst_pitch``.
+                The array is copied.
 
         Raises:
-            ValueError: names the copy, what was found and what is expected: sizes below 1, a
-                pitch below the width, memory that is not registered, copies that overlap, kinds
-                of memory that the lane does not serve, misalignment for O_DIRECT.
+            ValueError: a size is below 1, a pitch is below the width, memory is not registered,
+                copies overlap, the lane does not serve a kind of memory, or a copy is misaligned
+                for O_DIRECT. The message names the copy, what was found and what is expected.
             ExtError: the engine is closed, or belongs to the process that forked this one.
         """
         batch = _as_batch(copies)
         return Ticket(self._core.submit(batch, lane._native, priority), self._core)
 
     def wait_any(self, tickets: Sequence[Ticket], timeout: float) -> list[Ticket]:
-        """The finished ones of ``tickets``, as soon as there is one, or after ``timeout`` s.
+        """Waits until one of ``tickets`` is finished, at most ``timeout`` seconds.
+
+        Returns:
+            The finished tickets; empty after a timeout.
 
         Raises:
-            ValueError: one of them is another engine's.
+            ValueError: a ticket belongs to another engine (checked only if none is finished).
         """
         finished = poll(tickets)
         if finished or not tickets:
@@ -249,10 +258,11 @@ class TransferEngine:
         return self._core.closed
 
     def close(self, timeout: float = _EXIT_DEADLINE_S) -> None:
-        """Refuses new work, cancels what has not started and waits for what is in flight.
+        """Refuses new batches, cancels copies that have not started and waits for those in flight.
 
         Raises:
-            TimeoutError: something is in flight still; the memory stays owned. Call again.
+            TimeoutError: copies are still in flight, and the engine keeps the owners of the memory.
+                Call again.
         """
         if self._core.forked:
             return
@@ -282,7 +292,7 @@ def _as_batch(copies: ArrayLike) -> NDArray[np.int64]:
             "src, dst, width, height, src_pitch, dst_pitch"
         )
     if array.dtype == np.uint64:
-        array = array.view(np.int64)  # what does not fit is negative and refused
+        array = array.view(np.int64)  # values over 2**63 - 1 become negative and are refused
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
@@ -296,7 +306,7 @@ def _close_forgotten(engine: TransferEngine, timeout: float = _EXIT_DEADLINE_S) 
     closed = False
     try:
         closed = engine._core.close(timeout)
-    finally:  # an interrupt, too, leaves copies in flight
+    finally:  # an interrupt also leaves copies in flight
         if not closed:
             _transfer.leak((engine._core, engine._owners))
         engine._owners = {}
@@ -308,9 +318,9 @@ def _close_all() -> None:
     engines = [engine for engine in _engines if not engine._core.forked]
     try:
         for engine in engines:
-            engine._core.close(0)  # none goes on while another is waited for
+            engine._core.close(0)  # stop every engine before waiting for any
         for engine in engines:
             _close_forgotten(engine, max(0.0, deadline - time.monotonic()))
     finally:
-        # Threads that are in the native code must be back before the interpreter is gone.
+        # Threads in the native code must return before the interpreter is gone.
         _transfer.end(_EXIT_DEADLINE_S)

@@ -1,1 +1,1 @@
-"""Engines of one host lend each other KV memory (SwiftCache)."""
+"""KV memory lending between the engines of one host (SwiftCache)."""

@@ -1,4 +1,4 @@
-"""The directory in which engines of one user on one host find each other."""
+"""Socket directory in which the engines of one user on one host find each other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _LONGEST_SOCKET_PATH = 107
 
 
 class DirectoryError(ExtError):
-    """A socket directory cannot be used: what was found, what to do."""
+    """Error raised when a socket directory cannot be used; the message says what was found."""
 
 
 def address(directory: Path) -> str:
-    """Where the directory's master is reached.
+    """Returns the ZeroMQ address of the directory's master, and creates the directory if needed.
 
     Raises:
-        DirectoryError: others could reach or replace it, or the path is too long.
+        DirectoryError: the directory cannot be created, belongs to another user or is accessible to
+            others, or its path is too long.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -45,7 +46,7 @@ def address(directory: Path) -> str:
 
 
 def socket_path(directory: Path) -> Path:
-    """The socket of the directory's master; the directory itself need not be there.
+    """Returns the path of the socket of the directory's master; the directory need not exist.
 
     Raises:
         DirectoryError: the path is too long.
@@ -60,10 +61,11 @@ def socket_path(directory: Path) -> Path:
 
 
 def lock(directory: Path) -> IO[str]:
-    """Makes this process the directory's master, as long as what is returned is open.
+    """Makes this process the directory's master for as long as the returned file is open.
 
     Raises:
-        DirectoryError: there is one already, or the directory's file system knows no locks.
+        DirectoryError: the directory already has a master, its lock file cannot be opened, or its
+            file system does not support locks.
     """
     try:
         file = (directory / _LOCK).open("a+")

@@ -1,7 +1,7 @@
-"""How much of its memory a worker lends (SwiftCache §3.4, Eq. 6-9, Algorithm 1).
+"""Policy of how much of its memory a worker lends (SwiftCache §3.4, Eq. 6-9, Algorithm 1).
 
-Sizes are bytes, those that are lent counted from the end of the worker's memory. Nothing here reads
-a clock.
+Sizes are in bytes. Lent sizes are counted from the end of the worker's memory. Nothing here reads a
+clock.
 """
 
 from __future__ import annotations
@@ -11,22 +11,32 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 SMALL_UNITS = 16
-"""Whole minimum elastic units are lent if there are so many of them, else any number of bytes."""
+"""Number of whole units in the lendable memory from which ``auto`` lends whole units, not pages"""
 
 Granularity = Literal["auto", "unit", "block"]
 
 
 class ElasticUnits(NamedTuple):
-    """Blocks of equal bytes: ``worker`` ones leave when ``master`` ones come, and back."""
+    """Numbers of worker blocks and of master blocks that have equal bytes.
+
+    Lending replaces ``worker`` blocks of the worker by ``master`` blocks of the master; reclaiming
+    does the reverse.
+    """
 
     worker: int
+    """Blocks of the worker"""
     master: int
+    """Blocks of the master"""
 
 
 def minimum_elastic_units(worker_block: int, master_block: int) -> ElasticUnits:
-    """The fewest whole blocks of both models that have equal bytes: the MEU (Eq. 8-9).
+    """Returns the minimum elastic unit (MEU): the fewest whole blocks with equal bytes (Eq. 8-9).
 
-    Eq. 6-7 count elements, which gives the same units if both models have one dtype.
+    Eq. 6-7 count elements, which gives the same units if both models have the same dtype.
+
+    Args:
+        worker_block: bytes per block of the worker.
+        master_block: bytes per block of the master.
     """
     common = math.lcm(worker_block, master_block)
     return ElasticUnits(common // worker_block, common // master_block)
@@ -34,12 +44,12 @@ def minimum_elastic_units(worker_block: int, master_block: int) -> ElasticUnits:
 
 @dataclass(frozen=True)
 class Unit:
-    """In what steps memory moves.
+    """Unit in which memory is lent and reclaimed.
 
     Attributes:
-        size: bytes.
-        whole: whether both sides move whole blocks by it (a minimum elastic unit, Eq. 8-9).
-        waste: bytes of what is lent that the master cannot use, at most.
+        size: bytes of the unit.
+        whole: whether a unit is whole blocks on both sides (a minimum elastic unit, Eq. 8-9).
+        waste: upper bound of the lent bytes that the master cannot use.
     """
 
     size: int
@@ -50,13 +60,16 @@ class Unit:
 def choose_unit(
     worker_block: int, master_block: int, lendable: int, page: int, granularity: Granularity
 ) -> Unit:
-    """Whole units where they are small beside what can be lent, else pages of memory.
+    """Returns the unit of lending: a whole minimum elastic unit, or a page of memory.
+
+    With ``auto``, whole units are used if at least :data:`SMALL_UNITS` fit into ``lendable``.
 
     Args:
-        worker_block: bytes of a worker's block.
-        master_block: bytes of a master's block.
+        worker_block: bytes per block of the worker.
+        master_block: bytes per block of the master.
         lendable: bytes that may be lent.
-        page: bytes of a page of memory, which can belong to one side only.
+        page: bytes per page of memory; a page belongs to one side only.
+        granularity: ``unit``, ``block`` (pages of memory) or ``auto``.
     """
     unit = math.lcm(worker_block, master_block, page)
     if granularity == "unit" or (granularity == "auto" and unit * SMALL_UNITS <= lendable):
@@ -66,18 +79,18 @@ def choose_unit(
 
 @dataclass(frozen=True)
 class Lending:
-    """Algorithm 1, in bytes.
+    """Algorithm 1 of SwiftCache, in bytes.
 
-    The paper's need is the longest request; here it is what all requests have together, as several
-    are served at a time. Of one request both are the same.
+    In the paper the need is the longest request. Here it is the sum over all requests, because
+    several are served at a time. For a single request both are the same.
 
     Args:
         size: bytes that may be lent.
-        end: bytes of the worker's memory, up to which it lends.
-        block: bytes of a worker's block.
-        page: tokens of a block.
-        first: blocks before those of the pool.
-        unit: in what steps memory moves.
+        end: end of the lendable memory, in bytes from the start of the worker's memory.
+        block: bytes per block of the worker.
+        page: tokens per block.
+        first: number of blocks before the first block of the pool.
+        unit: unit in which memory is lent and reclaimed.
     """
 
     size: int
@@ -88,22 +101,29 @@ class Lending:
     unit: Unit
 
     def local(self, lent: int) -> int:
-        """Blocks of the pool in front of the last ``lent`` bytes."""
+        """Returns the number of the pool's whole blocks before the last ``lent`` bytes."""
         return (self.end - lent) // self.block - self.first
 
     def scale_up(self, lent: int, need: int) -> int:
-        """Bytes to lend in all, so that ``need`` tokens have room: ``lent`` or less."""
+        """Returns the total bytes to lend so that the worker has room for ``need`` tokens.
+
+        Args:
+            lent: bytes that are lent now; the result is not larger.
+            need: tokens that the worker needs now.
+        """
         return min(lent, self._most(-(-need // self.page)))
 
     def scale_down(self, lent: int, need: int, used: int) -> int:
-        """Bytes to lend in all, if no larger need than ``need`` tokens comes: ``lent`` or more.
+        """Returns the total bytes to lend if the worker will not need more than ``need`` tokens.
 
         Args:
-            used: blocks of the pool up to the last one in use, which cannot be lent.
+            lent: bytes that are lent now; the result is not smaller.
+            need: largest expected need of the worker, in tokens.
+            used: number of blocks of the pool up to the last one in use, which cannot be lent.
         """
         return max(lent, self._most(max(used, -(-need // self.page))))
 
     def _most(self, blocks: int) -> int:
-        """Bytes that can be lent while so many blocks of the pool stay: whole units."""
+        """Returns the bytes, in whole units, that can be lent while ``blocks`` pool blocks stay."""
         free = min(self.end - (self.first + blocks) * self.block, self.size)
         return max(free, 0) // self.unit.size * self.unit.size

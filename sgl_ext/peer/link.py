@@ -1,7 +1,7 @@
-"""Carries messages between a master and its workers, on a thread of its own.
+"""Background thread that carries messages between a master and its workers.
 
-What is said is sent at once and then at every beat, so that nothing need arrive; what was not
-fetched is replaced by what comes later from the same side.
+A message is sent at once and again at every beat, so no single message has to arrive. A received
+message that was not fetched is replaced by a later one from the same side.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _LINGER_MS = 200
-_NAME = b"w"  # ZeroMQ's names do not begin with 0
+_NAME = b"w"  # prefix of identities: ZeroMQ reserves those that begin with a zero byte
 _QUEUE = 16
-"""Messages that wait for a side that does not read; later ones are lost."""
+"""Number of messages queued for a side that does not read; later messages are lost"""
 
 
 _LARGEST = 1 << 20
-"""Bytes of a message; a larger one is none of ours."""
+"""Largest size of a received message, in bytes"""
 _SIDES = 256
-"""Sides that are remembered; of more, the ones that were heard last."""
+"""Number of sides whose messages are kept; beyond that, the sides heard last are kept"""
 
 
 class LinkError(ExtError):
-    """An address cannot be used."""
+    """Error raised when an address cannot be used."""
 
 
 class Link:
-    """One side of the conversation.
+    """One side of the connection between a master and its workers.
 
     Args:
-        role: a master listens, a worker calls.
-        address: of the master.
-        beat: seconds after which all is said again.
+        role: side of this process; a master listens, a worker connects.
+        address: ZeroMQ address of the master.
+        beat: interval after which the current messages are sent again, in seconds.
 
     Raises:
         LinkError: the address cannot be used.
@@ -70,9 +70,9 @@ class Link:
         self._heard: dict[bytes, Message] = {}
         self._closed = False
         self.strange = ""
-        """What came last that could not be understood."""
+        """Error of the last message that was not understood; empty if there was none"""
         self.refused = ""
-        """Why the master does not understand this worker; empty if it does."""
+        """Reason why the master does not understand this worker; empty if it does"""
         self._latest: dict[bytes, Message] = {}
         self._address = address
         with ExitStack() as undo:
@@ -90,7 +90,7 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         undo.callback(os.close, self._wake)
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """A descriptor that is readable when a side has said something new."""
+        """File descriptor that is readable when a side has sent a new message"""
         undo.callback(os.close, self.news)
         self._context = zmq.Context()
         undo.callback(self._context.term)
@@ -108,7 +108,7 @@ class Link:
             self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
 
     def say(self, messages: Iterable[Message]) -> None:
-        """What is said from now on, to each worker or to the master. Returns at once."""
+        """Sets the messages to send from now on, one per receiver. Returns at once."""
         said = {message.worker: message for message in messages}
         with self._lock:
             if said == self._said or self._closed:
@@ -117,9 +117,9 @@ class Link:
             os.eventfd_write(self._wake, 1)
 
     def heard(self) -> list[Any]:
-        """The latest of each side since the last call: a master hears ``Lend``, a worker ``Keep``.
+        """Returns the latest message of each side since the last call, without waiting.
 
-        Returns at once.
+        A master receives :class:`Lend` messages, a worker receives :class:`Keep` messages.
         """
         if not self._heard or self._closed:
             return []
@@ -130,7 +130,11 @@ class Link:
         return list(heard.values())
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Ends; what was said last is sent. Returns whether the thread has ended in time."""
+        """Sends the current messages once more and ends the thread.
+
+        Returns:
+            Whether the thread has ended within ``timeout`` seconds.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -141,7 +145,7 @@ class Link:
     def _carry(self) -> None:
         try:
             self._run()
-        except Exception:  # its peers take it for lost, and it them
+        except Exception:  # each side then treats the other as lost
             logger.exception("no more messages are carried between peers: restart to lend again")
 
     def _run(self) -> None:
@@ -159,7 +163,7 @@ class Link:
             if changed:
                 os.eventfd_read(self._wake)
             if not calling and self._said:
-                # The master tells workers apart by the name they call with.
+                # The master tells workers apart by their ZeroMQ identity.
                 self._socket.set(zmq.IDENTITY, _NAME + next(iter(self._said)))
                 self._socket.connect(self._address)
                 calling = True
@@ -210,7 +214,7 @@ class Link:
             return
         self.strange = str(error)
         if self._master and not isinstance(error, RefusedError):
-            with suppress(zmq.ZMQError):  # it asks again
+            with suppress(zmq.ZMQError):  # the worker sends its message again
                 self._socket.send_multipart([*sender, encode(Refusal(str(error)))], zmq.NOBLOCK)
 
     def _send(self) -> None:
@@ -220,12 +224,12 @@ class Link:
             frames = [encode(message)]
             if self._master:
                 frames.insert(0, _NAME + message.worker)
-            with suppress(zmq.ZMQError):  # nobody there, or not reading: it is said again
+            with suppress(zmq.ZMQError):  # no receiver or a full queue: sent again
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 def _remember(messages: dict[bytes, Message], message: Message) -> None:
-    """Replaces the side's message, and forgets the side heard longest ago if they are too many."""
+    """Replaces the message of a side; over :data:`_SIDES`, forgets the side heard longest ago."""
     messages.pop(message.worker, None)
     messages[message.worker] = message
     if len(messages) > _SIDES:

@@ -1,19 +1,21 @@
-"""What a worker and its master agree on: how much of the worker's memory the master may use.
+"""Agreement between a worker and its master on how much of the worker's memory the master may use.
 
-That is one number for each worker: bytes, counted from the end of its memory. The worker
-(:class:`Lender`) numbers its grants; the master (:class:`Borrower`) says which grant it keeps to::
+The agreement is one number for each worker: bytes, counted from the end of its memory. The worker
+(:class:`Lender`) numbers its grants. The master (:class:`Borrower`) reports which grant it keeps
+to::
 
     Lender                                     Borrower
       grant(size): bound = max(bound, size)
       -------------- Lend(n, size) -------------> may use up to size; if it uses more, it leaves
-                                                  that first
-      <------------- Keep(n) -------------------- keeps to grant n, and to later ones only
+                                                  the excess first
+      <------------- Keep(n) -------------------- keeps to grant n, and to later grants only
       bound = largest of the grants from n on
 
-``bound`` is what the worker has to leave alone. It never is below what the master uses, whatever
-the network does. A master that is not heard of, or does not leave in time, keeps the memory that it
-has mapped, and the worker puts other memory in its place (:meth:`Lender.end` says when it must):
-what such a master still writes reaches nobody. Nothing here reads a clock.
+The worker must not use the last ``bound`` bytes. ``bound`` is never below what the master uses,
+even if messages are lost, duplicated or reordered. A master that is not heard from, or that does
+not leave in time, keeps the memory that it has mapped. The worker maps other memory in its place
+(:meth:`Lender.end` says when it must), so that later writes of this master do not reach the worker.
+Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from sgl_ext.peer.messages import Keep, Lend
 
 
 class Lender:
-    """A worker's side.
+    """The worker's side of a loan.
 
     Args:
-        worker: names this process.
-        pid: of this process.
-        memory: what may be lent.
+        worker: unique name of this process.
+        pid: pid of this process.
+        memory: memory that may be lent, ordered by address.
 
     Attributes:
-        master: whom the session is with; empty before one has answered.
-        granted: bytes, by the latest grant.
-        bound: bytes that the master may be using.
-        heard: the master's latest message.
-        busy: whether the worker has requests of its own; set by the owner.
+        master: name of the master of this session; empty before a master has answered.
+        granted: bytes of the latest grant.
+        bound: upper bound of the bytes that the master may be using.
+        heard: the master's latest message in this session; None before the first.
+        busy: whether the worker has requests of its own; set by the owner of this object.
     """
 
     def __init__(self, worker: bytes, pid: int, memory: tuple[Extent, ...]) -> None:
@@ -54,37 +56,40 @@ class Lender:
         self.granted = self.bound = 0
         self.heard: Keep | None = None
         self._number = 0
-        # Number and size of the grants that the master may keep to.
+        # Number and size of the grants that the master may be keeping to.
         self._open: deque[tuple[int, int]] = deque()
 
     @property
     def lendable(self) -> int:
-        """Bytes that may be lent at most."""
+        """Largest number of bytes that may be lent."""
         return sum(extent.size for extent in self._memory)
 
     @property
     def number(self) -> int:
-        """Of the latest grant."""
+        """Number of the latest grant; 0 before the first."""
         return self._number
 
     @property
     def settled(self) -> bool:
-        """Whether the master is known to keep to the latest grant."""
+        """True if the master is known to use no more than the latest grant allows."""
         return self.bound == self.granted
 
     @property
     def message(self) -> Lend:
-        """All that this side knows."""
+        """The message with the full state of this side."""
         return Lend(
             self.worker, self._session, self.master, self._number, self.granted, self._pid,
             self._memory, self.busy,
         )  # fmt: skip
 
     def grant(self, size: int) -> None:
-        """The master may use so much from when it hears of it, and no more from when it says so.
+        """Grants ``size`` bytes in total.
+
+        The master may use them as soon as it receives the grant. It uses no more as soon as it
+        reports that it keeps to the grant.
 
         Raises:
-            ValueError: there is not so much, or nobody to lend it to.
+            ValueError: ``size`` is negative or exceeds ``lendable``, or there is no master.
         """
         if size and not self.master:
             raise ValueError("there is no master to lend to")
@@ -97,11 +102,11 @@ class Lender:
             self.bound = max(self.bound, size)
 
     def hear(self, keep: Keep) -> bool:
-        """What the master says.
+        """Takes in a message of the master; ignores messages of other workers or sessions.
 
         Returns:
-            Whether another master has taken the place of this session's: the session is to be
-            ended, and this to be heard again.
+            True if another master has replaced the master of this session. The caller then ends
+            the session and passes the message again.
         """
         if (keep.worker, keep.session) != (self.worker, self._session):
             return False
@@ -117,31 +122,34 @@ class Lender:
         return False
 
     def end(self, memory: tuple[Extent, ...]) -> None:
-        """This session is over, another one begins.
+        """Ends this session and begins another one.
 
         Args:
-            memory: what may be lent from now on. None of the last ``bound`` bytes of what was
-                there before: a master that was only slow may still use those.
+            memory: memory that may be lent from now on. It must not contain the last ``bound``
+                bytes of the previous memory while a slow master may still use them.
         """
         self._begin(memory)
 
 
 class Borrower:
-    """A master's side of one worker's loan.
+    """The master's side of the loan of one worker.
 
     Args:
-        master: names this process.
-        pid: of this process.
-        block: bytes of one of its blocks.
+        master: unique name of this process.
+        pid: pid of this process.
+        block: bytes per block of the master.
         lend: the worker's first message.
 
     Attributes:
+        worker: name of the worker.
+        session: number of the worker's session.
+        pid: pid of the worker.
         size: bytes that may be used, by the latest grant.
-        memory: the worker's, in this session.
-        over: whether the worker has ended the session: its memory is to be left.
+        memory: memory that the worker may lend in this session, ordered by address.
+        over: whether the worker has ended the session, so that its memory must be left.
         busy: whether the worker has requests of its own.
-        most: bytes that can be used at all; set by the owner.
-        refused: why nothing is taken from this worker; set by the owner.
+        most: largest number of bytes that can be used; set by the owner of this object.
+        refused: reason why nothing is taken from this worker; set by the owner of this object.
     """
 
     def __init__(self, master: bytes, pid: int, block: int, lend: Lend) -> None:
@@ -159,7 +167,10 @@ class Borrower:
         self.over = False
 
     def hear(self, lend: Lend) -> None:
-        """What the worker says. A new session begins when nothing is used of the one before."""
+        """Takes in a message of the worker.
+
+        A new session begins once no memory of the previous session is used.
+        """
         self.busy = lend.busy
         if lend.session > self.session:
             self.over, self.size = True, 0
@@ -167,18 +178,21 @@ class Borrower:
                 return
             self._begin(lend)
         if (lend.session, lend.master) == (self.session, self._master) and not self.over:
-            # The latest grant counts again when a worker that was silent is heard.
+            # A message of a worker that was silent makes the latest grant valid again.
             if lend.number >= self._number:
                 self._number, self.size = lend.number, lend.size
             self._settle()
 
     def silent(self) -> None:
-        """The worker has not been heard of for long: what it lent is left until it is."""
+        """Marks the worker as silent: sets ``size`` to 0 until its next message."""
         self.size = 0
 
     @property
     def used(self) -> int:
-        """Bytes that are used; raised to at most ``size``."""
+        """Bytes that are used.
+
+        Setting it raises ValueError if the new value exceeds both ``size`` and the old value.
+        """
         return self._used
 
     @used.setter
@@ -190,17 +204,20 @@ class Borrower:
 
     @property
     def untouched(self) -> bool:
-        """Whether the worker has granted nothing yet: nothing is lost if it is forgotten."""
+        """True if the worker has granted nothing in this session and none of its memory is used.
+
+        Nothing is lost if such a worker is forgotten.
+        """
         return not self._number and not self._used
 
     @property
     def excess(self) -> int:
-        """Bytes to leave."""
+        """Bytes in use beyond ``size``, which must be left."""
         return max(self._used - self.size, 0)
 
     @property
     def message(self) -> Keep:
-        """All that this side knows."""
+        """The message with the full state of this side."""
         return Keep(
             self.worker, self.session, self._master, self._kept, self._pid, self._block,
             self.most, self._used, self.refused,

@@ -1,7 +1,7 @@
-"""A master: serves requests in memory that workers lend it (SwiftCache §3.2, §3.5).
+"""The master, which serves requests in memory that workers lend it (SwiftCache §3.2, §3.5).
 
-Decides between two steps of its engine, and waits for nobody. Times are seconds of any monotonic
-clock.
+It decides between two steps of its engine and never waits for a worker. Times are in seconds of any
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,43 +24,47 @@ from sgl_ext.peer.regions import Region, Regions
 logger = logging.getLogger(__name__)
 
 _WORKERS = 64
-"""Whose loans are kept; a master has addresses for fewer."""
+"""Largest number of workers whose loans are kept; a master has addresses for fewer"""
 
 
 class Addresses(Protocol):
-    """Where workers' memory is mapped."""
+    """Addresses at which the memory of workers is mapped."""
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
-        """Maps memory of a process; raises ExtError if that cannot be."""
+        """Maps memory of process ``pid`` in ``region``; raises ExtError if that fails."""
 
     def unmap(self, region: Region) -> None:
-        """There is nothing any more."""
+        """Unmaps the memory in ``region``."""
 
 
 class Blocks(Protocol):
     """The engine's KV blocks; ranges are ``[start, end)``."""
 
     def restore(self, start: int, end: int) -> None:
-        """They can be used."""
+        """Makes the blocks available for allocation."""
 
     def withdraw(self, start: int, end: int) -> int:
-        """They cannot be used any more, but for those in use; returns how many these are."""
+        """Withdraws the blocks that are not in use; returns the number of blocks in use."""
 
     def vacate(self, start: int, end: int) -> None:
-        """Whatever uses them is to leave them: at once, or when it can."""
+        """Makes requests and caches release the blocks, at once or as soon as they can."""
 
 
 @dataclass
 class Loan:
-    """What one worker lends.
+    """Loan of one worker.
 
     Attributes:
-        heard: when it was.
-        granted: bytes, as it said then.
-        region: where its memory is mapped; None while it is not.
-        first: the first block that is used, or may be; the region's end if there is none.
-        leaving: whether blocks from ``first`` on are being left.
-        tried: bytes of a grant that could not be taken.
+        borrower: the master's side of the agreement.
+        process: the worker's process.
+        heard: time of the worker's last message.
+        granted: bytes that the worker granted in its last message.
+        session: number of the worker's session.
+        region: region in which the worker's memory is mapped; None while it is not mapped.
+        first: first block that is or may be in use; the region's end if there is none.
+        leaving: whether blocks from ``first`` on are still being vacated.
+        tried: size of the grant for which mapping was tried last, in bytes; it is not tried again
+            for the same size.
     """
 
     borrower: Borrower
@@ -75,13 +79,17 @@ class Loan:
 
 
 class Master:
-    """One process that borrows.
+    """One process that borrows memory.
 
     Args:
-        block: bytes of a block.
-        capacity: bytes to borrow at most.
-        lease: a worker that is not heard of for so long may need its memory: it is left.
-        process: tells whether a process runs.
+        addresses: addresses at which the memory of workers is mapped.
+        blocks: the engine's KV blocks.
+        regions: allocator of regions.
+        block: bytes per block.
+        capacity: largest number of bytes to borrow.
+        lease: silence of a worker after which its memory is left, in seconds, because the worker
+            may need it.
+        process: constructor of an object that tells whether a pid is alive.
     """
 
     def __init__(
@@ -105,26 +113,26 @@ class Master:
 
     @property
     def loans(self) -> Sequence[Loan]:
-        """Of all workers that there are."""
+        """Loans of all known workers."""
         return list(self._loans.values())
 
     @property
     def borrowed(self) -> int:
-        """Bytes that are used."""
+        """Borrowed bytes that are in use."""
         return sum(loan.borrower.used for loan in self._loans.values())
 
     @property
     def sparing(self) -> bool:
-        """Whether a worker whose memory is used has requests of its own."""
+        """True if a worker whose memory is in use has requests of its own."""
         return any(loan.borrower.busy and loan.borrower.used for loan in self._loans.values())
 
     def messages(self) -> Iterator[Keep]:
-        """One for each worker; to be sent when they change, and again and again."""
+        """Yields one message for each worker, to be sent when it changes and at every beat."""
         for loan in self._loans.values():
             yield loan.borrower.message
 
     def hear(self, lend: Lend, now: float) -> None:
-        """What a worker says."""
+        """Takes in a message of a worker; ignores new workers while there are too many."""
         if (loan := self._loans.get(lend.worker)) is None:
             if len(self._loans) >= _WORKERS:
                 if not self._crowded:
@@ -142,7 +150,7 @@ class Master:
         loan.heard, loan.granted = now, lend.size
 
     def step(self, now: float) -> None:
-        """Between two steps of the engine: leaves what is asked back, takes what is lent."""
+        """Leaves reclaimed memory and takes lent memory. Runs between two steps of the engine."""
         for worker, loan in list(self._loans.items()):
             borrower = loan.borrower
             gone = not loan.process.alive()
@@ -170,18 +178,18 @@ class Master:
 
     @property
     def granted(self) -> int:
-        """Bytes that workers lend, used or not."""
+        """Bytes that workers have granted, in use or not."""
         return sum(loan.granted for loan in self._loans.values())
 
     def close(self) -> None:
-        """Nothing is taken any more; what is used is left in the next steps.
+        """Stops taking memory, and leaves the memory in use during the next steps.
 
-        Workers then ask back what they lend.
+        Workers then reclaim what they lend.
         """
         self._closed = True
 
     def _offer(self, borrower: Borrower) -> None:
-        """How much could be used of a worker of whom nothing is mapped."""
+        """Sets how many bytes could be used of a worker whose memory is not mapped."""
         taken = sum(loan.region.size for loan in self._loans.values() if loan.region is not None)
         most = max(min(self._regions.largest, self._capacity - taken), 0)
         borrower.most = most // self._regions.page * self._regions.page
@@ -192,13 +200,13 @@ class Master:
             borrower.refused = ""
 
     def _wanted(self, loan: Loan) -> int:
-        """Bytes to use, of those that are lent."""
+        """Returns how many of the lent bytes to use."""
         size = loan.borrower.size
         return size if loan.region is None else min(size, loan.region.size)
 
     def _leave(self, loan: Loan, region: Region) -> None:
         first = region.blocks(loan.borrower.size, self._block)
-        if loan.leaving:  # more than before, perhaps
+        if loan.leaving:  # the grant may have grown meanwhile
             self._blocks.restore(first, region.end)
         if self._blocks.withdraw(loan.first, first):
             self._blocks.vacate(loan.first, first)
@@ -232,7 +240,7 @@ class Master:
         try:
             self._addresses.map(region, borrower.pid, memory)
         except ExtError as error:
-            self._addresses.unmap(region)  # a part of it, perhaps
+            self._addresses.unmap(region)  # a part may have been mapped
             self._regions.give(region)
             logger.warning("memory of worker process %d is refused: %s", borrower.pid, error)
             borrower.refused = str(error)
@@ -243,14 +251,14 @@ class Master:
         return region
 
     def _drop(self, loan: Loan, region: Region) -> None:
-        """Nothing of it is used."""
+        """Unmaps and frees a region that is not in use."""
         self._addresses.unmap(region)
         self._regions.give(region)
         loan.region = None
 
 
 def _last(memory: Sequence[Extent], size: int) -> list[Extent]:
-    """The last ``size`` bytes of it."""
+    """Returns the last ``size`` bytes of ``memory``, ordered by address."""
     parts: list[Extent] = []
     for extent in reversed(memory):
         if part := min(extent.size, size):

@@ -1,7 +1,7 @@
-"""What a worker and its master say to each other: one message each, with all that its sender knows.
+"""Messages between a worker and its master; each one carries the full state of its sender.
 
-So messages may be lost, doubled and overtake each other; each is sent when something changes, and
-again and again, which also shows that its sender lives.
+Messages may therefore be lost, duplicated or reordered. A message is sent when something changes
+and again at every beat, which also shows that its sender is alive.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 
 PROTOCOL = 1
-"""Of these messages and of what they mean."""
+"""Version of these messages and of their meaning"""
 _LONGEST_REASON = 1000
-"""Characters of another side's refusal that are passed on."""
+"""Number of characters of the other side's refusal that are reported"""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Name = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -24,23 +24,24 @@ _Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
-    """From a worker: what its master may use, counted from the end of the worker's memory."""
+    """Message of a worker: the memory that its master may use, counted from the end."""
 
     worker: _Name
-    """Names the process; another one of the same name has never been."""
+    """Unique name of the worker's process"""
     session: _Count
-    """Of this worker. A new one has nothing to do with those before, which are over."""
+    """Number of the worker's session; a new session ends all earlier ones"""
     master: _Name
-    """Whom this session is with; empty before a master has answered."""
+    """Name of the master of this session; empty before a master has answered"""
     number: _Count
-    """Grants of a session are numbered from 1."""
+    """Number of the latest grant; grants of a session are numbered from 1"""
     size: _Count
-    """Bytes."""
+    """Size of the latest grant, in bytes"""
     pid: _Pid
+    """Pid of the worker"""
     memory: tuple[Extent, ...]
-    """What may be lent at most, by address; a grant is the last bytes of it."""
+    """All memory that may be lent, ordered by address; a grant is the last bytes of it"""
     busy: bool = False
-    """Whether the worker has requests of its own, whose traffic goes first."""
+    """True if the worker has requests of its own, whose traffic has priority"""
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -57,37 +58,44 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """From a master: it uses no more than the grants from this number on allow."""
+    """Message of a master, which uses no more than the grants from ``number`` on allow."""
 
     worker: _Name
+    """Name of the worker that the message is for"""
     session: _Count
+    """Number of the worker's session"""
     master: _Name
+    """Unique name of the master's process"""
     number: _Count
+    """Number of the grant that the master keeps to; 0 before the first"""
     pid: _Pid
+    """Pid of the master"""
     block: Annotated[int, msgspec.Meta(gt=0, lt=1 << 62)]
-    """Bytes of a block of the master."""
+    """Bytes per block of the master"""
     most: _Count
-    """Bytes that the master has addresses for, and can use."""
+    """Bytes that the master has addresses for and can use"""
     used: _Count = 0
-    """Bytes; to be shown."""
+    """Bytes that the master uses, for display only"""
     refused: str = ""
-    """Why it takes nothing from this worker."""
+    """Reason why the master takes nothing from this worker; empty if there is none"""
     protocol: int = PROTOCOL
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refuse"):
-    """From a master, to a worker that it does not understand."""
+    """Message of a master to a worker that it does not understand."""
 
     reason: str
+    """Reason why the worker's message was not understood"""
     protocol: int = PROTOCOL
 
 
 class Stranger(msgspec.Struct, frozen=True):
-    """Any message: what all protocols have in common."""
+    """Fields that the messages of all protocol versions share."""
 
     protocol: int = 0
+    """Version of the protocol; 0 if the message has none"""
     reason: str = ""
-    """Of a :class:`Refusal`."""
+    """Reason of a :class:`Refusal`; empty for other messages"""
 
 
 Message = Lend | Keep
@@ -98,24 +106,24 @@ _stranger = msgspec.msgpack.Decoder(Stranger)
 
 
 class MisunderstoodError(ValueError):
-    """What came is no message of this protocol."""
+    """Error raised when received data is no message of this protocol version."""
 
 
 class RefusedError(MisunderstoodError):
-    """What came says that the other side does not understand this one."""
+    """Error raised when the other side reports that it does not understand this one."""
 
 
 def encode(message: Message | Refusal) -> bytes:
-    """The message on the wire."""
+    """Returns the message in its wire format."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """The message on the wire, understood.
+    """Returns the message that ``data`` holds in wire format.
 
     Raises:
-        RefusedError: it is a refusal, of whatever protocol.
-        MisunderstoodError: it is of another protocol, or none.
+        RefusedError: the data is a refusal, of any protocol version.
+        MisunderstoodError: the data is a message of another protocol version, or no message.
     """
     try:
         stranger = _stranger.decode(data)

@@ -1,4 +1,4 @@
-"""What a worker has needed of late."""
+"""Sliding window over the recent needs of a worker."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections import deque
 
 
 class NeedWindow:
-    """The largest need of the last ``seconds``. Amortized O(1) a need."""
+    """Largest need of the last ``seconds`` seconds. Amortized O(1) per need.
+
+    Raises:
+        ValueError: ``seconds`` is not positive.
+    """
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
             raise ValueError(f"a window of {seconds} seconds sees nothing; it must be positive")
         self.seconds = seconds
-        # Times rise, needs fall: what a larger, later need hides is not kept.
+        # Times rise and needs fall: a need that a later one at least equals is not kept.
         self._largest: deque[tuple[float, int]] = deque()
         self._now = -math.inf
 
     def add(self, tokens: int, now: float) -> None:
-        """So much was needed at ``now`` (seconds of any monotonic clock).
+        """Records a need of ``tokens`` at time ``now``, in seconds of any monotonic clock.
 
         Raises:
-            ValueError: ``now`` lies before an earlier call's; nothing has changed.
+            ValueError: ``tokens`` is negative, or ``now`` is before that of an earlier call;
+                nothing has changed.
         """
         if not tokens >= 0:
             raise ValueError(f"0 tokens or more are needed, not {tokens}")
@@ -31,10 +36,10 @@ class NeedWindow:
         self._largest.append((now, tokens))
 
     def largest(self, now: float) -> int:
-        """Tokens of the largest need since ``now - seconds``; 0 if there was none.
+        """Returns the largest need since ``now - seconds``, in tokens; 0 if there was none.
 
         Raises:
-            ValueError: ``now`` lies before an earlier call's; nothing has changed.
+            ValueError: ``now`` is before that of an earlier call; nothing has changed.
         """
         self._advance(now)
         return self._largest[0][1] if self._largest else 0

@@ -1,4 +1,4 @@
-"""Whether another process still runs."""
+"""Liveness check of another process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import weakref
 
 
 class Process:
-    """A process by its number; one that has ended when this is made counts as ended.
+    """A process given by its pid.
 
-    A number that belongs to another process by then is taken for a process that runs: whoever asks
-    must not wait for its end alone.
+    A process that cannot be opened when this object is created counts as ended. If another process
+    has the pid by then, that process is watched instead, so a caller must not rely on :meth:`alive`
+    alone.
     """
 
     def __init__(self, pid: int) -> None:
@@ -24,7 +25,7 @@ class Process:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def alive(self) -> bool:
-        """Whether it runs, or is stopped."""
+        """Returns whether the process has not ended; a stopped process is alive."""
         if self._fd < 0:
             return False
         poll = select.poll()

@@ -1,9 +1,9 @@
-"""Which of a master's blocks lie in which worker's memory.
+"""Placement of the workers' memory among a master's blocks.
 
-Blocks are numbered through by address: first those in the master's own memory, then a *region* for
-each worker, with room for all that this one may lend. A worker lends the end of its memory, so of a
-region the last blocks are there. Pages of memory are mapped whole, so that a region can end only
-where a block and a page end together.
+Blocks are numbered by address. The blocks in the master's own memory come first, then a *region*
+for each worker, with room for everything that the worker may lend. A worker lends the end of its
+memory, so the last blocks of a region are available. Memory is mapped in whole pages, so a region
+can end only where a block and a page end together.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from typing import NamedTuple
 
 
 class Region(NamedTuple):
-    """Blocks ``[first, end)``, and the bytes of memory that they lie in."""
+    """Blocks ``[first, end)`` and the range of memory that contains them."""
 
     first: int
+    """First block"""
     end: int
+    """First block after the region"""
     offset: int
-    """Of the memory, from block 0."""
+    """Start of the memory, in bytes from block 0"""
     size: int
-    """Bytes."""
+    """Size of the memory, in bytes"""
 
     def blocks(self, lent: int, block_bytes: int) -> int:
-        """First of the whole blocks in the last ``lent`` bytes; ``end`` if there is none."""
+        """Returns the first whole block in the last ``lent`` bytes; ``end`` if there is none."""
         return self.end - lent // block_bytes
 
 
 class Regions:
-    """Finds room for workers among the blocks that have addresses.
+    """Allocator of regions among the blocks that have addresses.
 
     Args:
-        first: the first block that has no memory of the master's.
-        end: behind the last block that has an address.
-        block_bytes: bytes of a block.
-        page: bytes of a page of memory.
+        first: first block that is not in the master's own memory.
+        end: first block that has no address.
+        block_bytes: bytes per block.
+        page: bytes per page of memory.
     """
 
     def __init__(self, first: int, end: int, block_bytes: int, page: int) -> None:
@@ -46,15 +48,15 @@ class Regions:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest region that :meth:`take` could give now."""
+        """Size of the largest region that :meth:`take` can allocate now, in bytes."""
         return max((self._room(*gap)[1] for gap in self._gaps()), default=0)
 
     def take(self, size: int) -> Region | None:
-        """A region for ``size`` bytes, whole pages; None if there are not so many addresses."""
+        """Allocates a region for ``size`` bytes of whole pages; None if no gap is large enough."""
         for low, high in self._gaps():
             end, room = self._room(low, high)
             if 0 < size <= room:
-                # As low as it can be, so that others find room behind it.
+                # As low as possible, so that other regions find room after it.
                 end = -(-(low * self._block + size) // (self._block * self._step)) * self._step
                 region = Region(end - size // self._block, end, end * self._block - size, size)
                 insort(self._taken, region)
@@ -62,11 +64,11 @@ class Regions:
         return None
 
     def give(self, region: Region) -> None:
-        """The region is free again."""
+        """Frees a region."""
         self._taken.remove(region)
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """Blocks ``[low, high)`` that are in no region, and do not touch one."""
+        """Returns gaps ``(low, high)``; a region within ``[low, high - 1)`` touches no other."""
         gaps, low = [], self._first + 1
         for region in self._taken:
             gaps.append((low, region.offset // self._block))
@@ -74,7 +76,7 @@ class Regions:
         return [*gaps, (low, self._end + 1)]
 
     def _room(self, low: int, high: int) -> tuple[int, int]:
-        """Where the last possible region in a gap ends, and its bytes."""
+        """Returns the end of the highest possible region in a gap, and its size in bytes."""
         end = (high - 1) // self._step * self._step
         pages = (end * self._block - low * self._block) // self.page
         return end, max(pages * self.page, 0)

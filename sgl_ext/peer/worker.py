@@ -1,7 +1,7 @@
-"""A worker: lends what it does not need, and has it back in time (SwiftCache §3.5).
+"""The worker, which lends memory that it does not need and reclaims it in time (SwiftCache §3.5).
 
-Decides between two steps of its engine, in a few microseconds, and waits for nobody. Times are
-seconds of any monotonic clock.
+It decides between two steps of its engine, in a few microseconds, and never waits for the master.
+Times are in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ logger = logging.getLogger(__name__)
 
 
 class Pool(Protocol):
-    """A worker's KV blocks, of which the last ones can go and come back."""
+    """A worker's KV blocks, of which the last ones can be removed and added again."""
 
     @property
     def blocks(self) -> int:
-        """Blocks that there are."""
+        """Number of blocks."""
 
     def removable(self, blocks: int) -> int:
-        """How many of the last ``blocks`` could be removed now, if caches left them.
+        """Returns how many of the last ``blocks`` blocks could be removed if caches were evicted.
 
-        None while something forbids it that passes.
+        Returns 0 while a temporary condition forbids removal.
         """
 
     def vacate(self, blocks: int) -> int:
-        """Makes the last ``blocks`` free where only a cache holds them.
+        """Evicts caches from the last ``blocks`` blocks where nothing else holds them.
 
         Returns:
-            Blocks up to the last one that is still in use.
+            Number of blocks up to the last one that is still in use.
         """
 
     def shrink(self, blocks: int) -> bool:
-        """Removes the last ``blocks``; False, with nothing changed, if that cannot be."""
+        """Removes the last ``blocks`` blocks; returns False, with nothing changed, if it cannot."""
 
     def grow(self, blocks: int) -> None:
-        """Adds ``blocks`` behind the last one."""
+        """Adds ``blocks`` blocks after the last one."""
 
 
 class Memory(Protocol):
-    """A worker's memory: :class:`~sgl_ext.memory.lent.Lendable`."""
+    """A worker's lendable memory; see :class:`~sgl_ext.memory.lent.Lendable`."""
 
     @property
     def extents(self) -> tuple[Extent, ...]: ...
@@ -68,43 +68,46 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """On which a worker lends; times in seconds."""
+    """Terms on which a worker lends; times are in seconds."""
 
     granularity: Granularity = "auto"
+    """Unit of lending; see :func:`~sgl_ext.peer.lending.choose_unit`"""
     window: float = 60.0
-    """A need is expected to come again for so long (Algorithm 1: t)."""
+    """Time for which a past need is expected to recur (``t`` in Algorithm 1)"""
     interval: float = 1.0
-    """Between two looks at what could be lent."""
+    """Shortest time between two attempts to lend more"""
     deadline: float = 10.0
-    """In which the master leaves what is asked back."""
+    """Time in which the master must leave reclaimed memory"""
     lease: float = 10.0
-    """A master that is not heard of for so long has lost what was lent to it."""
+    """Silence after which a master loses the memory that was lent to it"""
     keep: int = 0
-    """Tokens that are never lent."""
+    """Number of tokens for which memory is never lent"""
 
 
 @dataclass
 class Counts:
-    """What has happened since the start."""
+    """Totals since the start."""
 
     lent: int = 0
-    """Bytes, as :attr:`reclaimed`."""
+    """Bytes that were lent"""
     reclaimed: int = 0
+    """Bytes that were reclaimed"""
     replaced: int = 0
-    """Times that memory was replaced because its master did not leave it."""
+    """Number of times that memory was replaced because its master did not leave it"""
 
 
 class Worker:
-    """One process that lends.
+    """One process that lends memory.
 
     Args:
-        memory: what may be lent.
-        pool: the blocks that lie in it, all of them there.
-        block: bytes of a block.
-        page: tokens of a block.
-        first: blocks in front of the pool's.
-        memory_page: bytes of a page of memory.
-        process: tells whether a process runs.
+        memory: memory that may be lent.
+        pool: the KV blocks; none of them is lent yet.
+        terms: terms of lending.
+        block: bytes per block.
+        page: tokens per block.
+        first: number of blocks before the first block of the pool.
+        memory_page: bytes per page of memory.
+        process: constructor of an object that tells whether a pid is alive.
     """
 
     def __init__(
@@ -127,36 +130,37 @@ class Worker:
         self._master: Process | None = None
         self._needs = NeedWindow(terms.window)
         self._looked = self._heard = self._failed = float("-inf")
-        # Numbers of the grants that asked something back and that the master may not keep to yet,
-        # and when they did.
+        # Number and time of each grant that reclaimed memory and that the master may not keep to
+        # yet.
         self._asked: deque[tuple[int, float]] = deque()
-        # By name; who has not left in time, and may still use what was replaced.
+        # Masters by name that did not leave in time and may still use replaced memory.
         self._late: dict[bytes, Process] = {}
         self._closed = False
         self._lender = Lender(os.urandom(8), os.getpid(), memory.extents)
         self.lending: Lending | None = None
-        """How much, with the master that there is."""
+        """Lending policy for the current master; None without a master"""
         self.refused = ""
-        """Why the master takes nothing."""
+        """Reason why the master takes no memory; empty if there is none"""
         self.counts = Counts()
+        """Totals since the start"""
 
     @property
     def message(self) -> Lend:
-        """All that the master should know; to be sent when it changes, and again and again."""
+        """The message for the master, to be sent when it changes and at every beat."""
         return self._lender.message
 
     @property
     def lent(self) -> int:
-        """Bytes that the master may be using."""
+        """Upper bound of the bytes that the master may be using."""
         return self._lender.bound
 
     @property
     def used(self) -> int:
-        """Bytes that the master says it uses."""
+        """Bytes that the master reports as used."""
         return self._lender.heard.used if self._lender.heard else 0
 
     def hear(self, keep: Keep, now: float) -> None:
-        """What the master says."""
+        """Takes in a message of the master."""
         if self._lender.hear(keep):
             if not self._end(now):
                 return
@@ -171,13 +175,13 @@ class Worker:
             self.refused = keep.refused
             if keep.refused:
                 logger.warning("the master takes no memory of this worker: %s", keep.refused)
-        # Of the latest grant, and not of one before.
+        # The refusal must be about the latest grant, not about an earlier one.
         if keep.refused and self._lender.granted and keep.number == self._lender.number:
             self._ask_back(0, now)
             self._looked = now + self._terms.window
         if self._master is None:
             self._master = self._process_of(keep.pid)
-        # Who answers in this session has left the one before.
+        # A master that answers in this session has left the previous one.
         self._late.pop(keep.master, None)
         most = min(self._memory.size, keep.most)
         if self.lending is None or self.lending.size != most:
@@ -189,10 +193,12 @@ class Worker:
             )  # fmt: skip
 
     def step(self, need: int, now: float) -> None:
-        """Between two steps of the engine.
+        """Reclaims memory that is needed and lends memory that is not.
+
+        Runs between two steps of the engine.
 
         Args:
-            need: tokens that all requests have, or come to have, together.
+            need: sum of the tokens that all requests have or will have.
         """
         self._lender.busy = need > 0
         need = max(need, self._terms.keep)
@@ -219,7 +225,7 @@ class Worker:
             self._lend_more(lending, now)
 
     def close(self) -> None:
-        """Asks everything back in the next steps, and lends nothing any more."""
+        """Stops lending, and reclaims all lent memory during the next steps."""
         self._closed = True
 
     def _ask_back(self, size: int, now: float) -> None:
@@ -233,7 +239,8 @@ class Worker:
         granted, need = self._lender.granted, self._needs.largest(now)
         if (most := lending.scale_down(granted, need, 0)) == granted:
             return
-        # What is evicted where nothing can be lent would be evicted for nothing, again and again.
+        # Check first how much could be removed: caches must not be evicted at every attempt from
+        # blocks that cannot be lent.
         blocks = self._pool.blocks
         held = blocks - self._pool.removable(blocks - lending.local(most))
         if (most := lending.scale_down(granted, need, held)) == granted:
@@ -245,7 +252,7 @@ class Worker:
             self.counts.lent += more - granted
 
     def _take_back(self) -> None:
-        """What the master has left is the pool's again."""
+        """Adds the blocks that the master has left to the pool."""
         bound = self._lender.bound
         local = self._capacity
         if bound and self.lending is not None:
@@ -255,7 +262,11 @@ class Worker:
             self.counts.reclaimed += back * self._block
 
     def _end(self, now: float) -> bool:
-        """The session is over: the worker has its memory, or other memory in its place."""
+        """Ends the session; replaces lent memory that a live master has not left.
+
+        Returns:
+            False if the memory cannot be replaced now; the session then continues.
+        """
         bound = self._lender.bound
         if bound and self._alive():
             if now - self._failed < self._terms.interval:

@@ -1,1 +1,1 @@
-"""Restoring long prefixes: the front is computed while the back loads (CacheFlow)."""
+"""Restoration of long prefixes: the front is computed while the back loads (CacheFlow)."""

@@ -1,7 +1,7 @@
-"""What goes into the first layer of a pipeline stage, kept so that the stage can compute alone.
+"""Boundary activations: inputs of a stage's first layer, stored so that the stage computes alone.
 
-Beside the KV of a stage's layers, which it computes from them, these activations are small: one
-row of the model's hidden size for each token (CacheFlow §3.2).
+A pipeline stage computes the KV of its layers from them. They are small compared with this KV: one
+row of the model's hidden size per token (CacheFlow §3.2).
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from sgl_ext.tiers.tier import Tier
 
 
 def boundary_layout(hidden: int, page: int, dtype: str, fingerprint: str) -> Layout:
-    """Of a page of boundary activations: tiers hold it like a page of KV of one layer.
+    """Returns the layout of a page of boundary activations.
+
+    Tiers store such a page as a page of KV of one layer.
 
     Args:
         hidden: elements of a token's row.
-        fingerprint: of the weights, and of the boundary.
+        page: tokens of a page.
+        dtype: name of the torch dtype.
+        fingerprint: identifies the weights and the boundary.
 
     Raises:
         ValueError: ``hidden`` is odd.
@@ -32,12 +36,12 @@ def boundary_layout(hidden: int, page: int, dtype: str, fingerprint: str) -> Lay
 
 
 class BoundaryStore:
-    """Boundary activations in a tier, under the keys of the pages whose tokens they are of.
+    """Store of boundary activations in a tier, under the keys of the pages of their tokens.
 
-    Not thread-safe; its methods wait for the tier.
+    Not thread-safe. Its methods wait for the tier.
 
     Args:
-        arena: of a :func:`boundary_layout`; all of its places are used for what is under way.
+        arena: arena of a :func:`boundary_layout`; the store uses all of its places for transfers.
     """
 
     def __init__(self, tier: Tier, arena: Arena) -> None:
@@ -50,10 +54,10 @@ class BoundaryStore:
         """Stores whole pages.
 
         Args:
-            rows: ``[tokens, row_bytes]``, of all tokens of ``keys``.
+            rows: ``[tokens, row_bytes]``, one row for each token of ``keys``.
 
         Returns:
-            Pages that can be found from now on.
+            Number of pages that the tier has stored.
         """
         pages = rows.reshape(len(keys), self._arena.layout.block_bytes)
         kept = 0
@@ -64,9 +68,9 @@ class BoundaryStore:
         return kept
 
     def load(self, keys: Sequence[Key]) -> NDArray[np.uint8]:
-        """Rows of the first of ``keys``, as far as the tier has them: ``[tokens, row_bytes]``.
+        """Loads the rows of the leading ``keys`` that the tier has: ``[tokens, row_bytes]``.
 
-        At most as many pages as the arena has.
+        Loads at most as many pages as the arena has.
         """
         some = keys[: self._arena.pages]
         good = self._tier.load(some, np.arange(len(some)))
@@ -74,5 +78,5 @@ class BoundaryStore:
         return self._memory(count).copy().reshape(count * self._page, self.row_bytes)
 
     def _memory(self, pages: int) -> NDArray[np.uint8]:
-        """Of the first places."""
+        """Returns the memory of the first places, ``[pages, block_bytes]``."""
         return self._arena.memory[:pages, : self._arena.layout.block_bytes]

@@ -1,4 +1,4 @@
-"""The I/O channels of the tiers: what each loads next for the requests that are restored."""
+"""I/O channels of the tiers, which load pages for the requests that are being restored."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.lower import LowerTier
 
 _PATIENCE_S = 0.5
-"""That a load may be late, beside the time that it should take."""
+"""Seconds that a load may be late, in addition to its expected duration."""
 
 
 @dataclass(eq=False, slots=True)
 class Restoration:
-    """A request that is restored; a :class:`~sgl_ext.restore.policies.Candidate`.
+    """Request that is being restored; implements :class:`~sgl_ext.restore.policies.Candidate`.
 
-    Pages are numbered as in its prompt.
+    Pages are numbered by their position in the prompt.
     """
 
     rid: str
     arrived: float
     behind: int
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
     pointers: Pointers
     first: int
-    """Page that computing has begun with."""
+    """First page that the restoration covers."""
     begin: int
-    """The first page of :attr:`keys` and :attr:`places`."""
+    """First page of :attr:`keys` and :attr:`places`."""
     keys: Sequence[Key]
     places: Pages
-    """In host memory, held: what is loaded lands there."""
+    """Places in host memory that are held for the loads."""
     precedence: int
-    """The smaller, the sooner, whatever the policy says of others."""
+    """Precedence over the policy: a request with a smaller value goes first."""
     remaining: float = 0.0
     recomputing: float = 0.0
     rank: tuple[int, float] = (0, 0.0)
-    """Its precedence, and what the policy says."""
+    """Precedence, then the rank that the policy gives."""
     loaded: dict[str, int] = field(default_factory=dict)
-    """Pages, by tier."""
+    """Loaded pages, by tier."""
     reached: int = 0
-    """Tokens of its prompt that were computed or loaded, once a part was computed."""
+    """Tokens of the prompt that are computed or loaded; 0 until a first part is planned."""
     gone: bool = False
 
     def estimate(self, costs: Costs, page: int) -> None:
-        """What is left to do, for policies."""
+        """Updates :attr:`remaining` and :attr:`recomputing`, from which policies choose."""
         free, front = [*self.pointers.free], self.pointers.front * page
         back = free[-1].end * page if free else front
-        # Tiers load at the same time: what the one with most left takes is what remains.
+        # Tiers load in parallel: the tier with the most pages left determines the time.
         tiers = [each.tier for each in free] or [self.pointers.stretches[0].tier]
         tier = max(tiers, key=self.pointers.left)
         self.recomputing = costs.recomputing(front, back)
@@ -66,18 +66,19 @@ class Restoration:
 
 
 class Channels:
-    """One channel for each tier; a load is a few pages of one request.
+    """I/O channels of the tiers, one per tier. A load transfers a few pages of one request.
 
-    When a load has ended, the thread of its tier begins the next one, whatever the scheduler is
-    doing meanwhile.
+    When a load has ended, the thread of its tier begins the next one, independently of the
+    scheduler.
 
     Args:
-        page: tokens.
-        unit: pages of one load, at most: the smaller, the closer pointers meet.
+        page: tokens of a page.
+        unit: maximum pages of one load; with a smaller one pointers meet more closely.
 
     Attributes:
-        lock: of everything here, and of the pointers of the requests; never held while waiting.
-        computing: the request whose prompt is being computed.
+        lock: protects the state of this object and the pointers of the requests; never held while
+            waiting.
+        computing: request whose prompt is being computed.
     """
 
     def __init__(
@@ -96,29 +97,41 @@ class Channels:
 
     @property
     def interrupts(self) -> bool:
-        """Whether a prompt that is being computed gives way to one that comes before it."""
+        """Returns whether a request that ranks first interrupts a prompt that is being computed."""
         return self._policy.interrupts
 
     def changed(self, one: Restoration) -> None:
-        """Its pointers have moved, or it has just come. With the lock held."""
+        """Updates a request that is new or whose pointers have moved, and begins loads.
+
+        The caller holds the lock.
+        """
         self._note(one)
         for stretch in one.pointers.stretches:
             self._next(stretch.tier)
 
     def leave(self, one: Restoration) -> None:
-        """Nothing more is loaded for it; what is on its way lands. With the lock held."""
+        """Stops loading for a request; loads in flight still complete.
+
+        The caller holds the lock.
+        """
         one.gone = True
         self._note(one)
         if self.computing is one:
             self.computing = None
 
     def flying(self, one: Restoration) -> bool:
-        """Whether something may still land in its places. With the lock held."""
+        """Returns whether a load may still write to the request's places.
+
+        The caller holds the lock.
+        """
         return any(each is one for each in self._loading.values())
 
     def busy(self, one: Restoration, tier: str) -> float:
-        """Seconds until the channel turns to the request, or does again; infinite if it does not,
-        as far as can be told. With the lock held."""
+        """Returns the seconds until the channel begins its next load for the request.
+
+        Returns infinity if, as far as can be predicted, the channel does not load for the request
+        next. The caller holds the lock.
+        """
         able = self._able[tier]
         if able.get(one.rid) is not one:
             return inf
@@ -129,18 +142,21 @@ class Channels:
         (stretch,) = (each for each in current.pointers.stretches if each.tier == tier)
         expected = self._costs.loads[tier].seconds(stretch.flying * self._page)
         late = time.monotonic() - stretch.began - expected
-        # A device that is so late may hang: nobody waits for what it would load next.
+        # A device that is this late may hang, so its next load is not waited for.
         return inf if late > expected + _PATIENCE_S else max(-late, 0.0)
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Stops all channels: no further load begins."""
         with self.lock:
             self._closed = True
             for able in self._able.values():
                 able.clear()
 
     def _next(self, name: str) -> None:
-        """Begins the next load of a tier that has none under way. With the lock held."""
+        """Begins the next load of a tier that has none in flight.
+
+        The caller holds the lock.
+        """
         able = self._able[name]
         while able and name not in self._loading and not self._closed:
             one = self._policy.load(able.values(), self.computing)
@@ -155,7 +171,7 @@ class Channels:
             self._tiers[name].load_then(one.keys[begin:end], one.places[begin:end], then)
 
     def _landed(self, name: str, one: Restoration, good: NDArray[np.bool_], seconds: float) -> None:
-        """In the tier's thread."""
+        """Records a finished load and begins the next one, in the tier's thread."""
         with self.lock:
             del self._loading[name]
             one.pointers.land(name, good.tolist())
@@ -166,12 +182,12 @@ class Channels:
             self._next(name)
 
     def _note(self, one: Restoration) -> None:
-        """Which tiers could load something for the request."""
+        """Updates the request's estimates and rank, and the tiers that can load pages for it."""
         one.estimate(self._costs, self._page)
         one.rank = one.precedence, self._policy.rank(one)
         for stretch in one.pointers.stretches:
             able = self._able[stretch.tier]
             if not one.gone and one.pointers.left(stretch.tier):
                 able[one.rid] = one
-            elif able.get(one.rid) is one:  # not its successor of the same name
+            elif able.get(one.rid) is one:  # not a later request with the same id
                 del able[one.rid]

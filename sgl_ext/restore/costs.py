@@ -1,4 +1,4 @@
-"""What computing and loading KV cost, and where the two meet (CacheFlow §3.1)."""
+"""Cost model of computing and loading KV, and the position where both meet (CacheFlow §3.1)."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _MEMORY = 0.8
-"""Weight of what was known before against one more observation."""
+"""Weight of the previous estimate against one more observation."""
 _FARTHEST = 4.0
-"""An observation that is more times off counts as this: something else was in the way."""
+"""Limit of the ratio between an observation and its estimate; a larger one has other causes."""
 COMPUTE = "compute"
-"""What costs are of, beside the names of tiers."""
+"""Name of the cost of computing; costs of loading have the names of tiers."""
 CROSSOVER = 512
-"""Tokens: L_delta where it was not measured."""
+"""Default of L_delta where it was not measured, in tokens."""
 _OBSERVED = 512
-"""Forwards, and loads of each tier, that are remembered."""
+"""Recent forwards, and recent loads of each tier, that are kept."""
 _FITTED = 64
-"""The last of them, which say what computing costs."""
+"""Recent forwards that the cost of computing is fitted to."""
 _BELIEF = 0.1
-"""Weight of what a fit departs from against one forward."""
+"""Weight of the prior costs of a fit against one forward."""
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Seconds of a forward over tokens ``begin .. end - 1`` of a prompt.
+    """Cost in seconds of a forward over tokens ``begin .. end - 1`` of a prompt.
 
-    Attention makes a token the dearer the more tokens lie before it.
+    The cost of a token grows with its position because it attends to all tokens before it.
     """
 
     overhead: float = 0.0
-    """Of every forward."""
+    """Seconds of a forward, whatever its tokens."""
     per_token: float = 1e-3
+    """Seconds per token."""
     per_pair: float = 0.0
-    """Of every token and one that it attends to."""
+    """Seconds per pair of a token and a token that it attends to."""
 
     def seconds(self, begin: int, end: int) -> float:
+        """Returns the seconds of one forward."""
         return self.overhead + self.work(begin, end)
 
     def work(self, begin: int, end: int) -> float:
-        """Without what every forward takes."""
+        """Returns the seconds without the overhead of the forward."""
         return (end - begin) * (self.per_token + self.per_pair * (begin + end) / 2)
 
     def in_chunks(self, begin: int, end: int, chunk: int) -> float:
-        """By forwards of ``chunk`` tokens each."""
+        """Returns the seconds of computing in forwards of ``chunk`` tokens each."""
         return math.ceil((end - begin) / chunk) * self.overhead + self.work(begin, end)
 
     def scaled(self, by: float) -> ComputeCost:
@@ -56,17 +58,18 @@ class ComputeCost:
 def fit(
     samples: Sequence[tuple[int, int, float]], believed: ComputeCost | None = None
 ) -> ComputeCost:
-    """The costs that explain forwards ``(begin, end, seconds)`` best.
+    """Returns the costs that explain measured forwards best.
 
-    Least squares of relative errors, none of them negative: a short forward counts as much as a
-    long one, and one that something was in the way of hardly counts.
+    Minimizes the squared relative errors over non-negative costs: a short forward counts as much as
+    a long one, and a delayed forward hardly counts.
 
     Args:
-        believed: of what the forwards do not tell, being alike.
+        samples: ``(begin, end, seconds)`` of each forward.
+        believed: prior costs, which decide what similar forwards leave undetermined.
 
     Raises:
-        ValueError: nothing is believed, and there are fewer than three forwards, or all of them
-            are alike.
+        ValueError: a forward did not take any time; or ``believed`` is None and there are fewer
+            than three forwards, or all have the same number of tokens.
     """
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
@@ -89,7 +92,7 @@ def fit(
 
 @dataclass(frozen=True)
 class LoadCost:
-    """Seconds of a load of consecutive tokens from one tier."""
+    """Cost in seconds of a load of consecutive tokens from one tier."""
 
     latency: float = 0.0
     per_token: float = 1e-3
@@ -103,14 +106,14 @@ class LoadCost:
 
 @dataclass
 class Costs:
-    """What is believed of one process; serving corrects it.
+    """Estimated costs of one process, corrected by observations while it serves.
 
     Attributes:
-        compute: of a forward.
-        loads: by the name of the tier.
+        compute: cost of a forward.
+        loads: cost of a load, by the name of the tier.
         chunk: tokens of a forward that restores.
-        measured: what of them comes from a profile, tiers by their name; of the rest the first
-            observations say all.
+        measured: names of the costs that come from a profile: :data:`COMPUTE` and tiers. The first
+            observation replaces the default of any other cost.
     """
 
     compute: ComputeCost
@@ -118,20 +121,21 @@ class Costs:
     chunk: int
     measured: frozenset[str] = frozenset()
     crossover: int = CROSSOVER
-    """Tokens from which on a prefix in host memory is restored by tokens, not layers: L_delta."""
+    """Length in tokens from which on a prefix in host memory is restored by tokens instead of by
+    layers: L_delta."""
     forwards: deque[tuple[int, int, float]] = field(
         default_factory=lambda: deque(maxlen=_OBSERVED), repr=False
     )
-    """The last ones: from which token to which, and the seconds that it took."""
+    """Recent forwards: ``(begin, end, seconds)``."""
     loaded_lately: dict[str, deque[tuple[int, float]]] = field(default_factory=dict, repr=False)
-    """By tier: the tokens of the last loads, and the seconds that each took."""
+    """Recent loads by tier: ``(tokens, seconds)``."""
     epoch: int = 0
-    """How often something was observed for the first time, which makes all that was estimated
-    before void."""
+    """Number of costs that were observed for the first time. Each change invalidates all earlier
+    estimates."""
     _seen: set[str] = field(default_factory=set, repr=False)
 
     def computed(self, begin: int, end: int, seconds: float) -> None:
-        """A forward over these tokens took so long."""
+        """Records a forward over tokens ``begin .. end - 1``."""
         self.forwards.append((begin, end, seconds))
         expected = self.compute.seconds(begin, end)
         correction = self._correction(COMPUTE, seconds / expected)
@@ -143,19 +147,22 @@ class Costs:
         self.compute = fit(lately, ComputeCost(per_token=float(rates.sum() / (rates**2).sum())))
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
-        """A load of so many tokens took so long."""
+        """Records a load of ``tokens`` tokens from a tier."""
         lately = self.loaded_lately.setdefault(tier, deque(maxlen=_OBSERVED))
         lately.append((tokens, seconds))
         cost = self.loads[tier]
         self.loads[tier] = cost.scaled(self._correction(tier, seconds / cost.seconds(tokens)))
 
     def meeting(self, front: int, back: int, tier: str, busy: float = 0.0) -> float:
-        """Where computing from ``front`` on and loading from ``back`` down are done together.
+        """Returns the position where computing and loading finish at the same time.
 
-        Equation 1's split, with a cost of computing that grows with the position.
+        Computing goes from ``front`` up, loading from ``back`` down. This is the split of equation
+        1, with a cost of computing that grows with the position.
 
         Args:
-            busy: seconds until the loading begins.
+            front: first token that is not computed.
+            back: end of the tokens that are not loaded.
+            busy: seconds until loading begins; ``back`` is returned if it is infinite.
 
         Returns:
             A position in ``front .. back``, in tokens; ``front`` if computing does not pay.
@@ -175,17 +182,19 @@ class Costs:
         # linear·(x - front) + half·(x² - front²) = ahead + per_load·(back - x)
         slope = linear + per_load
         constant = ahead + per_load * back + linear * front + half * front * front
-        # Written so that it holds for half = 0, too.
+        # This form also holds for half = 0.
         at = 2 * constant / (slope + math.sqrt(max(slope * slope + 4 * half * constant, 0.0)))
         return min(max(at, float(front)), float(back))
 
     def remaining(self, front: int, back: int, end: int, behind: int, tier: str) -> float:
-        """Seconds until a request is restored and its prompt computed, with all to itself.
+        """Returns the seconds until a request is restored and its prompt computed.
+
+        Assumes that computing and loading serve only this request.
 
         Args:
-            front: where computing stands.
-            back: down to where it is loaded.
-            end: where what ``tier`` can load ends.
+            front: first token that is not computed.
+            back: end of the tokens that are not loaded.
+            end: end of the tokens that are computed or restored before the rest of the prompt.
             behind: tokens of the prompt.
         """
         seconds = self.compute.seconds(end, behind) if behind > end else 0.0
@@ -195,7 +204,7 @@ class Costs:
         return seconds
 
     def recomputing(self, front: int, back: int) -> float:
-        """Seconds of computing what is not loaded (Algorithm 1's remaining work)."""
+        """Returns the seconds of computing what is not loaded (remaining work of Algorithm 1)."""
         return self.compute.in_chunks(front, back, self.chunk) if front < back else 0.0
 
     def _correction(self, what: str, ratio: float) -> float:

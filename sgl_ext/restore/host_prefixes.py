@@ -14,37 +14,39 @@ from sgl_ext.tiers.host import HostPages
 
 
 class Strategy(Enum):
-    """What is computed while the rest loads."""
+    """Part of a prefix that is computed while the rest loads."""
 
     TOKENS = "tokens"
-    """The first tokens, of all layers."""
+    """The first tokens, in all layers."""
     LAYERS = "layers"
-    """The lower layers, of all tokens."""
+    """The lower layers, for all tokens."""
 
 
 @dataclass
 class Held:
-    """Consecutive pages of a prompt in host memory."""
+    """Consecutive pages of a prompt that are pinned in host memory."""
 
     first: int
-    """Number of the first of them in the prompt."""
+    """Number of the first page in the prompt."""
     pages: Pages
+    """Places in host memory."""
     by: Strategy
     since: float
+    """Time of pinning on the monotonic clock, in seconds."""
     computed: int = 0
-    """Tokens that forwards have computed instead of taking them; by layers, as many tokens as the
-    layers are worth."""
+    """Tokens that forwards have computed instead of loading them. By layers, the computed share of
+    the layers times the tokens."""
     request: Any = None
-    """The scheduler's, once the first of the forwards that take some of them is about to run."""
+    """SGLang's request, set when the first forward that loads some of the pages is about to run."""
     told: dict[str, Any] | None = None
-    """What the request's answer will say of it, once the last of the forwards has begun."""
+    """Entry of the request's answer on this prefix, set when the last forward is admitted."""
 
 
 class HostPrefixes:
-    """Keeps pages where they are until the forwards that take them have ended.
+    """Prefixes whose pages are pinned in host memory until the forwards that load them have ended.
 
     Args:
-        page: tokens.
+        page: tokens of a page.
     """
 
     def __init__(self, host: HostPages, page: int) -> None:
@@ -59,10 +61,11 @@ class HostPrefixes:
         return self._held[rid]
 
     def hold(self, rid: str, keys: Sequence[Key], first: int, by: Strategy) -> None:
-        """The request's next ``keys`` are in host memory, and stay.
+        """Pins the request's next pages ``keys``, all of which are in host memory.
 
         Args:
-            first: number of the first of them in the prompt.
+            first: number of the first page in the prompt.
+            by: strategy that restores them.
         """
         self.release(rid)
         pages = self._host.use(keys)
@@ -70,38 +73,45 @@ class HostPrefixes:
         self._held[rid] = Held(first, pages, by, time.monotonic())
 
     def computed(self, rid: str, tokens: int) -> None:
-        """A forward has computed so many of them."""
+        """Records that a forward has computed so many tokens of the request's pages."""
         self._held[rid].computed += tokens
 
     def plan(self, rid: str, end: int) -> PrefillPlan:
-        """Of the request's prompt of ``end`` tokens."""
+        """Returns the plan of the request's prompt of ``end`` tokens."""
         held = self._held[rid]
         begin, loaded = held.first * self._page, (held.first + len(held.pages)) * self._page
         spans = [Span(begin, loaded, LoadOrCompute()), Span(loaded, end, Compute())]
         return PrefillPlan([Span(0, begin, Compute()), *spans] if begin else spans)
 
     def release(self, rid: str) -> None:
-        """The request's prefill has ended, or it does not come to it."""
+        """Unpins the pages of a request whose prefill has ended or will not run."""
         if (held := self._held.pop(rid, None)) is not None:
             self._host.unpin(held.pages)
 
     def expire(self, since: float, kept: Container[str]) -> None:
-        """Lets go of what was held before ``since``, but for the requests ``kept``: they are held
-        anew when they are looked up again."""
+        """Releases pages that were pinned before ``since``, except for the requests in ``kept``.
+
+        The next lookup of a request pins its pages again.
+        """
         for rid in [rid for rid, held in self._held.items() if held.since < since]:
             if rid not in kept:
                 self.release(rid)
 
     def give_up_one(self, kept: Container[str]) -> bool:
-        """Lets go of what is held for the newest request that is none of ``kept``; it is held anew
-        when the request is looked up again. False if there is none."""
+        """Releases the pages of the newest request that is not in ``kept``.
+
+        The next lookup of the request pins its pages again.
+
+        Returns:
+            False if there is no such request.
+        """
         rid = next((rid for rid in reversed(self._held) if rid not in kept), None)
         if rid is not None:
             self.release(rid)
         return rid is not None
 
     def clear(self) -> list[str]:
-        """Gives everything up; the requests whose pages were kept."""
+        """Releases all pages and returns the ids of their requests."""
         rids = list(self._held)
         for rid in rids:
             self.release(rid)

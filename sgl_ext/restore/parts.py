@@ -1,4 +1,4 @@
-"""What the next forward of a request that is being restored does, and how far it goes."""
+"""Next part of a request that is being restored: what its forward computes and where it ends."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sgl_ext.restore.pointers import Pointers
 def next_part(
     pointers: Pointers, costs: Costs, page: int, *, flying_for: float, busy: float
 ) -> int | None:
-    """The page that the next forward ends before.
+    """Returns the page that the next forward ends before.
 
-    What it computes is what loading would not bring sooner: up to where both pointers, at the
-    rates that are believed in, meet; at most a chunk.
+    The forward computes pages that loading would not bring sooner: up to the position where both
+    pointers meet at the estimated rates, and at most a chunk.
 
     Args:
-        page: tokens.
-        flying_for: seconds that what is on its way to the request has been.
+        page: tokens of a page.
+        flying_for: seconds since the load in flight for the request began.
         busy: seconds until the channel begins to load its next pages; infinite if it does not.
 
     Returns:
         ``pointers.end`` if nothing is left to load: the forward goes to the end of the prompt, as
-        far as its budget goes. None if waiting for what is on its way is better than computing.
+        far as its budget allows. None if waiting for pages in flight is better than computing.
     """
     free, flying, chunk = pointers.next_free, pointers.flying, costs.chunk // page
     if free is not None and (flying is None or free.end <= flying.end):
-        if pointers.front < free.begin:  # nobody loads what comes before
+        if pointers.front < free.begin:  # no tier loads the pages before
             return min(free.begin, pointers.front + chunk)
         begin = pointers.front
         meeting = costs.meeting(begin * page, free.end * page, free.tier, busy)
@@ -39,20 +39,20 @@ def next_part(
     begin = max(flying.end, pointers.front)
     end = min(flying.end + flying.flying, begin + chunk)
     late = flying_for - costs.loads[flying.tier].seconds(flying.flying * page)
-    # If it does not come, waiting has cost at most twice what computing at once would have.
+    # If the load does not end, waiting has cost at most twice as much as computing at once.
     return end if abs(late) > costs.compute.seconds(begin * page, end * page) else None
 
 
 def plan_of(
     loaded: Iterable[tuple[int, int]], end: int, page: int, *, stop: int | None = None
 ) -> PrefillPlan:
-    """Computes what was not loaded.
+    """Returns the plan that computes everything that was not loaded.
 
     Args:
-        loaded: runs of pages, in order.
+        loaded: runs ``(first, end)`` of pages, in order.
         end: tokens of the prompt.
-        page: tokens.
-        stop: page that the forward does not go beyond.
+        page: tokens of a page.
+        stop: page that the forward does not go beyond; None if it may go to the end.
     """
     spans, at = [], 0
     for first, last in loaded:

@@ -1,6 +1,7 @@
-"""The two pointers of one request: what is computed from the front, what is loaded from the back.
+"""Compute and I/O pointers of one request: computing goes up from the front, loading down.
 
-Everything is in pages of the prompt. Pure state; :mod:`sgl_ext.restore.restorer` moves the bytes.
+All positions are pages of the prompt. The module holds state only;
+:mod:`sgl_ext.restore.restorer` moves the bytes.
 """
 
 from __future__ import annotations
@@ -12,27 +13,31 @@ from itertools import pairwise
 
 @dataclass(slots=True)
 class Stretch:
-    """Consecutive pages that one tier has; its loads take them from the end on."""
+    """Consecutive pages that one tier has; its loads take them from the end backward."""
 
     tier: str
     begin: int
     end: int
-    """The I/O pointer: pages from here on are loaded, or about to be."""
+    """I/O pointer: pages from here on are loaded or being loaded."""
     flying: int = 0
-    """Pages from :attr:`end` on that are on their way."""
+    """Pages from :attr:`end` on that are being loaded."""
     began: float = 0.0
-    """When they were asked for, on the monotonic clock."""
+    """Start of the current load on the monotonic clock, in seconds."""
 
 
 class Pointers:
-    """Which pages of a prefix are computed, loaded, on their way, or nobody's yet (§3.1).
+    """State of the pages of a prefix: computed, loaded, in flight or free (§3.1).
 
-    A page is taken once: by computing, which goes forward from :attr:`front`, or by the load of
-    its tier, which goes backward. What a load did not bring is computed after all.
+    A page is taken once: by computing, which goes forward from :attr:`front`, or by a load of its
+    tier, which goes backward. Pages that a load fails to bring are computed.
 
     Args:
-        front: the first page that is not there.
-        stretches: consecutive, from ``front`` or behind it on.
+        front: first page that is not resident.
+        stretches: consecutive stretches, the first of which begins at ``front`` or later.
+
+    Raises:
+        ValueError: there are no stretches, there is a gap between them, or the first begins
+            before ``front``.
     """
 
     def __init__(self, front: int, stretches: Sequence[Stretch]) -> None:
@@ -41,15 +46,22 @@ class Pointers:
         if not stretches or stretches[0].begin < front:
             raise ValueError(f"nothing to load behind page {front}: {stretches}")
         self.front = front
-        """The compute pointer: pages before it are computed, or about to be."""
+        """Compute pointer: pages before it are computed, loaded or about to be computed."""
         self.stretches = tuple(stretches)
         self.end = stretches[-1].end
-        """Of the prefix."""
+        """End of the prefix."""
         self._landed = bytearray(self.end)
 
     def take(self, tier: str, most: int, now: float = 0.0) -> tuple[int, int] | None:
-        """The next pages for a load of ``tier``: ``(begin, end)``; None if it has no more to do,
-        or has not ended the last ones."""
+        """Takes the next pages for a load of ``tier``.
+
+        Args:
+            most: maximum number of pages.
+            now: time on the monotonic clock, in seconds.
+
+        Returns:
+            ``(begin, end)``; None if the tier has no pages left or its last load has not ended.
+        """
         for stretch in self.stretches:
             if stretch.tier == tier:
                 begin = max(stretch.begin, self.front, stretch.end - most)
@@ -61,7 +73,14 @@ class Pointers:
         return None
 
     def land(self, tier: str, good: Sequence[bool]) -> None:
-        """What ``tier`` had on its way has ended; whether each page has come."""
+        """Records the end of the load of ``tier``.
+
+        Args:
+            good: True for each page that has landed.
+
+        Raises:
+            ValueError: the load was of another number of pages.
+        """
         (stretch,) = (each for each in self.stretches if each.tier == tier)
         if len(good) != stretch.flying:
             raise ValueError(f"{len(good)} pages have landed, {stretch.flying} were on their way")
@@ -70,11 +89,12 @@ class Pointers:
         stretch.flying = 0
 
     def compute(self, end: int) -> None:
-        """Pages up to ``end`` that are not loaded are computed now, whoever brings them, too."""
+        """Moves the compute pointer to ``end``; computing takes the pages before it that are not
+        loaded, even if a load is still bringing them."""
         self.front = max(self.front, end)
 
     def left(self, tier: str) -> int:
-        """Pages that neither computing nor ``tier``, which has them, has taken."""
+        """Returns the number of pages of ``tier`` that neither computing nor loading has taken."""
         return sum(
             max(each.end - max(each.begin, self.front), 0)
             for each in self.stretches
@@ -83,17 +103,17 @@ class Pointers:
 
     @property
     def free(self) -> Iterator[Stretch]:
-        """The stretches with pages that nobody has taken."""
+        """Stretches with pages that neither computing nor loading has taken."""
         return (each for each in self.stretches if each.end > max(each.begin, self.front))
 
     @property
     def next_free(self) -> Stretch | None:
-        """The first of them."""
+        """First of the :attr:`free` stretches; None if there is none."""
         return next(self.free, None)
 
     @property
     def flying(self) -> Stretch | None:
-        """The first stretch with pages on their way that computing has not taken."""
+        """First stretch with pages in flight that computing has not taken; None without one."""
         return next(
             (
                 each
@@ -105,21 +125,21 @@ class Pointers:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more will be loaded: all that is not there has to be computed."""
+        """Returns whether nothing more will be loaded, so that missing pages must be computed."""
         return self.next_free is None and self.flying is None
 
     def came(self, page: int) -> bool:
-        """Whether a load brought it before it was computed."""
+        """Returns whether a load brought the page before it was computed."""
         return bool(self._landed[page])
 
     def regions(self) -> Iterator[tuple[str, int, int]]:
-        """The pages that each tier has, whoever has taken them: tier, first page, end."""
+        """Yields ``(tier, first page, end)`` of the pages that each tier has, taken or not."""
         ends = [*(each.begin for each in self.stretches[1:]), self.end]
         for each, end in zip(self.stretches, ends, strict=True):
             yield each.tier, each.begin, end
 
     def loaded(self) -> Iterator[tuple[int, int]]:
-        """Runs of pages behind :attr:`front` that have landed."""
+        """Yields runs ``(begin, end)`` of landed pages from :attr:`front` on."""
         end = self.front
         while (begin := self._landed.find(1, end)) >= 0:
             end = self._landed.find(0, begin)

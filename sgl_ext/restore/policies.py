@@ -1,4 +1,4 @@
-"""Whose KV the channel of a tier loads next, and whose prompt is computed next (CacheFlow §3.3)."""
+"""Policies that choose the next request to load and the next to compute (CacheFlow §3.3)."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from typing import Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """A request as a policy sees it; seconds."""
+    """Request as a policy sees it; all times are in seconds."""
 
     arrived: float
     remaining: float
-    """Until its prompt is computed, if computing and channel are its own."""
+    """Time until its prompt is computed if computing and channel serve only this request."""
     recomputing: float
-    """Of computing what is not loaded."""
+    """Time of computing what is not loaded."""
     rank: tuple[int, float]
-    """What comes before any policy, and what :meth:`Policy.rank` last said."""
+    """Precedence, which goes before any policy, and the last result of :meth:`Policy.rank`."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
-    """Chooses among requests that are being restored.
+    """Policy that chooses among the requests that are being restored.
 
     Attributes:
-        interrupts: whether a prompt that is being computed gives way to one of a smaller rank.
+        interrupts: True if a request of a smaller rank interrupts a prompt that is being computed.
     """
 
     interrupts: bool
 
     def rank(self, one: Candidate) -> float:
-        """The smaller, the sooner its prompt is computed. Asked for anew when the request's
-        figures change, not for every choice."""
+        """Returns the rank of a request; prompts with a smaller rank are computed sooner.
+
+        Called when the request's estimates change, not for every choice.
+        """
 
     def load(self, able: Collection[C], computing: C | None) -> C:
-        """Whose KV is loaded next.
+        """Returns the request whose KV is loaded next.
 
         Args:
-            able: those that have something left to load; one at least.
-            computing: the request whose prompt is being computed, which may have nothing left.
+            able: requests with pages left to load, at least one.
+            computing: request whose prompt is being computed; it may have no pages left to load.
         """
 
 
 def soonest(waiting: Collection[C]) -> C:
-    """The one of the smallest rank."""
+    """Returns the request with the smallest rank."""
     return min(waiting, key=_RANK)
 
 
@@ -53,10 +55,10 @@ _RANK = attrgetter("rank")
 
 
 class Shortest:
-    """The least remaining time first, computing and channel on the same request.
+    """Shortest remaining time first, with computing and channel on the same request.
 
-    Waiting counts against remaining time, so that no request waits for ever: a request goes before
-    all that arrive ``remaining / ageing`` seconds later or more.
+    Waiting counts against remaining time, which prevents starvation: a request goes before all
+    requests that arrive ``remaining / ageing`` seconds later or more.
 
     Args:
         ageing: seconds of remaining time that a second of waiting is worth.
@@ -68,7 +70,7 @@ class Shortest:
         self._ageing = ageing
 
     def rank(self, one: Candidate) -> float:
-        # All grow older at the same rate, so that the order of their ages is that of arrivals.
+        # All requests age at the same rate, so arrival times give the same order as ages.
         return one.remaining + self._ageing * one.arrived
 
     def load(self, able: Collection[C], computing: C | None) -> C:
@@ -78,7 +80,10 @@ class Shortest:
 
 
 class Longest:
-    """The channel goes to the largest remaining recomputation (Algorithm 1, line 7)."""
+    """Largest remaining recomputation first for the channel (Algorithm 1, line 7).
+
+    Prompts are computed first come, first served.
+    """
 
     interrupts = False
 
@@ -90,7 +95,7 @@ class Longest:
 
 
 class Cake:
-    """First come, first served, by computing and by the channel: two pointers for each request
+    """First come, first served, for computing and for the channel: two pointers for each request
     (Jin et al., ICML 2025)."""
 
     interrupts = False
@@ -107,4 +112,4 @@ POLICIES: dict[str, Callable[[float], Policy]] = {
     "longest": lambda _ageing: Longest(),
     "cake": lambda _ageing: Cake(),
 }
-"""By name, given ``ageing``."""
+"""Constructors of the policies by name; their argument is ``ageing``."""

@@ -1,4 +1,4 @@
-"""What computing and loading cost on one machine, measured once and kept in the user's cache."""
+"""Profile of the costs of computing and loading on one machine, kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -15,54 +15,57 @@ from sgl_ext.config import Tiers
 from sgl_ext.restore.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
 
 VERSION = 3
-"""Of the file, and of what its figures mean."""
+"""Version of the file and of the meaning of its figures."""
 
 HOST = "host"
 PROFILES = "profiles"
-"""Folder of the user's cache."""
+"""Folder of the profiles in the user's cache."""
 _LARGEST = 1 << 20
-"""Bytes of a file that is read."""
+"""Maximum size of a profile, in bytes."""
 
 logger = logging.getLogger(__name__)
 
 
 Curve = dict[int, float]
-"""Seconds, by tokens of the prefix."""
+"""Seconds by tokens of the prefix."""
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """What a profile is of."""
+    """Subject of a profile: a model with its dtype and page size, on a device."""
 
     model: str
-    """Fingerprint of its weights."""
+    """Fingerprint of the model's weights."""
     dtype: str
     page: int
     device: str
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Measured costs; seconds."""
+    """Measured costs, in seconds."""
 
     subject: Subject
     compute: ComputeCost
     loads: dict[str, LoadCost]
-    """By tier."""
+    """Cost of a load, by tier."""
     devices: dict[str, str]
-    """What each tier was when it was measured; see :func:`devices`."""
+    """Description of each tier when it was measured; see :func:`devices`."""
     crossover: int = CROSSOVER
-    """Tokens from which on restoring from host memory is faster by tokens than by layers: L_delta
-    (§3.1)."""
+    """Length in tokens from which on a prefix in host memory is restored by tokens instead of by
+    layers: L_delta (§3.1)."""
     host: dict[str, Curve] = {}
-    """Of restoring from host memory, by the strategy: what :attr:`crossover` was found by."""
+    """Times of restoring from host memory, by strategy; :attr:`crossover` is derived from them."""
     version: int = VERSION
 
     def costs(self, tiers: Mapping[str, str], chunk: int, host: str = "") -> Costs:
-        """For restoring from these tiers.
+        """Returns the costs of restoring from these tiers.
+
+        A measured cost is used only if the description of its tier has not changed. Logs a warning
+        if the profile does not cover a tier.
 
         Args:
-            tiers: what :func:`devices` says of those below host memory now; another device is not
-                believed to be as fast.
-            host: what it says of host memory.
+            tiers: current :func:`devices` of the tiers below host memory.
+            chunk: tokens of a forward that restores.
+            host: current :func:`devices` of host memory.
         """
         known = {name for name in tiers if self.devices.get(name) == tiers[name]}
         known &= {*self.loads}
@@ -75,7 +78,7 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def devices(tiers: Tiers) -> dict[str, str]:
-    """What decides how fast each tier is, as far as the configuration tells."""
+    """Returns the settings that determine the speed of each tier, as JSON by tier."""
     found = {}
     if tiers.host is not None:
         found[HOST] = tiers.host.model_dump_json(include={"emulate", "link"})
@@ -87,13 +90,14 @@ def devices(tiers: Tiers) -> dict[str, str]:
 
 
 def path_of(subject: Subject, directory: Path) -> Path:
-    """Where its profile lies."""
+    """Returns the path of the profile of ``subject``."""
     digest = hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:16]
     return directory / f"{digest}.json"
 
 
 def find(subject: Subject, directory: Path) -> Profile | None:
-    """The profile of ``subject``; None if there is none that can be used, which the log notes."""
+    """Returns the profile of ``subject``; None if there is none or, with a warning, if it is
+    unusable."""
     path = path_of(subject, directory)
     try:
         found = _read(path)
@@ -119,7 +123,12 @@ def find(subject: Subject, directory: Path) -> Profile | None:
 
 
 def _read(path: Path) -> Profile:
-    """Raises OSError if it cannot be read, ValueError if it is no profile."""
+    """Reads a profile.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not a profile.
+    """
     with path.open("rb") as file:
         data = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
@@ -131,7 +140,7 @@ def _read(path: Path) -> Profile:
 
 
 def known(directory: Path) -> Iterable[Profile]:
-    """All profiles of this version."""
+    """Yields all profiles of this version; skips unreadable files."""
     for path in directory.glob("*.json"):
         try:
             found = _read(path)
@@ -142,7 +151,7 @@ def known(directory: Path) -> Iterable[Profile]:
 
 
 def save(profile: Profile, directory: Path) -> Path:
-    """Writes it whole or not at all."""
+    """Writes a profile atomically and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(profile.subject, directory)
     fd, partial = tempfile.mkstemp(dir=directory, prefix=".profile-")

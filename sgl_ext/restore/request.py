@@ -1,4 +1,4 @@
-"""A request that tiers have something of: what they have, and the places that it is loaded to."""
+"""Request with pages in lower tiers: the lookups, and the places that its pages are loaded into."""
 
 from __future__ import annotations
 
@@ -15,60 +15,63 @@ from sgl_ext.tiers.lower import LowerTier, result_of
 
 
 class Restored(TypedDict):
-    """What became of a prefix that lower tiers had; tokens."""
+    """Report on the restoration of a prefix that lower tiers had; counts are tokens."""
 
     loaded: dict[str, int]
-    """By tier."""
+    """Loaded tokens by tier."""
     computed: int
+    """Computed tokens."""
     seconds: float
-    """From the request's arrival until its last forward began."""
+    """Time from the request's arrival until its last forward began, in seconds."""
 
 
 @dataclass(slots=True)
 class Request:
-    """From its first look-up until it is restored or gone."""
+    """Request between its first lookup and the end of its restoration."""
 
     keys: Sequence[Key]
-    """Of the pages behind those that device and host memory have."""
+    """Keys of the pages after those that device and host memory have."""
     first: int
-    """Number of the first of them in the prompt."""
+    """Number of the first of these pages in the prompt."""
     behind: int
     """Tokens of the prompt."""
     lookups: list[tuple[LowerTier, Future[int]]]
-    """The nearest tier first: how many of the keys it has, from the first on."""
+    """Lookups of the tiers, nearest first; each returns how many leading keys its tier has."""
     pinned: Pages
-    """In host memory: of the pages before."""
+    """Pinned pages in host memory that precede :attr:`keys`."""
     arrived: float
+    """Time of arrival on the monotonic clock, in seconds."""
     asked: float
-    """When tiers were asked: those who follow others are asked for later than they arrive."""
+    """Time of the lookups; later than the arrival for a request that has followed another one."""
     seen: float
+    """Last time that the scheduler asked for the request, on the monotonic clock in seconds."""
     precedence: int
 
     @property
     def answered(self) -> bool:
-        """Whether all tiers have said what they have."""
+        """Returns whether all tiers have answered their lookups."""
         return all(lookup.done() for _, lookup in self.lookups)
 
     @property
     def nothing(self) -> bool:
-        """Whether all tiers have said that they have nothing."""
+        """Returns whether all tiers have answered and none has any of the keys."""
         return self.answered and not any(result_of(lookup, 0) for _, lookup in self.lookups)
 
     def open(self, rid: str, host: HostPages, *, scarce: bool) -> Restoration | None:
-        """Takes places in ``host`` for what tiers have, of the last pages if not for all.
+        """Reserves places in ``host`` for the pages that tiers have, or for the last of them.
 
         Args:
-            scarce: fewer places than there could be will do.
+            scarce: True to accept fewer places than the pages need.
 
         Returns:
-            None if there is nothing to load yet.
+            None if a lookup is pending, there is nothing to load, or there is not enough room.
         """
         if not self.answered:
             return None
         stretches, end = self._stretches()
         wanted = min(end - self.first, host.capacity)
         if not scarce and wanted > host.room:
-            return None  # others hold them; their turn comes first
+            return None  # other requests hold the places and are restored first
         places = host.reserve(min(wanted, host.room))
         if places is None or not len(places):
             return None
@@ -89,7 +92,7 @@ class Request:
         )
 
     def _stretches(self) -> tuple[list[Stretch], int]:
-        """Of each tier what the ones before it do not have, and where all of it ends."""
+        """Returns the pages of each tier that no nearer tier has, and the end of all of them."""
         found, at = [], self.first
         for tier, lookup in self.lookups:
             if (end := self.first + result_of(lookup, 0)) > at:

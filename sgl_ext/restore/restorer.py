@@ -1,4 +1,4 @@
-"""The restorations of a scheduler: from a prompt that tiers have the beginning of to its KV."""
+"""Restorer: restores the KV of prompts whose prefix lower tiers have, for one scheduler."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
 
 _LEASE_S = 60.0
-"""How long pages are kept for a request that nobody asks for any more."""
+"""Time after which a request that the scheduler no longer looks up is released, in seconds."""
 _SEEN_S = 5.0
-"""For how long a request that the scheduler does not come back to keeps others waiting."""
+"""Time for which a request that the scheduler no longer considers blocks others, in seconds."""
 _FOLLOWS = 0.5
-"""Share of a request's pages that another one restores, from which on it waits for that one."""
+"""Share of a request's pages from which on it waits for another request that restores them."""
 
 
 class Restorer:
-    """Only the scheduler's thread calls, and none of it waits for a device.
+    """Restorations of the requests of a scheduler.
+
+    Only the scheduler's thread calls it, and no method waits for a device.
 
     Args:
-        tiers: the nearest first.
-        page: tokens.
-        unit: pages of one load, at most.
-        wait: seconds within which tiers have to say what they have.
-        hits: takes the pages that were loaded, by tier.
+        tiers: tiers below host memory, nearest first.
+        page: tokens of a page.
+        unit: maximum pages of one load.
+        wait: seconds within which tiers have to answer a lookup.
+        hits: counter of loaded pages by tier, which the restorer updates.
     """
 
     def __init__(
@@ -58,25 +60,26 @@ class Restorer:
         self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
         self._requests: dict[str, Request] = {}
         self._opened: dict[str, Restoration] = {}
-        """What is being restored of them."""
+        """Restorations of the requests that hold places in host memory."""
         self._owners: dict[Key, str] = {}
-        """Of pages that a request restores, or is about to."""
+        """Request that restores a page, or is about to, by the key of the page."""
         self._followers: dict[str, tuple[str, float]] = {}
-        """Requests that wait for another one with the same prefix: which, and since when."""
+        """Requests that wait for another one with the same prefix: its id, and their time of arrival."""
         self._first: Restoration | None = None
-        """Whose turn it is in this step, once that is decided."""
+        """Restoration that is computed next in this step, once chosen."""
         self._chosen = False
         self._unopened: dict[str, Request] = {}
+        """Requests that wait for lookups or for places in host memory."""
         self._now = time.monotonic()
-        """When this step of the scheduler's began."""
+        """Start of this step of the scheduler, on the monotonic clock in seconds."""
         self._before = self._now
-        """When the step before began."""
+        """Start of the previous step."""
         self._epoch = costs.epoch
         self._leases_seen = 0.0
         self.interrupted = 0
-        """How often a prompt that was being computed has given way."""
+        """Number of times that a prompt being computed was interrupted."""
         self._leaving: list[Restoration] = []
-        """Gone ones in whose places something may still land."""
+        """Restorations that have ended and to whose places a load may still write."""
 
     def ask(
         self,
@@ -87,14 +90,14 @@ class Restorer:
         behind: int,
         precedence: int = 0,
     ) -> None:
-        """A request is looked up: tiers are asked, the first time, for what host memory lacks.
+        """Looks a request up; its first lookup asks tiers for the pages that host memory lacks.
 
         Args:
-            keys: of the pages of its prompt behind those that the device has.
-            here: how many of them host memory has.
-            first: number of the first of them in the prompt.
+            keys: keys of the pages of the prompt after those that the device has.
+            here: number of leading pages that host memory has.
+            first: number of the first of these pages in the prompt.
             behind: tokens of the prompt.
-            precedence: the smaller, the sooner, whatever the policy says; may change.
+            precedence: precedence over the policy: a smaller value goes first; may change.
         """
         now = time.monotonic()
         if (request := self._requests.get(rid)) is not None:
@@ -108,7 +111,7 @@ class Restorer:
         lacking = keys[here:]
         if (other := self._owners.get(lacking[0])) is not None:
             shared = sum(self._owners.get(key) == other for key in lacking)
-            # Who shares little, as a system prompt, has its own turn: it restores that once more.
+            # A request that shares little, such as a system prompt, restores that part again.
             if shared >= _FOLLOWS * len(lacking):
                 self._followers[rid] = other, arrived
                 return
@@ -123,34 +126,37 @@ class Restorer:
         self._requests[rid] = self._unopened[rid] = request
         for key in lacking:
             self._owners.setdefault(key, rid)
-        if len(self._unopened) == 1:  # those that wait for places come first
+        if len(self._unopened) == 1:  # requests that wait for places come first
             self._open(rid, request)
 
     def asked(self, rid: str) -> bool:
-        """Whether tiers below host memory may have something of the request's prompt."""
+        """Returns whether tiers below host memory may have pages of the request's prompt."""
         return rid in self._requests or rid in self._followers
 
     def restores(self, rid: str) -> bool:
-        """Whether something was found of the request's prompt, and it has not left."""
+        """Returns whether pages of the request's prompt were found and the request has not ended."""
         return rid in self._opened
 
     def loads(self, rid: str) -> bool:
-        """Whether something of the request's prompt is still loaded, or will be."""
+        """Returns whether pages of the request's prompt are being loaded or will be."""
         if (active := self._opened.get(rid)) is None:
             return False
         with self._channels.lock:
             return not active.pointers.settled
 
     def computes(self, rid: str) -> bool:
-        """Whether the first part of the request was computed, or is about to be."""
+        """Returns whether the request is the one whose prompt is being computed."""
         active = self._opened.get(rid)
         return active is not None and active is self._channels.computing
 
     def turn(self, rid: str, continuing: bool) -> bool:
-        """Whether a request that waits may be computed now.
+        """Returns whether a waiting request may be computed now.
+
+        Releases a request whose lookups take too long or that gets no places in host memory; the
+        scheduler may then compute it.
 
         Args:
-            continuing: another prompt is being computed part by part.
+            continuing: True if another prompt is being computed in parts.
         """
         if (request := self._requests.get(rid)) is None:
             return rid not in self._followers or self._followers[rid][0] not in self._requests
@@ -167,7 +173,7 @@ class Restorer:
         if not self._chosen:
             self._choose()
         if active is None and self._first is None:
-            # Nobody who has places will give any back: it makes do with those that there are.
+            # No request that holds places will release any, so this one takes those that are free.
             self._open(rid, request, scarce=True)
             if (active := self._opened.get(rid)) is None:
                 self.release(rid)
@@ -183,10 +189,10 @@ class Restorer:
                 self._channels.changed(active)
 
     def _choose(self) -> None:
-        """Decides whose turn it is, among those that the scheduler comes back to."""
+        """Chooses the request that is computed next, among those that the scheduler considers."""
         able: Collection[Restoration] = self._opened.values()
         first = soonest(able) if able else None
-        if first is not None and not self._sees(first):  # seldom: a look at all
+        if first is not None and not self._sees(first):  # rare: all requests are checked
             able = self._seen()
             first = soonest(able) if able else None
         self._first, self._chosen = first, True
@@ -195,18 +201,18 @@ class Restorer:
         return [one for one in self._opened.values() if self._sees(one)]
 
     def _sees(self, one: Restoration) -> bool:
-        """Whether the scheduler still comes back to it."""
-        # The last forward may have taken long.
+        """Returns whether the scheduler still considers the request."""
+        # Counted from the previous step, because the last forward may have taken long.
         return self._requests[one.rid].seen > self._before - _SEEN_S
 
     def plan(self, rid: str, begin: int, end: int) -> PrefillPlan | None:
-        """What the next forward of a request does, from token ``begin`` on.
+        """Returns the plan of the request's next forward, from token ``begin`` on.
 
         Args:
             end: tokens of the prompt.
 
         Returns:
-            None if it does nothing: what is on its way comes sooner.
+            None if waiting for loads is faster than computing.
         """
         if (active := self._opened.get(rid)) is None:
             return plan_of((), end, self.page)
@@ -231,7 +237,7 @@ class Restorer:
         return plan_of(loaded, end, page, stop=until if until < pointers.end else None)
 
     def computing(self, rid: str, until: int) -> None:
-        """A forward goes to token ``until``: it is in the batch that runs next."""
+        """Records that the next batch has a forward of the request up to token ``until``."""
         if (active := self._opened.get(rid)) is None:
             return
         with self._channels.lock:
@@ -241,8 +247,10 @@ class Restorer:
             self._channels.changed(active)
 
     def preferred(self) -> str | None:
-        """The request that comes before the one whose prompt is being computed by now, if that is
-        worth a change."""
+        """Returns the request that should interrupt the one whose prompt is being computed.
+
+        Returns None if there is none, or if the gain in rank is not worth a change.
+        """
         computing = self._channels.computing
         if computing is None or not self._channels.interrupts:
             return None
@@ -251,37 +259,39 @@ class Restorer:
             return None
         first = soonest(others)
         with self._channels.lock:
-            for one in (first, computing):  # what things are believed to cost may have changed
+            for one in (first, computing):  # estimated costs may have changed
                 self._channels.changed(one)
         begin = computing.reached
-        # Estimates change from part to part: two that are alike do not take turns.
+        # Estimates change from part to part; a margin keeps similar requests from alternating.
         worth = self.costs.compute.seconds(begin, begin + self.costs.chunk)
         (urgency, rank), (other_urgency, other_rank) = first.rank, computing.rank
         sooner = rank + worth < other_rank
         return first.rid if (urgency, not sooner) < (other_urgency, True) else None
 
     def interrupt(self) -> None:
-        """The prompt that is being computed gives way; what of it was loaded stays, and its turn
-        comes again."""
+        """Interrupts the prompt that is being computed.
+
+        Its loaded pages stay, and it continues when it is chosen again.
+        """
         with self._channels.lock:
             self._channels.computing = None
         self._first, self._chosen = None, False
         self.interrupted += 1
 
     def places(self, rid: str, begin: int, end: int) -> Pages:
-        """In host memory, of tokens ``begin .. end - 1``, which were loaded."""
+        """Returns the places in host memory of tokens ``begin .. end - 1``, which were loaded."""
         active = self._opened[rid]
         return active.places[begin // self.page - active.begin : end // self.page - active.begin]
 
     def tiers(self, rid: str, begin: int, end: int) -> Counter[str]:
-        """Tokens ``begin .. end - 1``, which were loaded, by tier."""
+        """Returns the number of tokens ``begin .. end - 1``, which were loaded, by tier."""
         page, found = self.page, Counter[str]()
         for tier, first, last in self._opened[rid].pointers.regions():
             found[tier] += max(min(end, last * page) - max(begin, first * page), 0)
         return found
 
     def report(self, rid: str) -> Restored | None:
-        """What has become of a request's prefix, when nothing more will."""
+        """Returns the report of a restoration that is complete; None if there is none."""
         if (active := self._opened.get(rid)) is None:
             return None
         pointers = active.pointers
@@ -293,7 +303,11 @@ class Restorer:
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 
     def release(self, rid: str) -> None:
-        """The request is restored or gone: its places are given back, what landed can be found."""
+        """Ends the restoration of a request that is restored or gone.
+
+        When no load writes to its places any more, they are released, and host memory publishes
+        the pages that have landed.
+        """
         self._followers.pop(rid, None)
         if (request := self._requests.pop(rid, None)) is None:
             return
@@ -311,8 +325,13 @@ class Restorer:
             self._settle()
 
     def give_up_one(self) -> bool:
-        """Lets the pages be evicted that are kept for the newest request of which nothing loads
-        yet. It is asked for again when it is looked up. False if there is none."""
+        """Releases the newest request that has pinned pages and no restoration yet.
+
+        Its pages can then be evicted. Its next lookup asks tiers again.
+
+        Returns:
+            False if there is no such request.
+        """
         for rid, request in reversed(self._unopened.items()):
             if len(request.pinned):
                 self.release(rid)
@@ -320,7 +339,7 @@ class Restorer:
         return False
 
     def advance(self) -> None:
-        """Takes every step that can be taken without waiting; once in each of the scheduler's."""
+        """Advances all restorations without waiting; called once per scheduler step."""
         self._before, self._now = self._now, (now := time.monotonic())
         if self._epoch != self.costs.epoch:
             self._epoch = self.costs.epoch
@@ -332,7 +351,7 @@ class Restorer:
         for rid, request in list(self._unopened.items()):
             self._open(rid, request)
             if request.answered and rid in self._unopened:
-                break  # it waits for places, which go to nobody behind it
+                break  # it waits for places, which later requests must not take
         if now > self._leases_seen + _SEEN_S:
             self._leases_seen = now
             for rid, request in list(self._requests.items()):
@@ -340,11 +359,11 @@ class Restorer:
                     self.release(rid)
 
     def pending(self) -> bool:
-        """Whether a request waits for a tier."""
+        """Returns whether any request is being restored or looked up."""
         return bool(self._requests)
 
     def clear(self) -> list[str]:
-        """Gives everything up; the requests that were to be restored."""
+        """Releases all requests and returns their ids."""
         rids = list(self._requests)
         for rid in rids:
             self.release(rid)
@@ -355,10 +374,12 @@ class Restorer:
         self.clear()
 
     def _open(self, rid: str, request: Request, *, scarce: bool = False) -> None:
-        """Begins to load, if it is known what there is and if there are places for it.
+        """Begins the restoration of a request if tiers have answered and there are places for it.
+
+        Releases a request of which tiers have nothing.
 
         Args:
-            scarce: with as many places as there are.
+            scarce: True to accept fewer places than the pages need.
         """
         if request.nothing:
             self.release(rid)
@@ -369,7 +390,7 @@ class Restorer:
                 self._channels.changed(active)
 
     def _settle(self) -> None:
-        """Gives places back that nothing will land in any more."""
+        """Publishes landed pages of ended restorations and releases their other places."""
         with self._channels.lock:
             over = [one for one in self._leaving if not self._channels.flying(one)]
         for one in over:

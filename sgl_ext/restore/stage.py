@@ -1,4 +1,5 @@
-"""One pipeline stage restores the KV of its own layers, whatever the other stages do (§3.2)."""
+"""Restoration in a pipeline stage: restores the KV of its own layers independently of other
+stages (CacheFlow §3.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _STEP_S = 1e-3
 
 
 class Arrivals:
-    """How far the activations that go into a stage have come; thread-safe."""
+    """Progress of the activations that arrive at a stage; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,28 +26,28 @@ class Arrivals:
 
     @property
     def end(self) -> int:
-        """Tokens from the first on whose activations are here."""
+        """Number of leading tokens whose activations have arrived."""
         return self._end
 
     @property
     def ended(self) -> bool:
-        """Whether no more will come."""
+        """Returns whether no more activations will arrive."""
         return self._ended
 
     def come(self, end: int) -> None:
-        """Those of tokens up to ``end`` are here."""
+        """Records that the activations of tokens up to ``end`` have arrived."""
         with self._changed:
             self._end = max(self._end, end)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No more will come."""
+        """Records that no more activations will arrive."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def wait(self, beyond: int, seconds: float) -> None:
-        """Returns when more than ``beyond`` tokens' are here, none will come, or it is too late."""
+        """Waits until more than ``beyond`` tokens or all have arrived, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: self._end > beyond or self._ended, seconds)
 
@@ -59,22 +60,23 @@ def restore(
     adopt: Callable[[int, int, Pages], None],
     deadline: float,
 ) -> Restored | None:
-    """Computes a prefix from the front while its back loads, in the layers of this stage.
+    """Restores a prefix in the layers of this stage: computes its front while its back loads.
 
-    Both pointers move as in :class:`~sgl_ext.restore.restorer.Restorer`; but what is computed has
-    to have come into the stage. Until it has, the stage loads.
+    Both pointers move as in :class:`~sgl_ext.restore.restorer.Restorer`, but a token can be
+    computed only when its activations have arrived at the stage. Until then the stage loads.
 
     Args:
-        keys: of the pages of the prefix, of which this stage's tiers have something.
+        keys: keys of the pages of the prefix; this stage's tiers may have some of them.
+        inputs: progress of the activations.
         compute: computes tokens ``begin .. end - 1`` in all layers of the stage.
-        adopt: is given where in host memory the KV of tokens ``begin .. end - 1`` lies.
-        deadline: seconds.
+        adopt: takes the KV of tokens ``begin .. end - 1`` from its places in host memory.
+        deadline: maximum duration, in seconds.
 
     Returns:
-        What came from where; None if tiers had nothing, and all was computed.
+        The report of the restoration; None if tiers had nothing and everything was computed.
 
     Raises:
-        ExtError: it takes longer, or what is to be computed does not come in.
+        ExtError: the deadline has passed, or no more activations arrive and some are missing.
     """
     rid, page = "stage", restorer.page
     at, end = 0, len(keys) * page

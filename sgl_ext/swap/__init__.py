@@ -1,1 +1,1 @@
-"""Preempted requests are swapped to host memory and back instead of being computed again."""
+"""Swapping of preempted requests to host memory and back, instead of recomputation."""

@@ -1,7 +1,7 @@
-"""Who runs where not all fit: policies that give each request a level, anew in each iteration.
+"""Fairness policies, which set the level of each request in each iteration.
 
-A request that waits displaces those that run on a lower level than its own; on one level nobody
-displaces anybody, and who came first runs first.
+A waiting request preempts running requests of a lower level. Requests of the same level do not
+preempt each other and run in order of arrival.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import xxhash
 Pattern = Literal["random", "markov"]
 
 STAY = 0.8
-"""Markov: probability that who was served stays preferred, and who was not stays behind."""
+"""Markov: probability that a served request stays preferred, and that another one does not become
+preferred."""
 _BITS = 20
 _RESOLUTION = 1 << _BITS
-"""Levels of a draw."""
+"""Number of levels of a draw."""
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A request that runs or waits.
+    """Running or waiting request.
 
     Attributes:
-        name: of the request.
-        client: whose it is.
-        given: the priority that it was submitted with, or was given since; the larger, the more
-            urgent.
-        prompt: tokens.
-        generated: tokens, so far.
-        running: whether it runs.
-        level: the larger, the sooner it runs.
+        name: id of the request.
+        client: client that the request belongs to.
+        given: priority that the request was submitted with or was given since; a larger one is
+            more urgent.
+        prompt: tokens of the prompt.
+        generated: tokens generated so far.
+        running: True if the request runs.
+        level: level that a policy sets; requests with a larger one run sooner.
     """
 
     name: str
@@ -47,14 +48,14 @@ class Candidate:
 
 
 class Policy(Protocol):
-    """Sets levels."""
+    """Fairness policy."""
 
     def step(self, present: Collection[Candidate]) -> None:
-        """An iteration begins with these requests."""
+        """Sets the levels of the requests of the iteration that begins."""
 
 
 class FirstCome:
-    """Who came last gives way."""
+    """First come, first served: the request that arrived last is preempted first."""
 
     def __init__(self) -> None:
         self._came = 0
@@ -69,40 +70,40 @@ class FirstCome:
 
 
 class Static:
-    """By the priorities that requests were given, aged so that nobody starves.
+    """Static priorities: levels follow the given priorities, with ageing against starvation.
 
     Args:
-        ageing: iterations of waiting that are worth one level. Who has risen keeps each level for
-            as many iterations of running.
+        ageing: iterations of waiting that raise a request by one level. Each raised level lasts for
+            the same number of iterations of running.
     """
 
     def __init__(self, ageing: int) -> None:
         self._ageing = ageing
         self._aged: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
-        """Iterations of waiting, less those of running since."""
+        """Iterations of waiting minus iterations of running since, at least 0."""
 
     def step(self, present: Collection[Candidate]) -> None:
         for one in present:
             aged = self._aged.get(one, 0)
             self._aged[one] = aged = max(aged - 1, 0) if one.running else aged + 1
-            # Rounded up for who runs: it is not displaced as soon as it has got its turn.
+            # Rounded up for a running request: it is not preempted as soon as it is admitted.
             risen = -(-aged // self._ageing) if one.running else aged // self._ageing
             one.level = one.given + risen
 
 
 class RoundRobin:
-    """Each in turn, for a quantum.
+    """Round robin: each request runs for a quantum in turn.
 
     Args:
-        quantum: iterations.
+        quantum: iterations of one turn.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._had: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
-        """Iterations of running."""
+        """Iterations that each request has run."""
         self._before: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
-        """Those before its turn."""
+        """Iterations that each request had run before its current turn."""
 
     def step(self, present: Collection[Candidate]) -> None:
         had, before = self._had, self._before
@@ -111,21 +112,21 @@ class RoundRobin:
             had[one] = had[one] + one.running if one in had else least
             if not one.running:
                 before[one] = had[one]
-            # Who has had its turn gives way to those that have had as much, too.
+            # After its turn a request also ranks below requests that have run equally long.
             over = had[one] - before.setdefault(one, had[one]) >= self._quantum
             one.level = -had[one] - 1 if over else -before[one]
 
 
 class TokenCounter:
-    """The client that was served least (virtual token counter: Sheng et al., OSDI 2024, Alg. 2).
+    """Least served client first (virtual token counter: Sheng et al., OSDI 2024, Alg. 2).
 
-    A client that comes back is lifted to the least of those that are there, so that nobody saves
-    service up.
+    The counter of a client that returns is lifted to the minimum of the present clients, so that no
+    client accumulates unused service.
 
     Args:
-        quantum: weighted tokens that clients may differ by before one displaces the other.
-        prompt: weight of a token of a prompt.
-        generated: weight of a generated one.
+        quantum: difference in weighted tokens from which on one client preempts the other.
+        prompt: weight of a prompt token.
+        generated: weight of a generated token.
     """
 
     def __init__(self, quantum: int, prompt: int = 1, generated: int = 2) -> None:
@@ -134,7 +135,7 @@ class TokenCounter:
         self._served: dict[Hashable, int] = {}
         self._there: set[Hashable] = set()
         self._charged: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
-        """Generated tokens that were counted."""
+        """Generated tokens of each request that are already counted."""
 
     def step(self, present: Collection[Candidate]) -> None:
         served, charged = self._served, self._charged
@@ -143,7 +144,7 @@ class TokenCounter:
         for client in there - self._there:
             before = served.get(client, 0)
             served[client] = before if least is None else max(before, least)
-        if least is not None:  # what others would be lifted to
+        if least is not None:  # on return they would be lifted to it
             for client in [one for one in served if one not in there and served[one] <= least]:
                 del served[client]
         self._there = there
@@ -160,14 +161,16 @@ class TokenCounter:
 
 
 class Trace:
-    """Priorities that change at a given rate, to measure and test with (FastSwitch §4.2).
+    """Priorities that change at a given rate, for measurements and tests (FastSwitch §4.2).
 
-    What a request draws depends on its name, the update and the seed, not on who else is there.
+    The level that a request draws depends on its name, the update, the seed and, for ``markov``,
+    on whether it was served. It does not depend on other requests.
 
     Args:
-        pattern: ``random``: drawn anew at each update; ``markov``: such that who was served since
-            the last one mostly stays before who was not.
+        pattern: ``random`` draws levels anew at each update. ``markov`` mostly keeps requests that
+            were served since the last update before requests that were not.
         every: iterations between updates.
+        seed: seed of the draws.
     """
 
     def __init__(self, pattern: Pattern, every: int, seed: int) -> None:
@@ -176,7 +179,7 @@ class Trace:
         self._seed = seed
         self._iteration = 0
         self._served: WeakKeyDictionary[Candidate, bool] = WeakKeyDictionary()
-        """Since the last update."""
+        """True for requests that were served since the last update."""
 
     def step(self, present: Collection[Candidate]) -> None:
         update, at = divmod(self._iteration, self._every)

@@ -1,9 +1,9 @@
-"""What host memory keeps of requests that were preempted, until they come back (FastSwitch §3.3).
+"""Swap manager: keeps the KV of preempted requests in host memory (FastSwitch §3.3).
 
-The pages of a preempted request are pages like any others: the tier stack stores what it does not
-have from earlier turns, or from others with the same prefix, and finds them by their keys. Here
-they are pinned, as far as the budget goes, so that they are there when the request comes back. Only
-its last page, which is not whole and so has no key, is kept apart.
+The whole pages of a preempted request are ordinary pages of the tier stack. The stack stores the
+pages that it does not have from earlier turns or from requests with the same prefix, and finds them
+by key. The swap manager pins them, up to its budget, so that they are present when the request
+resumes. Only a partial last page, which has no key, is kept separately.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _NOT_PINNED = -1
 
 @dataclass(eq=False)
 class Swapped:
-    """A preempted request.
+    """Preempted request and its pages in host memory.
 
     Attributes:
-        tokens: that it had KV of.
-        keys: of its whole pages.
-        tail: of its last page, if that is not whole; None, too, if there was no room for it.
+        tokens: tokens of the request that had KV.
+        keys: keys of its whole pages.
+        tail: copy of its partial last page; None if there is no such page or no room for it.
     """
 
     tokens: int
     keys: Sequence[Key]
     tail: Saved | None
     places: Pages = field(init=False)
-    """Of the pages that are pinned; -1 where one is not."""
+    """Places of the pinned whole pages in host memory, ``[len(keys)]``; -1 if not pinned."""
 
     coming: Pages | None = None
-    """Those that are about to be loaded."""
+    """Places of the pages that are about to be loaded; None if none are held."""
 
     def __post_init__(self) -> None:
         self.places = np.full(len(self.keys), _NOT_PINNED, np.int64)
@@ -47,30 +47,30 @@ class Swapped:
 
 @dataclass
 class Counts:
-    """Since the start."""
+    """Counters since the start."""
 
     swapped_out: int = 0
-    """Requests."""
+    """Requests that were swapped out."""
     swapped_in: int = 0
     recomputed: int = 0
-    """Requests that were preempted and had to be computed again, in part at least."""
+    """Preempted requests that were recomputed, at least in part."""
     recomputed_tokens: int = 0
     loaded_pages: int = 0
-    """From host memory, for requests that came back."""
+    """Pages that were loaded from host memory for resumed requests."""
     tails: int = 0
-    """Pages that were not whole and went to host memory."""
+    """Partial pages that were copied to host memory."""
     loading_seconds: float = 0.0
-    """That all waited for requests to come back."""
+    """Seconds for which the scheduler waited for the KV of resumed requests."""
     copied_again: int = 0
-    """Pages that host memory had already."""
+    """Pages that were copied although host memory already had them."""
 
 
 class SwapManager:
-    """Only the scheduler's thread calls.
+    """Swapped requests of a scheduler, whose thread is the only caller.
 
     Args:
-        capacity: pages of host memory for swapped requests.
-        baseline: what is done as it was before.
+        capacity: maximum pages of host memory for swapped requests.
+        baseline: parts of swapping that are replaced by a baseline, for comparison.
     """
 
     def __init__(self, stack: TierStack, capacity: int, baseline: SwapBaseline) -> None:
@@ -78,15 +78,15 @@ class SwapManager:
         self.stack = stack
         self.counts = Counts()
         self.clock = Stopwatch(lambda: stack.in_flight.waited_seconds)
-        """Of the scheduler's thread in swapping, without its waits."""
+        """Time that the scheduler's thread spends on swapping, without its waits."""
         self._capacity = capacity
         self._used = 0
         self._swapped: dict[str, Swapped] = {}
         self._landing: list[Swapped] = []
-        """Those with pages that may still become known to host memory, or that there was no budget
-        for."""
+        """Requests that may have pages to pin: pages that host memory has not received yet, or that
+        exceeded the budget."""
         self._tails: list[Swapped] = []
-        """Those whose last page is on its way."""
+        """Requests whose partial last page is being copied to host memory."""
         self._ended = 0
 
     def __contains__(self, rid: str) -> bool:
@@ -96,7 +96,11 @@ class SwapManager:
         return self._swapped.get(rid)
 
     def save_tail(self, block: int) -> Saved | None:
-        """Begins to copy a page that is not whole; None if there is no room for it."""
+        """Begins to copy a partial page to host memory.
+
+        Returns:
+            The copy; None if there is no room for it.
+        """
         if self._used >= self._capacity:
             return None
         if (saved := self.stack.save(np.array([block]))) is not None:
@@ -105,7 +109,7 @@ class SwapManager:
         return saved
 
     def out(self, rid: str, tokens: int, keys: Sequence[Key], tail: Saved | None) -> None:
-        """The request has given way. Its whole pages are stored, or about to be."""
+        """Records a preempted request, whose whole pages are stored or about to be."""
         self.drop(rid)
         self._swapped[rid] = swapped = Swapped(tokens, keys, tail)
         self.counts.swapped_out += 1
@@ -115,10 +119,10 @@ class SwapManager:
         self._pin(swapped)
 
     def advance(self) -> bool:
-        """Pins what has landed; once in each of the scheduler's steps at least.
+        """Pins pages that host memory has received; called at least once per scheduler step.
 
         Returns:
-            Whether more of what gave way may be readable now.
+            Whether more pages of swapped requests may be readable now.
         """
         tails = [one for one in self._tails if one.tail is None or not one.tail.ticket.poll()]
         news = self._ended != self.stack.ended or len(tails) < len(self._tails)
@@ -131,9 +135,13 @@ class SwapManager:
         return bool(self._swapped) and news
 
     def readable(self, swapped: Swapped, first: int) -> bool | None:
-        """Whether all pages of the request from number ``first`` on can be read; None if some are
-        still on their way to host memory, False if something is lost."""
-        if not self.stack.enabled:  # the weights have changed, and with them what KV is right
+        """Returns whether all pages of the request from number ``first`` on can be read.
+
+        Returns:
+            True if all can be read; None if some are still being copied to host memory; False if
+            some are lost.
+        """
+        if not self.stack.enabled:  # the weights have changed, so the stored KV is invalid
             return False
         keys, tail = swapped.keys[first:], swapped.tail
         if swapped.tokens > len(swapped.keys) * self.stack.layout.page:
@@ -147,17 +155,19 @@ class SwapManager:
         return None if self.stack.storing(keys[there]) else False
 
     def hold(self, swapped: Swapped, first: int) -> None:
-        """The request's pages from number ``first`` on, which can be read, stay until
-        :meth:`load`, or :meth:`drop`."""
+        """Pins the request's whole pages from number ``first`` on until :meth:`let_go` or
+        :meth:`drop`. All of them must be readable."""
         swapped.coming = self.stack.host.use(swapped.keys[first:])
         self.stack.host.pin(swapped.coming)
 
     def load(self, swapped: Swapped, blocks: Pages) -> list[Ticket]:
-        """Begins to copy the held pages, and the last one, which is not whole, into ``blocks`` of
-        the device.
+        """Begins to copy the held pages and the partial last page into ``blocks`` of the device.
 
         Returns:
-            Tickets, to be waited for.
+            Tickets to wait for.
+
+        Raises:
+            RuntimeError: no pages are held.
         """
         pages = swapped.coming
         if pages is None:
@@ -171,20 +181,20 @@ class SwapManager:
         return tickets
 
     def let_go(self, swapped: Swapped | None) -> None:
-        """Held pages were loaded, or will not be."""
+        """Unpins held pages, which were loaded or will not be."""
         if swapped is not None and swapped.coming is not None:
             self.stack.let_go(swapped.coming)
             swapped.coming = None
 
     def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
-        """Copies ``blocks`` of ``keys`` to where host memory has them already."""
+        """Copies ``blocks`` of the device to the pages of ``keys`` that host memory already has."""
         missing = set(self.stack.host.missing(keys))
         here = [at for at in range(len(keys)) if at not in missing]
         self.stack.copy_again([keys[at] for at in here], blocks[here])
         self.counts.copied_again += len(here)
 
     def drop(self, rid: str) -> None:
-        """The request runs again, or is gone."""
+        """Forgets a request that runs again or is gone, and unpins its pages."""
         if (swapped := self._swapped.pop(rid, None)) is None:
             return
         self.let_go(swapped)
@@ -203,7 +213,7 @@ class SwapManager:
             self.drop(rid)
 
     def describe(self) -> dict[str, int | float]:
-        """For ``/server_info``."""
+        """Returns the statistics for ``/server_info``."""
         flight = self.stack.in_flight
         return {
             **asdict(self.counts),

@@ -1,4 +1,4 @@
-"""What the scheduler's thread spends on something, without what that waits for."""
+"""Stopwatch for the time that the scheduler's thread spends on a task, without its waits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Runs within :meth:`on`, but not within an :meth:`off` inside it. Not thread-safe.
+    """Stopwatch that runs within :meth:`on`, except within a nested :meth:`off`. Not thread-safe.
 
     Args:
-        waited: seconds that others have counted, which are waits, too.
+        waited: returns the seconds of waits that are counted elsewhere; they are subtracted.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
         self.seconds = 0.0
         self._waited = waited
         self._since: float | None = None
-        """In time that was not waited."""
+        """Start on the clock without waits, in seconds; None while the stopwatch is stopped."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        if self._since is not None:  # it runs for somebody who called this one
+        if self._since is not None:  # a caller has already started it
             yield
             return
         self._since = self._now()

@@ -1,9 +1,9 @@
-"""Host memory for pages of KV, each behind it a trailer that says whose page it is.
+"""Host memory for pages of KV, each followed by a trailer that identifies the page.
 
-A page leaves this process (to a file, to another machine) together with its trailer, and what
-comes back counts only if the trailer names the page that was asked for, in this layout, with the
-checksum of these bytes. So an interrupted write, a foreign file or a reused place on a disk is a
-miss, whatever else happened.
+A page leaves this process (to a file, to another machine) together with its trailer. A page that
+is read back counts only if the trailer names the requested key, this layout and the checksum of
+the page's bytes. An interrupted write, a foreign file or a reused slot on a disk is therefore a
+miss.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sgl_ext.memory.mapping import HUGE_PAGE, Mapping, create
 from sgl_ext.memory.slab import Layout
 
 VERSION = 1
-"""Of the trailer and of everything that is stored behind it."""
+"""Version of the trailer and of the format of the stored pages."""
 ALIGNMENT = 4096
-"""What O_DIRECT asks of addresses, offsets and lengths on every disk in use."""
+"""Alignment of addresses, offsets and lengths for O_DIRECT, in bytes."""
 
 _MAGIC = int.from_bytes(b"sglxpage", "little")
 TRAILER = np.dtype(
@@ -40,40 +40,48 @@ TRAILER = np.dtype(
         ("seal", "<u8"),
     ]
 )
-"""The end of a page's place; ``checksum`` is of the page, ``seal`` of the trailer before it."""
+"""Last bytes of a slot: ``checksum`` covers the page, ``seal`` the trailer's fields before it."""
 _LAST = 1 << 62
-"""Sequence numbers end before it, so that there always is a next one."""
+"""Exclusive bound of valid sequence numbers; it guarantees that there is always a next one."""
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
 
 _LOWER = "tiers.host.capacity (without a host tier tiers.staging), or --max-total-tokens"
-"""The remedy for an arena that is larger than the memory."""
+"""Options to lower when an arena does not fit into memory, for the error message."""
 
 Key = bytes
-"""SHA-256 of a page's tokens and all before them, in their namespace (as SGLang chains them)."""
+"""SHA-256 of the tokens of a page and of all tokens before it, in their namespace, chained as in
+SGLang."""
 Pages = NDArray[np.int64]
-"""Places in an arena."""
+"""Indices of slots in an arena, shape ``[pages]``."""
 
 
 def layout_digest(layout: Layout) -> bytes:
-    """16 bytes that identify whose KV, in which layout and trailer version, a page holds."""
+    """Returns 16 bytes that identify the trailer version and the layout of a page.
+
+    The layout includes the fingerprint of the model, the weights and the tensor-parallel rank.
+    """
     return hashlib.sha256(VERSION.to_bytes(4, "little") + msgspec.json.encode(layout)).digest()[:16]
 
 
 class Arena:
-    """``pages`` places of ``stride`` bytes each: a page in the layout of the slab, its trailer.
+    """Host memory with ``pages`` slots of ``stride`` bytes.
+
+    A slot holds a page in the layout of the slab, padding, and the page's trailer at its end.
 
     Attributes:
-        layout: of a page: one block of the slab.
-        digest: see :func:`layout_digest`.
-        stride: bytes of a place, a multiple of :data:`ALIGNMENT`.
-        memory: uint8 ``[pages, stride]``.
+        layout: Layout of a page, which is one block of the slab.
+        digest: Result of :func:`layout_digest` for ``layout``.
+        pages: Number of slots.
+        stride: Bytes of a slot, a multiple of :data:`ALIGNMENT`.
+        memory: All slots, uint8 ``[pages, stride]``.
+        trailers: Trailers of all slots, a view of ``memory``, :data:`TRAILER` ``[pages]``.
     """
 
     def __init__(self, layout: Layout, pages: int) -> None:
-        """Takes the memory, in huge pages where the kernel gives them, all of it at once.
+        """Maps the memory of all slots, and asks the kernel for huge pages.
 
         Raises:
-            ExtError: fewer pages than one, or more than the machine has memory for.
+            ExtError: ``pages`` is less than one, or the memory available is too small.
         """
         self.stride = stride_of(layout)
         if pages < 1:
@@ -98,24 +106,31 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Of place 0."""
+        """Address of slot 0 in this process."""
         return self._mapping.address
 
     @property
     def size(self) -> int:
-        """Bytes of all places."""
+        """Bytes of all slots."""
         return self.memory.size
 
     def back(self) -> int:
-        """Gives the arena its physical memory, in huge pages; an errno where there are none."""
+        """Backs the arena with physical huge pages, except for a remainder smaller than one.
+
+        Returns:
+            0 on success, otherwise the kernel's errno.
+        """
         whole = self.size // HUGE_PAGE * HUGE_PAGE
         return self._mapping.collapse(0, whole) if whole else 0
 
     def seal(self, keys: Sequence[Key], pages: Pages, sequence: int) -> None:
-        """Writes the trailers of ``pages``, which hold the KV of ``keys``, numbered in order.
+        """Writes the trailers of ``pages``, which hold the KV of ``keys``.
 
-        A page whose trailer says so already is not summed again. Thread-safe; but what writes a
-        page to a device meanwhile may catch half of a new number, and a trailer that is void.
+        The sequence numbers are consecutive from ``sequence`` on, in the order of ``keys``. A page
+        whose trailer already verifies for its key keeps its checksum.
+
+        Thread-safe. If a page is sealed while it is written to a device, the device may receive a
+        half-updated trailer, which does not verify.
         """
         with self._sealing:
             trailers = np.zeros(len(keys), TRAILER)
@@ -132,7 +147,11 @@ class Arena:
             self.trailers[pages] = trailers
 
     def verify(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """Which ``pages`` hold the KV of their ``keys``, whole and of this layout."""
+        """Returns a mask of the ``pages`` that hold the KV of their ``keys``, bool ``[pages]``.
+
+        The trailer must be valid for this layout and name the key, and the page must match its
+        checksum.
+        """
         if not len(pages):
             return np.zeros(0, np.bool_)
         trailers = self.trailers[pages]
@@ -143,7 +162,7 @@ class Arena:
 
     def _checksums(self, pages: Pages) -> NDArray[np.uint64]:
         size = self.layout.block_bytes
-        # At some 40 GB/s without the GIL; xxhash takes one buffer a call.
+        # xxhash takes one buffer per call. It runs at about 40 GB/s and releases the GIL.
         digests = (
             xxhash.xxh3_64_intdigest(self.memory[page, :size].data) for page in pages.tolist()
         )
@@ -151,12 +170,15 @@ class Arena:
 
 
 def stride_of(layout: Layout) -> int:
-    """Bytes of a page's place: page and trailer, rounded up to :data:`ALIGNMENT`."""
+    """Returns the bytes of a slot: page and trailer, rounded up to :data:`ALIGNMENT`."""
     return -(-(layout.block_bytes + TRAILER.itemsize) // ALIGNMENT) * ALIGNMENT
 
 
 def valid(trailers: NDArray[np.void], layout: Layout, digest: bytes) -> NDArray[np.bool_]:
-    """Which trailers are whole and of this layout; says nothing of the pages before them."""
+    """Returns a mask of the ``trailers`` that are intact and of this layout, bool ``[trailers]``.
+
+    It does not check the pages that the trailers describe.
+    """
     good: NDArray[np.bool_] = (
         (trailers["magic"] == _MAGIC)
         & (trailers["version"] == VERSION)
@@ -169,7 +191,7 @@ def valid(trailers: NDArray[np.void], layout: Layout, digest: bytes) -> NDArray[
 
 
 def seals(trailers: NDArray[np.void]) -> NDArray[np.uint64]:
-    """Checksums of the trailers themselves."""
+    """Returns the checksum of each trailer's fields before ``seal``, uint64 ``[trailers]``."""
     rows = np.ascontiguousarray(trailers).view(np.uint8).reshape(len(trailers), -1)
     digests = (xxhash.xxh3_64_intdigest(row[:_SEALED].data) for row in rows)
     return np.fromiter(digests, np.uint64, len(trailers))

@@ -1,4 +1,4 @@
-"""Carries out what a call asks of several devices at once, and waits for all of it."""
+"""Parallel I/O of one call on several SSD volumes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.volume import Volume
 
 STALLED, CLOSED = "stalled", "closed"
-"""The device moved nothing for the deadline; the tier or its engine was closed."""
+"""Reasons for a failed batch: the device made no progress for the deadline; the tier or its engine
+was closed."""
 Reason: TypeAlias = str | OSError | None
-"""Why a batch was not carried out; None if it was."""
+"""Reason why a batch failed; None if it succeeded."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call asks of one volume: ``keys[rows]`` lie, or shall lie, in ``slots``."""
+    """Pages of one call that lie, or will be written, on one volume.
+
+    Attributes:
+        rows: Positions of the pages in the keys of the call, ``[rows]``.
+        slots: Slot of each page in the volume, ``[rows]``.
+    """
 
     volume: Volume
     rows: NDArray[np.int64]
@@ -32,7 +38,13 @@ class Batch:
 
 
 class Batches:
-    """I/O of a tier whose ``lock`` guards the state of its volumes."""
+    """Submits batches to the volumes of a tier and waits for them.
+
+    Args:
+        lock: Guards the state of the tier's volumes. Not held while waiting.
+        fsync: Whether a write counts as done only after the file was synced.
+        deadline: Seconds; a stall is looked for every quarter of it.
+    """
 
     def __init__(
         self, engine: TransferEngine, lock: threading.Lock, *, fsync: bool, deadline: float
@@ -44,10 +56,16 @@ class Batches:
         self._step = deadline / 4
 
     def run(self, batches: Sequence[Batch], pages: Pages, *, write: bool) -> list[Reason]:
-        """Moves ``pages[rows]`` from or to the slots of each batch, of all volumes at once.
+        """Copies ``pages[rows]`` from or to the slots of each batch, on all volumes in parallel.
 
-        What a stalled volume has not started is cancelled. When this returns nothing is in
-        flight, however long that takes.
+        I/O that a stalled volume has not started is cancelled. Nothing is in flight when this
+        returns, so it waits as long as started I/O takes.
+
+        Args:
+            pages: Arena slots of the call's keys.
+
+        Returns:
+            The reason of each batch's failure, or None.
         """
         reasons: list[Reason] = [None] * len(batches)
         pending: dict[Ticket, int] = {}
@@ -75,7 +93,7 @@ class Batches:
 
     def _end(self, ticket: Ticket, volume: Volume, reason: Reason, write: bool) -> Reason:
         if ticket.state == State.DONE:
-            reason = None  # late, but whole
+            reason = None  # the volume was stalled, but everything was moved in the end
             if write and self._fsync:
                 try:
                     volume.sync()
@@ -89,7 +107,7 @@ class Batches:
 
 
 def label(reason: Reason) -> str:
-    """What ``reason`` is counted as."""
+    """Returns the name under which failures count ``reason``."""
     if isinstance(reason, OSError):
         return errno.errorcode.get(reason.errno or 0, "EIO")
     return reason or "EIO"

@@ -1,4 +1,4 @@
-"""Opens the tiers that a configuration names."""
+"""Construction of the tier stack from its configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from sgl_ext.config import Tiers
-from sgl_ext.config_values import EmulatedDevice
+from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine
@@ -21,18 +21,20 @@ from sgl_ext.tiers.stack import TierStack
 logger = logging.getLogger(__name__)
 
 _SPARE = 8
-"""One part in so many of host memory is left to preempted requests while pages of waiting ones are
-on their way, which cannot be evicted before they have landed."""
+"""Divisor of host memory. The quotient is the most that loads for waiting requests leave free for
+preempted requests: pages that are being loaded cannot be evicted before they have landed."""
 
 
 def emulated(
     engine: TransferEngine, device: EmulatedDevice | None, *, piece_bytes: int = 256 << 10
 ) -> Callable[[Lane], Lane] | None:
-    """What makes a lane of the engine as slow as ``device``, and says so; None without one.
+    """Returns a function that wraps a lane to emulate ``device``; None if ``device`` is None.
+
+    Logs a warning that the lane is emulated.
 
     Args:
-        piece_bytes: that are handed on at a time: some switches of threads each, which a device
-            would not cost.
+        piece_bytes: Bytes of a piece. Each piece costs some thread switches, which a real device
+            does not.
     """
     if device is None:
         return None
@@ -49,14 +51,15 @@ def emulated(
 
 
 def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: int = 0) -> TierStack:
-    """The stack of a scheduler process.
+    """Opens the tiers of ``config`` and returns the stack of a scheduler process.
 
     Args:
-        by_layer: see :class:`~sgl_ext.tiers.copies.DeviceCopies`.
-        swapped: pages of host memory that preempted requests may have.
+        by_layer: See :class:`~sgl_ext.tiers.copies.DeviceCopies`.
+        swapped: Pages of host memory that preempted requests may use.
 
     Raises:
-        ExtError: a tier cannot be opened: what was asked, what was found, what to do.
+        ExtError: A tier cannot be opened. The message says what was asked for, what was found and
+            what to do.
     """
     with ExitStack() as undo:
         engine = TransferEngine()

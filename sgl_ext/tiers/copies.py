@@ -1,4 +1,4 @@
-"""Copies between the device's slab and an arena: whole pages out, layer by layer in."""
+"""Copies between the device's slab and an arena: stores of whole pages, loads layer by layer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from sgl_ext.tiers.arena import Arena, Pages
 
 
 class DeviceCopies:
-    """Moves pages between ``slab`` and ``arena``, both registered with ``engine``.
+    """Copies of pages between ``slab`` and ``arena``, both registered with ``engine``.
 
-    A page has the bytes of a block, so a run of pages out of a run of blocks is one copy of as
-    many rows. On the way in layers come in groups, the first one small, so that a forward can
-    begin with what it needs first and the rest arrives while it computes.
+    A page has the bytes of a block, so a run of blocks that goes to a run of pages is one copy
+    with a row for each page. A load copies groups of layers, and the first group is small: the
+    forward can begin with the first layers while the others are copied.
 
     Args:
-        lane: carries copies.
-        loads: carries those on the way in; ``lane`` if it is not given.
-        by_layer: whether keys and values of each page and layer are copied by themselves, as from
-            a pool that has a tensor for each layer; to measure against.
+        lane: Lane for stores.
+        loads: Lane for loads; ``lane`` if not given.
+        by_layer: Whether :meth:`store` and :meth:`fill` copy the keys and the values of each page
+            and layer separately, as for a pool with one tensor per layer. A baseline for
+            measurements.
     """
 
     def __init__(
@@ -45,18 +46,21 @@ class DeviceCopies:
         self._slab = slab
         self._arena = arena
         self.layout = slab.layout
-        """Of a page."""
+        """Layout of a page."""
         self.in_flight = BlocksInFlight(slab.blocks)
-        """Blocks that a copy reads or writes, whoever owns them meanwhile."""
+        """Blocks that a copy reads or writes, although they may have a new owner."""
         self.groups = tuple(layer_groups(slab.layout.layers))
-        """``(first, end)`` layers of each group of a load, in order."""
+        """Layers ``(first, end)`` of each group of a load, in order."""
 
     def addresses(self, pages: Pages) -> Pages:
-        """Of the first byte of each of ``pages``."""
+        """Returns the address of the first byte of each of ``pages``."""
         return self._arena.address + pages * self._arena.stride
 
     def store(self, blocks: Pages, pages: Pages, priority: Priority = Priority.BULK) -> Ticket:
-        """Copies ``blocks`` of the slab to ``pages``, behind everything that is more urgent."""
+        """Starts to copy ``blocks`` of the slab to ``pages``, after all copies of higher priority.
+
+        The blocks are :attr:`in_flight` until the ticket is finished.
+        """
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = copy_rows(device, host, width, height, pitch, stride)
         ticket = self._engine.submit(rows, self._lane, priority)
@@ -64,14 +68,21 @@ class DeviceCopies:
         return ticket
 
     def fill(self, pages: Pages, blocks: Pages) -> Ticket:
-        """Copies ``pages`` to ``blocks`` of the slab, before everything that is less urgent."""
+        """Starts to copy ``pages`` to ``blocks`` of the slab, with the highest priority."""
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = copy_rows(host, device, width, height, stride, pitch)
         return self._engine.submit(rows, self._loads, Priority.URGENT)
 
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
-        """What moves ``blocks`` and ``pages``, one copy for each run of both: addresses in the slab
-        and in the arena, bytes of a row, rows, and the pitches of both."""
+        """Returns the geometry of the copies between ``blocks`` and ``pages``.
+
+        There is one copy for each run of both; with ``by_layer``, one for the keys and one for the
+        values of each page and layer.
+
+        Returns:
+            Addresses in the slab, addresses in the arena, bytes of a row, number of rows, pitch in
+            the slab and pitch in the arena; each one an int for all copies or ``[copies]``.
+        """
         layout, stride = self._slab.layout, self._arena.stride
         device = self._slab.address + blocks * layout.block_bytes
         host = self._arena.address + pages * stride
@@ -85,21 +96,29 @@ class DeviceCopies:
         return device, host, half, layout.page, layout.token_bytes, layout.token_bytes
 
     def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
-        """As :meth:`load`, the last layer first; the ticket of each layer, by its number."""
+        """Starts to copy ``pages`` to ``blocks`` of the slab layer by layer, the last layer first.
+
+        Returns:
+            One ticket for each layer; the index is the layer's number.
+        """
         layers = self._slab.layout.layers
         return self.load(pages, blocks, [(at, at + 1) for at in reversed(range(layers))])[::-1]
 
     def load(
         self, pages: Pages, blocks: Pages, groups: Sequence[tuple[int, int]] | None = None
     ) -> list[Ticket]:
-        """Copies ``pages`` to ``blocks`` of the slab: one ticket for each group of layers.
+        """Starts to copy ``pages`` to ``blocks`` of the slab, group of layers by group of layers.
 
         Args:
-            groups: ``(first, end)``, in their order; :attr:`groups` if not given.
+            groups: Layers ``(first, end)`` of each group, in the order of the copies;
+                :attr:`groups` if not given.
+
+        Returns:
+            One ticket for each group.
         """
         layout, stride = self._slab.layout, self._arena.stride
         layer_bytes = layout.token_bytes // layout.layers
-        if layout.page == 1:  # tokens that follow each other on both sides are rows of one copy
+        if layout.page == 1:  # a run of tokens on both sides is one copy, with a row for each
             first = run_starts(blocks, pages)
             height = np.diff(first, append=len(pages))
             pitches = (stride, layout.token_bytes)
@@ -126,20 +145,27 @@ class DeviceCopies:
 
 
 def layer_groups(layers: int) -> Iterator[tuple[int, int]]:
-    """Layers ``(first, end)`` in groups of 1, 2, 4...: few copies, and the first one soon."""
+    """Yields layers ``(first, end)`` in groups of 1, 2, 4...
+
+    Growing groups need few copies, and the first one lands early.
+    """
     begin, size = 0, 1
     while begin < layers:
-        # A rest smaller than a group would be copies of little: it joins the group before it.
+        # A remainder smaller than this group joins it: small copies are inefficient.
         end = begin + size if layers - begin - size >= size else layers
         yield begin, end
         begin, size = end, 2 * size
 
 
 class LayerLoads:
-    """Tells a forward which layers of its loads have landed; SGLang's ``layer_done_counter``.
+    """Layer-wise completion of loads, which a forward waits for; SGLang's ``layer_done_counter``.
 
-    One load is under way for each batch that is being built or run; a ticket covers a group of
-    layers. Waiting happens in the native engine, without the GIL.
+    There is one load for each batch that is being built or run. A ticket covers a group of layers.
+    The native engine waits without the GIL.
+
+    Args:
+        groups: Layers ``(first, end)`` of each group, as in :attr:`DeviceCopies.groups`.
+        deadline: Seconds that a wait for one ticket may take.
     """
 
     def __init__(self, groups: Sequence[tuple[int, int]], deadline: float) -> None:
@@ -148,28 +174,35 @@ class LayerLoads:
         self._loads: dict[int, list[Ticket]] = {}
         self._next = 0
         self.consumer_index = -1
-        """The load that the running forward depends on; -1 if on none."""
+        """Number of the load that the next or running forward depends on; -1 for none."""
 
     def start(self, tickets: list[Ticket]) -> int:
-        """Names a load, given one ticket for each group of layers."""
+        """Registers a load with one ticket for each group of layers, and returns its number."""
         index, self._next = self._next, self._next + 1
         self._loads[index] = tickets
         return index
 
     def set_consumer(self, index: int) -> None:
+        """Sets the load that the next forward depends on; -1 for none."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Returns when ``layer`` of the consumer's load has landed, or never will."""
+        """Waits until ``layer`` of the consumer's load has landed, failed or passed the deadline.
+
+        :meth:`finish` reports a failure.
+        """
         tickets = self._loads.get(self.consumer_index)
         if tickets is not None:
             _landed(tickets[self._group_of[layer]], self._deadline)
 
     def finish(self, index: int) -> float | None:
-        """Waits for the whole load and forgets it; the seconds it took, None if not all landed.
+        """Waits for a whole load and forgets it.
+
+        Returns:
+            The seconds of the slowest ticket; None if a ticket failed or was cancelled.
 
         Raises:
-            TimeoutError: it is still under way, and its memory in use.
+            TimeoutError: A copy is still in progress, and its memory in use.
         """
         tickets = self._loads.pop(index, [])
         landed = [_landed(ticket, self._deadline) for ticket in tickets]
@@ -178,7 +211,11 @@ class LayerLoads:
         return max((each.seconds for each in tickets), default=0.0) if all(landed) else None
 
     def reset(self) -> None:
-        """Waits for all loads and forgets them."""
+        """Waits for all loads and forgets them.
+
+        Raises:
+            TimeoutError: As for :meth:`finish`.
+        """
         for index in list(self._loads):
             self.finish(index)
         self.consumer_index = -1
@@ -187,6 +224,6 @@ class LayerLoads:
 def _landed(ticket: Ticket, deadline: float) -> bool:
     try:
         ticket.wait(deadline)
-    except Exception:  # failed, cancelled or too slow: the caller says so, to whom it concerns
+    except Exception:  # failed, cancelled or too slow: the caller reports it
         return False
     return True

@@ -1,4 +1,4 @@
-"""Pages of host memory on their way down: which ones are worth it, and how many at once."""
+"""Demotion: the choice and the flow of pages that are copied from host memory to a lower tier."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
 
 _AT_ONCE = 8
-"""A tier is given this fraction of host memory at once, and twice that is pinned for it."""
+"""Divisor of host memory for the largest batch; up to two batches of a tier are pinned."""
 _LARGEST_BYTES = 64 << 20
-"""Much for a device to do at once, little to lose if it is full in the middle."""
+"""Largest batch in bytes: enough parallel I/O for a device, little to lose if it becomes full."""
 
 
 @dataclass
@@ -27,9 +27,13 @@ class _Batch:
 
 
 class Demotion:
-    """Gives one lower tier the pages that were used often enough.
+    """Queue of pages that one lower tier should store because they were used often enough.
 
-    Pages wait their turn unpinned: what has to go before it was written was not worth its room.
+    Queued pages are not pinned: a page that is evicted before it is written was not worth keeping.
+
+    Args:
+        number: Number of the tier in :class:`HostPages`.
+        page_bytes: Bytes of a page.
     """
 
     def __init__(self, number: int, lower: LowerTier, host: HostPages, page_bytes: int) -> None:
@@ -41,14 +45,20 @@ class Demotion:
         self._largest = max(min(host.capacity // _AT_ONCE, _LARGEST_BYTES // page_bytes), 1)
 
     def offer(self, keys: Sequence[Key], pages: Pages) -> None:
-        """``pages`` of ``keys`` have come or were used."""
+        """Queues those of ``pages``, which hold ``keys``, that are worth keeping in the tier.
+
+        Called when pages have arrived in host memory or were used.
+        """
         worth = self._host.worth_keeping(pages, self._lower.keep_after, self._number)
         self._waiting.update(dict.fromkeys(keys[at] for at in np.flatnonzero(worth).tolist()))
         for key in list(islice(self._waiting, max(len(self._waiting) - self._host.capacity, 0))):
-            del self._waiting[key]  # a tier that hangs must not be remembered for without end
+            del self._waiting[key]  # bounds the queue when the tier hangs
 
     def advance(self) -> None:
-        """Takes note of what was written, and begins with what can be."""
+        """Unpins the pages of finished stores and starts new stores, at most two at a time.
+
+        Empties the queue if the tier is not available.
+        """
         for batch in [batch for batch in self._batches if batch.stored.done()]:
             self._batches.remove(batch)
             stored = result_of(batch.stored, np.zeros(len(batch.pages), np.bool_))

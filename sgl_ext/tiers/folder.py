@@ -1,4 +1,4 @@
-"""The folder that one layout has in a directory: who uses it, and what it is for."""
+"""Folder of the pages of one layout in a directory: its lock and its description."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from sgl_ext.tiers.arena import VERSION, layout_digest, stride_of
 
 _PREFIX = "sgl_ext-v"
 _LARGEST_LAYOUT = 1 << 16
-"""Bytes of a description that are read."""
+"""Most bytes of a layout description that are read."""
 _LAYOUT, _LOCK, PAGES = "layout.json", "LOCK", "pages"
 
 logger = logging.getLogger(__name__)
 
 
 class Folder:
-    """``<directory>/sgl_ext-v<version>-<layout>``, locked for this process until it is closed.
+    """Folder ``<directory>/sgl_ext-v<version>-<layout>``, locked by this process until closed.
 
-    It holds ``layout.json`` (for people, and checked), ``LOCK`` (the owner's pid) and ``pages``.
-    Folders of other models, page sizes or versions beside it are reported and left alone.
+    It holds ``layout.json`` (readable, and checked when opened), ``LOCK`` (the owner's pid) and
+    ``pages``. Folders of other models, page sizes or versions in the same directory are reported
+    and not changed.
     """
 
     def __init__(self, directory: Path, layout: Layout) -> None:
-        """Makes the folder if need be, and locks it.
+        """Creates the folder if it is missing, locks it and checks its layout.
+
+        If ``layout.json`` is missing, unreadable or different, the pages are deleted.
 
         Raises:
-            ExtError: no directory, not writable, or in use by another server.
+            ExtError: ``directory`` is not a directory, the folder cannot be written to, or another
+                server uses it.
         """
         if not directory.is_dir():
             found = "a file" if directory.exists() else "nothing"
@@ -63,11 +67,11 @@ class Folder:
 
     @property
     def pages(self) -> Path:
-        """The file of the slots."""
+        """File that holds the slots."""
         return self.path / PAGES
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -1,4 +1,4 @@
-"""Which pages of KV lie in host memory, and where: index, use, pins and eviction."""
+"""Index of the pages of KV in host memory: slots, uses, pins and eviction."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from sgl_ext.tiers.arena import Key, Pages
 logger = logging.getLogger(__name__)
 
 _CHAINS = 64
-"""Sequences that have room kept behind them: those that grew last."""
+"""Number of sequences with slots kept for their growth; the ones that grew last."""
 _EXPECTED_PAGES = 60
-"""Of such a sequence, where there is room (FastSwitch §3.1)."""
+"""Pages of the group of slots that such a sequence gets where there is room (FastSwitch §3.1)."""
 _GHOSTS = 4
-"""Pages that are remembered after eviction, as a multiple of those that there is room for."""
+"""Evicted pages whose use counts are kept, as a multiple of the capacity."""
 
 
 class HostPages:
-    """Places ``0 .. capacity - 1`` of an arena and the pages that lie there.
+    """Slots ``0 .. capacity - 1`` of an arena and the index of the pages in them.
 
-    A place is free, held (by a transfer that fills it, until :meth:`publish` or :meth:`release`)
-    or holds a page that can be found. Least recently used pages go first; of one prompt its tail
-    before its head, because a page without those before it is of no use. Pinned ones stay.
+    A slot is free, reserved (for a transfer that fills it, until :meth:`publish` or
+    :meth:`release`) or holds a page that is in the index. The least recently used page is evicted
+    first. Within one prompt the tail is evicted before the head, because a page is of no use
+    without the pages before it. Pinned pages are not evicted.
 
-    Not thread-safe: the scheduler's thread owns it.
+    Not thread-safe: only the scheduler's thread uses it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,58 +40,61 @@ class HostPages:
         self._groups = BlockGroups(capacity, page=1, first=0, expected_tokens=_EXPECTED_PAGES)
         self._chains: OrderedDict[int, None] = OrderedDict()
         self._chain_of = np.full(capacity, -1, np.int64)
-        """Of each place; of those that nothing follows, any."""
+        """Sequence of each slot, -1 for none, ``[capacity]``; not updated when a slot is freed."""
         self._begun = 0
         self._index: OrderedDict[Key, int] = OrderedDict()
         self._pins = np.zeros(capacity, np.int32)
-        self._pinned = 0  # places
+        self._pinned = 0  # slots with at least one pin
         self._uses = np.zeros(capacity, np.uint32)
         self._copied = np.zeros(capacity, np.uint8)
         self._ghosts: OrderedDict[Key, int] = OrderedDict()
-        """Uses of pages that were here; the ones that left last are kept."""
+        """Uses of removed pages by key; the pages that were removed last are kept."""
         self.evicted = 0
-        """Pages that had to go, so far."""
+        """Pages evicted so far."""
         self.refused = 0
-        """Pages for which there was no room, so far."""
+        """Pages refused so far, for want of room."""
 
     def __len__(self) -> int:
         return len(self._index)
 
     @property
     def room(self) -> int:
-        """Places that :meth:`reserve` can give."""
+        """Slots that :meth:`reserve` can return: the free ones and those of unpinned pages."""
         return self.free + len(self._index) - self._pinned
 
     @property
     def free(self) -> int:
-        """Places that hold nothing."""
+        """Slots that are neither reserved nor hold a page."""
         return self._groups.available
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """How many of ``keys`` are here, from the first on. Changes nothing."""
+        """Returns the number of leading ``keys`` that are resident. Does not count as a use."""
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def missing(self, keys: Sequence[Key]) -> list[int]:
-        """Positions in ``keys`` of those that are not here."""
+        """Returns the positions in ``keys`` of the pages that are not resident."""
         return [at for at, key in enumerate(keys) if key not in self._index]
 
     def present(self, keys: Iterable[Key]) -> list[Key]:
-        """Those of ``keys`` that are here."""
+        """Returns the ``keys`` of pages that are resident, in order."""
         return [key for key in keys if key in self._index]
 
     def places(self, keys: Sequence[Key]) -> Pages:
-        """Where ``keys``, which are all here, lie."""
+        """Returns the slots of ``keys``, which must all be resident, ``[keys]``."""
         return np.fromiter(map(self._index.__getitem__, keys), np.int64, len(keys))
 
     def place(self, key: Key | None) -> int:
-        """Where a page lies; -1 if it is not here."""
+        """Returns the slot of a page; -1 if ``key`` is None or not resident."""
         return -1 if key is None else self._index.get(key, -1)
 
     def use(self, keys: Sequence[Key], times: int = 0) -> Pages:
-        """Places of ``keys``, which are all here and are from now on the most recently used.
+        """Marks ``keys`` as most recently used, the first key last, and returns their slots.
+
+        All of them must be resident.
 
         Args:
-            times: how often they were used by now, if it is more often than is known here.
+            times: Number of uses so far, including uses that this index has not seen; each page
+                keeps its own count if that is higher. 0 adds one use.
         """
         pages = self.places(keys)
         deque(map(self._index.move_to_end, reversed(keys)), maxlen=0)
@@ -98,15 +102,15 @@ class HostPages:
         return pages
 
     def reserve(self, count: int, behind: int | None = None) -> Pages | None:
-        """Holds ``count`` places, as few runs as can be; evicts what must go.
+        """Reserves ``count`` slots in as few runs as possible, and evicts pages if needed.
 
         Args:
-            behind: place of the page that they follow on, next to which they lie if there is room;
-                -1 if they begin a sequence. Room is kept for what will follow on them (FastSwitch
-                §3.3); none is without.
+            behind: Slot of the page before the first one; the new slots are adjacent to it if
+                there is room. -1 if they begin a sequence. With either, slots are kept for the
+                growth of the sequence (FastSwitch §3.3); None keeps none.
 
         Returns:
-            The places; None, with nothing changed, if too many are pinned or held.
+            The slots ``[count]``; None, with nothing changed, if too many are pinned or reserved.
         """
         if count > self.capacity or not self._evict(count - self._groups.available):
             return None
@@ -118,7 +122,7 @@ class HostPages:
         return pages
 
     def refuse(self, count: int) -> None:
-        """Takes note of pages that cannot be held; the first time it says so."""
+        """Counts ``count`` pages that found no room, and logs a warning the first time."""
         if count and not self.refused:
             logger.warning(
                 "host memory for tiers has no room for %d pages (it has %d places, %d in use by "
@@ -129,50 +133,68 @@ class HostPages:
         self.refused += count
 
     def publish(self, keys: Sequence[Key], pages: Pages) -> None:
-        """Held ``pages`` have the KV of ``keys``; of a key that is here the page is given back."""
+        """Adds ``keys`` to the index; reserved ``pages`` now hold their KV.
+
+        The slot of a key that is already resident is released.
+        """
         fresh = [at for at, key in enumerate(keys) if key not in self._index]
         if len(fresh) < len(keys):
             self.release(np.delete(pages, fresh))
             keys, pages = [keys[at] for at in fresh], pages[fresh]
-        # A page that was here before has been seen before, wherever it has been since.
+        # The use count of a page survives its eviction.
         seen = [self._ghosts.pop(key, 0) for key in keys]
         self._uses[pages] = np.fromiter(seen, np.uint32, len(seen)) + 1
         self._copied[pages] = 0
         self._index.update(zip(reversed(keys), reversed(pages.tolist()), strict=True))
 
     def release(self, pages: Pages) -> None:
-        """Gives held places back."""
+        """Frees reserved slots."""
         self._groups.release(runs_of(pages))
 
     def pin(self, pages: Pages) -> None:
-        """Keeps these pages, each named once, until as many ``unpin``."""
+        """Protects ``pages`` from eviction until :meth:`unpin` is called as often.
+
+        Each page occurs once in ``pages``.
+        """
         self._pinned += int(np.count_nonzero(self._pins[pages] == 0))
         self._pins[pages] += 1
 
     def unpin(self, pages: Pages) -> None:
+        """Undoes one :meth:`pin` of ``pages``."""
         self._pins[pages] -= 1
         self._pinned -= int(np.count_nonzero(self._pins[pages] == 0))
 
     def worth_keeping(self, pages: Pages, uses: int, tier: int) -> NDArray[np.bool_]:
-        """Which of ``pages`` were used so often and are not with ``tier``."""
+        """Returns a mask of ``pages`` used at least ``uses`` times and not in ``tier``.
+
+        Args:
+            tier: Number of the tier, 0 to 7.
+        """
         there = (self._copied[pages] & (1 << tier)) != 0
         worth: NDArray[np.bool_] = (self._uses[pages] >= uses) & ~there
         return worth
 
     def mark_copied(self, pages: Pages, tier: int, copied: bool) -> None:
-        """Tier number ``tier`` (up to 7) has these pages, or is about to; or it does not."""
+        """Records whether a tier holds ``pages`` or is about to store them.
+
+        Args:
+            tier: Number of the tier, 0 to 7.
+        """
         self._copied[pages] &= ~np.uint8(1 << tier)
         self._copied[pages] |= np.uint8(copied << tier)
 
     def clear(self) -> None:
-        """Forgets every page that is not pinned, and remembers how often each was used."""
+        """Removes every page that is not pinned, and keeps its use count."""
         self._remove([key for key, page in self._index.items() if not self._pins[page]])
         for chain in self._chains:
             self._groups.close(chain)
         self._chains.clear()
 
     def _chain(self, behind: int) -> int:
-        """The owner of the room behind a place."""
+        """Returns the sequence that continues after slot ``behind``, a new one if there is none.
+
+        Slots are kept for the growth of the last ``_CHAINS`` sequences only.
+        """
         chain = int(self._chain_of[behind]) if behind >= 0 else -1
         if chain not in self._chains:
             chain, self._begun = self._begun, self._begun + 1
@@ -201,7 +223,11 @@ class HostPages:
         self._groups.release(runs_of(np.sort(pages)))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a place is counted twice or not at all. O(capacity)."""
+        """Checks the index, the slots and the pins against each other. O(capacity).
+
+        Raises:
+            AssertionError: A slot is counted twice or not at all, or the pins do not add up.
+        """
         self._groups.check_integrity()
         places = sorted(self._index.values())
         in_use = self.capacity - self.free

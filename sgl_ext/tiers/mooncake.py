@@ -1,9 +1,9 @@
-"""A client of a Mooncake store whose calls end in time, whatever has happened to the store.
+"""Client of a Mooncake store whose calls return within a deadline.
 
-The library's own calls end, but late: an unreachable master holds them for some seconds, a frozen
-peer for 60. So they run on workers, and who asks waits for the answer until a deadline. The first
-call that finds the store away opens a circuit breaker: all others are refused at once, until a
-probe in the background is answered.
+The library's own calls return late when the store fails: after some seconds if the master is
+unreachable, after 60 s if a peer is frozen. They therefore run on worker threads, and the caller
+waits for the answer until a deadline. The first call that finds the store unavailable opens a
+circuit breaker: all other calls fail at once until a background probe is answered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 from sgl_ext.errors import ExtError
 
 WORKERS = 4
-"""Calls at a time. An overdue one keeps its worker until it ends."""
+"""Number of concurrent calls. An overdue call occupies its worker until it ends."""
 RETRY = 2.0
-"""Seconds between attempts to reach a store that is away."""
+"""Seconds between attempts to reach a store that is unavailable."""
 
 Codes = NDArray[np.int64]
-"""The library's answer for each page; negative ones say why there is none."""
+"""The library's return code for each page, ``[pages]``; a negative code is a failure."""
 TIMEOUT, AWAY, RAISED = -1_000_000, -1_000_001, -1_000_002
-"""No answer by the deadline; not asked, the breaker is open; the library raised something."""
+"""Codes of the client itself: no answer by the deadline; not called because the breaker is open or
+the client closed; the library raised an exception."""
 _NAMES = {
     TIMEOUT: "timeout",
     AWAY: "away",
@@ -43,30 +44,34 @@ _NAMES = {
 _BREAKING = [TIMEOUT, RAISED, -900, -901]
 
 _ENVIRONMENT = {
-    # What it says below that is said by its codes, or of no use.
+    # Less severe messages repeat the return codes or are of no use.
     "MC_LOG_LEVEL": "ERROR",
     "MC_YLT_LOG_LEVEL": "critical",
     "MC_STORE_CLIENT_METRIC": "0",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    # Half a minute each by default: for that long, an overdue call would keep its worker.
+    # The defaults are about 30 s each, during which an overdue call would occupy its worker.
     "MC_RPC_TIMEOUT_MS": "3000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "3",
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
 }
-"""Read by the library when it is loaded; what the user has set stands."""
+"""Environment variables that the library reads when it is loaded; values of the user have
+precedence."""
 
 _log = logging.getLogger(__name__)
 
 
 def reason(code: int) -> str:
-    """The name of a negative code, or its number."""
+    """Returns the name of a negative code, or its number if it has no name."""
     return _NAMES.get(code, str(code))
 
 
 class Client:
-    """Thread-safe. Serves as soon as the master answers, and starts without it."""
+    """Client of one store, with a deadline for each call and a circuit breaker.
+
+    Thread-safe. It starts without a reachable master, and serves as soon as the master answers.
+    """
 
     def __init__(
         self,
@@ -79,19 +84,20 @@ class Client:
         metadata: str,
         protocol: str,
     ) -> None:
-        """Joins the store; waits up to ``deadline`` for it.
+        """Joins the store in the background, and waits up to ``deadline`` for it.
 
         Args:
-            memory: the only one that pages may be sent from and fetched to.
-            master: ``HOST:PORT``.
-            segment: bytes of memory to add to the store.
-            deadline: seconds, of a call.
-            host: this machine's address for its peers; by default that of its way to the master.
-            metadata: as the library has it.
-            protocol: as the library has it.
+            memory: The only memory that pages may be sent from and fetched to.
+            master: ``HOST:PORT`` of the master.
+            segment: Bytes of memory to add to the store.
+            deadline: Seconds that a call may take.
+            host: Address at which peers reach this machine; by default, the local address of the
+                route to the master.
+            metadata: Metadata server, as the library's ``setup`` takes it.
+            protocol: Transport protocol, as the library's ``setup`` takes it.
 
         Raises:
-            ExtError: the library is missing, or an argument cannot be used.
+            ExtError: The library is missing, or an argument is invalid.
         """
         if segment < 0 or deadline <= 0:
             raise ExtError(
@@ -120,15 +126,20 @@ class Client:
 
     @property
     def available(self) -> bool:
-        """Whether calls are tried at all."""
+        """True if the breaker is closed, so that calls are made."""
         return self._up.is_set()
 
     def call(self, pages: int, method: str, *arguments: Any) -> Codes:
-        """The library's answer for each page, or a code of why there is none."""
+        """Calls ``method`` of the library and returns a code for each of ``pages`` pages."""
         return self.result(self.submit(method, *arguments), pages)
 
     def submit(self, method: str, *arguments: Any) -> Future[list[int]]:
-        """Starts a call; cancelled already while the store is away."""
+        """Starts a call of ``method``.
+
+        Returns:
+            A future of the library's codes; a cancelled one while the breaker is open and after
+            :meth:`close`.
+        """
         if self._up.is_set():
             try:
                 return self._workers.submit(getattr(self._store, method), *arguments)
@@ -139,7 +150,11 @@ class Client:
         return refused
 
     def result(self, call: Future[list[int]], pages: int) -> Codes:
-        """What :meth:`call` gives; when it is overdue, the call itself goes on."""
+        """Waits for a started call and returns a code for each of ``pages`` pages.
+
+        Waits for the deadline at most: an overdue call fails with TIMEOUT but may go on. A failure
+        of the store or the library opens the breaker.
+        """
         codes = self._wait(call, pages)
         broken = np.isin(codes, _BREAKING)
         if broken.any():
@@ -147,19 +162,19 @@ class Client:
         return codes
 
     def close(self) -> None:
-        """Leaves the store, and its segment with it.
+        """Leaves the store and removes this process's segment from it.
 
-        Calls that are overdue are waited for in the background: they end within about a minute,
-        and not before them the process. After that nothing touches ``memory``.
+        Overdue calls are waited for in the background. They end within about a minute, and the
+        process does not exit before. Nothing accesses ``memory`` after that.
         """
         with self._lock:
             if self._finisher is None:
                 self._closing.set()
                 self._up.clear()
-                # No daemon: a thread inside the library must not outlive the interpreter.
+                # Not a daemon: a thread inside the library must not outlive the interpreter.
                 self._finisher = threading.Thread(target=self._finish, name="sgl_ext-remote-close")
                 self._finisher.start()
-        # Without a master the library itself takes some 5 s to leave.
+        # Without a master, the library takes about 5 s to leave.
         self._finisher.join(10.0)
 
     def _finish(self) -> None:
@@ -193,7 +208,7 @@ class Client:
         )
 
     def _connect_in_background(self, delay: float) -> threading.Thread:
-        # A daemon: a scheduler that ends without closing must not wait for a master to come back.
+        # A daemon: a scheduler that exits without closing must not wait for the master to return.
         thread = threading.Thread(
             target=self._connect, args=(delay,), name="sgl_ext-remote-connect", daemon=True
         )
@@ -201,7 +216,10 @@ class Client:
         return thread
 
     def _connect(self, delay: float) -> None:
-        """Until the store answers. A restarted master gets the segment again from the library."""
+        """Tries every :data:`RETRY` seconds to reach the store, until it answers.
+
+        The library itself adds the segment again to a master that was restarted.
+        """
         while not self._closing.wait(delay):
             delay = RETRY
             if self._answers():
@@ -218,7 +236,7 @@ class Client:
             if self._store is None:
                 return False
             probe = self._workers.submit(self._store.batch_is_exist, ["sgl_ext-probe"])
-        except (OSError, RuntimeError) as error:  # No way to the master; closed meanwhile.
+        except (OSError, RuntimeError) as error:  # No route to the master; closed meanwhile.
             _log.debug("remote tier: %s", error)
             return False
         return bool((self._wait(probe, 1) >= 0).all())
@@ -248,17 +266,17 @@ def _address(master: str) -> tuple[str, int]:
 
 
 def _way_to(master: tuple[str, int]) -> str:
-    """This machine's address on its way to the master; nothing is sent."""
+    """Returns the local address of the route to the master; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(master)
         return str(probe.getsockname()[0])
 
 
 def library() -> Any:
-    """The module of Mooncake's client.
+    """Imports and returns the module of Mooncake's client.
 
     Raises:
-        ExtError: it is not installed, or a library that it needs is missing.
+        ExtError: The client is not installed, or a library that it needs is missing.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -1,14 +1,15 @@
-"""Pages in a Mooncake store: memory of many machines behind one master, shared by key.
+"""Tier on a Mooncake store: memory of many machines behind one master, shared by key.
 
-What a page's bytes are worth is decided here, not by the store: every page that was fetched is
-checked against its trailer, so a page that is torn, in a foreign layout or a stranger's is a miss.
+This tier, not the store, validates pages: every fetched page is checked against its trailer. A
+page that is torn, has another layout or belongs to another key is a miss.
 
-The library knows only memory of this tier's own, through which pages are copied. For it may still
-write there after its call has returned: it gives a transfer up after 60 s while its transport goes
-on with its queue. And nobody but the caller of ``load`` writes to the arena, nobody but other
-tiers to its trailers. A copy is several times faster than the network it comes from.
+The library accesses only the landing memory of this tier, and pages are copied between it and the
+arena. There are two reasons. The library may still write after a call has returned: it gives up a
+transfer after 60 s, but its transport continues with its queue; an arena slot must not change
+after ``load`` has returned. And other tiers write the trailers of the arena in place. The copy is
+several times faster than the network.
 
-The store trusts its network: who reaches its ports can read and write all of it.
+The store trusts its network: every host that reaches its ports can read and write all of it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from sgl_ext.tiers.mooncake import TIMEOUT, Client, Codes
 from sgl_ext.tiers.tier import TierStatistics, leading
 
 _BATCH_BYTES = 8 << 20
-"""Of one transfer: larger ones are no faster, and it must be through by the deadline."""
+"""Largest transfer in bytes: larger ones are not faster, and each must end by the deadline."""
 _BATCH_PAGES = 256
-"""The TCP transport refuses what exceeds its queue of some 2,000 pages to a peer."""
+"""Largest transfer in pages: the TCP transport rejects what exceeds its queue, some 2,000 pages for
+a peer."""
 
 
 class RemoteTier:
-    """A :class:`~sgl_ext.tiers.tier.Tier` on Mooncake Store.
+    """:class:`~sgl_ext.tiers.tier.Tier` on Mooncake Store.
 
-    While the master is away, everything is a miss. One that was restarted has forgotten all pages.
+    Everything is a miss while the master is unreachable. A restarted master has lost all pages.
     """
 
     name = "remote"
@@ -55,19 +57,20 @@ class RemoteTier:
         metadata: str = "P2PHANDSHAKE",
         protocol: str = "tcp",
     ) -> None:
-        """Joins the store; waits up to ``deadline`` for it and goes on without it if need be.
+        """Joins the store; waits up to ``deadline`` for it, then starts without it.
 
         Args:
-            arena: where pages are stored from and loaded to.
+            arena: Memory that pages are stored from and loaded to.
             master: ``HOST:PORT`` of the master.
-            segment: bytes of this machine's memory that this process adds to the store; 0: none.
-            deadline: seconds that a lookup, or one batch of a load or a store, may take.
-            host: address of this machine for its peers; by default that of its way to the master.
-            metadata: URL of a metadata server; by default peers ask each other.
-            protocol: of the transfers: ``tcp``, or ``rdma`` where there is such a network.
+            segment: Bytes of this machine's memory that this process adds to the store; 0 for none.
+            deadline: Seconds that a lookup, or one batch of a load or a store, may take.
+            host: Address at which peers reach this machine; by default, the local address of the
+                route to the master.
+            metadata: URL of a metadata server; by default, peers ask each other.
+            protocol: Transport protocol: ``tcp``, or ``rdma`` where the network supports it.
 
         Raises:
-            ExtError: the client library is missing, or an argument cannot be used.
+            ExtError: The client library is missing, or an argument is invalid.
         """
         self._arena = arena
         self._prefix = f"sgl_ext-v{VERSION}-{arena.digest.hex()}-"
@@ -79,7 +82,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._stored = 0
-        # Rises over restarts too.
+        # Increases across restarts, too.
         self._sequence = time.time_ns()
         self._deadline = deadline
         self._client = Client(
@@ -94,15 +97,19 @@ class RemoteTier:
 
     @property
     def available(self) -> bool:
-        """False while the store is away."""
+        """True unless the store is unreachable."""
         return self._client.available
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """How many of ``keys``, from the first on, the store says it has."""
+        """Returns the number of leading ``keys`` that the store reports as present."""
         return leading(self._present(self._names(keys)) == 1)
 
     def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """Fetches pages into places of the arena; True where the right bytes have landed."""
+        """Fetches pages into arena slots.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where a page has landed and verifies.
+        """
         names = self._names(keys)
         landed = np.zeros(len(keys), np.bool_)
         for batch in self._batches(len(keys)):
@@ -110,7 +117,11 @@ class RemoteTier:
         return landed
 
     def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """Seals and sends pages that the store has not; True where it has a page of that key."""
+        """Seals and sends the pages that the store does not have.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where the store has a page of the key.
+        """
         names = self._names(keys)
         present = self._present(names)
         kept: NDArray[np.bool_] = present == 1
@@ -124,12 +135,18 @@ class RemoteTier:
         return kept
 
     def statistics(self) -> TierStatistics:
-        """Pages that this process has put; what the whole store can hold is not known to it."""
+        """Returns the pages that this process has stored, and the failures.
+
+        Capacity and evictions are 0: this process does not know those of the store.
+        """
         with self._lock:
             return TierStatistics(self._stored, 0, 0, dict(self._failures))
 
     def close(self) -> None:
-        """Leaves the store; the pages in this process's segment are gone. See the client."""
+        """Leaves the store; the pages in this process's segment are lost.
+
+        See :meth:`~sgl_ext.tiers.mooncake.Client.close`.
+        """
         self._client.close()
 
     def _names(self, keys: Sequence[Key]) -> list[str]:
@@ -152,14 +169,14 @@ class RemoteTier:
             whole = np.flatnonzero(codes == self._arena.stride)
             self._arena.memory[pages[whole]] = self._landing.memory[room.rows[whole]]
         self._count(codes)
-        # In the arena: what lies in the landing memory may change until its call has ended.
+        # Verified in the arena: the landing memory may change until its call has ended.
         if len(whole):
             good[whole] = self._arena.verify([keys[row] for row in whole.tolist()], pages[whole])
         wrong = np.flatnonzero((codes >= 0) & ~good).tolist()
         if wrong:
             with self._lock:
                 self._failures["checksum"] += len(wrong)
-            # Nobody can use them, and they keep the right ones from being stored.
+            # They are of no use, and prevent valid pages of the same keys from being stored.
             self._client.call(len(wrong), "batch_remove", [names[row] for row in wrong], True)
         return good
 
@@ -185,7 +202,11 @@ class RemoteTier:
 
     @contextmanager
     def _room(self, pages: int) -> Iterator[_Room | None]:
-        """Landing memory, kept until its transfer has really ended; None, counted, if none."""
+        """Yields rows of the landing memory for one transfer of ``pages`` pages.
+
+        The rows stay reserved until the library's call has ended. Yields None, and counts a
+        timeout for each page, if no rows are free within the deadline.
+        """
         try:
             first = self._free.get(timeout=self._deadline)
         except queue.Empty:
@@ -200,7 +221,7 @@ class RemoteTier:
 
 
 class _Room:
-    """Rows of the landing memory, for one transfer."""
+    """Rows of the landing memory, reserved for one transfer."""
 
     def __init__(self, client: Client, landing: Arena, rows: Pages) -> None:
         self._client, self._landing, self.rows = client, landing, rows
@@ -208,6 +229,7 @@ class _Room:
         self.call.cancel()
 
     def transfer(self, method: str, names: list[str]) -> Codes:
+        """Calls ``method`` of the library for ``names`` and these rows; returns their codes."""
         stride = self._landing.stride
         addresses = (self._landing.address + self.rows * stride).tolist()
         self.call = self._client.submit(method, names, addresses, [stride] * len(names))

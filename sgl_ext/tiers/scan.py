@@ -1,4 +1,4 @@
-"""Finds out what the files of an SSD tier hold: 4 KiB are read of each slot, the pages are not."""
+"""Recovery of an SSD tier's index from its files: reads 4 KiB of each slot, not the pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_ext.tiers.arena import ALIGNMENT, TRAILER, Arena, Key, valid
 from sgl_ext.tiers.volume import Volume
 
 _SLOTS = 1024
-"""Read at once; bounds the memory that a scan takes."""
+"""Slots that are read at once; bounds the memory of a scan."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,15 @@ logger = logging.getLogger(__name__)
 def restore(
     volumes: Sequence[Volume], arena: Arena, engine: TransferEngine, deadline: float
 ) -> int:
-    """Fills the indexes, from the oldest to the latest; of each key the latest slot counts.
+    """Fills the indexes of ``volumes`` in the order of the sequence numbers, lowest first.
+
+    If a key is in several slots, the slot with the highest sequence number counts.
 
     Returns:
-        the next sequence number.
+        The next sequence number.
 
     Raises:
-        ExtError: a device has moved nothing for ``deadline`` seconds.
+        ExtError: A device has made no progress for ``deadline`` seconds.
     """
     keys: list[Key] = []
     owners, slots, sequences = [], [], []
@@ -58,7 +60,10 @@ def restore(
 def _scan(
     volume: Volume, arena: Arena, engine: TransferEngine, deadline: float
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.void]]]:
-    """The slots that have a good trailer, with it, in batches."""
+    """Yields the slots with a valid trailer, and these trailers, batch by batch.
+
+    A batch that cannot be read is logged and skipped.
+    """
     mapping = mmap.mmap(-1, _SLOTS * ALIGNMENT)
     trailers = np.ndarray((_SLOTS,), TRAILER, mapping, ALIGNMENT - TRAILER.itemsize, (ALIGNMENT,))
     address = np.frombuffer(mapping, np.uint8).ctypes.data
@@ -79,7 +84,7 @@ def _scan(
             good = np.flatnonzero(valid(found, arena.layout, arena.digest))
             yield first + good, found[good]
     finally:
-        with suppress(ExtError):  # what does not answer may still write there; the engine owns it
+        with suppress(ExtError):  # I/O that hangs may still write there; the engine then keeps it
             region.unregister()
 
 

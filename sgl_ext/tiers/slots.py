@@ -1,4 +1,4 @@
-"""Which page lies in which slot of a file, and which slot the next one gets. Plain data."""
+"""Index and allocation of the slots of one file, as plain data without I/O."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from sgl_ext.tiers.arena import Key
 _PHASES = 1024
 
 GROW_AGAIN_S = 60.0
-"""After a file system was full, so long only slots that have their blocks are used."""
+"""Seconds after the file system was found full in which only slots with allocated blocks are
+used."""
 
 
 class Slots:
-    """Slots ``0`` to ``limit - 1`` of one file, each empty, taken by a writer, or in the index.
+    """Slots ``0`` to ``limit - 1`` of one file: each is free, taken by a writer, or in the index.
 
     Attributes:
-        limit: how many there may be.
-        grown: how many have ever been handed out, and so may have a place in the file.
-        index: the slot of each page, least recently used first.
-        evictions: pages that had to make room for others.
+        limit: Largest number of slots.
+        grown: Number of slots that were ever taken, and may therefore exist in the file.
+        index: Slot of each page, least recently used first.
+        evictions: Pages evicted so far.
     """
 
     def __init__(self, limit: int) -> None:
@@ -32,11 +33,16 @@ class Slots:
         self.index: OrderedDict[Key, int] = OrderedDict()
         self.evictions = 0
         self._free: list[int] = []
-        self._unbacked: list[int] = []  # the file system had no blocks for them
+        self._unbacked: list[int] = []  # free, but the file system had no blocks for them
         self._full_until = float("-inf")
 
     def restore(self, pages: Iterable[tuple[Key, int]], grown: int) -> None:
-        """Takes over what a scan has found, least recently used first, each key once."""
+        """Replaces the index with the pages that a scan has found.
+
+        Args:
+            pages: Key and slot of each page, least recently used first; each key once.
+            grown: Slots that exist in the file.
+        """
         self.index = OrderedDict(pages)
         self.grown = grown
         free = np.ones(grown, bool)
@@ -44,18 +50,23 @@ class Slots:
         self._free = np.flatnonzero(free)[::-1].tolist()
 
     def full(self, now: float) -> bool:
-        """Whether the file system was lately found full."""
+        """Returns whether the file system was found full in the last :data:`GROW_AGAIN_S`.
+
+        Args:
+            now: Monotonic seconds.
+        """
         return now < self._full_until
 
     def room(self, now: float) -> int:
-        """Slots that can be taken at ``now`` (monotonic seconds) without an eviction."""
+        """Returns how many slots can be taken at ``now`` (monotonic seconds) without evictions."""
         new = 0 if self.full(now) else len(self._unbacked) + self.limit - self.grown
         return len(self._free) + new
 
     def take(self, count: int, now: float) -> list[int]:
-        """At most ``count`` slots, in order: free ones, new ones, then those of the oldest pages.
+        """Takes up to ``count`` slots and returns them in ascending order.
 
-        Until they are published or released they belong to the caller.
+        Free slots are taken first, then new ones, then those of the least recently used pages,
+        which are evicted. A slot belongs to the caller until it is published or released.
         """
         taken = _pop(self._free, count)
         if not self.full(now):
@@ -69,27 +80,30 @@ class Slots:
         return sorted(taken)
 
     def publish(self, key: Key, slot: int) -> None:
-        """``slot`` holds ``key``, which is in no other, and is the most recently used."""
+        """Adds ``key`` to the index as the most recently used page; ``slot`` holds it.
+
+        The key must not be in the index.
+        """
         self.index[key] = slot
 
     def release(self, slots: Sequence[int]) -> None:
-        """Slots that were taken hold nothing of use."""
+        """Frees slots that were taken."""
         self._free += slots
 
     def release_unbacked(self, slots: Sequence[int], now: float) -> None:
-        """As ``release``, because the file system was full: it may have no blocks for them."""
+        """Frees slots that may have no blocks, because the file system was full at ``now``."""
         self._unbacked += slots
         self._full_until = now + GROW_AGAIN_S
 
     def drop(self, key: Key, slot: int) -> bool:
-        """Forgets ``key``; False if it is not, or no longer, in ``slot``."""
+        """Removes ``key`` and frees its slot; returns False if the key is not in ``slot``."""
         if self.index.get(key) != slot:
             return False
         self._free.append(self.index.pop(key))
         return True
 
     def abandon(self) -> None:
-        """Forgets everything, and nothing can be taken any more."""
+        """Removes all pages and slots, so that no slot can be taken any more."""
         self.index.clear()
         self._free.clear()
         self._unbacked.clear()
@@ -99,11 +113,21 @@ class Slots:
 def spread(
     count: int, room: Sequence[int], used: Sequence[int], *, phase: float
 ) -> NDArray[np.int64]:
-    """Which volume gets each of ``count`` pages; of fewer, if they do not have that many slots.
+    """Assigns ``count`` pages to volumes.
 
-    In proportion to their ``room``, then, by eviction, to what they have ``used``, and each
-    spread over the whole, so that any part of the pages can be read from all. What does not come
-    out even depends on ``phase`` in [0, 1): evenly spread phases make up for it.
+    Volumes get pages in proportion to their ``room`` first, then in proportion to the slots that
+    they have ``used``, whose pages are evicted. The pages of each volume are interleaved with
+    those of the others, so that any part of the pages can be read from all volumes.
+
+    Args:
+        room: Slots of each volume that need no eviction.
+        used: Slots of each volume that hold a page.
+        phase: Offset in [0, 1) that decides how shares are rounded. Evenly spread phases balance
+            the rounding over many calls.
+
+    Returns:
+        The number of each page's volume, int64 ``[count]``, or shorter if the volumes have fewer
+        slots.
     """
     new = min(count, sum(room))
     old = min(count - new, sum(used))
@@ -114,8 +138,12 @@ def spread(
 
 
 def _apportion(count: int, weights: Sequence[int], phase: float) -> NDArray[np.int64]:
-    """Parts of ``count``, at most the sum of ``weights``, none more than its weight."""
-    # Whole numbers: a phase just below 1 would round a sum in floating point up.
+    """Divides ``count``, at most the sum of ``weights``, in proportion to ``weights``.
+
+    Returns:
+        The shares, ``[weights]``; none is larger than its weight.
+    """
+    # Integers: in floating point, a phase just below 1 could round a sum up.
     steps, total = int(phase * _PHASES), max(sum(weights), 1)
     ends = (count * _PHASES * np.cumsum(weights, dtype=np.int64) + steps * total) // (
         total * _PHASES

@@ -1,7 +1,7 @@
-"""Pages on local SSDs: written as they lie in the arena, believed only as far as they verify.
+"""Tier on local SSDs: slots are written as they lie in the arena and verified when read.
 
-A page is published by its own write and nothing else is kept on the disk, so there is nothing
-that a crash can leave inconsistent: a slot verifies, or it is a miss.
+A page is published by its own write, and the disk holds no other metadata about it. A crash can
+therefore not leave an inconsistent state: a slot verifies, or it is a miss.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ from sgl_ext.tiers.tier import TierStatistics
 from sgl_ext.tiers.volume import FULL, Volume, VolumeStatistics
 
 CHECKSUM, EVICTED, NO_ROOM, REMOVED = "checksum", "evicted", "no_room", "removed"
-"""Reasons of failures beside those of a batch: what was read is not what was written; its slot was
-given away while it was read; more pages were stored at once than there are slots; the directory was
+"""Reasons for failed pages, in addition to those of a batch: the page does not verify; its slot was
+reused while it was read; one call stored more pages than there are slots; the directory was
 removed."""
 
-_ENDED = frozenset({errno.ENODATA})  # the file was cut off: pages are gone, the device is good
-_PHASE = (5**0.5 - 1) / 2  # its multiples are evenly spread modulo 1, however many there are
+_ENDED = frozenset({errno.ENODATA})  # the file was truncated: pages are lost, the device works
+_PHASE = (5**0.5 - 1) / 2  # any number of its multiples are evenly spread modulo 1
 
 
 class SsdTier:
-    """A :class:`~sgl_ext.tiers.tier.Tier` over one or more directories, each on an SSD of its own.
+    """:class:`~sgl_ext.tiers.tier.Tier` over one or more directories, each on a separate SSD.
 
     The pages of one call are spread over all devices. Each device evicts its least recently used
-    pages; of one call, the last pages go first, since a prefix is of use without what follows it.
+    pages. Of the pages of one call the last are evicted first, because a prefix is of use without
+    the pages that follow it.
 
-    The index is in memory, some 200 B a page. Opening rebuilds it from the files: 4 KiB are read
-    of each slot.
+    The index is in memory and takes about 200 B per page. It is rebuilt from the files when the
+    tier is opened, which reads 4 KiB of each slot.
 
     Args:
-        arena: memory of the pages, registered with ``engine`` by the caller.
-        directories: one for each device; files in them are private to the user.
-        capacity: bytes for each directory.
-        fsync: whether a page is stored only once it would survive a loss of power. Without it,
-            a page that did not reach the device by then is a miss afterwards.
-        backend: as of :meth:`TransferEngine.file_lane`.
-        wrap: what to put around the lane of each directory, to emulate another device.
-        deadline: seconds without a byte moved after which a device counts as stalled.
+        arena: Memory of the pages, registered with ``engine`` by the caller.
+        directories: One for each device; files in them are private to the user.
+        capacity: Bytes for each directory.
+        fsync: Whether a page counts as stored only once it would survive a power failure. Without
+            it, a page that had not reached the device before a power failure is a miss afterwards.
+        backend: See :meth:`TransferEngine.file_lane`.
+        wrap: Wraps the lane of each directory, to emulate another device.
+        deadline: Seconds without progress after which a device counts as stalled.
 
     Raises:
-        ExtError: a directory that is missing, not writable, in use by another server, named twice
-            or smaller than ``capacity``; a capacity of less than one page; a device that does not
+        ExtError: A directory is missing, not writable, in use by another server, named twice or
+            smaller than ``capacity``; the capacity is less than one page; or a device does not
             answer.
     """
 
@@ -82,7 +83,7 @@ class SsdTier:
             raise ExtError(f"{', '.join(map(str, directories))}: each directory once, please")
         self._arena = arena
         self._deadline = deadline
-        self._lock = threading.Lock()  # of the index and all counts; never held during I/O
+        self._lock = threading.Lock()  # guards the index and all counts; not held during I/O
         self._io = Batches(engine, self._lock, fsync=fsync, deadline=deadline)
         self._idle = threading.Condition(self._lock)
         self._users = 0
@@ -108,21 +109,24 @@ class SsdTier:
 
     @property
     def available(self) -> bool:
-        """Whether any device is neither dead nor stalled."""
+        """True if at least one device is neither dead nor stalled, and the tier is open."""
         with self._lock:
             return not self._closed and bool(self._usable())
 
     @property
     def volumes(self) -> tuple[VolumeStatistics, ...]:
-        """State of each directory; never waits."""
+        """State of each directory; does not wait for I/O."""
         with self._lock:
             return tuple(volume.statistics() for volume in self._volumes)
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """As :meth:`Tier.lookup`; does not count as a use."""
+        """Returns the number of leading ``keys`` that usable devices hold.
+
+        Does not count as a use.
+        """
         with self._lock:
             indexes = [volume.slots.index for volume in self._usable()]
-        # Without the lock: what changes meanwhile, load finds out.
+        # Without the lock: load detects what has changed meanwhile.
         for count, key in enumerate(keys):
             for index in indexes:
                 if key in index:
@@ -132,7 +136,11 @@ class SsdTier:
         return len(keys)
 
     def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """As :meth:`Tier.load`. Pages that do not verify are forgotten."""
+        """Reads pages into arena slots, and removes pages that do not verify from the index.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where a page has landed and verifies.
+        """
         good = np.zeros(len(keys), bool)
         self._look()
         with self._lock:
@@ -152,9 +160,12 @@ class SsdTier:
         return good
 
     def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """As :meth:`Tier.store`; it seals the pages itself. What it has already, it only touches.
+        """Seals and writes the pages that the tier does not have; marks the others as used.
 
-        Of pages stored twice the one with the higher sequence number counts.
+        If a key is stored twice, the slot with the higher sequence number counts after a restart.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where the tier holds the page.
         """
         stored = np.zeros(len(keys), bool)
         self._look()
@@ -168,7 +179,7 @@ class SsdTier:
             self._users += 1
         try:
             if batches:
-                # The first gets the highest number: after a restart too, it is evicted last.
+                # The first page gets the highest number, to be evicted last after a restart, too.
                 rows = missing[::-1]
                 self._arena.seal([keys[row] for row in rows.tolist()], pages[rows], sequence)
             reasons = self._io.run(batches, pages, write=True)
@@ -181,7 +192,7 @@ class SsdTier:
         return stored
 
     def statistics(self) -> TierStatistics:
-        """As :meth:`Tier.statistics`."""
+        """Returns the totals of all directories; does not wait for I/O."""
         with self._lock:
             slots = [volume.slots for volume in self._volumes]
             return TierStatistics(
@@ -192,7 +203,10 @@ class SsdTier:
             )
 
     def close(self) -> None:
-        """Cancels what has not started, waits for the calls in flight, closes all files."""
+        """Cancels I/O that has not started, waits for the calls in flight and closes all files.
+
+        Waits for the deadline at most.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -205,7 +219,7 @@ class SsdTier:
             volume.close()
 
     def _look(self) -> None:
-        """Gives up the directories that were removed: what is written there reaches no restart."""
+        """Gives up volumes whose file was removed: a restart would not find what they write."""
         for volume in self._volumes:
             if not (volume.dead or self._closed) and volume.removed():
                 with self._lock:
@@ -215,13 +229,16 @@ class SsdTier:
                             "lost; make the directory again"
                         )
 
-    # Index work, with the lock held
+    # Operations on the index; the caller holds the lock
 
     def _usable(self) -> list[Volume]:
         return [volume for volume in self._volumes if volume.usable()]
 
     def _find(self, keys: Sequence[Key]) -> list[Batch]:
-        """Where keys lie; touches them, the first last."""
+        """Returns where ``keys`` lie, as a batch for each volume.
+
+        Marks them as most recently used, the first key last.
+        """
         if self._closed:
             return []
         batches = []
@@ -234,12 +251,12 @@ class SsdTier:
             if rows:
                 slots = np.array([index[keys[row]] for row in rows], np.int64)
                 batches.append(Batch(volume, np.array(rows, np.int64), slots))
-                # One that was stalled may hold what was stored elsewhere meanwhile.
+                # A volume that was stalled may hold pages that another one has stored meanwhile.
                 rest = [row for row in rest if keys[row] not in index]
         return batches
 
     def _place(self, rows: NDArray[np.int64]) -> list[Batch]:
-        """Takes slots for ``rows``, as evenly from all volumes as their room allows."""
+        """Takes slots for ``rows`` from all volumes, as :func:`spread` assigns them."""
         if self._closed:
             self._failures[CLOSED] += len(rows)
             return []
@@ -291,7 +308,7 @@ class SsdTier:
         indexes = [volume.slots.index for volume in self._usable()]
         for row, slot in zip(batch.rows[::-1].tolist(), batch.slots[::-1].tolist(), strict=True):
             key = keys[row]
-            # Another thread may have stored it meanwhile, or it was twice in this call.
+            # Another thread may have stored the key meanwhile, or it occurs twice in this call.
             if any(key in index for index in indexes):
                 slots.release([slot])
             else:

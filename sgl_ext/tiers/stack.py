@@ -1,4 +1,4 @@
-"""The tiers as one: host memory, what lies below it, and what is on its way between them."""
+"""Tier stack: host memory, the lower tiers, and the copies between them and the device."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Restored(TypedDict):
-    """What one tier gave to a request."""
+    """KV that one tier contributed to the load of a request."""
 
     tokens: int
     bytes: int
     seconds: float
-    """Of the host tier: until the pages of all tiers had been copied to the device."""
+    """Seconds of the load into host memory; for the host tier, of the copy of all pages to the
+    device."""
 
 
 class _Load(NamedTuple):
@@ -45,32 +46,38 @@ class _Load(NamedTuple):
 
 @dataclass
 class _Store:
-    """Pages that come from the device; ``ticket`` is None where nothing had to be copied."""
+    """Copy of pages from the device to host memory; ``ticket`` is None if nothing is copied."""
 
     keys: Sequence[Key]
     pages: Pages
     ticket: Ticket | None
     whole: bool
-    """Whether there was room for all that was to be stored."""
+    """True if there was room for all pages that were to be stored."""
     success: bool | None = None
+    """Result of the store; None while it is in progress."""
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A copy of blocks that no key names."""
+    """Copy of device blocks in host memory that is not in the index."""
 
     pages: Pages
-    """In host memory, held."""
+    """Slots of host memory that the copy occupies."""
     ticket: Ticket
 
 
 class TierStack:
-    """What the scheduler asks. Only its thread calls, and none of it waits for a device.
+    """Interface of the tiers to the scheduler.
+
+    Not thread-safe: only the scheduler's thread calls it. No method waits for a device except
+    :meth:`fill`, :meth:`finish`, :meth:`clear` and :meth:`close`; :meth:`wait` sleeps.
 
     Args:
-        lower: the nearest first.
-        wait: seconds that a request is held back, at most, while its pages come from below.
-        spare: pages of host memory that these do not take.
+        lower: Lower tiers, the nearest first.
+        wait: Seconds that a request is held back, at most, while its pages come from lower tiers.
+        wake: Set by the threads of lower tiers when they have finished something.
+        spare: Slots of host memory that these pages leave free.
+        closing: Called by :meth:`close`, in order, after all tiers are closed.
     """
 
     def __init__(
@@ -89,31 +96,34 @@ class TierStack:
         self.loads = loads
         self.lower = lower
         self.hits: Counter[str] = Counter()
-        """Pages that were loaded, by the tier that had them."""
+        """Pages that requests loaded, by the name of the tier that had them."""
         self.computed_pages_per_second: float | None = None
-        """Of late forwards; a tier that is slower than computing is not waited for."""
+        """Moving average of the throughput of forwards, in pages per second; None before the first.
+
+        Requests do not wait for a tier that is slower."""
         self.loaded = Traffic()
-        """To the device."""
+        """Pages copied to the device by :meth:`start`, and the seconds of these loads."""
         self.stored = Traffic()
-        """From the device."""
+        """Pages copied from the device by :meth:`store` and :meth:`store_lost`, and the seconds of
+        these copies."""
         self.stores = Priority.BULK
-        """Of copies that begin now."""
+        """Priority of copies from the device that are submitted from now on."""
         self._copies = copies
         self._wake = wake
         self._closing = closing
         self._waiting = Waiting(host, lower, wait, spare=spare)
         self.keepers: list[Callable[[], bool]] = [self._waiting.give_up_one]
-        """Each lets the pages be evicted that it keeps for one request that waits, and says whether
-        there was one."""
+        """Functions that unpin the pages kept for one waiting request; each returns False if it
+        keeps no pages."""
         self._restored: dict[str, dict[str, Restored]] = {}
         self._queued: dict[str, _Load] = {}
         self._loading: dict[int, list[_Load]] = {}
         self._stores: deque[_Store] = deque()
         self._presumed = 0
         self.ended = 0
-        """Stores that are over, however they ended."""
+        """Number of stores that have ended, successfully or not."""
         self._behind: list[_Store] = []
-        """Popped ones that are not over."""
+        """Stores in progress that were popped already or are never popped."""
         self._dropped: list[Saved] = []
         self._again: list[Saved] = []
         page_bytes = copies.layout.block_bytes
@@ -123,9 +133,10 @@ class TierStack:
     # --- loads ------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int:
-        """How many of ``keys``, from the first on, can be loaded now.
+        """Returns the number of leading ``keys`` that can be loaded now.
 
-        What lies in lower tiers begins to come; :meth:`ready` says when it has.
+        Starts to load the pages that follow from lower tiers; :meth:`ready` tells when they have
+        landed.
         """
         here = self.here(keys)
         if self._off is None:
@@ -133,18 +144,24 @@ class TierStack:
         return here
 
     def here(self, keys: Sequence[Key]) -> int:
-        """How many of ``keys``, from the first on, host memory has."""
+        """Returns the number of leading ``keys`` in host memory; 0 if the tiers are disabled."""
         return 0 if self._off is not None else self.host.lookup(keys)
 
     def ready(self, rid: str) -> bool:
-        """Whether no more pages will come for the request, or not in time.
+        """Returns whether the request need not be held back for pages from lower tiers.
 
-        To be asked when it is the request's turn: from the first time on it waits.
+        True if it does not wait, its load has ended, or it was held back for the longest time
+        allowed. Call it when the request is considered for admission: the first call starts this
+        time.
         """
         return self._waiting.ready(rid)
 
     def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
-        """Queues a load of ``keys`` into ``blocks`` of the device for :meth:`start`."""
+        """Queues a load of ``keys`` into ``blocks`` of the device for :meth:`start`.
+
+        Returns:
+            False, with nothing queued, if a page is not in host memory or the tiers are disabled.
+        """
         if self._off is not None or self.host.lookup(keys) < len(keys):
             return False
         pages = self.host.use(keys)
@@ -162,14 +179,19 @@ class TierStack:
         return True
 
     def take_restored(self, rid: str) -> dict[str, Restored]:
-        """What the request's load was given by each tier; once. Empty if it loaded nothing.
+        """Returns and forgets the contribution of each tier to the request's load, by tier name.
 
-        The seconds of the host tier are set when the load has landed.
+        Empty if the request loaded nothing. The seconds of the host tier are 0 until :meth:`finish`
+        has returned True for the load.
         """
         return self._restored.pop(rid, {})
 
     def start(self) -> int:
-        """Starts what is queued, layer by layer; its number for :class:`LayerLoads`, or -1."""
+        """Starts the queued loads, layer by layer, as one load.
+
+        Returns:
+            The number of the load in :class:`LayerLoads`; -1 if nothing is queued.
+        """
         if not self._queued:
             self.loads.set_consumer(-1)
             return -1
@@ -177,14 +199,18 @@ class TierStack:
         self._queued.clear()
         pages, blocks = (np.concatenate(parts) for parts in list(zip(*loads, strict=True))[:2])
         index = self.loads.start(self._copies.load(pages, blocks))
-        # The batch that is being built runs next, whatever kind it is; SGLang names the consumer
-        # for generation only, and an embedding would attend to what has not landed.
+        # The batch that is being built runs next. SGLang sets the consumer for generation only,
+        # and an embedding request would attend to KV that has not landed.
         self.loads.set_consumer(index)
         self._loading[index] = loads
         return index
 
     def finish(self, index: int) -> bool:
-        """Waits until a load writes no more; whether all of it landed."""
+        """Waits until a load has ended; returns whether all of it has landed.
+
+        Raises:
+            TimeoutError: A copy is still in progress.
+        """
         seconds = self.loads.finish(index)
         for load in self._loading.pop(index, ()):
             self.host.unpin(load.pages)
@@ -195,7 +221,10 @@ class TierStack:
         return seconds is not None
 
     def cancel(self, rid: str) -> bool:
-        """The request is gone; whether a load of it was queued, and is not any more."""
+        """Forgets a request and cancels its queued load; returns whether a load was queued.
+
+        A load that has started is not cancelled.
+        """
         self.forget(rid)
         if (queued := self._queued.pop(rid, None)) is None:
             return False
@@ -203,14 +232,17 @@ class TierStack:
         return True
 
     def forget(self, rid: str) -> None:
-        """The request does not wait any more; what is on its way for it lands nevertheless."""
+        """Forgets that a request waits; loads from lower tiers that have begun still land."""
         self._waiting.leave(rid)
         self._restored.pop(rid, None)
 
     def hold(self, rid: str, keys: Sequence[Key]) -> Pages:
-        """Places of ``keys``, from the first on as far as they can be read now.
+        """Pins the leading ``keys`` that are in host memory until :meth:`let_go`.
 
-        They stay there until :meth:`let_go`. The request does not wait any more.
+        The request does not wait for lower tiers any more.
+
+        Returns:
+            The slots of these pages; empty if the tiers are disabled.
         """
         self._waiting.leave(rid)
         here = keys[: self.host.lookup(keys)] if self._off is None else ()
@@ -221,44 +253,53 @@ class TierStack:
         return pages
 
     def fill(self, pages: Pages, blocks: Pages) -> None:
-        """Copies held ``pages`` into ``blocks`` of the device, and returns when that is done.
+        """Copies pinned ``pages`` into ``blocks`` of the device, and waits for the copy.
 
         Raises:
-            TimeoutError, TransferError: it is not, and nobody may read the blocks.
+            TimeoutError: The copy is still in progress; the blocks must not be read.
+            TransferError: The copy failed; the blocks must not be read.
+            TransferCancelledError: The engine was closed; the blocks must not be read.
         """
         self.begin_fill(pages, blocks).wait(COPY_DEADLINE_S)
 
     def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
-        """Begins to copy held ``pages`` into ``blocks`` of the device."""
+        """Starts to copy pinned ``pages`` into ``blocks`` of the device."""
         return self._copies.fill(pages, blocks)
 
     def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
-        """Begins to copy held ``pages`` into ``blocks`` of the device, the last layer first.
+        """Starts to copy pinned ``pages`` into ``blocks`` of the device, the last layer first.
 
         Returns:
-            A ticket for each layer, by its number.
+            One ticket for each layer; the index is the layer's number.
         """
         return self._copies.load_from_the_top(pages, blocks)
 
     def let_go(self, pages: Pages) -> None:
+        """Unpins ``pages`` that :meth:`hold` has pinned."""
         self.host.unpin(pages)
 
     def addresses(self, pages: Pages) -> Pages:
-        """Of the first byte of each."""
+        """Returns the address of the first byte of each of ``pages``."""
         return self._copies.addresses(pages)
 
     def used(self, keys: Sequence[Key], times: int) -> None:
-        """Pages that lie in the device, too, were asked for so often by now."""
+        """Records that ``keys``, which are also on the device, have been used ``times`` times.
+
+        Keys that are not in host memory are ignored.
+        """
         keys = self.host.present(keys)
         self._offer(keys, self.host.use(keys, times))
 
     # --- stores -----------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
-        """Begins to copy ``blocks`` of the device, which must not change before :meth:`pop`.
+        """Starts to copy ``blocks`` of the device to host memory, as the pages of ``keys``.
+
+        The blocks must not change before :meth:`pop`. Pages that are already in host memory are not
+        copied, and pages for which there is no room are left out.
 
         Args:
-            parent: of the page before; None if there is none.
+            parent: Key of the page before the first one; None if there is none.
         """
         wanted = self.host.missing(keys)
         if (store := self._begin(keys, blocks, wanted, parent)) is None:
@@ -266,21 +307,31 @@ class TierStack:
         self._stores.append(store)
 
     def store_lost(self, keys: Sequence[Key], blocks: Pages) -> None:
-        """As :meth:`store`, of what SGLang takes for stored: host memory has given it up since, or
-        had no room for it. Nobody pops it; who is given the blocks waits (:attr:`in_flight`)."""
+        """Starts to copy those of ``keys`` that SGLang considers stored but host memory lacks.
+
+        Host memory has evicted such a page or had no room for it. The store is not popped: the next
+        owner of the blocks waits for the copy (:attr:`in_flight`).
+        """
         coming = {key for store in self._under_way for key in store.keys}
         wanted = [at for at in self.host.missing(keys) if keys[at] not in coming]
         if (store := self._begin(keys, blocks, wanted)) is not None:
             self._behind.append(store)
 
     def completed(self) -> int:
-        """Stores that are over and wait to be popped, in the order of their beginning."""
+        """Returns the number of stores that can be popped, counted from the oldest.
+
+        These are the stores that have ended before the first one in progress, or more if
+        :meth:`presume` was called.
+        """
         self.poll()
         over = sum(1 for _ in takewhile(lambda store: store.success is not None, self._stores))
         return max(over, self._presumed)
 
     def pop(self) -> bool:
-        """Forgets the oldest store, which is over; whether its pages can be found now."""
+        """Removes the oldest store, and returns whether all of its pages reached host memory.
+
+        The result is a prediction if the store is only presumed to have ended.
+        """
         store = self._stores.popleft()
         self._presumed = max(self._presumed - 1, 0)
         if store.success is None:
@@ -289,45 +340,59 @@ class TierStack:
         return store.success
 
     def presume(self) -> int:
-        """Takes the stores that are under way for over, so that their blocks can be given to
-        others, who wait for the copies (:attr:`in_flight`); how many wait to be popped."""
+        """Presumes that all stores have ended, so that their blocks can be reused at once.
+
+        The next owners of the blocks wait for the copies (:attr:`in_flight`).
+
+        Returns:
+            The number of stores that can be popped.
+        """
         self._presumed = len(self._stores)
         return self._presumed
 
     def make_room(self, count: int) -> None:
-        """Has requests that only wait give up pages that are kept for them, until there is room
-        for ``count`` pages of one that loses its blocks now."""
+        """Unpins pages kept for waiting requests until host memory has room for ``count`` pages.
+
+        Makes room for a request that is being preempted. There may be less room in the end.
+        """
         for give_up_one in self.keepers:
             while self.host.room < count and give_up_one():
                 pass
 
     def save(self, blocks: Pages) -> Saved | None:
-        """Begins to copy ``blocks`` of the device for their owner alone, until :meth:`drop`.
+        """Starts to copy ``blocks`` of the device to host memory, for their owner alone.
 
         Returns:
-            None if there is no room.
+            The copy, which exists until :meth:`drop`; None if there is no room or the tiers are
+            disabled.
         """
         if self._off is not None or (pages := self.host.reserve(len(blocks))) is None:
             return None
         return Saved(pages, self._copies.store(blocks, pages, self.stores))
 
     def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
-        """Copies ``blocks`` to the pages of ``keys``, which host memory has; to measure with."""
+        """Starts to copy ``blocks`` to the pages of ``keys``, which host memory already has.
+
+        A baseline for measurements.
+        """
         if keys:
             pages = self.host.places(keys)
             self.host.pin(pages)
             self._again.append(Saved(pages, self._copies.store(blocks, pages, self.stores)))
 
     def drop(self, saved: Saved) -> None:
-        """Nobody needs the copy any more."""
+        """Cancels a copy of :meth:`save`; its slots are freed once the copy has ended."""
         saved.ticket.cancel()
         self._dropped.append(saved)
         self._forget_dropped()
 
-    # --- what goes on meanwhile -------------------------------------------------------------------
+    # --- progress and state -----------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Takes note of what has ended. The scheduler calls it once a step at least."""
+        """Processes copies and lower-tier work that have ended, and starts the work that follows.
+
+        The scheduler calls it at least once in each step.
+        """
         for store in self._under_way:
             if store.ticket is not None and store.ticket.poll():
                 self._settle(store)
@@ -340,44 +405,50 @@ class TierStack:
 
     @property
     def layout(self) -> Layout:
-        """Of a page."""
+        """Layout of a page."""
         return self._copies.layout
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is found and kept."""
+        """True unless the tiers were disabled or closed."""
         return self._off is None
 
     @property
     def stores_under_way(self) -> int:
-        """Copies from the device that have not ended."""
+        """Number of stores in progress."""
         return len(self._under_way)
 
     def storing(self, key: Key) -> bool:
-        """Whether a page of that key is about to be found."""
+        """Returns whether a store of ``key`` is in progress."""
         return any(key in store.keys for store in self._under_way)
 
     @property
     def in_flight(self) -> BlocksInFlight:
-        """Blocks of the device that are being copied."""
+        """Blocks of the device that copies read or write."""
         return self._copies.in_flight
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A forward took so long for so many new tokens."""
+        """Records that a forward computed ``tokens`` new tokens in ``seconds``."""
         rate = tokens / self.layout.page / seconds
         self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 
     def pending(self) -> bool:
-        """Whether a request waits for a lower tier."""
+        """Returns whether a request waits for a lower tier."""
         return self._waiting.pending()
 
     def wait(self, timeout: float) -> None:
-        """Sleeps until a thread of a lower tier has ended something, or ``timeout`` seconds."""
+        """Sleeps until a thread of a lower tier has finished something, ``timeout`` s at most."""
         self._wake.wait(timeout)
         self._wake.clear()
 
     def clear(self) -> None:
-        """Forgets host memory's pages, once nothing reads or writes the device any more."""
+        """Forgets all requests and removes the unpinned pages from host memory.
+
+        Cancels stores, and waits until no load or store accesses the device.
+
+        Raises:
+            TimeoutError: A load is still in progress.
+        """
         self._waiting.leave_all()
         for rid in list(self._queued):
             self.cancel(rid)
@@ -397,16 +468,16 @@ class TierStack:
         self.host.clear()
 
     def disable(self, reason: str) -> None:
-        """From now on nothing is found and nothing kept, because ``reason``."""
+        """Disables the tiers: no page is found or stored any more. Logs ``reason``."""
         if self._off is None:
             logger.warning("the tiers are off from now on: %s", reason)
             self._off = reason
-            # Copies that are under way end as they would: SGLang waits to be told of each.
+            # Copies in progress are not cancelled: SGLang expects a result for each.
             self._waiting.leave_all()
             self.host.clear()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Clears and closes the stack and all tiers."""
         self.clear()
         self._off = "closed"
         for tier in self.lower:
@@ -421,7 +492,12 @@ class TierStack:
     def _begin(
         self, keys: Sequence[Key], blocks: Pages, wanted: Sequence[int], parent: Key | None = None
     ) -> _Store | None:
-        """Begins to copy those of the pages that there is room for; None if it is none."""
+        """Starts to copy the pages at ``wanted`` as far as there is room; None if there is none.
+
+        Args:
+            wanted: Positions in ``keys`` and ``blocks`` of the pages to copy.
+            parent: Key of the page before the first of ``keys``.
+        """
         missing = wanted[: self.host.room if self._off is None else 0]
         if self._off is None:
             self.host.refuse(len(wanted) - len(missing))

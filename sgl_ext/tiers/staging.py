@@ -1,4 +1,4 @@
-"""Pages on their way from lower tiers into host memory, for the requests that wait for them."""
+"""Staging: loads from lower tiers into host memory for requests that wait for their pages."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class _Part:
 
 
 class Staging:
-    """What lower tiers have of a prompt behind the pages that host memory has of it.
+    """Load of one prompt's pages from lower tiers, after the leading pages in host memory.
 
-    Every tier is asked what it has. The nearest one loads that, the next one what follows. What
-    has landed is published in host memory up to the first gap. All of the prompt's pages that are
-    there stay until :meth:`abandon`.
+    All tiers look up the pages. The nearest tier loads the pages that it holds, and the next tier
+    the pages that follow. Landed pages are published in host memory up to the first gap. The
+    prompt's pages in host memory are pinned until :meth:`abandon`.
 
     Args:
-        keys: of the prompt's pages.
-        here: how many of them, from the first on, host memory has.
-        spare: places of host memory that it leaves to others.
+        keys: Keys of the prompt's pages.
+        here: Number of leading pages that are in host memory.
+        tiers: Lower tiers, the nearest first.
+        spare: Slots of host memory to leave free for others.
     """
 
     def __init__(
@@ -51,26 +52,26 @@ class Staging:
         self.keys = keys[here:]
         self.done = False
         self.landed: dict[str, int] = {}
-        """Pages that each tier has brought, by its name."""
+        """Pages loaded from each tier, by the tier's name."""
         self.seconds = 0.0
-        """From the look-up on until they were there."""
+        """Seconds from the lookup until the pages were published; 0 before."""
         self._spare = spare
         self._began = time.monotonic()
         self._lookups = [(tier, tier.lookup(self.keys)) for tier in tiers]
         self._parts: list[_Part] | None = None
         self._abandoned = False
         self.short_of_room = False
-        """Whether it waits for places in host memory."""
+        """True while the load waits for free slots in host memory."""
         self._pinned = host.places(keys[:here])
         host.pin(self._pinned)
 
     @property
     def keeps(self) -> bool:
-        """Whether pages stay in host memory because of it."""
+        """True if it pins pages in host memory."""
         return len(self._pinned) > 0
 
     def advance(self, host: HostPages) -> bool:
-        """Takes the next step if it can be taken without waiting; whether it did."""
+        """Takes the next step if that needs no waiting; returns whether a step was taken."""
         if self.done:
             return False
         if self._abandoned and self._parts is None:
@@ -84,10 +85,13 @@ class Staging:
         return True
 
     def abandon(self, host: HostPages) -> None:
-        """The request has its pages, or is gone; what is on its way lands nevertheless."""
+        """Unpins the pages: the request has loaded them or does not need them any more.
+
+        Loads that have begun still land and are published.
+        """
         self._abandoned = True
         for part in self._parts or ():
-            part.landed.cancel()  # what a busy tier has not begun, nobody waits for
+            part.landed.cancel()  # succeeds only if the tier has not begun it
         host.unpin(self._pinned)
         self._pinned = self._pinned[:0]
 
@@ -101,12 +105,12 @@ class Staging:
         if at == 0:
             self.done = True
             return True
-        # Its own pages are no reason to leave others more.
+        # The request's own pinned pages count towards the spare slots: it must not wait for itself.
         most = max(host.room + len(self._pinned) - self._spare, 0)
         pages = host.reserve(min(at, host.room, most))
         self.short_of_room = pages is None or not len(pages)
         if pages is None or not len(pages):
-            return False  # others hold the room; it comes back
+            return False  # other requests occupy the room; the next call tries again
         host.refuse(at - len(pages))
         self._parts = []
         for tier, begin, end in spans:
@@ -117,7 +121,7 @@ class Staging:
         return True
 
     def _publish(self, host: HostPages) -> None:
-        whole = True  # what lies behind a gap is of no use
+        whole = True  # pages after a gap are of no use
         for part in self._parts or ():
             good = leading(result_of(part.landed, np.zeros(len(part.keys), np.bool_)))
             good = good if whole else 0

@@ -1,4 +1,4 @@
-"""What the tiers have been worth so far, as plain numbers."""
+"""Statistics of the tiers since the server started, as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from sgl_ext.tiers.stack import TierStack
 
 
 class TierReport(TypedDict):
-    """Of one tier, since the server started."""
+    """Statistics of one tier since the server started."""
 
     pages: int
-    """That it holds; of a shared store, that this server has put there."""
+    """Pages that the tier holds; for a shared store, pages that this process has stored."""
     capacity_pages: int
+    """Capacity in pages; 0 if unknown."""
     hit_tokens: int
-    """Tokens of prompts that were not computed because the tier had them."""
+    """Prompt tokens that were loaded from the tier instead of computed."""
     loaded_bytes: int
     loading_seconds: float
     stored_bytes: int
     storing_seconds: float
     evicted_pages: int
     queue_depth: int
-    """Loads and stores that wait or are under way."""
+    """Operations that are queued or in progress: for the host tier, stores; for a lower tier,
+    lookups, loads and stores."""
     available: bool
     failures: dict[str, int]
     """Pages that could not be loaded or stored, by reason."""
 
 
 def describe(stack: TierStack) -> dict[str, TierReport]:
-    """A report for each tier, the nearest first."""
+    """Returns a report for each tier by name, the nearest first."""
     layout, host = stack.layout, stack.host
     reports = {
         "host": TierReport(

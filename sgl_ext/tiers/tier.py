@@ -1,4 +1,4 @@
-"""What a tier is: somewhere that whole pages can be put and found again by key."""
+"""Interface of a tier, which stores whole pages and finds them again by key."""
 
 from __future__ import annotations
 
@@ -13,53 +13,69 @@ from sgl_ext.tiers.arena import Key, Pages
 
 
 class Tier(Protocol):
-    """Pages beyond host memory. Its methods may wait for a device, so the stack's threads call it.
+    """Storage of pages below host memory.
 
-    Nothing raises for what a device does: pages that did not land are False in the result, and
-    ``failures`` counts them by reason. Thread-safe: loads and stores run side by side.
+    ``load`` and ``store``, and ``lookup`` unless ``immediate``, may wait for a device and are
+    called by threads of the stack. Device errors do not raise: pages that did not land are False in
+    the result, and ``failures`` counts them by reason. Thread-safe: loads and stores run
+    concurrently.
     """
 
     name: str
     immediate: bool
-    """Whether ``lookup`` answers from memory, without waiting."""
+    """True if ``lookup`` answers from memory, without waiting."""
 
     @property
     def available(self) -> bool:
-        """False while it is known to be of no use: no device left, a store that is away."""
+        """False while the tier cannot serve: no device is left, or the store is unreachable."""
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """How many of ``keys``, from the first on, it holds. May be wrong: ``load`` tells."""
+        """Returns the number of leading ``keys`` that the tier holds.
+
+        The result may be wrong; only ``load`` verifies the pages.
+        """
 
     def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """Reads pages into places of the arena; True where the right bytes have landed.
+        """Reads pages into arena slots; nothing writes to the slots after it has returned.
 
-        When it returns, nothing more is written to any of these places.
+        Args:
+            pages: Slot for each key, ``[keys]``.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where a page has landed and verifies.
         """
 
     def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        """Keeps what lies in these places, sealed; True where it can be found from now on."""
+        """Seals and stores the pages in arena slots.
+
+        Args:
+            pages: Slot of each key, ``[keys]``.
+
+        Returns:
+            A mask, bool ``[keys]``, that is True where the page can be found from now on.
+        """
 
     def statistics(self) -> TierStatistics:
-        """Its state for metrics; never waits."""
+        """Returns the state of the tier for metrics; does not wait for I/O."""
 
     def close(self) -> None:
-        """Ends its I/O and gives everything back."""
+        """Ends all I/O and releases all resources."""
 
 
 @dataclass(frozen=True)
 class TierStatistics:
-    """Of one tier, since it was opened."""
+    """Statistics of one tier since it was opened."""
 
     pages: int
-    """That it holds; of a shared store, that this process has put there."""
+    """Pages that the tier holds; for a shared store, pages that this process has stored."""
     capacity: int
-    """Pages; 0 if not known."""
+    """Capacity in pages; 0 if unknown."""
     evicted: int
-    """Pages that had to make room for others; 0 if not known."""
+    """Pages evicted so far; 0 if unknown."""
     failures: dict[str, int]
     """Pages that could not be loaded or stored, by reason (``EIO``, ``checksum``...)."""
 
 
 def leading(mask: NDArray[np.bool_]) -> int:
-    """How many are True from the first on."""
+    """Returns the number of leading True values."""
     return int(np.argmin(mask)) if len(mask) and not mask.all() else len(mask)

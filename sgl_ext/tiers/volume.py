@@ -1,4 +1,4 @@
-"""One directory of the SSD tier: a file of slots, its lane, and how the device behaves."""
+"""Volume: one directory of the SSD tier, with its file of slots, its lane and its health."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from sgl_ext.tiers.folder import PAGES, Folder
 from sgl_ext.tiers.slots import Slots
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The file cannot grow; what is there can be written over."""
+"""Errors of a file that cannot grow; its existing slots can still be overwritten."""
 FATAL_FAILURES = 3
-"""Failed batches in a row after which a device is given up."""
+"""Consecutive failed batches after which a device is given up."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class VolumeStatistics:
-    """Of one directory, since it was opened."""
+    """Statistics of one directory since it was opened."""
 
     directory: str
     state: str
-    """``ok``, ``full`` (the file system is; it evicts), ``stalled`` or ``dead``."""
+    """State: ``ok``, ``full`` (the file system is full and pages are evicted), ``stalled`` or
+    ``dead``."""
     pages: int
     limit: int
-    """Slots that it may have."""
+    """Largest number of slots."""
     bytes_read: int
     bytes_written: int
     evictions: int
@@ -55,10 +56,20 @@ class VolumeStatistics:
 
 
 class Volume:
-    """Slots of ``arena.stride`` bytes in ``<directory>/sgl_ext-v…/pages``, the i-th at i strides.
+    """File ``<directory>/sgl_ext-v…/pages`` of slots: slot ``i`` begins at ``i * arena.stride``.
 
-    A slot holds what a place of the arena holds, so the file needs no other metadata. Methods that
-    say so are called with the tier's lock held.
+    A slot of the file has the bytes of an arena slot, so the file needs no other metadata. Methods
+    whose docstring says so are called with the tier's lock held.
+
+    Args:
+        capacity: Bytes of the file, at most.
+        backend: See :meth:`TransferEngine.file_lane`.
+        wrap: Wraps the lane, to emulate another device.
+        deadline: Seconds without progress after which the device counts as stalled.
+
+    Raises:
+        ExtError: The directory cannot be used or is in use by another server, or ``capacity`` is
+            less than one page or more than the disk.
     """
 
     def __init__(
@@ -104,7 +115,7 @@ class Volume:
                     lane = engine.file_lane(self._folder.path, backend=backend, direct=False)
                 self._fd = open_own(self._folder.pages)
                 undo.callback(os.close, self._fd)
-                # Somebody may have removed the folder's lock; this one lasts as long as the file.
+                # The folder's lock file may have been removed; this lock lasts as long as the file.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(self._fd).st_size > limit * arena.stride:
                     os.ftruncate(self._fd, limit * arena.stride)
@@ -122,14 +133,19 @@ class Volume:
 
     @property
     def present(self) -> int:
-        """Whole slots that the file has."""
+        """Number of whole slots in the file."""
         return os.fstat(self._fd).st_size // self._arena.stride
 
     def submit(self, slots: NDArray[np.int64], places: Pages, *, write: bool) -> Ticket:
-        """Starts to write places of the arena to slots, or to read them from there.
+        """Starts to write arena slots to slots of the file, or to read them from there.
+
+        Args:
+            slots: Slots of the file, ``[pages]``.
+            places: Slots of the arena, ``[pages]``.
+            write: Whether to write to the file.
 
         Raises:
-            ExtError: the engine is closed.
+            ExtError: The engine is closed.
         """
         stride = self._arena.stride
         order = np.argsort(slots, kind="stable")
@@ -145,13 +161,13 @@ class Volume:
         return self._engine.submit(copies, self.lane, priority)
 
     def started(self, ticket: Ticket) -> None:
-        """Counts ``ticket`` as in flight. With the lock held."""
+        """Records that ``ticket`` is in flight. With the lock held."""
         if not self._tickets:
             self._since = time.monotonic()
         self._tickets.add(ticket)
 
     def ended(self, ticket: Ticket, *, write: bool) -> None:
-        """Counts what ``ticket`` has moved. With the lock held."""
+        """Records that ``ticket`` has ended, and the bytes that it moved. With the lock held."""
         self._tickets.discard(ticket)
         self._settled += ticket.bytes_done
         if write:
@@ -160,15 +176,18 @@ class Volume:
             self.bytes_read += ticket.bytes_done
 
     def sync(self) -> None:
-        """Waits until what was written will survive a loss of power, however long it takes.
+        """Syncs the file, so that written pages survive a power failure; has no deadline.
 
         Raises:
-            OSError: it may not.
+            OSError: The sync failed; written pages may be lost.
         """
         os.fdatasync(self._fd)
 
     def stalled(self) -> bool:
-        """Whether it has work and has moved nothing for the deadline. With the lock held."""
+        """Returns whether tickets are in flight without progress for the deadline.
+
+        With the lock held.
+        """
         now = time.monotonic()
         moved = self._settled + sum(ticket.bytes_done for ticket in self._tickets)
         if moved != self._moved or not self._tickets:
@@ -176,21 +195,24 @@ class Volume:
         return now - self._since > self._deadline
 
     def usable(self) -> bool:
-        """Whether it is worth asking. With the lock held."""
+        """Returns whether the volume is neither dead nor stalled. With the lock held."""
         return not self.dead and not self.stalled()
 
     def removed(self) -> bool:
-        """Whether its file is no longer where it was opened; may wait for the device."""
+        """Returns whether the file is no longer at its path; may wait for the device."""
         try:
             found = self._folder.pages.stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
-            return False  # of which the batches will tell
+            return False  # the next batches report such an error
         return not os.path.samestat(found, os.fstat(self._fd))
 
     def give_up(self, why: str) -> int:
-        """Uses it no more, which is logged; returns how many pages are lost. With the lock held."""
+        """Marks the volume as dead and logs ``why``; returns the number of pages that are lost.
+
+        With the lock held.
+        """
         lost = len(self.slots.index)
         self.dead = True
         self.slots.abandon()
@@ -198,11 +220,14 @@ class Volume:
         return lost
 
     def succeeded(self) -> None:
-        """A batch has. With the lock held."""
+        """Records that a batch has succeeded. With the lock held."""
         self._failures_in_a_row = 0
 
     def failed(self, error: OSError) -> None:
-        """A batch has; the last straw makes it dead. With the lock held."""
+        """Records that a batch has failed. With the lock held.
+
+        Gives the volume up after :data:`FATAL_FAILURES` consecutive failures.
+        """
         self.failed_batches += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row < FATAL_FAILURES or self.dead:
@@ -214,7 +239,7 @@ class Volume:
         )
 
     def statistics(self) -> VolumeStatistics:
-        """With the lock held."""
+        """Returns the state and the totals of the volume. With the lock held."""
         if self.dead:
             state = "dead"
         elif self.stalled():
@@ -233,12 +258,12 @@ class Volume:
         )
 
     def cancel(self) -> None:
-        """Cancels what has not started. With the lock held."""
+        """Cancels I/O that has not started. With the lock held."""
         for ticket in self._tickets:
             ticket.cancel()
 
     def close(self) -> None:
-        """Closes the file and gives the lock back; what is in flight still keeps the file open."""
+        """Closes the file and releases the locks; I/O in flight keeps the lane's file open."""
         try:
             self.file.close()
         except ExtError as error:

@@ -1,4 +1,4 @@
-"""Requests that wait for lower tiers, or for their turn with what these have brought."""
+"""Requests that wait for pages from lower tiers, or for admission with pages that have landed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.staging import Staging
 
 _LEASE_S = 60.0
-"""How long pages stay for a request that does not come back for them."""
+"""Seconds that pages are kept for a request after its last lookup."""
 
 
 @dataclass
 class _Request:
     staging: Staging
     owner: bool
-    """Whether the staging is this request's; if not, it waits for what another one asked for."""
+    """True if the staging belongs to this request; otherwise it waits for another request's."""
     deadline: float | None
-    """Until when it is held back; known from its first turn on."""
+    """Monotonic time until which the request is held back; None before it is first considered for
+    admission."""
     seen: float
+    """Monotonic time of the last lookup."""
 
 
 class Waiting:
-    """Which requests are held back, and the :class:`Staging` that each one waits for.
+    """Waiting requests, and the :class:`Staging` that each one waits for.
 
     Args:
-        lower: the nearest first.
-        wait: seconds that a request is held back, at most.
-        spare: places of host memory that pages on their way leave to others.
+        lower: Lower tiers, the nearest first.
+        wait: Seconds that a request is held back, at most.
+        spare: Slots of host memory that loads leave free for others.
     """
 
     def __init__(
@@ -43,18 +45,23 @@ class Waiting:
         self._spare = spare
         self._requests: dict[str, _Request] = {}
         self._deadlines: dict[str, float] = {}
-        """Deadlines of requests that gave up the pages kept for them."""
+        """Deadlines of requests whose pages were given up, by request."""
         self._stagings: list[Staging] = []
 
     def ask(self, rid: str, keys: Sequence[Key], here: int, computed: float | None) -> None:
-        """Host memory has ``here`` of the request's ``keys``: the others begin to come.
+        """Starts to load the request's ``keys`` after the first ``here`` from lower tiers.
+
+        If a staging of another request begins with the same page, the request waits for that one;
+        the next call after it has ended loads what is still missing. A call for a request that
+        already waits only renews its lease.
 
         Args:
-            computed: pages that a second of computing is worth, if known.
+            here: Number of leading keys in host memory.
+            computed: Pages that are computed per second; None if unknown.
         """
         request = self._requests.get(rid)
         if request is not None and request.staging.done and not request.owner:
-            del self._requests[rid]  # what another request waited for is here: is it enough?
+            del self._requests[rid]  # the other request's staging may not cover all of its pages
             request = None
         now = time.monotonic()
         if request is not None:
@@ -66,9 +73,10 @@ class Waiting:
             self._requests[rid] = _Request(staging, owner, self._deadlines.pop(rid, None), now)
 
     def ready(self, rid: str) -> bool:
-        """Whether no more pages will come for the request, or not in time.
+        """Returns whether the request need not be held back for its pages.
 
-        To be asked when it is the request's turn: from the first time on it waits.
+        True if it does not wait, its staging has ended or its deadline has passed. Call it when the
+        request is considered for admission: the first call sets the deadline.
         """
         request = self._requests.get(rid)
         if request is None or request.staging.done:
@@ -79,7 +87,10 @@ class Waiting:
         return now > request.deadline
 
     def leave(self, rid: str) -> Staging | None:
-        """The request waits no more; what was brought for it. What is on its way still lands."""
+        """Removes a request, and returns its staging; None if it has none of its own.
+
+        Abandons the staging, so its pages are unpinned. Loads that have begun still land.
+        """
         self._deadlines.pop(rid, None)
         request = self._requests.pop(rid, None)
         if request is None or not request.owner:
@@ -88,9 +99,11 @@ class Waiting:
         return request.staging
 
     def give_up_one(self) -> bool:
-        """Lets the pages be evicted that are kept for one of the requests: the newest one, those
-        last that have had their turn. Looked up again, it is held back no longer than it would have
-        been. False if there is none."""
+        """Unpins the pages kept for one request; returns False if there is no such request.
+
+        Chooses the newest request that was not considered for admission yet, otherwise the newest
+        one. The request keeps its deadline if it is looked up again.
+        """
         keeping = [rid for rid, each in self._requests.items() if each.owner and each.staging.keeps]
         if not keeping:
             return False
@@ -103,27 +116,28 @@ class Waiting:
         return True
 
     def leave_all(self) -> None:
+        """Removes all requests."""
         for rid in list(self._requests):
             self.leave(rid)
 
     def advance(self) -> None:
-        """Takes every step that can be taken without waiting."""
+        """Takes every step that needs no waiting, and removes requests whose lease has expired."""
         for staging in self._stagings:
             while staging.advance(self._host):
                 pass
             if staging.short_of_room:
-                break  # those behind it came later
+                break  # later stagings must not take the room first
         self._stagings = [staging for staging in self._stagings if not staging.done]
         now = time.monotonic()
         for rid in [rid for rid, each in self._requests.items() if now > each.seen + _LEASE_S]:
             self.leave(rid)
 
     def pending(self) -> bool:
-        """Whether a request waits for a lower tier."""
+        """Returns whether a request waits for a lower tier."""
         return any(not request.staging.done for request in self._requests.values())
 
     def _same(self, key: Key) -> Staging | None:
-        """What is under way and begins with the same page."""
+        """Returns the staging in progress whose first page is ``key``; None if there is none."""
         return next((other for other in self._stagings if other.keys[0] == key), None)
 
     def _begin(self, keys: Sequence[Key], here: int, computed: float | None) -> Staging:

@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an --ext-config, or the name of a shipped one; its directories become new ones",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=10.0, help="of load (default: 10)")
+    parser.add_argument(
+        "--cover", action="append", default=[], metavar="COUNTER",
+        help="go on until this count of the report is above zero, for up to ten times --minutes "
+        "more; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of all that is asked")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument(
@@ -102,7 +107,7 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
             victims, (options.clients, _PEERS_CLIENTS)[: len(victims)], stock.url, texts,
             options.seed, options.deadline, failures,
         )  # fmt: skip
-        tally = asyncio.run(load.run(60 * options.minutes))
+        tally = asyncio.run(load.run(60 * options.minutes, options.cover))
         said = complaints([log for victim in victims for log in victim.logs])
     return _told(source.stem, options, tally, said, place)
 
@@ -121,8 +126,10 @@ def _told(
         if key not in FAULTS:
             report.runs.append({"what": "load", "of": key, "count": count})
     report.figures = {key: float(count) for key, count in told.items()}
-    if tally.failed or said:
-        report.failed = f"{name}: {tally.failed or 'complaints'}; see {place}"
+    lacking = tally.lacking(options.cover, tally.server)
+    missed = f"does not cover {', '.join(lacking)}" if lacking else ""
+    if found := tally.failed or ("complaints" if said else missed):
+        report.failed = f"{name}: {found}; see {place}"
         for line in said[:5]:
             report.failed += f"\n{line}"
     return report

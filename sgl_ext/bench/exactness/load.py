@@ -25,6 +25,8 @@ _PROGRESS_S = 10.0
 _QUIET_S = 60.0
 """In which a server without requests holds nothing any more."""
 _TOLD_S = 60.0
+_LONGER = 10
+"""Times as long as asked for that a run takes at most until it has covered what it must."""
 _AFTERWARDS_S = 45.0
 """After a peer was killed, in which requests may be told to come again later."""
 
@@ -72,6 +74,14 @@ class Tally:
         self.aborted += found.ending is Ending.ABORTED
         self.left += found.ending is Ending.LEFT
 
+    def lacking(self, covers: Sequence[str], server: Mapping[str, int]) -> list[str]:
+        """Returns the names of ``covers`` whose counts are zero.
+
+        Args:
+            server: counters of the servers so far.
+        """
+        return [name for name in covers if not getattr(self, name, server.get(name, 0))]
+
     @property
     def failed(self) -> str:
         """The faults that are not zero."""
@@ -108,14 +118,18 @@ class Load:
         self._counts: dict[tuple[str, int, str], float] = {}
         self._killed_at = float("-inf")
 
-    async def run(self, seconds: float) -> Tally:
-        """Raises ExtError if stock SGLang does not answer, or a killed server does not start."""
+    async def run(self, seconds: float, covers: Sequence[str] = ()) -> Tally:
+        """Drives the servers for so long, and on until each counter of ``covers`` is above zero.
+
+        Raises:
+            ExtError: stock SGLang does not answer, or a killed server does not start.
+        """
         async with session() as http:
             self._http = http
             self._stock = Stock(http, self._stock_url)
             await asyncio.to_thread(self._texts.create, self._victims[0].url)
             try:
-                await self._drive(seconds)
+                await self._drive(seconds, covers)
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
             if not self.tally.dead:
@@ -123,7 +137,7 @@ class Load:
             self.tally.server = self._counted()
         return self.tally
 
-    async def _drive(self, seconds: float) -> None:
+    async def _drive(self, seconds: float, covers: Sequence[str]) -> None:
         self._open.set()
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(self._tell())
@@ -133,6 +147,7 @@ class Load:
                 for number in range(count)
             ]
             await self._events(seconds)
+            await self._cover(_LONGER * seconds, covers)
             self._ended = True
             self._open.set()
             await asyncio.wait(clients)
@@ -161,6 +176,15 @@ class Load:
                 since = time.monotonic()
                 await self._kill(self._victims[self.tally.kills % len(self._victims)])
                 self._paused += time.monotonic() - since
+
+    async def _cover(self, seconds: float, covers: Sequence[str]) -> None:
+        """Waits until the run has covered what it must; a slow machine takes longer."""
+        give_up = time.monotonic() + seconds
+        while self.tally.lacking(covers, self._counted()) and time.monotonic() < give_up:
+            self._check_alive()
+            if self.tally.dead:
+                return
+            await asyncio.sleep(1)
 
     async def _kill(self, victim: Victim) -> None:
         self._open.clear()
