@@ -11,7 +11,7 @@ import pytest
 from stack_kit import BLOCKS, Machine
 from tier_kit import content, keys, places
 
-from sgl_ext.tiers.copies import layer_groups
+from sgl_ext.tiers.copies import LayerLoads, layer_groups
 
 
 @pytest.fixture(params=[1, 4])
@@ -36,6 +36,31 @@ def given(machine: Machine, rid: str) -> dict[str, int]:
         assert each["bytes"] == pages[name] * layout.block_bytes
         assert each["seconds"] > 0
     return {name: count for name, count in pages.items() if count}
+
+
+class Late:
+    """A ticket whose copy ends when the test says so."""
+
+    seconds = 0.5
+    ended = False
+
+    def wait(self, _seconds: float) -> None:
+        if not self.ended:
+            raise TimeoutError
+
+    def poll(self) -> bool:
+        return self.ended
+
+
+def test_a_load_that_is_late_does_not_count_as_landed() -> None:
+    ticket = Late()
+    loads = LayerLoads([(0, 1)], deadline=0.0)
+    index = loads.start([ticket])  # type: ignore[list-item]
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            loads.finish(index)
+    ticket.ended = True
+    assert loads.finish(index) == 0.5
 
 
 def test_layers_come_in_groups_that_grow() -> None:

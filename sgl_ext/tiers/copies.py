@@ -204,10 +204,12 @@ class LayerLoads:
         Raises:
             TimeoutError: A copy is still in progress, and its memory in use.
         """
-        tickets = self._loads.pop(index, [])
+        tickets = self._loads.get(index, [])
         landed = [_landed(ticket, self._deadline) for ticket in tickets]
         if not all(ticket.poll() for ticket in tickets):
+            # The load stays known: a second call must not take it for one that has landed.
             raise TimeoutError(f"a copy from host memory took over {self._deadline} s")
+        self._loads.pop(index, None)
         return max((each.seconds for each in tickets), default=0.0) if all(landed) else None
 
     def reset(self) -> None:
