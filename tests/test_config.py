@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, load
+from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, SwapBaseline, load
 from sgl_ext.config.source import ConfigError
+from sgl_ext.config.values import EmulatedDevice
 
 
 def error_of(source: object) -> str:
@@ -212,3 +216,27 @@ def test_devices_that_cannot_be_emulated(device: dict[str, object]) -> None:
     ssd = {"directories": ["/ssd"], "capacity": "1GiB", "emulate": device}
     with pytest.raises(ConfigError, match=r"tiers[.]ssd[.]emulate[.]bytes_per_second"):
         load({"tiers": {"ssd": ssd}})
+
+
+def sections_in(annotation: object) -> list[type[BaseModel]]:
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return [each for each in options if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys of a section, those of nested sections included."""
+    for name, field in model.model_fields.items():
+        nested = sections_in(field.annotation)
+        if nested and nested[0] not in (EmulatedDevice, SwapBaseline):
+            yield from keys_of(nested[0], f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+@pytest.mark.parametrize("section", ["memory", *SECTIONS])
+def test_the_reference_names_every_key(section: str) -> None:
+    reference = (ROOT / "sgl_ext" / "config" / "README.md").read_text()
+    _, _, part = reference.partition(f"\n## `{section}`")
+    written = set(re.findall(r"`([\w.]+)(?:\.\*)?`[,|\s]", part.partition("\n## ")[0]))
+    (kind,) = sections_in(ExtConfig.model_fields[section].annotation)
+    assert set(keys_of(kind)) - written == set()

@@ -65,7 +65,7 @@ class Contexts:
     _before: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """Interned prefixes of contexts. Prefixes are long and most contexts share one."""
     _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Contexts by their prefix."""
+    """Number of contexts with each prefix."""
 
     def __len__(self) -> int:
         self._expire()

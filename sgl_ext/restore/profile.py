@@ -59,8 +59,8 @@ class Profile(msgspec.Struct, frozen=True):
     def costs(self, tiers: Mapping[str, str], chunk: int, host: str = "") -> Costs:
         """Returns the costs of restoring from these tiers.
 
-        A measured cost is used only if the description of its tier has not changed. Logs a warning
-        if the profile does not cover a tier.
+        The measured cost of a tier is used only if the tier's description has not changed, and the
+        crossover only if that of host memory has not. Logs a warning if a tier is not covered.
 
         Args:
             tiers: current :func:`devices` of the tiers below host memory.

@@ -64,7 +64,7 @@ class Restorer:
         self._owners: dict[Key, str] = {}
         """Request that restores a page, or is about to, by the key of the page."""
         self._followers: dict[str, tuple[str, float]] = {}
-        """Requests that wait for another one with the same prefix: its id, and their time of arrival."""
+        """Requests that wait for another one with the same prefix: its id, and their arrival."""
         self._first: Restoration | None = None
         """Restoration that is computed next in this step, once chosen."""
         self._chosen = False
@@ -134,7 +134,7 @@ class Restorer:
         return rid in self._requests or rid in self._followers
 
     def restores(self, rid: str) -> bool:
-        """Returns whether pages of the request's prompt were found and the request has not ended."""
+        """Returns whether pages of the request's prompt were found and are not released yet."""
         return rid in self._opened
 
     def loads(self, rid: str) -> bool:

@@ -1,5 +1,4 @@
-"""Restoration in a pipeline stage: restores the KV of its own layers independently of other
-stages (CacheFlow §3.2)."""
+"""Restoration in one pipeline stage, independent of the other stages (CacheFlow §3.2)."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, beyond: int, seconds: float) -> None:
-        """Waits until more than ``beyond`` tokens or all have arrived, at most ``seconds``."""
+        """Waits for more than ``beyond`` tokens or the end of arrivals, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: self._end > beyond or self._ended, seconds)
 

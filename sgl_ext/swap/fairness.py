@@ -101,7 +101,7 @@ class RoundRobin:
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._had: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
-        """Iterations that each request has run."""
+        """Iterations that each request has run; a new one starts with the minimum of the others."""
         self._before: WeakKeyDictionary[Candidate, int] = WeakKeyDictionary()
         """Iterations that each request had run before its current turn."""
 
