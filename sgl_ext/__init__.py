@@ -8,4 +8,4 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 SUPPORTED_SGLANG = "0.5.23"
-"""The one SGLang release that every hook and seam of this package was written against."""
+"""The only supported SGLang release: every hook and seam of this package is written for it."""

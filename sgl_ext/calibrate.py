@@ -1,4 +1,4 @@
-"""``sgl-ext calibrate``: measures what computing and loading cost, for restoring prefixes."""
+"""Measurement of compute and load costs for restoring prefixes (``sgl-ext calibrate``)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ from sgl_ext.restore.costs import LoadCost, fit
 from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, save
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
-"""Of prompts, from which forwards of these and of a chunk's tokens come."""
+"""Lengths of the measured prompts, in tokens; they give forwards of these and of the chunk size."""
 _DEADLINE_S = 600.0
 
 
 def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
-    """Measures servers on ``model``, and keeps the profile in the user's cache.
+    """Measures servers on ``model`` and saves the profile in the user's cache.
 
-    Each lower tier is measured by itself, SSDs in folders of their own that are removed. A remote
-    store keeps some random pages until it needs their place.
+    Each lower tier is measured alone. The SSD tier uses temporary folders, which are removed
+    afterwards. A remote store keeps some pages of random tokens until it evicts them.
 
     Args:
-        config: with a section ``restore``; its tiers are the ones that are measured.
-        arguments: of the server, as it will be started later.
+        config: Configuration with a ``restore`` section. Its tiers are measured.
+        arguments: Further arguments of the server, the same that it will be started with later.
+
+    Returns:
+        The profile, and the path that it was saved to.
 
     Raises:
-        ExtError: there is nothing to calibrate, a server does not start or answer, or a tier gives
-            nothing back.
+        ExtError: The configuration has nothing to calibrate, a server does not start or answer, or
+            a tier has loaded nothing.
     """
     if config.restore is None or config.tiers is None:
         raise ExtError("there is nothing to calibrate: give a configuration with a restore section")
@@ -75,7 +78,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
 
 
 def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
-    """A server with what restoring needs of ``config``."""
+    """Returns a server with the sections of ``config`` that restoring needs."""
     resolved = config.resolved()
     sections = {name: resolved[name] for name in ("memory", "tiers", "restore")}
     command = (*arguments, "--enable-ext", "--ext-config", json.dumps(sections))
@@ -83,7 +86,10 @@ def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.Sy
 
 
 def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tiers]]]:
-    """Each lower tier by itself, or host memory if there are none; what is seen once is kept."""
+    """Yields the name and the section of each lower tier alone, or of host memory if there is none.
+
+    A lower tier stores pages after their first use.
+    """
     if wanted.ssd is not None:
         yield "ssd", _in_scratch(wanted)
     if wanted.remote is not None:
@@ -95,7 +101,7 @@ def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tie
 
 @contextmanager
 def _in_scratch(wanted: Tiers) -> Iterator[Tiers]:
-    """The SSD tier in folders beside what the user keeps there."""
+    """Yields a section with the SSD tier alone, in temporary folders within its directories."""
     if (ssd := wanted.ssd) is None:
         raise ValueError("there is no SSD tier")
     with ExitStack() as folders:
@@ -114,14 +120,24 @@ def _in_scratch(wanted: Tiers) -> Iterator[Tiers]:
 
 
 def _load_cost(tier: str, samples: Sequence[tuple[int, float]]) -> LoadCost:
-    """Of loads of so many tokens that took so many seconds."""
+    """Returns the cost of loads: the median of the seconds per token, without a latency.
+
+    Args:
+        samples: Tokens and seconds of each load.
+
+    Raises:
+        ExtError: There are no samples.
+    """
     if not samples:
         raise ExtError(f"{tier} has given nothing back; a server's /metrics say why")
     return LoadCost(0.0, statistics.median(seconds / tokens for tokens, seconds in samples))
 
 
 def _ask(url: str) -> None:
-    """Prompts that no cache knows; then, when only lower tiers have them, the long ones again."""
+    """Sends prompts that no cache holds, and then the long ones again.
+
+    Device and host memory are flushed before each repetition, so that only lower tiers hold the KV.
+    """
     context = requests.get(f"{url}/get_model_info", timeout=_DEADLINE_S).json()
     most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
     prompts = [random_tokens(min(length, most)) for length in _LENGTHS]

@@ -1,4 +1,7 @@
-"""From which length on host memory's prefixes are restored by tokens, not by layers: L_delta."""
+"""Measurement of L_delta, the crossover between restoring by layers and by tokens.
+
+Prefixes in host memory of at least this length are restored by tokens (CacheFlow §3.1).
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,29 @@ from sgl_ext.bench.harness import server
 from sgl_ext.restore.profile import Curve
 
 _LENGTHS = (128, 256, 512, 1024)
-"""Of prefixes."""
+"""Lengths of the measured prefixes, in tokens."""
 POOL = 2048
-"""Tokens of the device, which soon forgets what it has computed."""
+"""Tokens of the device's KV pool: few, so that it soon evicts what it has computed."""
 _SAMPLES = 10
 _MARGIN = 1.03
-"""Times another's seconds are as good: what differs less is noise."""
+"""Ratio of seconds up to which two strategies count as equally fast: the rest is noise."""
 WAYS = ("tokens", "layers")
 _TOKEN_IDS = (1000, 9000)
-"""That every vocabulary has and no template gives a meaning."""
+"""Range of token ids that every vocabulary has and that no template gives a meaning."""
 
 
 def random_tokens(count: int) -> list[int]:
-    """That no cache knows."""
+    """Returns ``count`` random token ids: a prompt that no cache holds."""
     choose = random.SystemRandom()
     return [choose.randrange(*_TOKEN_IDS) for _ in range(count)]
 
 
 def host_curves(servers: Sequence[server.Server]) -> dict[str, Curve]:
-    """Seconds until a prefix of each length that host memory has is restored, in either way.
+    """Returns the seconds of requests whose prefix host memory holds, by strategy and length.
 
     Args:
-        servers: named by :data:`WAYS`, with a host tier and :data:`POOL` tokens.
+        servers: Servers named by :data:`WAYS`, with a host tier and :data:`POOL` tokens on the
+            device.
     """
     found: dict[str, Curve] = {one.system.name: {} for one in servers}
     for length in _LENGTHS:
@@ -43,17 +47,23 @@ def host_curves(servers: Sequence[server.Server]) -> dict[str, Curve]:
 
 
 def crossover_of(tokens: Curve, layers: Curve) -> int:
-    """The length from which on restoring by ``tokens`` is not slower than by ``layers``.
+    """Returns the length from which on restoring by ``tokens`` is not slower than by ``layers``.
+
+    Differences within :data:`_MARGIN` do not count as slower.
 
     Args:
-        tokens, layers: seconds by length, of the same lengths.
+        tokens: Seconds by prefix length, restored by tokens.
+        layers: Seconds of the same prefix lengths, restored by layers.
     """
     slower = [length for length, seconds in tokens.items() if seconds > _MARGIN * layers[length]]
     return max(slower, default=0) + 1
 
 
 def _restored(servers: Sequence[server.Server], length: int) -> list[float]:
-    """Of each server: what prompts take when the device has forgotten them."""
+    """Returns each server's median seconds of prompts whose KV the device has evicted.
+
+    All prompts are sent twice, and the second time is measured. Together they exceed :data:`POOL`.
+    """
     prompts = [random_tokens(length) for _ in range(max(POOL // length + 2, _SAMPLES))]
     seconds: list[list[float]] = [[] for _ in servers]
     for again in (False, True):

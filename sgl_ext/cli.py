@@ -1,4 +1,4 @@
-"""``sgl-ext``: looks at configuration and machine; the server itself is SGLang's."""
+"""Tools for sgl_ext. The server itself is started with SGLang's own command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def describe(config: _Config = None, as_json: _Json = False) -> None:
-    """Prints the configuration as it would be in force."""
+    """Prints the resolved configuration, defaults included."""
     resolved = _load(config).resolved()
     print(json.dumps(resolved, indent=1) if as_json else yaml.safe_dump(resolved, sort_keys=False))
 
@@ -47,7 +47,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Says whether a configuration would run here; exit code 0 only if it would."""
+    """Checks whether a configuration would run on this machine; exits with 0 only if it would."""
     resolved = _load(config)
     checks = _doctor.examine(resolved)
     if model_path is not None:
@@ -70,7 +70,7 @@ def calibrate(
     ],
     config: _Config = None,
 ) -> None:
-    """Measures computing and loading, for the restore section; further arguments are SGLang's."""
+    """Measures compute and load costs for the restore section; further arguments go to SGLang."""
     from sgl_ext.calibrate import calibrate as measure
 
     try:
@@ -102,7 +102,7 @@ def cluster(
         typer.Option(help="Letters, digits, - and _: what its id is to begin with, behind stx-."),
     ] = "",
 ) -> None:
-    """Stores a recorded context on devices, for requests to follow it."""
+    """Stores a recorded context on devices, so that requests can follow it."""
     import re
 
     from rich.progress import Progress
@@ -129,7 +129,7 @@ def cluster(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Runs a benchmark, as python -m sgl_ext.bench does: NAME [--quick] [--out DIR]."""
+    """Runs a benchmark, like python -m sgl_ext.bench: NAME [--quick] [--out DIR]."""
     from sgl_ext.bench.__main__ import main as run
 
     run(context.args)
@@ -142,7 +142,7 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
 ) -> None:
-    """Shows what the tiers of running servers do, and what they lend each other."""
+    """Shows the tiers of running servers, and the memory that their engines lend each other."""
     from sgl_ext.top import watch
 
     try:
@@ -156,7 +156,7 @@ def top(
 
 @app.command()
 def version() -> None:
-    """Prints the versions of sgl_ext and of the SGLang it is for."""
+    """Prints the versions of sgl_ext and of the SGLang release that it supports."""
     print(f"sgl_ext {__version__} for SGLang {SUPPORTED_SGLANG}")
 
 

@@ -1,4 +1,4 @@
-"""Contexts of a running server: create, look at, delete, and name them in chats."""
+"""Client of the context cache of a running server."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class ContextInfo(msgspec.Struct, frozen=True):
-    """What a server says of a context."""
+    """Description of a context, as a server reports it."""
 
     id: str
     tokens: int
     bytes: int
-    """Of its KV."""
+    """Size of the context's KV, in bytes."""
     method: str
-    """Name of the link method that it is prepared for."""
+    """Name of the link method that the context is prepared for."""
     expires_in: float | None
-    """Seconds, when this was asked; None if never."""
+    """Seconds until the context expires, as of the answer; None if it never expires."""
 
 
 class _Listed(msgspec.Struct):
@@ -35,26 +35,28 @@ class _Listed(msgspec.Struct):
 
 
 def part(context: str | ContextInfo) -> dict[str, str]:
-    """What names a context among the parts of a chat message's ``content``, or of the ``text`` of
-    ``/generate``."""
+    """Returns the part that names a context in a prompt.
+
+    It goes among the parts of a chat message's ``content``, or of the ``text`` of ``/generate``.
+    """
     id_ = context if isinstance(context, str) else context.id
     return {"type": "ext_context", "id": id_}
 
 
 class ContextCache:
-    """The context cache of the server at ``url``.
+    """Client of the context cache of the server at ``url``.
 
-    Every call is one request; threads may share an instance.
+    Every call sends one HTTP request. Threads may share an instance.
 
     Args:
-        api_key: the server's, if it has one.
-        cache_salt: whose contexts these are; requests that name them must send the same one.
-        timeout: seconds without an answer; KV is computed before :meth:`create` returns.
-        verify: whether to check the certificate of an https server; or a file of certificates.
+        api_key: API key of the server, if it has one.
+        cache_salt: Salt of the tenant. Requests that name its contexts must send the same one.
+        timeout: Seconds to wait for the server. :meth:`create` waits until the KV is computed.
+        verify: Whether to check the certificate of an https server, or a file of certificates.
 
     Raises:
-        UnknownContextError: the server has no such context, or not any more.
-        ExtError: there is no answer, or the server refuses; with what it says.
+        UnknownContextError: The server does not have the context, or no longer has it.
+        ExtError: The server does not answer, or it refuses; the message includes its reason.
     """
 
     def __init__(
@@ -80,15 +82,16 @@ class ContextCache:
         ttl: float | None = None,
         split: Mapping[str, Any] | None = None,
     ) -> tuple[ContextInfo, ...]:
-        """Computes the KV of chunks, each a text or token ids, and names them in this order.
+        """Computes the KV of chunks and returns their contexts, in the order of the chunks.
 
         Args:
-            chunks: a text by itself is one chunk.
-            method: name of the link method; the server's default without it.
-            prefix: what prompts that link them begin with, such as the system prompt.
-            ttl: seconds until they expire; never without it.
-            split: how each chunk is first split, such as ``{"by": "markdown", "tokens": 512}``,
-                see :class:`sgl_ext.chunks.split.Split`; there is a context of each part then.
+            chunks: Chunks, each a text or token ids. A single text is one chunk.
+            method: Name of the link method; if None, the server's default.
+            prefix: Text that the prompts that link the contexts begin with, such as the system
+                prompt.
+            ttl: Seconds until the contexts expire; if None, they never expire.
+            split: How each chunk is split first, such as ``{"by": "markdown", "tokens": 512}``,
+                see :class:`sgl_ext.chunks.split.Split`. Each part then becomes a context.
         """
         given = {"method": method, "prefix": prefix, "ttl": ttl, "split": split}
         body = {name: value for name, value in given.items() if value is not None}
@@ -96,15 +99,15 @@ class ContextCache:
         return self._ask("POST", "", _Listed, json={"chunks": parts, **body, **self._salt}).contexts
 
     def get(self, id_: str) -> ContextInfo:
-        """A context, which counts as used."""
+        """Returns a context and marks it as used."""
         return self._ask("GET", f"/{quote(id_, safe='')}", ContextInfo, params=self._salt)
 
     def list(self) -> tuple[ContextInfo, ...]:
-        """All of them, the least recently used first."""
+        """Returns all contexts of the tenant, the least recently used first."""
         return self._ask("GET", "/list", _Listed, params=self._salt).contexts
 
     def delete(self, id_: str) -> None:
-        """Forgets a context; requests that link it already go on."""
+        """Deletes a context; requests that already link it continue."""
         self._ask("DELETE", f"/{quote(id_, safe='')}", dict[str, str], params=self._salt)
 
     def _ask(self, verb: str, path: str, type_: type[T], **content: Any) -> T:
@@ -134,9 +137,9 @@ def _error(url: str, answer: requests.Response) -> ExtError:
     except ValueError:
         body = None
     match body:
-        case {"error": {"message": str(message)}}:  # ours
+        case {"error": {"message": str(message)}}:  # an error of this package
             return (UnknownContextError if answer.status_code == 404 else ExtError)(message)
-        # SGLang's keys, SGLang's routes, FastAPI
+        # Formats of SGLang's check of API keys, of SGLang's routes, and of FastAPI.
         case {"error": found} | {"message": found} | {"detail": found}:
             pass
         case _:

@@ -1,4 +1,4 @@
-"""What a running server takes to come next, asked of its ``/generate``."""
+"""Next-token distributions of a running server, from its ``/generate``."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from sgl_ext.errors import ExtError
 
 
 class Told(NamedTuple):
-    """A server's answer."""
+    """Distributions in a server's answer."""
 
     distributions: list[Distribution]
-    """Of each token asked for."""
+    """Distribution of each requested token."""
     meta: Mapping[str, Any]
-    """The answer's ``meta_info``."""
+    """``meta_info`` of the answer."""
 
 
 def request(
     prompt: str | Sequence[int], begin: int, *, top: int, salt: str | None = None
 ) -> dict[str, Any]:
-    """What ``/generate`` is asked for the distributions that a prompt's tokens are drawn from.
+    """Returns the body of a ``/generate`` request for the distributions of a prompt's tokens.
 
     Args:
-        begin: position of the first of these tokens.
-        top: tokens of each distribution.
+        prompt: Text or token ids.
+        begin: Position of the first token whose distribution is requested.
+        top: Number of most likely tokens in each distribution.
+        salt: ``cache_salt`` of the request.
     """
     return {
         "text" if isinstance(prompt, str) else "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
-        # The logprob of a token is told with the one before it.
+        # SGLang reports the logprob of a token at the position before it.
         "logprob_start_len": begin - 1,
         "top_logprobs_num": top,
         "cache_salt": salt,
@@ -41,10 +43,10 @@ def request(
 
 
 def read(meta: Mapping[str, Any], last: int) -> list[Distribution]:
-    """The distributions of the last tokens of a prompt, in an answer's ``meta_info``.
+    """Returns the distributions of the ``last`` tokens of a prompt from an answer's ``meta_info``.
 
     Raises:
-        ExtError: it tells of fewer tokens.
+        ExtError: The answer has distributions of fewer tokens.
     """
     tops = [found for found in meta["input_top_logprobs"] if found is not None][-last:]
     if len(tops) < last:
@@ -64,16 +66,18 @@ def distributions(
     headers: Mapping[str, str] | None = None,
     verify: bool | str = True,
 ) -> Told:
-    """Distributions that the last tokens of a prompt are drawn from, by the server at ``url``.
+    """Requests the distributions of the last tokens of a prompt from the server at ``url``.
 
     Args:
-        last: how many tokens.
-        begin: position of the first of them.
-        top: tokens of each distribution.
-        deadline: seconds.
+        prompt: Text or token ids.
+        last: Number of tokens.
+        begin: Position of the first of them.
+        top: Number of most likely tokens in each distribution.
+        deadline: Timeout of the HTTP request, in seconds.
+        salt: ``cache_salt`` of the request.
 
     Raises:
-        ExtError: the server does not answer, refuses, or tells of fewer tokens.
+        ExtError: The server does not answer, refuses, or reports fewer tokens.
     """
     try:
         answer = requests.post(

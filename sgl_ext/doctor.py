@@ -1,4 +1,4 @@
-"""Would a given configuration run here? Facts of the machine, and a verdict per section."""
+"""Checks of the machine and of each configuration section (``sgl-ext doctor``)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sgl_ext.memory.limits import available_memory
 from sgl_ext.preflight import Check, gib
 
 _PROBE_DEADLINE_S = 180
-_IO_URING_SETUP = 425  # the same number on every architecture
+_IO_URING_SETUP = 425  # number of the system call on x86-64 and arm64
 
 
 def examine(config: ExtConfig) -> list[Check]:
-    """Every check, the machine's first, then one verdict per section."""
+    """Returns all checks: those of the machine, then those of each section."""
     return [
         _python(),
         _torch(),
@@ -42,12 +42,12 @@ def examine(config: ExtConfig) -> list[Check]:
 
 
 def would_run(checks: list[Check]) -> bool:
-    """Whether no check failed."""
+    """Returns True if no check failed."""
     return all(check.verdict != "fail" for check in checks)
 
 
 def as_json(checks: list[Check], config: ExtConfig) -> dict[str, Any]:
-    """The report in plain JSON types."""
+    """Returns the report in plain JSON types."""
     return {
         "would_run": would_run(checks),
         "config": config.resolved(),
@@ -88,7 +88,7 @@ def _accelerator() -> Check:
 
 
 def _hooks() -> Check:
-    """In a process of its own: importing SGLang here would change this one."""
+    """Checks the hooks in a separate process, because importing SGLang would change this one."""
     try:
         result = subprocess.run(
             [sys.executable, "-m", "sgl_ext.engine.core.probe"],
@@ -111,7 +111,10 @@ def _memory() -> Check:
 
 
 def _huge_pages() -> Check:
-    """Asks for one, as the slab will: what the kernel's settings say does not decide it."""
+    """Checks huge pages by asking the kernel for one in shared memory, as the slab does.
+
+    The kernel's settings alone do not determine whether it is granted.
+    """
     try:
         descriptor = mapping.create("sgl_ext-doctor", mapping.HUGE_PAGE)
         try:

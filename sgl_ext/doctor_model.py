@@ -1,4 +1,4 @@
-"""Would a model be served with chunks? A server is started on it, which looks at itself."""
+"""Check of a model for chunks: starts a server, which probes how far linked chunks diverge."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from sgl_ext.errors import ExtError
 from sgl_ext.preflight import Check
 
 _TOKENS = "8192"
-"""Of KV: the probe takes few."""
+"""Tokens of the server's KV pool; the probe needs few."""
 _DEADLINE_S = 60.0
 _NAME = "chunks on this model"
 
 
 def linking(model: Path, config: ExtConfig) -> Check:
-    """What the probe of linked chunks finds of the model in folder ``model``.
+    """Starts a server on the model folder ``model`` and returns its probe of linked chunks.
 
-    It takes as long as starting a server does, and the memory of one.
+    The check takes the time and the memory of a server start. It is skipped if ``config`` has no
+    ``chunks`` section.
     """
     if config.chunks is None:
         return Check(

@@ -1,15 +1,15 @@
-"""The one exception that ends a program of this package with a message instead of a traceback."""
+"""Exception that ends a program of this package with a message instead of a traceback."""
 
 from __future__ import annotations
 
 
 class ExtError(Exception):
-    """What was asked, what was found and what to do, in one sentence."""
+    """Error whose message says in one sentence what was asked, what was found and what to do."""
 
     status = 400
-    """Of HTTP, where a request ends with it."""
+    """HTTP status of a request that fails with this error."""
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason of an error without the path of its file, which is not for clients to know."""
+    """Returns the reason of an error without the path of its file, which clients must not see."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,4 +1,4 @@
-"""Chunks in SGLang's frontend programs."""
+"""Chunks in programs of SGLang's frontend language."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 
 def chunk(text_or_id: str, method: str | None = None) -> Any:
-    """An expression that stands for a chunk whose KV is linked, wherever in the prompt it is.
+    """Returns an expression for a chunk whose KV is linked, at any position in the prompt.
 
-    ``s += "Read this. " + chunk(document) + question``, also within roles and forks. A text is put
-    into the context cache of the program's backend when the program first comes to it, and once
-    for all programs that run there; if the server has dropped it since, again. The backend must be
-    a ``RuntimeEndpoint``, of a server with a ``chunks`` section. What goes wrong then is the
-    program's error (``state.error()``), as everything is that a program does.
+    Usage: ``s += "Read this. " + chunk(document) + question``, also within roles and forks.
+
+    A text is put into the context cache of the program's backend when a program first evaluates
+    it. All programs on this backend then share the context, which is created again if the server
+    has dropped it. The backend must be a ``RuntimeEndpoint`` of a server with a ``chunks``
+    section. A failure during evaluation becomes the error of the program (``state.error()``).
 
     Args:
-        text_or_id: a text, or the id of a context; what looks like one (``ctx-…``) is one.
-        method: name of the link method that a text is prepared for; the server's default without
-            it. An id has its own.
+        text_or_id: A text, or the id of a context. A string of the form ``ctx-…`` is an id.
+        method: Name of the link method that a text is prepared for; if None, the server's default.
+            Not allowed with an id, which is already prepared for a method.
 
     Raises:
-        ExtError: empty, or an id with a method.
-        TypeError: no str, as in a program that is only traced.
+        ExtError: The text is empty, or an id is given with a method.
+        TypeError: ``text_or_id`` is not a str, as in a program that is only traced.
     """
     from sgl_ext.engine.chunks.frontend import Chunk
 

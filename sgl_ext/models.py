@@ -1,4 +1,4 @@
-"""Small trained models that come inside packages, converted once to Hugging Face folders.
+"""Small trained models from packages, converted once to Hugging Face folders.
 
 ``python -m sgl_ext.models NAME`` prints the folder's path.
 """
@@ -25,12 +25,17 @@ from sgl_ext.packages import (
 )
 
 _COMPLETE = ".complete"
-"""Written last into a converted folder; a folder without it is made anew."""
+"""Marker file, written last into a converted folder; a folder without it is made again."""
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside packages, in parts, and the bytes its converted folder takes."""
+    """Model whose GGUF file is inside packages.
+
+    Attributes:
+        gguf: Parts of the GGUF file, in order.
+        converted_size: Bytes of the converted folder, approximately.
+    """
 
     name: str
     gguf: tuple[PackagedFile, ...]
@@ -74,7 +79,7 @@ _QWEN_PARTS = (
     "27f8af79348266bb154db225605212fa9ba3093ee3e2c9fce55eb3659163f344",
     "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a",
 )
-"""SHA-256 of each; all but the last have 50 MiB."""
+"""SHA-256 of each part, in order; all parts but the last have 50 MiB."""
 
 QWEN_CODER = PackagedModel(
     name="Qwen2.5-Coder-1.5B-Instruct",
@@ -97,11 +102,11 @@ UNTRAINED = "Untrained-6x288"
 def prepare(model: PackagedModel) -> Path:
     """Returns the Hugging Face folder (bf16 safetensors, tokenizer) of ``model``.
 
-    The first call downloads and converts it into the user's cache; an interrupted conversion
-    leaves nothing that a later call would take for a model.
+    The first call downloads the model and converts it into the user's cache. An interrupted
+    conversion leaves nothing that a later call would mistake for a model.
 
     Raises:
-        ExtError: see :func:`sgl_ext.packages.fetch`.
+        ExtError: See :func:`sgl_ext.packages.fetch`.
     """
 
     def make(scratch: Path) -> None:
@@ -113,12 +118,12 @@ def prepare(model: PackagedModel) -> Path:
 
 
 def untrained() -> Path:
-    """Returns the folder of a small model that has learned nothing, with SmolLM2's tokenizer.
+    """Returns the folder of a small untrained model with SmolLM2's tokenizer.
 
-    Its KV has another geometry than SmolLM2's: 6 layers of 6 KV heads of 48.
+    The geometry of its KV differs from SmolLM2's: 6 layers with 6 KV heads of dimension 48.
 
     Raises:
-        ExtError: see :func:`prepare`.
+        ExtError: See :func:`prepare`.
     """
     tokenizer = prepare(SMOLLM2)
 
@@ -144,10 +149,12 @@ def untrained() -> Path:
 def shortened(model: PackagedModel, layers: int) -> Path:
     """Returns the folder of a model's first ``layers`` layers, with its head and tokenizer.
 
-    Its text makes little sense, and it computes in a fraction of the time: for servers under load.
+    Its text makes little sense, but it computes in a fraction of the time. It is meant for servers
+    under load.
 
     Raises:
-        ExtError: see :func:`prepare`.
+        ExtError: The model has fewer layers, or ``layers`` is less than one; or see
+            :func:`prepare`.
     """
     whole = prepare(model)
 
@@ -157,7 +164,7 @@ def shortened(model: PackagedModel, layers: int) -> Path:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # it names every weight of the layers that are left out
+        logging.set_verbosity_error()  # transformers warns of every weight of the omitted layers
         config = AutoConfig.from_pretrained(whole)
         if not 1 <= layers <= config.num_hidden_layers:
             raise ExtError(f"{model.name} has {config.num_hidden_layers} layers, not {layers}")
@@ -173,7 +180,11 @@ def shortened(model: PackagedModel, layers: int) -> Path:
 
 
 def _folder(name: str, size: int, make: Callable[[Path], None]) -> Path:
-    """The folder of that name, which ``make`` fills if it is not there; ``size`` bytes, about."""
+    """Returns the folder ``name`` of the cache, which ``make`` fills if it is not complete.
+
+    Args:
+        size: Bytes of the folder, approximately.
+    """
     target = cache_dir() / "models" / name
     if (target / _COMPLETE).exists():
         return target
@@ -193,7 +204,7 @@ def _folder(name: str, size: int, make: Callable[[Path], None]) -> Path:
 
 
 def _join(parts: Sequence[Path], directory: Path) -> Path:
-    """One file of a file's parts; itself if it is whole."""
+    """Joins the parts of a file into a file in ``directory``; returns a single part unchanged."""
     if len(parts) == 1:
         return parts[0]
     whole = directory / "model.gguf"
@@ -205,7 +216,7 @@ def _join(parts: Sequence[Path], directory: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    # transformers would otherwise ask a model hub about a file that lies on this disk.
+    # Otherwise transformers would query a model hub about a local file.
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -213,7 +224,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    # The weights are 4-bit in the file; saving needs them as plain tensors.
+    # The file has 4-bit weights; saving needs plain tensors.
     AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     ).save_pretrained(target)

@@ -1,4 +1,4 @@
-"""Chunks in programs that use ``sgl.Engine``, without a server."""
+"""Chunks in programs that use ``sgl.Engine`` without a server."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
-    """The context cache of an ``sgl.Engine`` with a ``chunks`` section.
+    """Returns the context cache of an ``sgl.Engine`` with a ``chunks`` section.
 
-    The first call takes some seconds: the model is probed, as a server does before it is ready.
-    A prompt is then ``contexts.prompt("Read this. ", context, question)``.
+    The first call takes some seconds: it probes the model, as a server does before it is ready.
+    ``contexts.prompt("Read this. ", context, question)`` then returns a prompt for the engine.
 
     Args:
-        cache_salt: whose contexts these are; requests that name them must send the same one.
+        cache_salt: Salt of the tenant. Requests that name its contexts must send the same one.
 
     Raises:
-        ExtError: the engine has no ``chunks`` section, or its model cannot be served with it.
+        ExtError: The engine has no ``chunks`` section, or its model cannot be served with it.
     """
     from sgl_ext.engine.chunks import offline
 

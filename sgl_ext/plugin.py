@@ -1,10 +1,13 @@
-"""Entry points that SGLang's plugin loader calls in every process it starts."""
+"""Entry points that SGLang's plugin loader calls in every process that it starts."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """``sglang.srt.plugins``: makes the flags known; nothing is active before they are given."""
+    """Registers the command line flags of this package; entry point for ``sglang.srt.plugins``.
+
+    Nothing is active until the flags are given.
+    """
     import sys
 
     from sgl_ext.engine.core import activation, hooks
@@ -13,7 +16,7 @@ def register() -> None:
     try:
         server_args.register()
     except hooks.ActivationError as error:
-        # SGLang logs what a plugin raises and goes on: right for who did not ask for us.
+        # SGLang logs the error and continues, which is right unless this package was requested.
         if "--enable-ext" in sys.argv:
             activation.commanded = True
             activation.refuse(error)
@@ -21,7 +24,10 @@ def register() -> None:
 
 
 def activate_cpu_platform() -> str | None:
-    """``sglang.srt.platforms``: the CPU platform's class path, or None to stay out."""
+    """Returns the class path of the CPU platform, or None if SGLang should not use it.
+
+    Entry point for ``sglang.srt.platforms``.
+    """
     from sgl_ext.engine.cpu import platform
 
     if platform.reason_inactive() is not None:

@@ -1,4 +1,4 @@
-"""Checks of the machine that need no model: ``sgl-ext doctor`` and every start make them."""
+"""Checks of the machine that need no model, for ``sgl-ext doctor`` and for every start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEAST_SHARED_MEMORY = 64 << 20
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``fail`` means that the configuration would not run."""
+    """Line of the report; the verdict ``fail`` means that the configuration would not run."""
 
     name: str
     verdict: Verdict
@@ -39,17 +39,18 @@ class Check:
 
 
 def examine(config: ExtConfig) -> list[Check]:
-    """Every check of this module, the machine's first, then one verdict per section."""
+    """Returns the checks of this module: those of the machine, then those of each section."""
     return [_plugin(), _native(), _shared_memory(), *_sections(config)]
 
 
 def require(config: ExtConfig) -> None:
-    """Refuses a start that could not succeed, before anything is loaded.
+    """Raises ExtError if a start could not succeed, before anything is loaded.
 
-    Little shared memory, and compiled parts that no section needs, do not end a start.
+    Too little shared memory does not prevent a start, and neither do native parts that cannot be
+    imported and that no section needs.
 
     Raises:
-        ExtError: what failed, all of it in one line.
+        ExtError: Checks failed. The message names all of them, in one line.
     """
     checks = [_plugin(), *_sections(config)]
     if config.tiers or config.clusters:
@@ -60,7 +61,7 @@ def require(config: ExtConfig) -> None:
 
 
 def _plugin() -> Check:
-    """SGLang restricts plugins, and platforms with them, by two environment variables."""
+    """Checks that SGLang loads this package; two environment variables can exclude it."""
     names = {ep.name for ep in entry_points(group="sglang.srt.plugins")}
     if "sgl_ext" not in names:
         return Check(
@@ -87,7 +88,7 @@ def _plugin() -> Check:
 def _cpu_platform_serves() -> bool:
     try:
         return cpu.reason_inactive() is None
-    except ImportError:  # no torch, which its own check reports
+    except ImportError:  # torch is missing, which another check reports
         return False
 
 
@@ -153,7 +154,7 @@ def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
         yield _remote_client()
     key, asked = "tiers.staging", tiers.staging
     if tiers.host is not None:
-        # Without a host tier, swap brings one of its own size.
+        # Without a host tier, swap adds one of its own capacity.
         swaps = swap is not None and swap.capacity == tiers.host.capacity
         key = "swap.capacity and tiers.host.capacity" if swaps else "tiers.host.capacity"
         asked = tiers.host.capacity
@@ -165,7 +166,7 @@ def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
 
 
 def _remote_client() -> Check:
-    """In a process of its own: the library starts threads, and has a log."""
+    """Loads Mooncake's client in a separate process, because it starts threads and writes a log."""
     program = "from sgl_ext.tiers.mooncake import library; library()"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
@@ -177,7 +178,7 @@ def _remote_client() -> Check:
 
 
 def _peer_directory(peer: Peer) -> Check:
-    """Checks a peer directory; a missing one is created by the start."""
+    """Checks a peer directory; the start creates a missing one."""
     name = f"peer directory {peer.directory}"
     try:
         socket_path(peer.directory)
@@ -196,7 +197,7 @@ def _peer_directory(peer: Peer) -> Check:
 
 def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     name = f"{section} directory {directory}"
-    if not os.path.isdir(directory):  # noqa: PTH112  # False for a name that cannot be, too
+    if not os.path.isdir(directory):  # noqa: PTH112  # also False for an invalid name
         if os.path.exists(directory):  # noqa: PTH110
             return Check(name, "fail", "is no directory", "name one")
         return Check(name, "fail", "does not exist", "create it")
@@ -220,7 +221,10 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
 
 
 def _takes_direct_io(directory: Path) -> bool:
-    """Writes one aligned block with O_DIRECT; some file systems refuse only the write."""
+    """Returns whether a file in ``directory`` accepts a write with O_DIRECT.
+
+    Some file systems accept the flag and refuse only the write.
+    """
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".sgl_ext-doctor-") as file:
         try:
             descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
@@ -242,5 +246,5 @@ def _found_and_todo(message: str) -> tuple[str, str]:
 
 
 def gib(size: int) -> str:
-    """``size`` bytes, as people read them."""
+    """Returns ``size`` bytes as text, in GiB."""
     return f"{size / (1 << 30):.1f} GiB"

@@ -1,4 +1,4 @@
-"""``sgl-ext top``: what running servers' tiers do and what they lend, once a second."""
+"""Live tables of running servers: their tiers and the memory that they lend (``sgl-ext top``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sgl_ext.errors import ExtError
 _TIMEOUT_S = 10.0
 
 State = Mapping[str, Any]
-"""What one scheduler says of itself."""
+"""State that one scheduler reports."""
 
 
 def states_of(url: str) -> list[State]:
-    """What each scheduler of the server at ``url`` says.
+    """Returns the states of the schedulers with tiers or peers, of the server at ``url``.
 
     Raises:
-        ExtError: no server there, or one with neither tiers nor peers.
+        ExtError: No server answers there, or it has neither tiers nor peers.
     """
     try:
         answer = requests.get(f"{url}/server_info", timeout=_TIMEOUT_S)
@@ -44,10 +44,17 @@ def states_of(url: str) -> list[State]:
 
 
 def watch(urls: Sequence[str], *, interval: float = 1.0, once: bool = False) -> None:
-    """Shows tables until it is interrupted; rates are over the last interval.
+    """Shows tables until the program is interrupted; rates are means over the last interval.
+
+    An error after the first table is shown below it, and the servers are queried again.
+
+    Args:
+        urls: Base URLs of the servers.
+        interval: Seconds between two queries.
+        once: Prints one table and returns.
 
     Raises:
-        ExtError: see :func:`states_of`.
+        ExtError: The first query fails; see :func:`states_of`.
     """
 
     def ask() -> list[State]:
@@ -62,7 +69,7 @@ def watch(urls: Sequence[str], *, interval: float = 1.0, once: bool = False) -> 
             time.sleep(interval)
             try:
                 now, at = ask(), time.monotonic()
-            except ExtError as error:  # it may come back
+            except ExtError as error:  # the server may come back
                 live.update(Group(_tables(before, before, 1.0), escape(str(error))))
                 continue
             live.update(_tables(now, before, at - then))
@@ -128,7 +135,7 @@ def _table(
             capacity = tier["capacity_pages"]
 
             def rate(field: str, tier: Any = tier, old: Any = old) -> float:
-                moved = max(tier[field] - old[field], 0)  # less only after a restart
+                moved = max(tier[field] - old[field], 0)  # counters decrease only after a restart
                 return float(moved) / seconds
 
             failures = ", ".join(f"{why} {count}" for why, count in tier["failures"].items())

@@ -1,1 +1,1 @@
-"""Decoding over contexts on SSDs, by entries that are activated together (Swarm)."""
+"""Contexts on SSDs, over which requests decode by co-activated KV entries (Swarm)."""

@@ -1,8 +1,8 @@
-"""Which entries of a context its queries activate together (Swarm §5.1, step 1).
+"""Co-activation of a context's entries by its queries (Swarm §5.1, step 1).
 
-An entry is a token's K and V of one layer. A query activates the entries that have most of its
-attention; what is kept is one bit for each entry and query, so that pairs are counted when they are
-asked for, and no matrix of all pairs is made.
+An entry is the K and V of one token in one layer. A query activates the entries that receive most
+of its attention. One bit is kept for each entry and query. Pairs are counted on demand, so no
+matrix of all pairs is built.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _WORD = 64
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one layer.
+    """Activations of the entries of one layer.
 
     Attributes:
-        bits: ``[entries, words]`` uint64; query ``q`` is bit ``q % 64`` of word ``q // 64``.
-        queries: how many there are.
+        bits: Activations, uint64 ``[entries, words]``; query ``q`` is bit ``q % 64`` of word
+            ``q // 64``.
+        queries: Number of queries.
     """
 
     bits: NDArray[np.uint64]
@@ -33,15 +34,16 @@ class Activations:
 
     @classmethod
     def of(cls, masses: Iterable[NDArray[np.float32]], share: float) -> Activations:
-        """Each query activates the entries that have most of its attention.
+        """Returns activations: each query activates the entries with most of its attention.
 
         Args:
-            masses: ``[queries, entries]`` attention, summed over heads, of some queries each, so
-                that no array has all queries and all entries. What has none is not activated.
-            share: of the entries, which each query activates; at least one.
+            masses: Attention summed over heads, float32 ``[queries, entries]``. Each array has
+                some of the queries, so that no array has all queries and all entries. An entry
+                without attention is not activated.
+            share: Share of the entries that each query activates; at least one entry.
         """
         words, queries = [], 0
-        left = None  # of queries that fill no word yet
+        left = None  # activations by queries that do not fill a word yet
         for mass in masses:
             active = _most(mass, share)
             queries += len(active)
@@ -59,32 +61,32 @@ class Activations:
 
     @property
     def words(self) -> int:
-        """Of each entry's bits."""
+        """Words of the bits of each entry."""
         return int(self.bits.shape[1])
 
     @property
     def frequency(self) -> NDArray[np.int64]:
-        """``[entries]`` queries that activate each."""
+        """Number of queries that activate each entry, int64 ``[entries]``."""
         counts: NDArray[np.int64] = np.bitwise_count(self.bits).sum(axis=1, dtype=np.int64)
         return counts
 
     def radius(self, neighbours: int, *, seed: int = 0) -> float:
-        """The distance within which half of the active entries have so many neighbours.
+        """Returns the distance within which half of the active entries have ``neighbours`` others.
 
-        Estimated from some of them.
+        The distance is estimated from a sample of the active entries. It is at most 1.
         """
         active = np.flatnonzero(self.frequency)
         if len(active) <= neighbours:
             return 1.0
         chance = np.random.default_rng(seed)
         sample = chance.permutation(active)[:_SAMPLE]
-        # The nearest is the entry itself.
+        # The nearest entry is the entry itself.
         nth = [
             np.partition(_clusters.distances(self.bits, int(entry)), neighbours)[neighbours]
             for entry in sample
         ]
-        # Just beyond, for members are nearer than the radius; never as far as those that share
-        # no query.
+        # Slightly larger than the median, because members are nearer than the radius. At most 1,
+        # the distance of entries that share no query.
         return min(float(np.nextafter(np.float32(np.median(nth)), np.float32(2.0))), 1.0)
 
 
@@ -98,7 +100,7 @@ def _most(mass: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
 
 
 def _packed(active: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """``[entries, words]`` of ``[queries, entries]``, whose queries fill words."""
+    """Packs ``[queries, entries]``, whose queries fill whole words, to ``[entries, words]``."""
     return np.packbits(np.ascontiguousarray(active.T), axis=1, bitorder="little").view("<u8")
 
 
@@ -110,21 +112,21 @@ def attention_mass(
     seen: NDArray[np.int64] | None = None,
     counted: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
-    """The attention that queries pay to entries, summed over heads.
+    """Returns the attention of queries to entries, summed over heads.
 
     Args:
-        queries: ``[queries, heads, head_dim]``.
-        keys: ``[entries, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``, and
-            query heads of one KV head follow each other.
-        scale: of logits.
-        beside: ``[queries, heads]`` logarithm of the sum of the exponentials of all logits
-            of other entries that the query sees; minus infinity if there are none.
-        seen: ``[queries]`` how many of the first entries each query sees; all if not given.
-        counted: ``[queries]`` of how many of the first entries the attention is told; all if not
-            given. The others are zero.
+        queries: Queries, ``[queries, heads, head_dim]``.
+        keys: Keys of the entries, ``[entries, kv_heads, head_dim]``. ``heads`` is a multiple of
+            ``kv_heads``, and the query heads of a KV head are consecutive.
+        scale: Scale of the logits.
+        beside: Logarithm of the sum of the exponentials of the logits of all other entries that a
+            query sees, ``[queries, heads]``; minus infinity if there are none.
+        seen: Number of the first entries that each query sees, ``[queries]``; all if None.
+        counted: Number of the first entries whose attention is returned for each query,
+            ``[queries]``; all if None. The attention to the others is returned as zero.
 
     Returns:
-        ``[queries, entries]``.
+        Attention, float32 ``[queries, entries]``.
     """
     count, heads, _ = queries.shape
     entries, kv_heads, _ = keys.shape
@@ -152,10 +154,10 @@ def log_sum(
     scale: float,
     seen: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float32]:
-    """``[queries, heads]``: logarithm of the sum of the exponentials of the logits of some keys.
+    """Returns the logarithm of the sum of the exponentials of the logits, ``[queries, heads]``.
 
-    Args:
-        queries: as for :func:`attention_mass`, and so are the others.
+    The arguments are those of :func:`attention_mass`. The result is minus infinity for a query that
+    sees no key.
     """
     group = queries.shape[1] // keys.shape[1]
     logits = np.einsum("qhd,khd->qhk", queries * scale, keys.repeat(group, axis=1))
@@ -164,7 +166,7 @@ def log_sum(
             np.broadcast_to((np.arange(len(keys)) >= seen[:, None])[:, None], logits.shape)
         ] = -np.inf
     highest = logits.max(axis=2, initial=np.finfo(np.float32).min)
-    with np.errstate(divide="ignore"):  # of nothing it is minus infinity
+    with np.errstate(divide="ignore"):  # minus infinity for an empty sum
         found: NDArray[np.float32] = highest + np.log(
             np.exp(logits - highest[..., None]).sum(axis=2)
         )

@@ -1,4 +1,4 @@
-"""How clusters and what is kept of them in memory follow what is asked (Swarm §6.2)."""
+"""Adaptation of clusters and of the blocks in memory to new queries (Swarm §6.2)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sgl_ext._native import _clusters
 def joined(
     active: NDArray[np.bool_], medoids: NDArray[np.bool_], radius: float
 ) -> list[NDArray[np.int64]]:
-    """The clusters that each new entry joins when it leaves the local window (Eq. 9).
+    """Returns the clusters that each new entry joins when it leaves the local window (Eq. 9).
 
     Args:
-        active: ``[steps, new]``: which of the new entries each step of the window activated.
-        medoids: ``[steps, clusters]``: which clusters' medoids.
-        radius: that an entry and the medoid of its cluster are apart, at most.
+        active: New entries that each step of the window activated, ``[steps, new]``.
+        medoids: Clusters whose medoids each step activated, ``[steps, clusters]``.
+        radius: Upper bound, exclusive, of the distance between an entry and a cluster's medoid.
 
     Returns:
-        Of each new entry its clusters, nearest first; none if it is near to none.
+        Clusters of each new entry, nearest first; empty if no medoid is within the radius.
     """
     distance = distances(active, medoids)
     order = np.argsort(distance, axis=1, kind="stable")
@@ -28,7 +28,11 @@ def joined(
 
 
 def distances(active: NDArray[np.bool_], medoids: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """``[new, clusters]``: Jaccard's, of the steps that activated either; see :func:`joined`."""
+    """Returns Jaccard distances between new entries and medoids, float32 ``[new, clusters]``.
+
+    The distance is that of the sets of steps that activated each, and 1 if no step activated
+    either. The arguments are those of :func:`joined`.
+    """
     new, old = active.astype(np.float32), medoids.astype(np.float32)
     shared = new.T @ old
     either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
@@ -37,44 +41,45 @@ def distances(active: NDArray[np.bool_], medoids: NDArray[np.bool_]) -> NDArray[
 
 
 class HotBlocks:
-    """Which blocks of a layer are kept in memory: those that have been activated most often lately.
+    """Blocks of a layer that are kept in memory: those that were activated most often recently.
 
-    Blocks are equally large, so that by Eq. 6 their frequency alone says which of them are worth
-    it. Every step adds one to the frequency of what it activates and takes a part of all: a text
-    stays with what it is about for some tokens, and then no longer asks for it.
+    All blocks have the same size, so by Eq. 6 their frequency alone determines which are worth
+    keeping. Each step multiplies all frequencies by ``decay`` and adds one to those of the blocks
+    that it activates: a text activates the same blocks for some tokens, and then others.
 
     Args:
-        frequency: ``[blocks]``, of the profile, in any unit.
-        capacity: blocks in memory.
-        decay: what a step leaves of a frequency.
+        frequency: Activations of each block in the profile, ``[blocks]``, in any unit.
+        capacity: Number of blocks in memory.
+        decay: Factor of all frequencies in each step.
     """
 
     def __init__(self, frequency: NDArray[np.int64], capacity: int, *, decay: float = 0.8) -> None:
-        # All that the profile has seen is worth one step.
+        # The most frequent block of the profile counts as if one step had activated it.
         self._frequency = frequency / max(frequency.max(initial=0), 1)
         self._decay = decay
         self._capacity = min(capacity, len(frequency))
         best = np.argsort(-frequency, kind="stable")[: self._capacity]
         self.place = np.full(len(frequency), -1, np.int64)
-        """Of each block in memory; -1 where it is not."""
+        """Place in memory of each block, int64 ``[blocks]``; -1 if the block is not in memory."""
         self.place[best] = np.arange(self._capacity)
         self._held = best.astype(np.int64)
 
     @property
     def held(self) -> NDArray[np.int64]:
-        """``[capacity]`` the block in each place."""
+        """Block in each place, int64 ``[capacity]``."""
         return self._held
 
     def step(
         self, activated: NDArray[np.int64], there: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """A step has activated some blocks, none of them twice.
+        """Counts the blocks that a step activated, and replaces blocks in memory by better ones.
 
         Args:
-            there: of these the ones that can come into memory; all of them if not given.
+            activated: Blocks that the step activated, without duplicates.
+            there: Those of ``activated`` that may enter memory; all if None.
 
         Returns:
-            ``[blocks]`` of those that have come into memory, whose places are to be filled.
+            Blocks that have entered memory, ``[blocks]``. The caller fills their places.
         """
         if not self._capacity:
             return np.empty(0, np.int64)

@@ -1,8 +1,8 @@
-"""Arrays, and what they are of, in a file of safetensors of which every byte is checked.
+"""Arrays and their description in a safetensors file of which every byte is verified.
 
-The metadata has a JSON text with the version, what the arrays are of and a digest of them, and
-beside it a digest of that text: whoever reads only the header knows that it is what was written. A
-digest is no signature, so whatever it covers is checked for its shape and range as well.
+The metadata holds a JSON text with the version, the description and a digest of the arrays, and a
+digest of that text. A reader of the header alone can therefore verify the header. A digest is not
+a signature, so shapes and ranges of the data are checked as well.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from sgl_ext.own_files import open_own
 VERSION = 3
 _LARGEST_HEADER = 1 << 20
 _READ = 1 << 30
-"""Bytes that the system is asked for at once."""
+"""Largest size of one read, in bytes."""
 _DTYPES = {"U8": "|u1", "U16": "<u2", "I32": "<i4", "F32": "<f4", "I64": "<i8", "U64": "<u8"}
-"""Those that are read, by the name of safetensors."""
+"""Dtypes that can be read, by their name in safetensors."""
 
 Arrays = dict[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
-"""Dtype and shape of each array."""
+"""Dtype and shape of each array, by its name."""
 About = TypeVar("About", bound=msgspec.Struct)
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class DamagedError(ExtError):
-    """A file is not what was written, or of another version."""
+    """Error for a file that is missing, damaged, of another format or of another version."""
 
 
 class _Header(msgspec.Struct):
     version: int
     about: msgspec.Raw
     digest: str
-    """Of all arrays."""
+    """Digest of all arrays."""
 
 
 class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     sgl_ext: str
-    """The :class:`_Header`."""
+    """JSON text of the :class:`_Header`."""
     digest: str
-    """Of the header."""
+    """Digest of that text."""
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,10 +63,10 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
-    """Writes a file that is the user's alone.
+    """Writes arrays and their description to a file that only this user can access.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = {"version": VERSION, "about": about, "digest": _digest(contiguous)}
@@ -74,19 +74,23 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
     try:
         save_file(contiguous, path, metadata={"sgl_ext": text, "digest": _digest_of(text)})
         path.chmod(0o600)
-    except SafetensorError as error:  # it hides what the system has said
+    except SafetensorError as error:  # it hides the system's error
         raise OSError(f"{path.name}: {error}") from None
 
 
 def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tuple[Arrays, About]:
-    """Reads what :func:`save` wrote.
+    """Reads and verifies a file that :func:`save` wrote.
 
     Args:
-        shapes: of the arrays that there have to be. Asked before any of them is read, it may raise
-            ExtError.
+        kind: Type of the description.
+        shapes: Returns the expected dtypes and shapes for a description. It is called before any
+            array is read, and may raise ExtError.
+
+    Returns:
+        The arrays by name, and their description.
 
     Raises:
-        DamagedError: nothing of the kind is there, or of another version.
+        DamagedError: The file is missing, is damaged, has other arrays or is of another version.
     """
     with _opened(path) as file:
         header, tensors, start = _read_header(path, file)
@@ -103,10 +107,10 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
 
 
 def load_about(path: Path, kind: type[About]) -> About:
-    """Reads what the arrays are of, and none of them.
+    """Reads the description of the arrays, without the arrays.
 
     Raises:
-        DamagedError: see :func:`load`.
+        DamagedError: See :func:`load`.
     """
     with _opened(path) as file:
         return msgspec.json.decode(_read_header(path, file)[0].about, type=kind)
@@ -123,7 +127,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:
-    """Header, arrays by name, and where their bytes begin."""
+    """Returns the header, the tensors by name, and the offset of their data in the file."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= _LARGEST_HEADER:
         raise ValueError(f"its header is to have {length} B")
@@ -144,7 +148,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor
 
 
 def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int) -> None:
-    """Raises ValueError unless there are exactly these arrays in so many bytes."""
+    """Raises ValueError unless there are exactly the expected arrays, in ``size`` bytes."""
     if tensors.keys() != expected.keys():
         raise ValueError(f"it has {', '.join(sorted(tensors))}, not {', '.join(sorted(expected))}")
     for name, (dtype, shape) in expected.items():
@@ -164,7 +168,10 @@ def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int)
 def _read(
     file: BinaryIO, offset: int, dtype: type[np.generic], shape: tuple[int, ...]
 ) -> NDArray[Any]:
-    """Not by a mapping, which ends the process if somebody makes the file shorter."""
+    """Reads an array from ``offset``.
+
+    The file is not mapped, because a mapping ends the process if the file becomes shorter.
+    """
     array = np.empty(shape, dtype)
     left = array.reshape(-1).view(np.uint8)
     while len(left):

@@ -1,6 +1,6 @@
-"""Stores a context on devices: profiles its layers, orders their entries, writes blocks and index.
+"""Construction of a stored context: profiles layers, orders entries, writes blocks and index.
 
-Takes seconds to minutes of computing, so it runs beside the server, in a process of its own.
+It takes seconds to minutes of computation, so it runs in a process separate from the server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_ext.clusters.stored import About, out_of_range
 from sgl_ext.errors import ExtError, reason_of
 
 _WRITTEN = 4096
-"""Blocks at a time."""
+"""Blocks that are written at a time."""
 
 
 def build(
@@ -39,13 +39,13 @@ def build(
     """Writes blocks into all directories, and last the index into the first one.
 
     Args:
-        name: of the context, as part of file names.
-        directories: one for each device.
-        progress: is told how many layers of how many are done.
+        name: Name of the context, which is part of the file names.
+        directories: One directory for each device.
+        progress: Called with the number of finished layers and the number of all layers.
 
     Raises:
-        ExtError: the context is too short to be stored, or there is no room for it; nothing is
-            left of it.
+        ExtError: The context is too short to be stored, has numbers that are not finite, or a file
+            cannot be written, for example for lack of room. No file of the context is left.
     """
     geometry, tokens = recorded.geometry, len(recorded.tokens)
     options = (options or Options()).fitted(tokens, Blocks.fitting(geometry.entry_bytes))
@@ -60,14 +60,14 @@ def build(
                 path = block_file(directory, name, device)
                 files.append(opened.enter_context(path.open("xb", buffering=0)))
                 new.append(path)
-                path.chmod(0o600)  # somebody has said what is in it
+                path.chmod(0o600)  # the text of a context is private
                 _allocate(files[-1], device, path.parent, blocks.file_bytes)
             layers = _layers(recorded, options, blocks, files, progress)
             for file in files:
                 os.fsync(file.fileno())
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
         arrays["tokens"] = recorded.tokens
-        if wrong := out_of_range(arrays, geometry.dtype):  # nobody could open it
+        if wrong := out_of_range(arrays, geometry.dtype):  # such a context could not be opened
             raise ExtError(f"the context cannot be stored: its index has {wrong}")
         scratch = scratch_of(index)
         with scratch.open("xb"):
@@ -80,7 +80,7 @@ def build(
         _sync(scratch)
         for directory in directories:
             _sync(directory)
-        scratch.rename(index)  # from here on it is stored
+        scratch.rename(index)  # the context is stored from here on
         _sync(directories[0])
     except BaseException as error:
         for path in reversed(new):
@@ -91,7 +91,7 @@ def build(
 
 
 def _sync(path: Path) -> None:
-    """What a file or a directory holds survives a power failure."""
+    """Flushes a file or a directory to its device, so that it survives a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -117,7 +117,7 @@ def _layers(
     files: Sequence[BinaryIO],
     progress: Callable[[int, int], None],
 ) -> list[Arrays]:
-    """Writes all layers' blocks; returns what stays in memory of each."""
+    """Writes the blocks of all layers; returns the arrays of each layer that stay in memory."""
     found: dict[int, Arrays] = {}
     with ThreadPoolExecutor(options.threads) as threads:
         work = {
@@ -129,7 +129,7 @@ def _layers(
                 found[work[future]] = future.result()
                 progress(len(found), blocks.layers)
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)  # what is begun is waited for
+            threads.shutdown(wait=False, cancel_futures=True)  # running layers are waited for
             raise
     return [found[layer] for layer in range(blocks.layers)]
 
@@ -160,7 +160,7 @@ def _write(
     blocks: Blocks,
     files: Sequence[BinaryIO],
 ) -> NDArray[np.uint64]:
-    """Writes the layer's blocks; returns their checksums."""
+    """Writes the blocks of a layer; returns their checksums, uint64 ``[blocks]``."""
     padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
     entries = recorded.kv[layer, tokens].reshape(blocks.blocks, -1)
     padded[:, : entries.shape[1]] = entries
@@ -169,7 +169,7 @@ def _write(
         mine = np.flatnonzero(device == at)
         if not len(mine):
             continue
-        place = int(offset[mine[0]])  # of one layer they follow each other
+        place = int(offset[mine[0]])  # blocks of a layer are consecutive
         for start in range(0, len(mine), _WRITTEN):
             left = padded[mine[start : start + _WRITTEN]].reshape(-1)
             while len(left):

@@ -1,12 +1,13 @@
 """Clusters of entries that are activated together (Swarm §5.1, Algorithm 1).
 
-As written, the algorithm makes one cluster of everything that is popular and single entries of
-most of the rest. ``capped`` bounds a cluster's size and an entry's copies, chooses the radius by
-how many neighbours entries have within it, and leaves entries that no query of the profile has
-activated by themselves: they hold what unforeseen questions ask for.
+As published, the algorithm puts all popular entries into one cluster and most of the others into
+clusters of a single entry. The mode ``capped`` bounds the size of a cluster and the copies of an
+entry. In all modes, the radius is by default the one within which entries have a given number of
+neighbours, and entries that no query of the profile has activated are in clusters of their own:
+unforeseen questions may need them.
 
-Distances are Jaccard's, of the queries that activate either entry: the probability that both are
-activated if one is.
+Distances are Jaccard distances of the sets of queries that activate the entries: one minus the
+probability that both entries are activated if one is.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class Clusters:
     """Clusters of one layer's entries.
 
     Attributes:
-        starts: ``[clusters + 1]`` int64, of each in ``members``, and the end.
-        members: int32; of each cluster its medoid first, then from the nearest to it on. Every
-            entry is in at least one cluster; those that were never active are alone in theirs, and
-            last.
-        radius: within which members lie.
+        starts: Position in ``members`` of the first member of each cluster, and the end, int64
+            ``[clusters + 1]``.
+        members: Entries of each cluster, int32: its medoid, then the others, the nearest to the
+            medoid first. Every entry is in at least one cluster. Entries that were never active
+            are alone in clusters, which come last.
+        radius: Upper bound, exclusive, of the distance between a member and its medoid.
     """
 
     starts: NDArray[np.int64]
@@ -50,11 +52,11 @@ class Clusters:
 
     @property
     def medoids(self) -> NDArray[np.int32]:
-        """``[clusters]``."""
+        """Medoid of each cluster, int32 ``[clusters]``."""
         return self.members[self.starts[:-1]]
 
     def copies(self, entries: int) -> NDArray[np.int64]:
-        """``[entries]`` clusters that each is in."""
+        """Returns the number of clusters that each entry is in, ``[entries]``."""
         return np.bincount(self.members, minlength=entries)
 
 
@@ -68,23 +70,24 @@ def cluster(
     radius: float | None = None,
     threads: int = 1,
 ) -> Clusters:
-    """Clusters of all entries of a layer.
+    """Returns clusters of all entries of a layer.
 
     Args:
-        mode: ``capped``; or as the paper has it (``faithful``), without comparing members with each
-            other (``medoid-only``), or with every entry in one cluster (``no-replica``): those are
-            bounded by the radius alone.
-        most: members of a capped cluster.
-        copies: clusters that an entry is in, if capped.
-        neighbours: that half of the active entries have within the radius.
-        radius: instead of the one that ``neighbours`` gives.
-        threads: that share what is shared out: how many neighbours each entry has.
+        mode: ``capped`` bounds clusters by ``most`` and ``copies``; the radius alone bounds the
+            clusters of the other modes. ``faithful`` is the algorithm of the paper,
+            ``medoid-only`` does not compare members with each other, and ``no-replica`` puts every
+            entry into one cluster only.
+        most: Largest number of members of a cluster, for ``capped``.
+        copies: Largest number of clusters that an entry is in, for ``capped``.
+        neighbours: Number of neighbours that half of the active entries have within the radius.
+        radius: Radius to use instead of the one that ``neighbours`` gives.
+        threads: Threads that count the neighbours of the entries; the rest is not parallel.
     """
     if radius is None:
         radius = activations.radius(neighbours)
     near = _clusters.density(activations.bits, radius, threads)
     frequency = activations.frequency
-    # Among equals the one that is activated more often, then the first.
+    # Most neighbours first; among equals the most frequently activated one, then the first.
     order = np.lexsort((-frequency, -near)).astype(np.int32)
     seen = frequency > 0
     bound = (most, copies) if mode == "capped" else (_UNBOUNDED, _UNBOUNDED)

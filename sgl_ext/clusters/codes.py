@@ -1,8 +1,9 @@
-"""A few bytes for each key, from which the attention to it is estimated.
+"""Codes of keys: a few bytes for each key, from which the attention to it is estimated.
 
-Product quantisation in the metric of the queries: keys, less their mean, are turned and stretched
-so that a distance between two of them is the difference of the logits that the profile's queries
-have on average. Of each part of such a key the nearest of 256 centroids is kept.
+Product quantisation in the metric of the queries: the mean is subtracted from the keys, which are
+then rotated and stretched. The distance between two of them is then the root mean square, over the
+queries of the profile, of the difference between their logits before scaling. Each key is split
+into subspaces, and the nearest of 256 centroids is kept for each part.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from sgl_ext._native import _clusters
 CENTROIDS = 256
 _ROUNDS = 8
 _TRAINED_ON = 16
-"""Keys for each centroid, at most."""
+"""Largest number of training keys for each centroid."""
 _RIDGE = 1e-6
-"""Of the mean eigenvalue, so that directions that no query has can be turned back."""
+"""Share of the mean eigenvalue added to all eigenvalues, so that the stretch is invertible."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Of the keys of one layer.
+    """Codes of the keys of one layer.
 
     Attributes:
-        codes: ``[kv_heads, entries, subspaces]`` uint8.
-        centroids: ``[kv_heads, head_dim, 256]`` bits of bfloat16: of each dimension what the
-            centroids of its subspace have; the dimensions of a subspace follow each other.
-        projection: ``[kv_heads, head_dim, head_dim]`` float32; turns queries.
-        mean: ``[kv_heads, head_dim]`` float32 of the keys.
+        codes: Nearest centroid in each subspace, uint8 ``[kv_heads, entries, subspaces]``.
+        centroids: Value of each dimension in the centroids of its subspace, as bits of bfloat16,
+            uint16 ``[kv_heads, head_dim, 256]``. The dimensions of a subspace are consecutive.
+        projection: Matrix that queries are multiplied by, float32
+            ``[kv_heads, head_dim, head_dim]``.
+        mean: Mean of the keys, float32 ``[kv_heads, head_dim]``.
     """
 
     codes: NDArray[np.uint8]
@@ -48,12 +50,14 @@ class Codes:
         *,
         seed: int = 0,
     ) -> Codes:
-        """Codes of ``keys``, good for queries like ``queries``.
+        """Computes codes of ``keys`` for queries that resemble ``queries``.
 
         Args:
-            keys: ``[entries, kv_heads, head_dim]``.
-            queries: ``[queries, heads, head_dim]``; those of one KV head follow each other.
-            subspaces: codes of a key; divides ``head_dim``.
+            keys: Keys, ``[entries, kv_heads, head_dim]``.
+            queries: Queries, ``[queries, heads, head_dim]``; the heads of a KV head are
+                consecutive.
+            subspaces: Codes of a key for each KV head; a divisor of ``head_dim``.
+            seed: Seed of the choice of training keys and initial centroids.
         """
         entries, kv_heads, head_dim = keys.shape
         group = queries.shape[1] // kv_heads
@@ -87,7 +91,7 @@ class Codes:
         beside: NDArray[np.float32],
         threads: int = 1,
     ) -> NDArray[np.float32]:
-        """As :func:`~sgl_ext.clusters.activations.attention_mass`, estimated."""
+        """Returns an estimate of :func:`~sgl_ext.clusters.activations.attention_mass`."""
         return _clusters.mass(
             self.codes, self.centroids, self.projection, self.mean, np.ascontiguousarray(queries),
             scale, beside, threads,
@@ -95,7 +99,7 @@ class Codes:
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
-    """Bits of the nearest bfloat16 of finite numbers, and these as float32."""
+    """Rounds finite numbers to bfloat16; returns their bits, and their values as float32."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return upper.astype(np.uint16), (upper << 16).view(np.float32)
@@ -104,7 +108,10 @@ def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[n
 def _query_metric(
     queries: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What keys and queries are multiplied by; the products of the two stay what they are."""
+    """Returns the matrices that keys and queries are multiplied by, ``[head_dim, head_dim]``.
+
+    The products of keys and queries do not change.
+    """
     moments = queries.T.astype(np.float64) @ queries / len(queries)
     values, vectors = np.linalg.eigh(moments)
     root = np.sqrt(np.maximum(values, 0.0) + (_RIDGE * values.mean() or 1.0))
@@ -112,14 +119,15 @@ def _query_metric(
 
 
 def _balanced(variance: NDArray[np.float32], subspaces: int) -> NDArray[np.int64]:
-    """An order of the dimensions in which each subspace has as much to encode as the others.
+    """Returns an order of the dimensions in which all subspaces have equally much to encode.
 
-    The products of their variances are alike (Ge et al., Optimized Product Quantization, §3.2).
+    The products of the variances in the subspaces are similar (Ge et al., Optimized Product
+    Quantization, §3.2).
     """
     width = len(variance) // subspaces
     parts: list[list[int]] = [[] for _ in range(subspaces)]
     logs = np.zeros(subspaces)
-    least = variance[variance > 0].min(initial=np.inf)  # whose logarithm is taken for zero
+    least = variance[variance > 0].min(initial=np.inf)  # its logarithm counts as zero
     for dimension in np.argsort(-variance, kind="stable"):
         part = min((at for at in range(subspaces) if len(parts[at]) < width), key=logs.__getitem__)
         parts[part].append(int(dimension))
@@ -128,9 +136,13 @@ def _balanced(variance: NDArray[np.float32], subspaces: int) -> NDArray[np.int64
 
 
 def _k_means(points: NDArray[np.float32], chance: np.random.Generator) -> NDArray[np.float32]:
-    """``[subspaces, centroids, width]`` of ``[subspaces, points, width]``: Lloyd's, all at once.
+    """Returns centroids of ``points`` by Lloyd's algorithm, ``[subspaces, centroids, width]``.
 
-    Libraries would take the subspaces one by one, with products too small to be fast.
+    All subspaces are processed together. Libraries process them one by one, with matrix products
+    that are too small to be fast.
+
+    Args:
+        points: Points, ``[subspaces, points, width]``.
     """
     subspaces, count, width = points.shape
     size = min(CENTROIDS, count)
@@ -148,7 +160,7 @@ def _k_means(points: NDArray[np.float32], chance: np.random.Generator) -> NDArra
 
 
 def _nearest(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDArray[np.int64]:
-    """``[subspaces, points]``."""
+    """Returns the nearest centroid of each point, int64 ``[subspaces, points]``."""
     norms = np.square(centroids).sum(axis=2)[:, None, :] / 2
     found = np.empty(points.shape[:2], np.int64)
     for start in range(0, points.shape[1], _PIECE):
@@ -158,4 +170,4 @@ def _nearest(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDA
 
 
 _PIECE = 2048
-"""Points that are compared at once."""
+"""Points of a subspace that are compared with the centroids at once."""

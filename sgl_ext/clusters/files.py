@@ -1,8 +1,9 @@
-"""Files of stored contexts: their names, who may use them, and what is left of those not stored.
+"""Files of stored contexts: their names, their owner, and the removal of incomplete contexts.
 
-``<folder>/<name>.<device>.blocks`` is in every folder, and ``<name>.index`` in the first one, which
-is written last: without it the others are nothing. Of the blocks those of the first folder are
-written first and removed last, so that a look into it tells of all that has been left.
+Every folder has a file ``<folder>/<name>.<device>.blocks``, and the first one a ``<name>.index``.
+The index is written last: without it the context does not exist. Among the files of blocks, that of
+the first folder is created first and removed last, so that the first folder shows every incomplete
+context.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from sgl_ext.errors import ExtError
 from sgl_ext.own_files import make_own_folder, open_own
 
 PREFIX = "stx-"
-"""Of the names that servers give."""
+"""Prefix of generated names of contexts."""
 _FOLDER = "sgl_ext-contexts"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
 
 
 class UnknownContextError(ExtError):
-    """No such name: it never was, has been deleted, or is another tenant's. Which, is not told."""
+    """Error for a context that never existed, was deleted, or belongs to another tenant.
+
+    The message does not tell which.
+    """
 
     status = 404
 
@@ -37,8 +41,10 @@ class UnknownContextError(ExtError):
 def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
     """Returns the folder of contexts in each directory, which only this user can enter.
 
+    Missing folders are created.
+
     Raises:
-        ExtError: it is not there and cannot be made, or is another user's.
+        ExtError: A folder cannot be created, or belongs to another user.
     """
     folders = tuple(directory / _FOLDER for directory in directories)
     for folder in folders:
@@ -53,11 +59,11 @@ def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def require(name: str, directories: Sequence[Path]) -> Path:
-    """The index of a context.
+    """Returns the path of a context's index.
 
     Raises:
-        UnknownContextError: it is not there.
-        ExtError: it cannot be looked for.
+        UnknownContextError: The index does not exist.
+        ExtError: The index cannot be looked up.
     """
     if not _NAME.fullmatch(name):
         raise UnknownContextError(name)
@@ -72,14 +78,14 @@ def require(name: str, directories: Sequence[Path]) -> Path:
 
 
 def names(directories: Sequence[Path]) -> Iterator[str]:
-    """Of all contexts that have an index."""
+    """Yields the names of all contexts that have an index."""
     for path in sorted(directories[0].glob(f"*{_INDEX}")):
         if _NAME.fullmatch(name := path.name.removesuffix(_INDEX)):
             yield name
 
 
 def remove(name: str, directories: Sequence[Path]) -> None:
-    """A context is no more, or has not come to be; its index goes first."""
+    """Removes all files of a context, complete or not; its index first."""
     index_file(directories[0], name).unlink(missing_ok=True)
     _remove_written(name, directories[0])
     for at, directory in reversed([*enumerate(directories)]):
@@ -87,7 +93,7 @@ def remove(name: str, directories: Sequence[Path]) -> None:
 
 
 def _remove_written(name: str, first: Path) -> None:
-    """Returns the files of a context that exist only while it is being stored."""
+    """Removes the files of a context that exist only until it is stored, or if that fails."""
     record, index = recorded_file(first, name), index_file(first, name)
     for path in (record, scratch_of(record), failed_file(first, name), scratch_of(index)):
         path.unlink(missing_ok=True)
@@ -95,10 +101,12 @@ def _remove_written(name: str, first: Path) -> None:
 
 @contextmanager
 def storing(directory: Path) -> Iterator[None]:
-    """Within it nobody sweeps contexts whose indexes are there.
+    """Prevents a :func:`sweep` of contexts whose indexes are in ``directory``.
+
+    Several processes may store contexts at once.
 
     Raises:
-        ExtError: somebody does at this moment.
+        ExtError: A sweep is in progress.
     """
     with _locked(directory, fcntl.LOCK_SH) as ours:
         if not ours:
@@ -121,10 +129,11 @@ def _locked(directory: Path, how: int) -> Iterator[bool]:
 
 
 def sweep(directories: Sequence[Path]) -> list[str]:
-    """Removes what contexts have left that have not come to be; returns their names.
+    """Removes the files of contexts that were not stored completely; returns their names.
 
-    Nothing, if anybody is :func:`storing` one. What lies in further directories is left alone where
-    the first one has never heard of it: it may not be mounted, or be another one than it was.
+    Removes nothing while a process is :func:`storing` a context. Files in further directories are
+    kept if the first directory has no file of their context: it may not be mounted, or it may be
+    another directory than before.
     """
     with _locked(directories[0], fcntl.LOCK_EX) as ours:
         return _sweep(directories) if ours else []
@@ -146,16 +155,18 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
 
 
 def new_id(name: str = "") -> str:
-    """Of a context; no two are ever alike, since requests' KV is cached under it.
+    """Returns a new id of a context.
+
+    An id is never used twice, because the KV of requests is cached under it.
 
     Args:
-        name: what it begins with, for people to know it by.
+        name: Beginning of the id after :data:`PREFIX`, by which people recognise it.
     """
     return PREFIX + (f"{name}-" if name else "") + secrets.token_urlsafe(12)
 
 
 def scratch_of(path: Path) -> Path:
-    """Returns the name that a file has until it is complete."""
+    """Returns the path that a file has until it is complete."""
     return path.with_name(path.name + _SCRATCH)
 
 
@@ -168,7 +179,7 @@ def recorded_file(directory: Path, name: str) -> Path:
 
 
 def failed_file(directory: Path, name: str) -> Path:
-    """Why there is no record, in a line."""
+    """Returns the path of the file that says in one line why there is no record."""
     return directory / f"{name}{_FAILED}"
 
 

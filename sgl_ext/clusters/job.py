@@ -1,4 +1,4 @@
-"""Stores a recorded context: what a server starts beside itself, and ``sgl-ext cluster`` is."""
+"""Storage of a recorded context, as a process of a server or by ``sgl-ext cluster``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from sgl_ext.errors import ExtError, reason_of
 def store(
     record: Path, id_: str, directories: Sequence[Path], progress: Callable[[int, int], None]
 ) -> None:
-    """Stores what a server has written down of a context.
+    """Stores a context from the record that a server has written.
 
     Args:
-        id_: that the context is to have.
-        progress: is told how many layers of how many are done.
+        record: File of the record.
+        id_: Id of the stored context.
+        directories: One directory for each device.
+        progress: Called with the number of finished layers and the number of all layers.
 
     Raises:
-        ExtError: it cannot be stored.
+        ExtError: The context cannot be stored.
+        OSError: The lock of the first folder cannot be opened.
     """
     options = Options(threads=len(os.sched_getaffinity(0)))
     folders = own_folders(directories)
@@ -34,13 +37,13 @@ def store(
 
 
 def main() -> None:
-    """As a process of a server: a line for each layer, and an error in a line."""
+    """Stores a context as a server's process; prints a line per layer, or an error in one line."""
     parser = argparse.ArgumentParser(prog="python -m sgl_ext.clusters.job", description=__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("id")
     parser.add_argument("directories", type=Path, nargs="+")
     options = parser.parse_args()
-    os.nice(10)  # the server goes first
+    os.nice(10)  # the server has priority
     try:
         store(
             options.record, options.id, options.directories,

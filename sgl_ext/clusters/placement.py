@@ -1,8 +1,9 @@
-"""Where entries lie: on which device, in which order, and what is kept in memory (Swarm §5.2).
+"""Placement of entries: their device, their order, and the value of memory for them (Swarm §5.2).
 
-Blocks are dealt out in turn, so that what is activated together is read from all devices at once,
-and devices differ by one block at most. Clusters with replicas, as the paper places them, are
-striped entry by entry with a pointer that goes on turning.
+Blocks are assigned to devices round-robin, so that entries that are activated together are read
+from all devices in parallel, and devices differ by one block at most. Clusters with replicas are
+placed as in the paper: striped entry by entry, with a pointer that continues from one cluster to
+the next.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from numpy.typing import NDArray
 from sgl_ext.clusters.clustering import Clusters
 
 SECTOR = 4096
-"""Bytes that a device reads at once, and that reads without the page cache are multiples of."""
+"""Unit of a device's reads, in bytes; reads that bypass the page cache are multiples of it."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the entries of all layers of a context lie on devices.
+    """Placement of the entries of all layers of a context on devices.
 
     Attributes:
-        entries: of each layer; the last block may have room for more.
-        entry_bytes: K and V of one.
-        devices: as many files.
-        layers: each with blocks of its own; they begin where those of the layer before end, on the
-            next device.
+        entries: Entries of each layer; the last block may have room for more.
+        entry_bytes: Bytes of the K and V of an entry.
+        devices: Number of devices, each with one file.
+        layers: Number of layers. Each has its own blocks, which begin where those of the previous
+            layer end, on the next device.
     """
 
     entries: int
@@ -37,7 +38,7 @@ class Blocks:
 
     @staticmethod
     def fitting(entry_bytes: int) -> int:
-        """Entries of a block, of so many bytes."""
+        """Returns the entries of a block, for entries of ``entry_bytes``."""
         return max(SECTOR // entry_bytes, 1)
 
     @property
@@ -47,38 +48,38 @@ class Blocks:
 
     @property
     def block_bytes(self) -> int:
-        """A multiple of a sector."""
+        """Bytes of a block, a multiple of :data:`SECTOR`."""
         return -(-self.block * self.entry_bytes // SECTOR) * SECTOR
 
     @property
     def blocks(self) -> int:
-        """Of a layer."""
+        """Number of blocks of a layer."""
         return -(-self.entries // self.block)
 
     def first(self, layer: int) -> int:
-        """The device of the layer's first block (Eq. 7)."""
+        """Returns the device of the first block of a layer (Eq. 7)."""
         return layer * self.blocks % self.devices
 
     def place(
         self, layer: int, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Device, and offset in its file, of blocks of a layer."""
+        """Returns the device, and the offset in its file, of each of the blocks ``numbers``."""
         rows, device = np.divmod(layer * self.blocks + numbers, self.devices)
         return device, rows * self.block_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Of each device, at most."""
+        """Bytes of the file of each device, enough for the device with most blocks."""
         return -(-self.layers * self.blocks // self.devices) * self.block_bytes
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Where each member of each cluster lies, in the order of ``clusters.members``.
+    """Placement of each member of each cluster, in the order of ``clusters.members``.
 
     Attributes:
-        device: ``[members]``.
-        row: ``[members]``; entries of a device are counted from 0.
+        device: Device of each member, ``[members]``.
+        row: Number of each member among the entries of its device, from 0, ``[members]``.
     """
 
     device: NDArray[np.int64]
@@ -86,10 +87,10 @@ class Replicas:
 
 
 def stripe(clusters: Clusters, devices: int) -> Replicas:
-    """Clusters one after the other, the entries of each on one device after the other (Eq. 7).
+    """Places clusters one after the other, each striped entry by entry over the devices (Eq. 7).
 
-    A cluster that fills all devices alike would leave the pointer where it was, and the next one's
-    medoid on the same device, so then it goes one further.
+    A cluster that fills all devices equally would leave the pointer unchanged, and the next medoid
+    would be on the same device. The pointer then advances by one more.
     """
     sizes = clusters.sizes
     steps = sizes + (sizes % devices == 0)
@@ -110,13 +111,13 @@ def cost_effectiveness(
     latency: float,
     per_entry: float,
 ) -> NDArray[np.float64]:
-    """Seconds that keeping a cluster in memory saves, for each of its entries (Eq. 6).
+    """Returns the seconds per entry that keeping each cluster in memory saves (Eq. 6).
 
     Args:
-        frequency: ``[clusters]`` how often each is activated.
-        sizes: ``[clusters]`` entries.
-        latency: seconds to find it on a device.
-        per_entry: seconds to read an entry.
+        frequency: Frequency with which each cluster is activated, ``[clusters]``.
+        sizes: Entries of each cluster, ``[clusters]``.
+        latency: Seconds until a device begins to read a cluster.
+        per_entry: Seconds to read an entry.
     """
     saved: NDArray[np.float64] = frequency * (latency + sizes * per_entry) / sizes
     return saved

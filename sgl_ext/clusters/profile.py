@@ -1,4 +1,4 @@
-"""What a layer's profile says: which entries are activated together, and codes of their keys."""
+"""Profile of a layer: entries that are activated together, and codes of their keys."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from sgl_ext.clusters.recorded import Recorded, as_float32
 from sgl_ext.errors import ExtError
 
 _QUERIES = 64
-"""Of the profile at a time: each has a logit of every entry."""
+"""Queries of the profile that are processed at a time; each has a logit for every entry."""
 _WINDOW = 8192
-"""Entries that a block's members are looked for among."""
+"""Entries among which the members of a block are searched."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a context is stored.
+    """Options for storing a context.
 
     Attributes:
-        sinks: first tokens that stay in memory.
-        window: last tokens that do, and up to a block more, so that all blocks are full.
-        subspaces: bytes that are kept of a key, of each KV head.
-        activated: share of the entries that count as activated by a query.
-        threads: layers that are worked on at once.
+        sinks: Number of first tokens that stay in memory.
+        window: Number of last tokens that stay in memory. :meth:`fitted` extends it by less than a
+            block, so that all blocks are full.
+        subspaces: Bytes of the code of a key, for each KV head.
+        activated: Share of the entries that count as activated by a query.
+        threads: Layers that are processed in parallel.
     """
 
     sinks: int = 4
@@ -39,13 +40,13 @@ class Options:
     threads: int = 1
 
     def fitted(self, tokens: int, block: int) -> Options:
-        """With the window of a context of so many tokens.
+        """Returns the options with the window extended for a context of ``tokens`` tokens.
 
         Args:
-            block: entries of a block.
+            block: Entries of a block.
 
         Raises:
-            ExtError: the context is too short to be stored.
+            ExtError: The context is too short to be stored.
         """
         middle = (tokens - self.sinks - self.window) // block * block
         if middle < 1:
@@ -58,13 +59,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of a layer.
+    """Profile of a layer's entries between the sinks and the window.
 
     Attributes:
-        activations: of the entries of the middle, in the order of the text.
-        received: ``[entries]``: the attention that the queries have paid to each.
-        order: ``[entries]`` int32: those that are activated together follow each other.
-        codes: of their keys, in that order.
+        activations: Activations of the entries, in the order of the text.
+        received: Sum of the attention of all queries to each entry, float32 ``[entries]``.
+        order: Entries in the order of storage, int32 ``[entries]``; entries that are activated
+            together are adjacent.
+        codes: Codes of the keys, in the order of storage.
     """
 
     activations: Activations
@@ -74,14 +76,14 @@ class Profile:
 
     @classmethod
     def of(cls, recorded: Recorded, layer: int, options: Options, block: int) -> Profile:
-        """What a context's record says.
+        """Computes the profile of a layer from the record of a context.
 
         Args:
-            options: fitted to the context.
-            block: entries that are stored together.
+            options: Options that are fitted to the context.
+            block: Entries of a block.
 
         Raises:
-            ExtError: it has keys, values or queries that are no numbers.
+            ExtError: The layer has keys, values or queries that are not finite.
         """
         keys, queries = recorded.keys(layer), recorded.queries[layer]
         kv = as_float32(recorded.kv[layer], recorded.geometry.dtype)
@@ -103,7 +105,7 @@ class Profile:
         return cls(activations, received, order, codes)
 
     def often(self, block: int) -> NDArray[np.int64]:
-        """``[blocks]``: how many queries have activated any of a block's entries."""
+        """Returns how many queries activate any entry of each block, int64 ``[blocks]``."""
         of_blocks = self.activations.bits[self.order].reshape(-1, block, self.activations.words)
         bits = np.bitwise_or.reduce(of_blocks, axis=1)
         return Activations(bits, self.activations.queries).frequency
@@ -112,16 +114,17 @@ class Profile:
 def _masses(
     recorded: Recorded, layer: int, options: Options, keys: NDArray[np.float32]
 ) -> Iterator[NDArray[np.float32]]:
-    """Attention of the profile's queries to the middle, a few queries at a time.
+    """Yields the attention of the profile's queries to the entries between sinks and window.
 
-    What is in a query's own window when it is asked is not counted: that is always in memory.
+    Each array has some queries, ``[queries, entries]``. Entries in the local window of a query at
+    its own position are not counted, because the window is always in memory.
     """
     sinks, end = options.sinks, len(keys) - options.window
     scale, resident = recorded.geometry.scale, np.concatenate([keys[:sinks], keys[end:]])
     for start in range(0, len(recorded.seen), _QUERIES):
         queries = recorded.queries[layer, start : start + _QUERIES]
         seen = recorded.seen[start : start + _QUERIES]
-        # Of the context's own window a query sees what comes before it.
+        # A query sees the part of the context's window that comes before it.
         near = np.minimum(seen, sinks) + np.maximum(seen - end, 0)
         beside = log_sum(queries, resident, scale, near)
         yield attention_mass(

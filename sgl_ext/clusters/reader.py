@@ -1,4 +1,4 @@
-"""Reads blocks of a context from all its devices at once (Swarm §6.1, §7)."""
+"""Reader of a context's blocks, from all its devices in parallel (Swarm §6.1, §7)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _SETTLE_S = 10.0
 
 
 class DeviceError(ExtError):
-    """A device did not give what was asked for: which one, what, and why."""
+    """Error of a device: a read was refused, failed, or is late. The message says why."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where files of contexts are, and what reads them.
+    """Device with files of contexts, and the lanes that open and read them.
 
     Attributes:
-        number: among ``clusters.directories``, from 0; clients are told it, not the directory.
-        files: opens them.
-        lane: reads them; another one than ``files`` if it is slowed down.
+        number: Index in ``clusters.directories``, from 0; clients see it instead of the path.
+        directory: Folder of the files.
+        files: Lane that opens the files.
+        lane: Lane that reads the files; differs from ``files`` if it is throttled.
     """
 
     number: int
@@ -49,11 +50,11 @@ class Device:
 
 
 class Reading:
-    """Blocks that are to be read, or on their way.
+    """Read of blocks, prepared or in progress.
 
     Attributes:
-        numbers: ``[blocks]``, in the order in which they come to lie in memory.
-        requests: reads that the devices are asked for.
+        numbers: Blocks in their order in memory, ``[blocks]``.
+        requests: Number of reads that are submitted to the devices.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Reading:
         self._tickets: dict[Ticket, Device] = {}
 
     def begin(self, priority: Priority) -> None:
-        """Asks all devices at once.
+        """Submits the reads to all devices.
 
         Raises:
-            DeviceError: one refuses. What others have begun may use the memory until
-                :attr:`finished`.
+            DeviceError: A read is refused. Reads that other devices have begun may use the memory
+                until :attr:`finished`.
         """
         try:
             for device, rows in self._parts:
@@ -84,18 +85,18 @@ class Reading:
 
     @property
     def finished(self) -> bool:
-        """Whether the memory is in use no more, however the reads ended."""
+        """True if the memory is no longer in use, however the reads ended."""
         return all(ticket.poll() for ticket in self._tickets)
 
     def wait(self, deadline: float) -> None:
-        """Until all blocks are there.
+        """Waits until all blocks are in memory.
 
         Args:
-            deadline: seconds from now.
+            deadline: Seconds from now.
 
         Raises:
-            DeviceError: they will not come. What has not started is cancelled; if a device is
-                late, the memory is in use until :attr:`finished`.
+            DeviceError: A read failed or is late. Reads that have not started are cancelled. If a
+                device is late, the memory is in use until :attr:`finished`.
         """
         end = time.monotonic() + deadline
         try:
@@ -103,18 +104,18 @@ class Reading:
                 self._wait(ticket, device, max(end - time.monotonic(), 0.0))
         except DeviceError:
             self.cancel()
-            self.settle(end - time.monotonic())  # for the memory is used again
+            self.settle(end - time.monotonic())  # the memory is reused
             raise
 
     def settle(self, deadline: float) -> None:
-        """Until nothing is under way any more, or so many seconds."""
+        """Waits until no read is in progress, for at most ``deadline`` seconds."""
         end = time.monotonic() + deadline
         for ticket in self._tickets:
             with suppress(OSError, ExtError):  # TimeoutError is an OSError
                 ticket.wait(max(end - time.monotonic(), 0.0))
 
     def cancel(self) -> None:
-        """What has not started is not read."""
+        """Cancels the reads that have not started."""
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -133,13 +134,13 @@ class Reading:
 
 
 class Reader:
-    """The files of a context, open for reading.
+    """Files of a context, open for reading.
 
     Args:
-        devices: in the order of the context's files.
+        devices: Devices, in the order of the context's files.
 
     Raises:
-        ExtError: a file cannot be opened.
+        ExtError: A file cannot be opened, or its alignment does not divide :data:`SECTOR`.
     """
 
     def __init__(self, engine: TransferEngine, devices: Sequence[Device], stored: Stored) -> None:
@@ -161,18 +162,18 @@ class Reader:
         self._bases = np.array([file.base for file in self._files], np.int64)
 
     def reading(self, layer: int, numbers: NDArray[np.int64], address: int) -> Reading:
-        """Blocks of a layer, to be read.
+        """Prepares a read of blocks of a layer.
 
         Args:
-            numbers: of the blocks, none twice.
-            address: of registered memory for all of them, aligned to a sector.
+            numbers: Numbers of the blocks, without duplicates.
+            address: Address of registered memory for all of them, aligned to :data:`SECTOR`.
         """
         device, offset = self._blocks.place(layer, numbers)
         size = self._blocks.block_bytes
         place = device * (self._blocks.file_bytes // size + 1) + offset // size
         order = np.argsort(place)
         device, offset = device[order], offset[order]
-        # Blocks that follow each other on a device do so in memory, and are one request.
+        # Blocks that are consecutive on a device are consecutive in memory and form one request.
         first = run_starts(place[order])
         lengths = np.diff(first, append=len(order))
         rows = copy_rows(
@@ -187,7 +188,7 @@ class Reader:
         """Closes the files.
 
         Raises:
-            ExtError: something is still read.
+            ExtError: A read is still in progress.
         """
         while self._files:
             self._files[-1].close()

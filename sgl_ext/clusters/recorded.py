@@ -1,4 +1,4 @@
-"""What a server writes down of a context that it has read, from which it is stored on SSDs."""
+"""Record of a context that a server has computed, from which it is stored on SSDs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Salt = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Whose KV it is, and how its bytes are read."""
+    """Geometry of a model's KV, and the model that it belongs to."""
 
     layers: Count
     heads: Count
-    """Of queries; those of one KV head follow each other."""
+    """Number of query heads; those of a KV head are consecutive."""
     kv_heads: Count
     head_dim: Count
     dtype: str
     """Name of the torch dtype of K and V."""
     scale: float
-    """Of logits."""
+    """Scale of the logits."""
     fingerprint: Annotated[str, msgspec.Meta(max_length=1024)]
-    """Of the model, its weights and the rank."""
+    """Fingerprint of the model, its weights and the rank."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -44,11 +44,11 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @property
     def entry_bytes(self) -> int:
-        """K and V of a token, of one layer."""
+        """Bytes of the K and V of a token in one layer."""
         return 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype]
 
     def difference(self, other: Geometry) -> str:
-        """The fields in which ``other`` differs, as ``field expected/found``; empty if equal."""
+        """Returns the fields in which ``other`` differs, with both values; empty if equal."""
         return ", ".join(
             f"{field}: expected {ours}, found {theirs}"
             for field in self.__struct_fields__
@@ -57,7 +57,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """Header of a record's file."""
+    """Description in the file of a record."""
 
     geometry: Geometry
     tokens: Count
@@ -65,7 +65,7 @@ class _About(msgspec.Struct, frozen=True):
     salt: Salt | None
 
     def shapes(self) -> Shapes:
-        """Of the arrays of :class:`Recorded`."""
+        """Returns the dtypes and shapes of the arrays of :class:`Recorded`."""
         geometry, tokens, queries = self.geometry, self.tokens, self.queries
         return {
             "tokens": (np.int32, (tokens,)),
@@ -77,14 +77,15 @@ class _About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A context that a model has read.
+    """Context that a model has computed, with queries that profile it.
 
     Attributes:
-        tokens: ``[n]`` int32.
-        kv: ``[layers, n, entry_bytes]`` uint8: K of all heads, then V, as they lie in the pool.
-        queries: ``[layers, queries, heads, head_dim]`` float32, of those that profile it.
-        seen: ``[queries]`` int64: how many of the tokens each query sees.
-        salt: ``cache_salt`` of the tenant; nobody else follows the context.
+        tokens: Token ids, int32 ``[n]``.
+        kv: K of all heads, then V of all heads, as in the KV pool, uint8
+            ``[layers, n, entry_bytes]``.
+        queries: Queries that profile the context, float32 ``[layers, queries, heads, head_dim]``.
+        seen: Number of the context's tokens that each query sees, int64 ``[queries]``.
+        salt: ``cache_salt`` of the tenant; other tenants cannot follow the context.
     """
 
     geometry: Geometry
@@ -95,27 +96,28 @@ class Recorded:
     salt: str | None = None
 
     def keys(self, layer: int) -> NDArray[np.float32]:
-        """``[n, kv_heads, head_dim]``."""
+        """Returns the keys of a layer, float32 ``[n, kv_heads, head_dim]``."""
         geometry = self.geometry
         raw = np.ascontiguousarray(self.kv[layer, :, : geometry.entry_bytes // 2])
         shape = (len(self.tokens), geometry.kv_heads, geometry.head_dim)
         return as_float32(raw, geometry.dtype).reshape(shape)
 
     def save(self, path: Path) -> None:
-        """Writes it into a file.
+        """Writes the record into a file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         about = _About(self.geometry, len(self.tokens), len(self.seen), self.salt)
         save({name: getattr(self, name) for name in about.shapes()}, path, about)
 
     @classmethod
     def load(cls, path: Path) -> Recorded:
-        """Reads what :meth:`save` wrote.
+        """Reads a record that :meth:`save` wrote.
 
         Raises:
-            ExtError: it is no such file, one of another version, or another user's.
+            ExtError: The file is not a record, is of another version, belongs to another user, or
+                has values that are out of range.
         """
         arrays, about = load(path, _About, _About.shapes)
         seen, tokens = arrays["seen"], arrays["tokens"]
@@ -128,7 +130,7 @@ class Recorded:
 
 
 def as_float32(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
-    """The numbers in bytes, of a torch dtype."""
+    """Returns the numbers of a torch dtype whose bytes are ``raw``, as float32."""
     if dtype == "bfloat16":
         wide: NDArray[np.float32] = (raw.view("<u2").astype("<u4") << 16).view("<f4")
         return wide

@@ -1,4 +1,4 @@
-"""From which device each replica is read (Swarm §6.1): every entry once, all devices alike."""
+"""Choice of the replicas to read (Swarm §6.1): every entry once, and devices balanced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from sgl_ext.clusters.placement import Replicas
 
 
 class Replicated:
-    """Entries that lie in several places.
+    """Entries that are stored in several places.
 
     Args:
-        replicas: of the clusters.
-        entries: how many there are.
+        clusters: Clusters of the entries.
+        replicas: Placement of the members of the clusters.
+        entries: Number of entries.
+        devices: Number of devices.
     """
 
     def __init__(self, clusters: Clusters, replicas: Replicas, entries: int, devices: int) -> None:
@@ -29,18 +31,19 @@ class Replicated:
     def schedule(
         self, wanted: NDArray[np.int64], *, balance: bool = True
     ) -> list[NDArray[np.int64]]:
-        """What each device reads so that every wanted entry comes once.
+        """Returns the rows that each device reads, so that every wanted entry is read once.
 
         Args:
-            wanted: entries, none twice.
-            balance: the device with least to read gives an entry; otherwise the first that has it.
+            wanted: Entries, without duplicates.
+            balance: Whether to read an entry from the device with the fewest reads; otherwise the
+                first replica is read.
 
         Returns:
-            Of each device the rows to read, sorted.
+            Rows to read of each device, sorted.
         """
         buckets: list[list[int]] = [[] for _ in range(self._devices)]
         begins = self._ends - self._copies
-        # Those that only one device has go first, and the others make up for what they leave.
+        # Entries with the fewest replicas come first; the others then balance the devices.
         order = wanted[np.argsort(self._copies[wanted], kind="stable")] if balance else wanted
         for entry in order:
             places = range(begins[entry], self._ends[entry])

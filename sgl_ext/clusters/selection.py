@@ -1,8 +1,8 @@
-"""Which entries of a context a query is given (Swarm §5.2, §6.1), from what is in memory of them.
+"""Selection of the entries of a context that a query attends to (Swarm §5.2, §6.1).
 
-Scores are estimated attention mass. The default reads blocks: what lies in one piece of a device is
-activated together, so a block's score is that of all its entries, and every device gives as many
-blocks as the others, the best that it has. The paper's way is to score clusters by their medoids.
+Scores are attention mass, estimated from data in memory. By default blocks are selected: the
+entries of a block are activated together, so its score is the sum of theirs, and the best blocks of
+each device are read, equally many from all. The paper instead scores clusters by their medoids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_ext.clusters.clustering import Clusters
 
 
 def best_entries(scores: NDArray[np.float32], budget: int) -> NDArray[np.int64]:
-    """The ``budget`` entries of highest score, sorted by number."""
+    """Returns the ``budget`` entries with the highest scores, sorted by number."""
     if budget >= len(scores):
         return np.arange(len(scores))
     found: NDArray[np.int64] = np.argpartition(scores, len(scores) - budget)[-budget:]
@@ -27,28 +27,28 @@ def best_entries(scores: NDArray[np.float32], budget: int) -> NDArray[np.int64]:
 def best_blocks(
     scores: NDArray[np.float32], share: float, *, block: int, devices: int
 ) -> NDArray[np.int64]:
-    """The blocks of highest score, as many of each device.
+    """Returns the blocks with the highest scores, equally many from each device that has as many.
 
     Args:
-        scores: ``[rows, entries]``, in the order in which they are stored.
-        share: of the blocks; with 1 all of them.
-        block: entries of one; the last may have fewer.
-        devices: that blocks are dealt out to in turn.
+        scores: Scores of the entries in the order of storage, float32 ``[rows, entries]``.
+        share: Share of the blocks to select; 1 selects all.
+        block: Entries of a block; the last may have fewer.
+        devices: Number of devices, which blocks are assigned to round-robin.
 
     Returns:
-        ``[rows, blocks]`` numbers, of each row sorted.
+        Numbers of the blocks, int64 ``[rows, blocks]``, each row sorted.
     """
     blocks = -(-scores.shape[1] // block)
     return _clusters.best_blocks(scores, block, devices, each_of(share, blocks, devices))
 
 
 def each_of(share: float, blocks: int, devices: int) -> int:
-    """How many blocks every device gives, at most."""
+    """Returns the largest number of blocks that are selected from a device."""
     return -(-blocks_of(share, blocks, devices) // devices)
 
 
 def blocks_of(share: float, blocks: int, devices: int) -> int:
-    """How many blocks :func:`best_blocks` finds, at most."""
+    """Returns the largest number of blocks that :func:`best_blocks` selects."""
     each = max(math.ceil(share * blocks / devices), 1)
     return min(each * devices, blocks)
 
@@ -56,21 +56,21 @@ def blocks_of(share: float, blocks: int, devices: int) -> int:
 def best_clusters(
     scores: NDArray[np.float32], clusters: Clusters, budget: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The clusters of highest score until they have ``budget`` entries together, at least.
+    """Returns the clusters with the highest scores that together have at least ``budget`` entries.
 
     Args:
-        scores: ``[clusters]``, of their medoids.
-        budget: entries, each counted once (Eq. 8); all if there are fewer.
+        scores: Scores of the medoids, ``[clusters]``.
+        budget: Number of distinct entries (Eq. 8); all entries if there are fewer.
 
     Returns:
-        The clusters, best first, and their entries, sorted.
+        The clusters, best first, and their distinct entries, sorted.
     """
     order = np.argsort(-scores, kind="stable")
     sizes = clusters.sizes[order]
     ends = np.cumsum(sizes)
     at = np.arange(ends[-1])
     members = clusters.members[np.repeat(clusters.starts[order] - (ends - sizes), sizes) + at]
-    # How many different ones there are up to each member: of two writes to a place the later stays.
+    # Number of distinct entries up to each member. The last of several writes to an index remains.
     first = np.full(members.max() + 1, -1)
     first[members[::-1]] = at[::-1]
     reached = np.cumsum(first[members] == at)[ends - 1]

@@ -1,7 +1,8 @@
-"""A context on devices: files of blocks, and an index that is kept in memory.
+"""Stored context: files of blocks on devices, and an index that is kept in memory.
 
-The index has the context's tokens, the K and V of its sinks and its window, and of every layer the
-order in which its entries are stored, how often its blocks were activated, and codes of its keys.
+The index holds the context's tokens, the K and V of its sinks and its window, and for every layer
+the order in which its entries are stored, how often its blocks were activated, checksums of its
+blocks, and codes of its keys.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Near = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class About(msgspec.Struct, frozen=True):
-    """What an index says of its context."""
+    """Description of a context in its index."""
 
     geometry: Geometry
     tokens: Count
@@ -36,9 +37,9 @@ class About(msgspec.Struct, frozen=True):
     window: _Near
     devices: Count
     subspaces: Count
-    """Bytes that are kept of a key, of each KV head."""
+    """Bytes of the code of a key, for each KV head."""
     salt: Salt | None = None
-    """``cache_salt`` of the tenant; nobody else follows, sees or deletes the context."""
+    """``cache_salt`` of the tenant; other tenants cannot follow, see or delete the context."""
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -51,13 +52,13 @@ class About(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> Blocks:
-        """How the entries lie on the devices."""
+        """Placement of the entries on the devices."""
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
         return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers)
 
     def shapes(self) -> Shapes:
-        """Returns the shapes of the index arrays: the tokens and each :class:`Layer`."""
+        """Returns dtypes and shapes of the arrays: the tokens, and those of all layers."""
         geometry, blocks = self.geometry, self.blocks
         layers, heads, width = geometry.layers, geometry.kv_heads, geometry.head_dim
         near = self.sinks + self.window
@@ -76,15 +77,16 @@ class About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Layer:
-    """What is in memory of a layer.
+    """Data of a layer that is kept in memory.
 
     Attributes:
-        codes: of the keys, in the order of storage.
-        order: ``[entries]`` int32; which entry of the middle is stored at each place.
-        often: ``[blocks]`` int32; how many queries of the profile have activated any of a block's
-            entries.
-        sums: ``[blocks]`` uint64; their checksums.
-        resident: ``[sinks + window, entry_bytes]`` uint8.
+        codes: Codes of the keys, in the order of storage.
+        order: Entry that is stored at each place, counted from the end of the sinks, int32
+            ``[entries]``.
+        often: Number of queries of the profile that activated any entry of each block, int32
+            ``[blocks]``.
+        sums: Checksums of the blocks, uint64 ``[blocks]``.
+        resident: K and V of sinks and window, uint8 ``[sinks + window, entry_bytes]``.
     """
 
     codes: Codes
@@ -95,18 +97,18 @@ class Layer:
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[Any]], at: int) -> Layer:
-        """One of those in the arrays of an index."""
+        """Returns layer ``at`` from the arrays of an index."""
         codes = Codes(*(arrays[key][at] for key in ("codes", "centroids", "projection", "mean")))
         return cls(codes, *(arrays[key][at] for key in ("order", "often", "sums", "resident")))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A context that can be decoded over.
+    """Context that requests can decode over.
 
     Attributes:
-        tokens: ``[n]`` int32.
-        files: one for each device.
+        tokens: Token ids, int32 ``[n]``.
+        files: Files of blocks, one for each device.
     """
 
     name: str
@@ -119,16 +121,17 @@ class Stored:
     def open(
         cls, name: str, folders: Sequence[Path], geometry: Geometry, longest: int | None = None
     ) -> Stored:
-        """Reads the index of a context, and checks all of it and that its files are there.
+        """Reads and checks the index of a context, and checks that its files exist.
 
-        Whether a block is what was written is seen when it is read.
+        Blocks are verified only when they are read.
 
         Args:
-            longest: tokens that the model takes; a context has fewer.
+            longest: Context length of the model, in tokens; the context must be shorter.
 
         Raises:
-            UnknownContextError: it is not there.
-            ExtError: it is damaged, or of another model; a file is missing or of another size.
+            UnknownContextError: The context does not exist.
+            ExtError: The context is damaged, too long or of another model, or a file is missing or
+                has another size.
         """
 
         def shapes(about: About) -> Shapes:
@@ -151,17 +154,17 @@ class Stored:
 
 
 def about(name: str, folders: Sequence[Path]) -> About:
-    """Reads the header of a context's index.
+    """Reads the description in a context's index.
 
     Raises:
-        UnknownContextError: it is not there.
-        DamagedError: that is no index.
+        UnknownContextError: The context does not exist.
+        DamagedError: The file is not an index.
     """
     return load_about(require(name, folders), About)
 
 
 def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
-    """Raises ExtError unless the files of blocks are where they were written, as large as then."""
+    """Raises ExtError unless there is one file of blocks per device, each of its original size."""
     if about.devices != len(folders):
         raise ExtError(
             f"context {name} lies on {about.devices} devices, {len(folders)} directories were "
@@ -190,18 +193,18 @@ def _files(name: str, folders: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def out_of_range(arrays: Arrays, dtype: str) -> str:
-    """Names a value of an index that is out of range; empty if all are in range.
+    """Returns the name of values of an index that are out of range; empty if there are none.
 
     Args:
-        arrays: of the shapes of :meth:`About.shapes`.
-        dtype: of K and V.
+        arrays: Arrays with the shapes of :meth:`About.shapes`.
+        dtype: Name of the torch dtype of K and V.
     """
     order = arrays["order"]
     if not (np.sort(order) == np.arange(order.shape[1])).all():
         return "an order that is none of its entries"
     if (arrays["often"] < 0).any() or (arrays["tokens"] < 0).any():
         return "counts or token ids below zero"
-    infinite = 0x7F80  # the exponent of bfloat16's infinities, and of what is no number
+    infinite = 0x7F80  # exponent bits of infinities and NaNs in bfloat16
     if (arrays["centroids"] & infinite == infinite).any():
         return "centroids that are no numbers"
     if not all(np.isfinite(arrays[name]).all() for name in ("projection", "mean")):
