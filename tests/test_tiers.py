@@ -15,11 +15,12 @@ from contextlib import suppress
 from sglang.srt.entrypoints.engine import Engine
 
 if __name__ != "__main__":  # a scheduler, which imports this file first
-    from sgl_ext.engine.restore import by_layers as layer_restore
+    from sgl_ext.engine.restore import by_layers
+    from sgl_ext.engine.step import rows
     from sgl_ext.memory.tickets import TransferCancelledError
 
     choose = random.Random(os.getpid())
-    own = layer_restore.taken_back, layer_restore.rows.handed_over
+    own = by_layers.taken_back, rows.handed_over
 
     def taken_back(ticket):
         if choose.random() < 0.3:
@@ -32,7 +33,7 @@ if __name__ != "__main__":  # a scheduler, which imports this file first
             file.write("x")
         return own[1](*arguments)
 
-    layer_restore.taken_back, layer_restore.rows.handed_over = taken_back, handed_over
+    by_layers.taken_back, rows.handed_over = taken_back, handed_over
 
 def answers(engine, prompts):
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
