@@ -251,7 +251,7 @@ def test_the_doctor_asks_a_server(
 def test_metrics(server: Server, texts: list[str]) -> None:
     def metrics() -> dict[str, float]:
         text = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
-        lines = (line.rpartition(" ") for line in text.splitlines() if "sglang_ext:link" in line)
+        lines = (line.rpartition(" ") for line in text.splitlines() if "sglang_ext:chunks" in line)
         return {name: float(value) for name, _, value in lines if not name.startswith("#")}
 
     (context,) = create(server, texts[0], method="lego-3", cache_salt="metrics")

@@ -1,4 +1,4 @@
-"""``/ext/context_cache``: the routes of a server's contexts."""
+"""HTTP routes ``/ext/context_cache`` of a server's contexts."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from sgl_ext.engine.front.text import Text
 from sgl_ext.errors import ExtError
 
 _MOST = 1024
-"""Chunks that are created at once."""
+"""Maximum number of chunks that one request creates, after they are split."""
 _LARGEST = 1 << 22
-"""Characters of all their texts."""
+"""Maximum number of characters of the texts of one request, the prefix included."""
 
 
 class CreateContexts(BaseModel):
-    """What ``POST /ext/context_cache`` takes."""
+    """Body of ``POST /ext/context_cache``."""
 
     model_config = ConfigDict(extra="forbid")
 
     chunks: Annotated[list[Text | list[StrictInt]], Field(min_length=1, max_length=_MOST)]
-    """Each a text, or its token ids."""
+    """Chunks to create contexts of, each a text or token ids."""
     method: Text | None = None
-    """Name of the link method; the server's default without it."""
+    """Name of the link method; if None, :meth:`ContextService.create` chooses it."""
     split: Split = Split()
-    """How each chunk is split first; there is a context of each part then."""
+    """Split that is applied to each chunk first; each part becomes a context."""
     prefix: Text | None = None
-    """What prompts that link them begin with, such as the system prompt."""
+    """Text that the prompts that link the contexts begin with, such as the system prompt."""
     ttl: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
-    """Seconds until they expire; never without it."""
+    """Seconds until the contexts expire; if None, they never expire."""
     cache_salt: Text | None = None
-    """Keeps them apart from those of other tenants."""
+    """Salt of the tenant; other tenants have no access to the contexts."""
 
 
 async def created(service: ContextService, body: CreateContexts) -> list[Context]:
-    """The contexts that are asked for.
+    """Splits the chunks of a request, and creates and returns their contexts.
 
     Raises:
-        ExtError: see :meth:`ContextService.create` and :meth:`Splitting.parts`.
+        ExtError: the texts are too long in all; see also :meth:`ContextService.create` and
+            :meth:`Splitting.parts`.
     """
     texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
     if (size := sum(map(len, texts))) > _LARGEST:
@@ -65,10 +66,11 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
 
 
 def router(service: ContextService) -> APIRouter:
-    """The routes of the context cache."""
+    """Returns the router of the context cache."""
     from sglang.srt.entrypoints.http_server import ORJSONRoute
 
-    # SGLang's own reading of bodies, which takes no half characters: their errors name them.
+    # SGLang's route class parses bodies with orjson, which rejects lone surrogates. Validation
+    # errors quote the values that they reject.
     routes = APIRouter(prefix="/ext/context_cache", route_class=ORJSONRoute)
 
     def told(context: Context) -> dict[str, Any]:
@@ -101,6 +103,6 @@ def router(service: ContextService) -> APIRouter:
 
 
 def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
-    """Adds all of it to SGLang's HTTP server, before that is started."""
+    """Adds the routes and the middleware to SGLang's HTTP server before the server starts."""
     app.include_router(router(service))
     app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)

@@ -1,4 +1,4 @@
-"""Attaches the context service to SGLang's ``TokenizerManager``."""
+"""Attachment of the context service to SGLang's ``TokenizerManager``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from sgl_ext.engine.chunks.service import ContextService
 
 _SERVICE = "_ext_contexts"
-"""Attribute of SGLang's ``TokenizerManager``: the server's ``ContextService``."""
+"""Attribute of SGLang's ``TokenizerManager`` that holds its ``ContextService``."""
 
 
 def attach_contexts(
     manager: TokenizerManager, config: Chunks, info: Mapping[str, Any]
 ) -> ContextService:
-    """Has SGLang's ``TokenizerManager`` accept prompts that name contexts.
+    """Creates the context service of SGLang's ``TokenizerManager`` and attaches it.
 
     Args:
-        info: the ready message of the first scheduler.
+        info: ready message of the first scheduler.
     """
     from sgl_ext.engine.chunks.service import ContextService
 
@@ -40,5 +40,5 @@ def attach_contexts(
 
 
 def attached_contexts(manager: TokenizerManager) -> ContextService | None:
-    """Returns the service of a ``TokenizerManager``, if it has one."""
+    """Returns the context service of a ``TokenizerManager``; None if it has none."""
     return getattr(manager, _SERVICE, None)

@@ -1,6 +1,7 @@
-"""CacheBlend in a forward: the first layers, of all tokens, say whose KV the others compute anew.
+"""CacheBlend within a forward: the first layers select the tokens that the others recompute.
 
-Source: CacheBlend (EuroSys 2025), §4.3, with one selection, after layer 1, as EPIC §4 compares it.
+The first layers compute all tokens of the requests that have candidates. Source: CacheBlend
+(EuroSys 2025), §4.3, with a single selection, after layer 1, as in the comparison of EPIC §4.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Candidates(NamedTuple):
-    """Linked tokens of a request, some of which are computed anew."""
+    """Linked tokens of a request, some of which are selected and recomputed."""
 
     positions: NDArray[np.int64]
-    """In the prompt, ascending."""
+    """Positions of the tokens in the prompt, ascending, int64 ``[tokens]``."""
     wanted: int
-    """How many of them."""
+    """Number of tokens to select."""
 
 
 @contextmanager
@@ -35,15 +36,15 @@ def blending(
     parts: Sequence[Row],
     candidates: Mapping[int, Candidates],
 ) -> Iterator[list[Row]]:
-    """Has the model's next forward go on with some tokens only.
+    """Replaces the model's next forward by one that continues with selected tokens only.
 
     Args:
-        planned: the forward, whose linked KV is in place.
-        parts: the rows that are computed without blending.
-        candidates: by the request's place in the batch.
+        planned: forward whose linked KV is in place.
+        parts: rows that are computed without blending.
+        candidates: candidates of each request, by the request's index in the batch.
 
     Yields:
-        The rows that the forward has to begin with.
+        Rows that the forward must begin with.
     """
     runner, batch = planned.runner, planned.batch
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -79,7 +80,10 @@ def blending(
 
 
 def _joined(request: int, parts: Sequence[Row], chosen: NDArray[np.int64]) -> Iterator[Row]:
-    """Rows of the tokens of ``parts`` and of those at ``chosen``."""
+    """Yields the rows that compute the tokens of ``parts`` and the tokens at ``chosen``.
+
+    A part that is not kept is omitted if its token is among them.
+    """
     computed = [np.arange(part.start, part.end) for part in parts if part.kept]
     positions = np.sort(np.concatenate([chosen, *computed]))
     for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):

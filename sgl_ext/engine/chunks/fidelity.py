@@ -1,6 +1,8 @@
-"""Whether linking serves the model at hand: exact where it must be, near enough where it is not.
+"""Fidelity of linked chunks on the served model: a probe, and the bounds that it must meet.
 
-A server asks itself, over its own API, before it is ready; an engine when it first has contexts.
+A chunk that is linked behind the prefix that it was computed with must be exact up to rounding.
+A moved chunk may diverge up to a bound. A server runs the probe over its own HTTP API before it is
+ready, an engine when its contexts are first used.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from sgl_ext.distributions import distributions
 from sgl_ext.errors import ExtError
 
 SALT = "ext:fidelity"
-"""Of the probe's requests."""
+"""``cache_salt`` of the probe's requests."""
 _EXACT = 0.02
-"""Nats. What other shapes of matrix products change in bfloat16 is far below."""
+"""Maximum divergence of a chunk in its own place, in nats. Matrix products of other shapes in
+bfloat16 cause far less."""
 TOP = 256
-"""Tokens whose logprobs are compared."""
+"""Number of the most likely tokens at each position whose logprobs are compared."""
 _DEADLINE_S = 300.0
 _LEAD = "Read these notes on four villages, then answer.\n\n"
 _NOTES = (
@@ -48,16 +51,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What a probe of the model has found; nats."""
+    """Result of a probe of the model, in nats."""
 
     exact: float
-    """Divergence of a chunk behind what it was computed behind: nothing but rounding."""
+    """Divergence of a chunk that is linked behind the prefix that it was computed with; expected to
+    be due to rounding only."""
     divergence: float
-    """Mean divergence of moved chunks by the default method, over the tokens of an answer."""
+    """Mean divergence of moved chunks with the default method, over the tokens of an answer."""
 
 
 class Contexts(Protocol):
-    """Of the server at hand."""
+    """Interface of the context cache that the probe needs."""
 
     def create(
         self,
@@ -70,14 +74,18 @@ class Contexts(Protocol):
 
 
 Ask = Callable[[str | list[int], int, int], Sequence[Distribution]]
-"""Of a prompt, the distributions of its last tokens: how many, and the position of the first."""
+"""Function that returns the next-token distributions of the last tokens of a prompt. Its arguments
+are the prompt, the number of these tokens, and the position of the first of them."""
 
 
 class Probe:
-    """Asks a model.
+    """Probe of a model.
 
     Args:
-        encode: token ids of a text, and whether it begins the prompt.
+        encode: returns the token ids of a text; its second argument is True if the text begins
+            the prompt.
+        contexts: context cache of the model's server or engine.
+        ask: requests next-token distributions from the model.
     """
 
     def __init__(
@@ -88,10 +96,10 @@ class Probe:
         self._ask = ask
 
     def measure(self) -> Fidelity:
-        """Takes some seconds.
+        """Measures the fidelity of linked chunks. It takes some seconds.
 
         Raises:
-            ExtError: there is no answer that it can be told from.
+            ExtError: a context cannot be created, or the answers lack the distributions.
         """
         created = [
             *self._contexts.create(_NOTES[:2], method="primed", prefix=_LEAD),
@@ -99,7 +107,7 @@ class Probe:
             *self._contexts.create(_NOTES[:1], method="full"),
         ]
         ids = [context.id for context in created]
-        # The second note was primed with the first one, behind the same beginning.
+        # The second note was computed behind the lead and the first note, as it is linked here.
         there = _LEAD + mark(ids[-1]) + mark(ids[1]) + _QUESTION
         exact = self._differ(_NOTES[:2], there)
         moved = [
@@ -118,7 +126,7 @@ class Probe:
         for text in (*notes, _QUESTION):
             tokens += self._encode(text, False)
         begin, question = len(tokens), len(self._encode(_QUESTION, False))
-        # With the answer the text behind the notes is tokenised as a whole.
+        # Composition tokenizes the text behind the notes, question and answer, as one text.
         end = self._encode(_QUESTION + _ANSWER, False)
         right = self._ask(tokens[: begin - question] + end, len(end) - question, begin)
         asked = self._ask(linked + _ANSWER, len(end) - question, begin)
@@ -132,10 +140,10 @@ def probe_over_http(
     *,
     verify: bool | str,
 ) -> Probe:
-    """A probe of the server at ``url``, which may be about to listen; waits until it does.
+    """Returns a probe of the server at ``url``, and waits until the server listens.
 
     Raises:
-        ExtError: it does not in time.
+        ExtError: the server does not listen within the deadline.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     _wait_until_listening(url, headers, verify)
@@ -160,7 +168,12 @@ def _wait_until_listening(url: str, headers: Mapping[str, str], verify: bool | s
 
 
 def require(found: Fidelity, method: str, largest: float) -> None:
-    """Raises ExtError if chunks must not be served."""
+    """Logs the fidelity, and raises ExtError if the model must not be served with chunks.
+
+    Args:
+        method: name of the link method that was probed.
+        largest: maximum divergence of moved chunks, in nats.
+    """
     logger.info(
         "linked chunks: %s diverges by %.3f nats from computing everything; a chunk in its own "
         "place by %.4f",

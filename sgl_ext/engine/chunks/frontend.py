@@ -1,4 +1,4 @@
-"""Contexts in programs of SGLang's frontend language; importing this teaches it to them."""
+"""Contexts in programs of SGLang's frontend language. The import of this module enables them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sgl_ext.errors import ExtError
 
 _ID = re.compile(r"ctx-[\w-]+")
 _MOST = 10_000
-"""Texts whose contexts are remembered, of each backend."""
+"""Maximum number of texts of each backend whose contexts are remembered."""
 
 
 class Chunk(SglExpr):
-    """A chunk in a program; see :func:`sgl_ext.lang.chunk`.
+    """Expression of a chunk in a program; see :func:`sgl_ext.lang.chunk`.
 
-    Not an ``SglConstantText``: a batch begins with a request for the constant text that all of its
-    programs begin with, and a prompt cannot end in a chunk.
+    It is not an ``SglConstantText``: SGLang begins a batch with a request for the constant text
+    that all of its programs begin with, and that request must not end in a chunk.
     """
 
     def __init__(self, text_or_id: str, method: str | None) -> None:
@@ -56,7 +56,7 @@ class _Remembered:
 
 
 class _Texts:
-    """The contexts of texts on a backend's server."""
+    """Contexts of texts on the server of one backend."""
 
     def __init__(self, backend: Any) -> None:
         verify = True if backend.verify is None else backend.verify
@@ -67,7 +67,7 @@ class _Texts:
     def id_of(self, chunk: Chunk) -> str:
         key = chunk.content, chunk.method
         with self._lock:
-            # The latest last; the first goes.
+            # Ordered by last use; the least recently used entry is dropped.
             entry = self._remembered.pop(key, None) or _Remembered()
             self._remembered[key] = entry
             if len(self._remembered) > _MOST:
@@ -83,7 +83,7 @@ class _Texts:
 
     def _is_there(self, id_: str) -> bool:
         try:
-            self._cache.get(id_)  # which the server takes for use, and keeps it
+            self._cache.get(id_)  # also marks the context as used on the server
         except UnknownContextError:
             return False
         return True
@@ -123,5 +123,6 @@ HOOKS = (
     ),
 )
 
-# Here and not in a function: programs run in threads, and a module is imported once.
+# Applied at import rather than in a function: programs run in threads, and a module is imported
+# only once.
 hooks.apply(HOOKS)

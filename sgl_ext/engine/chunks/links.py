@@ -1,4 +1,4 @@
-"""Links chunks into requests: what their prompts are made of, and copies of the chunks' KV."""
+"""Chunks that are linked into requests: search, plan, and copies of their KV."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import Link, PrefillPlan, Span
 
 _LEADS = 4
-"""Earlier turns of a conversation that are looked for, at most."""
+"""Maximum number of earlier turns of a conversation that are searched for a lead."""
 
 
 @dataclass
 class LinkedRequest:
-    """A request whose prompt holds chunks, from its admission until its prefill has ended."""
+    """Request whose prompt has chunks, from the attempt to admit it to the end of its prefill."""
 
     composition: Composition
     plan: PrefillPlan
     found: dict[int, Found]
-    """By the number of the chunk; those behind the prefix that the request has already."""
+    """KV of the chunks behind the prefix that the request already has, by chunk number.
+    :data:`LEAD` stands for the KV of another prompt with the same prefix."""
 
 
 class ChunkLinks:
-    """The linked requests of one scheduler; its thread calls.
+    """Linked requests of one scheduler. Only the scheduler's thread calls it.
 
     Args:
-        pool: SGLang's view of the slab.
-        slab: where KV lies.
-        plans: takes the plan of each request that is acquired.
+        search: finds the KV of chunks.
+        pool: SGLang's KV pool, a view of the slab.
+        slab: memory that holds the KV.
+        copy: copies KV to other positions.
+        plans: plans by request id; receives the plan of each request that is acquired.
     """
 
     def __init__(
@@ -63,12 +66,12 @@ class ChunkLinks:
         self._copy = copy
         self._requests: dict[str, LinkedRequest] = {}
         self._asked: dict[str, list[str]] = {}
-        """Of requests that wait: what their chunks are called while they are on their way."""
+        """Names of the searches for the chunks of waiting requests, by request id."""
         self._had_turn: set[str] = set()
-        """Those of them that could have been admitted."""
+        """Ids of the waiting requests that were considered for admission."""
 
     def ask(self, req: Req) -> None:
-        """SGLang's ``req`` has arrived: its chunks begin to come from where they are."""
+        """Starts to load the chunks of SGLang's ``req`` from lower tiers, if there are any."""
         if not self._search.waits or composition_of(req) is None:
             return
         self._asked[req.rid] = _names(req)
@@ -78,29 +81,36 @@ class ChunkLinks:
             self._search.ask(_name(req, number), wanted)
 
     def ready(self, req: Req) -> bool:
-        """Whether what comes of the request's chunks is here; it is its turn."""
+        """Returns whether the request need not wait for its chunks any longer.
+
+        Call it when the request is considered for admission.
+        """
         if (names := self._asked.get(req.rid)) is None:
             return True
         if req.rid not in self._had_turn:
             self._had_turn.add(req.rid)
-            self.ask(req)  # what has come is kept for a while only, and it may have waited longer
-        # Ranks, which answer together, are asked the same: of all chunks, whatever the first says.
+            self.ask(req)  # the lease of loaded pages may have expired while the request waited
+        # All chunks are queried, even if the first is not ready: each query is a collective
+        # operation, and all ranks must make the same ones.
         waiting = [name for name in names if not self._search.ready(name)]
         return not waiting
 
     def forget(self, rid: str) -> None:
-        """The request does not wait any more: nothing needs to come for it."""
+        """Stops the searches of a request that no longer waits."""
         self._had_turn.discard(rid)
         for name in self._asked.pop(rid, ()):
             self._search.forget(name)
 
     def acquire(self, req: Req, *, computing: bool = False) -> Linked | None:
-        """Finds and keeps the chunks behind the prefix that ``req`` has; makes its plan.
+        """Finds and keeps the chunks behind the prefix that ``req`` has, and makes its plan.
 
-        A chunk that is not there, or not all of it, is computed.
+        Tokens of chunks whose KV is not available are computed.
 
         Args:
-            computing: all of them are, and none is kept.
+            computing: computes all chunks and keeps none.
+
+        Returns:
+            The report of the plan; None if the prompt has no chunks.
         """
         self.release(req.rid)
         if (composition := composition_of(req)) is None:
@@ -129,7 +139,7 @@ class ChunkLinks:
         return report(composition, plan, req.prefix_len)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        """Copies what the plan links of tokens ``start .. end - 1`` to ``slots`` of theirs."""
+        """Copies the linked KV of tokens ``start .. end - 1`` to the ``slots`` of these tokens."""
         if (request := self._requests.get(rid)) is None:
             return
         spans: dict[Link, list[Span]] = {}
@@ -146,7 +156,10 @@ class ChunkLinks:
             self._copy(self._runs(sources, targets), link.at - chunk.origin)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
-        """What is linked in ``start .. end - 1`` but may be computed (CacheBlend), if anything."""
+        """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.
+
+        Returns None if it would select none.
+        """
         if (request := self._requests.get(rid)) is None:
             return None
         positions, share = [], 0
@@ -158,14 +171,18 @@ class ChunkLinks:
         return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
 
     def select(self, req: Req, selection: Selection) -> list[int] | None:
-        """The chunk's tokens, ascending, whose values differ most; None if the KV is gone."""
+        """Returns the offsets of the chunk's tokens whose values differ most, ascending.
+
+        The values are those of the two preparations that ``selection`` names. Returns None if KV of
+        either is no longer on the device.
+        """
         start = len(selection.preparation)
         tokens = req.origin_input_ids[start : start + selection.length]
         ways = []
         for before in (selection.preparation, selection.other):
             wanted = Wanted(selection.namespace, req.cache_salt, before, tokens)
             found = self._search.find(req.rid, wanted)
-            self._search.let_go(found)  # nothing is evicted before this has returned
+            self._search.let_go(found)  # nothing is evicted before this method returns
             if len(found.slots) < len(tokens):
                 return None
             ways.append(torch.from_numpy(found.slots))
@@ -180,27 +197,30 @@ class ChunkLinks:
         return chosen
 
     def release(self, rid: str) -> None:
-        """The request's prefill has ended, or it does not come to it: its chunks may go."""
+        """Releases the chunks of a request whose prefill has ended or will not take place."""
         if (request := self._requests.pop(rid, None)) is not None:
             self._plans.pop(rid, None)
             for found in request.found.values():
                 self._search.let_go(found)
 
     def _lead(self, req: Req, prefix: int) -> Wanted | None:
-        """What of the prompt, from its first token on, the device has the most of in another one:
-        in a prompt without chunks, or in one without the last of these, such as the turn before
-        they were added. None if no such prompt has more than ``prefix``."""
+        """Returns the beginning of the prompt of which another prompt has most KV on the device.
+
+        The other prompt has no chunks, or only the first ones, as an earlier turn of the
+        conversation has. Returns None if no such beginning ends behind ``prefix`` and before the
+        tokens whose logprobs are requested.
+        """
         composition = composition_of(req)
         if composition is None:
             return None
         most = len(req.origin_input_ids)
         if req.return_logprob and req.logprob_start_len >= 0:
-            most = req.logprob_start_len  # as SGLang does; from there on there must be logits
+            most = req.logprob_start_len  # as in SGLang: logits are needed from there on
         page, chunks = self._slab.layout.page, composition.chunks
         ends = [
             (count, after.at)
             for count, (chunk, after) in enumerate(pairwise(chunks), 1)
-            if after.at - (chunk.at + chunk.length) >= page  # else there is little to be gained
+            if after.at - (chunk.at + chunk.length) >= page  # a shorter gap saves too little
         ]
         ends = [(0, chunks[0].at), *ends[-_LEADS:]]
         user = (req.extra_key or "").removeprefix(composition.extra_key)
@@ -216,7 +236,12 @@ class ChunkLinks:
         )
 
     def _runs(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Both in the order of the prompt: addresses, and slots."""
+        """Returns the table of runs of a copy, int64 ``[runs, 5]``, see :class:`RotatingCopy`.
+
+        Args:
+            sources: addresses of the tokens, in the order of the prompt.
+            targets: slots of the tokens, in the same order.
+        """
         size = self._slab.layout.token_bytes
         breaks = (np.diff(sources) != size) | (np.diff(targets) != 1)
         first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
@@ -229,12 +254,15 @@ class ChunkLinks:
 
 
 def _name(req: Req, number: int) -> str:
-    """What a chunk of the request is called while it is on its way."""
+    """Returns the name of the search for a chunk of the request."""
     return f"{req.rid}#{number}"
 
 
 def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
-    """Those of the request that its first ``have`` tokens do not hold, by number."""
+    """Yields number and text of each chunk that ends behind the first ``have`` tokens.
+
+    Chunks of which all tokens are recomputed are omitted.
+    """
     if (composition := composition_of(req)) is None:
         return
     for number, chunk in enumerate(composition.chunks):
@@ -252,10 +280,10 @@ def _names(req: Req) -> list[str]:
 
 
 def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
-    """The links of a scheduler that has its model and pool.
+    """Creates the links of a scheduler whose model and KV pool exist.
 
     Raises:
-        ActivationError: its model's keys cannot be moved, or its KV does not lie in the slab.
+        ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
     if ext.slab is None:
         raise hooks.ActivationError(

@@ -1,4 +1,4 @@
-"""Linked chunks on SGLang's ``/metrics``."""
+"""Metrics of linked chunks on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENS = {
 
 
 class LinkMetrics:
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process. Create them after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:
         labels = ("tp_rank", "method")
@@ -33,7 +33,7 @@ class LinkMetrics:
         }
 
     def count(self, linked: Linked) -> None:
-        """A request was admitted."""
+        """Counts an admitted request, and its tokens by the source of their KV."""
         labels = (self._rank, linked["method"])
         self._requests.labels(*labels).inc()
         numbers: Mapping[str, object] = linked
@@ -42,7 +42,7 @@ class LinkMetrics:
 
 
 def export(found: Fidelity, method: str) -> None:
-    """What the server has found of itself; in its own process, once."""
+    """Exports the measured fidelity. The server's own process calls it once."""
     gauges = {
         "divergence": (found.divergence, "Of moved chunks from computing everything, in nats."),
         "exactness": (found.exact, "Divergence of a chunk in its own place, in nats."),

@@ -1,4 +1,4 @@
-"""Contexts within the bodies of SGLang's own routes."""
+"""Middleware for contexts in the bodies of SGLang's own routes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
 _PART = "ext_context"
-"""Type of the part of a message, or of a prompt, that names a context."""
+"""Type of a part of a message or of a prompt that names a context."""
 _SIGNS = (f'"{_PART}"'.encode(), mark("")[0].encode(), rb"\ue0c0", rb"\uE0C0")
-"""A body that names contexts has one of them, be it that a user has written marks."""
+"""Byte strings of which every body that names a context has at least one, also if the user has
+written marks."""
 _PATHS = frozenset({"/generate", "/v1/chat/completions", "/invocations"})
 _LARGEST_BODY = 64 << 20
 
 
 class Parts:
-    """ASGI middleware: parts that name a context become marks in the text, which SGLang takes.
+    """ASGI middleware that replaces parts that name a context by marks in the text.
 
-    SGLang's own schema knows a fixed set of parts. In ``/generate`` the ``text`` may be a list of
-    parts as in a chat message, and of texts between them.
+    SGLang's schema accepts a fixed set of part types, and marks are text to it. In ``/generate``,
+    ``text`` may be a list of parts, as in a chat message, and of strings.
 
     Args:
-        automatic: whether a part whose text is a context's stands for it, too.
+        app: ASGI application behind the middleware.
+        contexts: registry of the contexts.
+        automatic: whether a part whose text is that of a context is replaced, too.
     """
 
     def __init__(self, app: ASGIApp, contexts: Contexts, automatic: bool) -> None:
@@ -66,11 +69,15 @@ class Parts:
         await self._app(scope, replay, send)
 
     def _marked(self, body: bytes) -> bytes:
-        """The body with marks; raises ExtError if a context is not there or not named rightly."""
+        """Returns the body with marks in place of the parts that name contexts.
+
+        Raises:
+            ExtError: a context does not exist, or a part or a field is malformed.
+        """
         try:
             request = orjson.loads(body)
         except orjson.JSONDecodeError:
-            return body  # SGLang says what is wrong with it
+            return body  # SGLang reports the error
         if not isinstance(request, dict):
             return body
         salt = request.get("cache_salt")
@@ -82,9 +89,9 @@ class Parts:
                 if isinstance(content, list):
                     message["content"] = content = [self._chat_part(each, salt) for each in content]
                 for id_ in chain.from_iterable(map(ids_in, _texts(content))):
-                    self._contexts.get(id_, _salt(salt))  # SGLang would make it another error
+                    self._contexts.get(id_, _salt(salt))  # SGLang would report another error
                     names = True
-        if names:  # SGLang tokenises chats before anybody can look at them
+        if names:  # SGLang tokenizes a chat before the context service sees it
             request["custom_params"] = {**_object(request, "custom_params"), MARKED: True}
         if isinstance(parts := request.get("text"), list) and any(map(_is_part, parts)):
             request["text"] = "".join(self._text(part, salt) for part in parts)
@@ -95,7 +102,7 @@ class Parts:
         return part if mark is None else {"type": "text", "text": mark}
 
     def _text(self, part: Any, salt: Any) -> str:
-        """A part of a prompt of parts."""
+        """Returns the text that a part of a ``/generate`` prompt stands for."""
         found = part if isinstance(part, str) else self._mark(part, salt)
         if found is None and _is_part(part) and part["type"] == "text":
             found = part.get("text")
@@ -107,7 +114,11 @@ class Parts:
         return found
 
     def _mark(self, part: Any, salt: Any) -> str | None:
-        """What stands for a part that is a context; raises ExtError if there is none."""
+        """Returns the mark that replaces a part; None if the part is not a context.
+
+        Raises:
+            ExtError: the context does not exist, or its id is not a string.
+        """
         if not _is_part(part):
             return None
         if part["type"] == _PART:
@@ -125,7 +136,7 @@ def _is_part(part: Any) -> bool:
 
 
 def _texts(content: Any) -> list[str]:
-    """Those of a message."""
+    """Returns the texts in the content of a message."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]
@@ -145,7 +156,11 @@ def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 async def _read(receive: Receive) -> tuple[list[Message], bytes]:
-    """The messages of a body, and the body; none if it is so large that it is left alone."""
+    """Returns the messages of a request body, and the body.
+
+    Stops when more than :data:`_LARGEST_BODY` bytes have come and more follow; the returned body is
+    then empty, so that the request is passed on unchanged.
+    """
     messages, body = [], bytearray()
     while True:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Contexts of an ``sgl.Engine``, which no HTTP server stands in front of."""
+"""Contexts of an ``sgl.Engine``, which has no HTTP server."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class EngineContexts:
-    """The context cache of an engine; calls are as those of ``engine.generate``, one at a time.
+    """Context cache of an engine. As with ``engine.generate``, calls must not overlap.
 
     Raises:
-        UnknownContextError: the engine has no such context, or not any more.
-        ExtError: what is asked cannot be.
+        UnknownContextError: the engine does not have the context, or no longer has it.
+        ExtError: an argument is invalid, or the engine cannot serve the call.
     """
 
     def __init__(self, engine: Any, service: ContextService, salt: str | None) -> None:
@@ -44,7 +44,7 @@ class EngineContexts:
         ttl: float | None = None,
         split: Mapping[str, Any] | None = None,
     ) -> tuple[ContextInfo, ...]:
-        """As :meth:`sgl_ext.client.ContextCache.create`."""
+        """Creates contexts, as :meth:`sgl_ext.client.ContextCache.create` does."""
         try:
             body = CreateContexts.model_validate(
                 {
@@ -62,25 +62,30 @@ class EngineContexts:
         return tuple(map(self._service.describe, found))
 
     def get(self, id_: str) -> ContextInfo:
-        """A context, which counts as used."""
+        """Returns a context and marks it as used."""
         return self._service.describe(self._service.contexts.get(id_, self._salt))
 
     def list(self) -> tuple[ContextInfo, ...]:
-        """All of them, the least recently used first."""
+        """Returns all contexts of the tenant, the least recently used first."""
         return tuple(map(self._service.describe, self._service.contexts.all(self._salt)))
 
     def delete(self, id_: str) -> None:
-        """Forgets a context; requests that link it already go on."""
+        """Deletes a context; requests that already link it continue."""
         self._service.contexts.delete(id_, self._salt)
 
     def prompt(self, *parts: str | ContextInfo) -> str:
-        """What ``engine.generate`` takes for texts and contexts in this order."""
+        """Returns the prompt for ``engine.generate`` of these texts and contexts, in this order."""
         return "".join(part if isinstance(part, str) else mark(part.id) for part in parts)
 
     def distributions(
         self, prompt: str | Sequence[int], last: int, begin: int
     ) -> Sequence[Distribution]:
-        """What the last tokens of a prompt, from position ``begin`` on, are drawn from."""
+        """Returns the next-token distributions of the last tokens of a prompt.
+
+        Args:
+            last: number of tokens.
+            begin: position of the first of them.
+        """
         body = distributions.request(prompt, begin, top=fidelity.TOP, salt=self._salt)
         return distributions.read(self._run(self._answer(body))["meta_info"], last)
 
@@ -93,7 +98,7 @@ class EngineContexts:
 
 
 def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
-    """See :func:`sgl_ext.offline.contexts_of`."""
+    """Returns the context cache of an engine; see :func:`sgl_ext.offline.contexts_of`."""
     config = carried_by(engine.server_args)
     if config is None or config.chunks is None:
         raise ExtError(

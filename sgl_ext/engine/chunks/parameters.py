@@ -1,4 +1,4 @@
-"""What a request says of its prompt, in the ``custom_params`` that SGLang hands to schedulers."""
+"""Parameters of a request's prompt, in the ``custom_params`` that SGLang passes to schedulers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from sgl_ext.chunks.composition import Composition, Selection
 from sgl_ext.engine.core.sglang_types import Req
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
-"""Keys: what the prompt is made of; what is asked of the chunk that it is."""
+"""Keys of the prompt's :class:`Composition`, and of the :class:`Selection` that is requested for
+the chunk in the prompt."""
 MARKED = "ext_marked"
-"""Key: the tokens of the prompt hold marks, which the server's front turns into a composition."""
+"""Key of a flag: the tokens of the prompt contain marks, which the server's front replaces by a
+composition."""
 NO_BLEND = (
     "blend-R chooses tokens by the values of all KV heads, which tensor parallel ranks share "
     "out; choose another method"
@@ -22,10 +24,13 @@ T = TypeVar("T")
 
 
 def read_parameters(req: Req, tp_size: int) -> None:
-    """Reads what a request that arrives says of its prompt, once.
+    """Parses and checks the parameters of a request that arrives.
+
+    The parsed values replace the raw ones in ``custom_params``.
 
     Raises:
-        ValueError: it cannot be; nothing of it is believed.
+        ValueError: a parameter is invalid. The caller aborts the request; the parameters of an
+            aborted request are ignored.
     """
     params = req.sampling_params.custom_params
     if not isinstance(params, dict):
@@ -41,7 +46,7 @@ def read_parameters(req: Req, tp_size: int) -> None:
         if isinstance(read, Composition):
             try:
                 read.check(len(req.origin_input_ids), req.extra_key)
-            except OverflowError as error:  # a number that has no place in its digest
+            except OverflowError as error:  # a number is too large for the digest
                 raise ValueError(f"{name}: {error}") from None
             if req.return_logprob:
                 read.check_logprobs(req.logprob_start_len)
@@ -53,18 +58,18 @@ def read_parameters(req: Req, tp_size: int) -> None:
 
 
 def composition_of(req: Req) -> Composition | None:
-    """What the request's prompt is made of, if it says so."""
+    """Returns the composition of the request's prompt; None if it has none."""
     return _parameter(req, COMPOSITION, Composition)
 
 
 def selection_of(req: Req) -> Selection | None:
-    """What the request asks of the chunk that it computes, if anything."""
+    """Returns the selection that is requested for the computed chunk; None if there is none."""
     return _parameter(req, SELECTION, Selection)
 
 
 def _parameter(req: Req, name: str, type_: type[T]) -> T | None:
     params = req.sampling_params.custom_params
     if req.to_finish is not None or not isinstance(params, dict):
-        return None  # an aborted request's prompt is cut off
+        return None  # SGLang truncates the prompt of an aborted request
     value = params.get(name)
     return value if isinstance(value, type_) else None

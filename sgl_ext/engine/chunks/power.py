@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class ChunksPower(Power[Chunks]):
-    """Chunks whose KV is linked into prompts at any position.
+    """Power that links the KV of chunks into prompts at any position.
 
     Attributes:
-        links: the linked requests.
+        links: linked requests of the scheduler.
     """
 
     name = "chunks"
@@ -52,7 +52,7 @@ class ChunksPower(Power[Chunks]):
 
     links: ChunkLinks
     _linked: Linked | None = None
-    """What the plan of the request whose admission is tried links."""
+    """Report of the request whose admission is tried; None if its prompt has no chunks."""
     _metrics: LinkMetrics | None = None
 
     def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
@@ -87,15 +87,15 @@ class ChunksPower(Power[Chunks]):
         return composition_of(req) is not None
 
     def arrive(self, req: Req) -> None:
-        """Ends a request whose composition cannot be; asks for the chunks of others."""
+        """Aborts a request with invalid parameters; starts to load the chunks of other requests."""
         if (owner := self._ext.owner(req)) is not None and owner is not self:
-            return  # checked when it came; it needs its chunks only if its KV is lost
+            return  # checked when it arrived; it needs its chunks only if its KV is lost
         from sglang.srt.runtime_context import get_parallel
 
         from sgl_ext.engine.chunks.parameters import read_parameters
 
         if req.to_finish is not None:
-            return  # SGLang has found something wrong with it
+            return  # SGLang has rejected it already
         try:
             read_parameters(req, get_parallel().tp_size)
         except ValueError as error:
@@ -113,7 +113,7 @@ class ChunksPower(Power[Chunks]):
         self._linked = self.links.acquire(req)
 
     def concede(self, req: Req) -> bool:
-        """Has all chunks of the request computed, so that none is kept for it."""
+        """Plans to compute all chunks of the request, so that none is kept for it."""
         if self._linked is None:
             return False
         self._linked = self.links.acquire(req, computing=True)
@@ -125,7 +125,7 @@ class ChunksPower(Power[Chunks]):
         self._linked = None
         if not admitted:
             self.links.release(req.rid)
-        elif not told(req, self.name):  # not after a retraction
+        elif not told(req, self.name):  # reported once, not again after a retraction
             tell(req, linked)
             if self._metrics is not None:
                 self._metrics.count(linked)
@@ -135,7 +135,7 @@ class ChunksPower(Power[Chunks]):
 
     @contextmanager
     def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
-        """Surrounds a forward that chooses the tokens to recompute (CacheBlend)."""
+        """Surrounds a forward that selects the tokens to recompute (CacheBlend)."""
         found = {}
         for at, _, start, end in forward.planned():
             if (each := self.links.blended(forward.rids[at], start, end)) is not None:

@@ -1,4 +1,4 @@
-"""Computes the KV of chunks, each behind what its link method wants it to be behind."""
+"""Preparation of chunks: computes their KV behind the prefix that the link method requires."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _AT_ONCE = 4
-"""Chunks that are prepared at the same time."""
+"""Maximum number of chunks that are prepared at the same time."""
 _ATTEMPTS = 3
 
 
 class ChunkPreparation:
-    """By requests to one server.
+    """Preparation of chunks by requests to one server.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
@@ -34,10 +34,10 @@ class ChunkPreparation:
         self._manager = manager
         self._page = page
         self.requests = OwnRequests(manager, "a chunk")
-        """By which chunks are computed."""
+        """Requests in progress that compute chunks."""
 
     def bos(self) -> list[int]:
-        """The begin-of-sequence token, if the model has one."""
+        """Returns the begin-of-sequence token in a list, which is empty if the model has none."""
         bos = self._manager.tokenizer.bos_token_id
         return [] if bos is None else [bos]
 
@@ -48,14 +48,14 @@ class ChunkPreparation:
         tokens: Sequence[int],
         passages: Sequence[tuple[int, ...]],
     ) -> list[int]:
-        """What a chunk of ``tokens`` is computed behind.
+        """Returns the token ids of the prefix that a chunk of ``tokens`` is computed with.
 
         Args:
-            lead: what the prompts that link it begin with.
-            passages: that a chunk may be primed with.
+            lead: token ids that the prompts that link the chunk begin with.
+            passages: passages that a chunk may be primed with.
 
         Raises:
-            ExtError: there is nothing to compute it behind.
+            ExtError: the method needs a begin-of-sequence token or passages, and there are none.
         """
         if method.preparation is Preparation.BARE:
             return []
@@ -63,7 +63,7 @@ class ChunkPreparation:
             if not (bos := self.bos()):
                 raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
             return bos * BOS_TOKENS
-        # The first of them for all: chunks then share what they are computed behind.
+        # All chunks take the first passages, so that they share the KV of their prefix.
         others = [each for each in passages if each != tuple(tokens[: len(each)])][:PASSAGES]
         if not others:
             raise ExtError(
@@ -80,10 +80,13 @@ class ChunkPreparation:
         chunks: Sequence[Sequence[int]],
         salt: str | None,
     ) -> list[Sequence[int]]:
-        """As :meth:`prepare`; a few at a time, for what is looked at must still be there.
+        """Prepares several chunks as :meth:`prepare` does.
+
+        The number of chunks at a time is limited, because the KV of a chunk must not be evicted
+        before its tokens are selected.
 
         Raises:
-            ExtError: the server does not compute one of them; the others are given up.
+            ExtError: the server does not compute a chunk; the others are cancelled.
         """
         turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -106,10 +109,16 @@ class ChunkPreparation:
         tokens: Sequence[int],
         salt: str | None,
     ) -> Sequence[int]:
-        """Computes a chunk's KV; which of its tokens are to be computed again.
+        """Computes the KV of a chunk, and returns the offsets of its tokens to recompute.
+
+        Args:
+            lead: token ids that the prompts that link the chunk begin with.
+            before: token ids of the prefix that the chunk is computed with.
+            tokens: token ids of the chunk.
+            salt: ``cache_salt`` of the tenant.
 
         Raises:
-            ExtError: the server does not compute it.
+            ExtError: the server does not compute it, or evicts its KV before it can select tokens.
         """
         if method.recompute is Recompute.OFFLINE:
             amount = method.amount
@@ -139,10 +148,11 @@ class ChunkPreparation:
         salt: str | None,
         selection: Selection | None = None,
     ) -> dict[str, Any]:
-        """Puts a chunk's KV into the tree, if it is not there.
+        """Computes the KV of a chunk into the radix tree, if it is missing; returns the answer.
 
         Args:
-            selection: what is asked of it then.
+            before: token ids of the prefix that the chunk is computed with.
+            selection: selection of tokens that is requested for the chunk; None for none.
 
         Raises:
             ExtError: the server does not compute it.
@@ -157,7 +167,7 @@ class ChunkPreparation:
         salt: str | None,
         custom: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Puts the KV of a text into a namespace of the tree.
+        """Computes the KV of token ids into a namespace of the radix tree, and returns the answer.
 
         Raises:
             ExtError: the server does not compute it.

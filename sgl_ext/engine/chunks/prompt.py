@@ -1,4 +1,4 @@
-"""Turns prompts with marks into token ids and what schedulers are told of them."""
+"""Linking of prompts: turns marks into token ids and into parameters for schedulers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _UNSERVED = (
     ("token_indices_to_pool", "linked tokens have no hidden states"),
     ("multi_item_delimiter_indices", "linked tokens have no logits"),
 )
-"""Attributes of SGLang's ``GenerateReqInput`` that contexts do not go with, and why."""
+"""Attributes of SGLang's ``GenerateReqInput`` that contexts do not support, and the reasons."""
 _PER_PROMPT = (
     ("cache_salt", str), ("extra_key", str), ("sampling_params", dict), ("logprob_start_len", int),
 )  # fmt: skip
-"""Those that a batch may have of each prompt."""
+"""Attributes that a batch may have for each prompt, and their types."""
 _LARGEST_TOKEN = (1 << 31) - 1
 
 
 class _Asked(NamedTuple):
-    """A prompt, and those of the request's :data:`_PER_PROMPT` that are its own."""
+    """Prompt of a request, and its own values of :data:`_PER_PROMPT`."""
 
     text: Any
     salt: str | None
@@ -41,7 +41,7 @@ class _Asked(NamedTuple):
 
 
 class _Linked(NamedTuple):
-    """A prompt as SGLang takes it."""
+    """Prompt in the form that SGLang takes."""
 
     input_ids: list[int]
     extra_key: str
@@ -49,11 +49,13 @@ class _Linked(NamedTuple):
 
 
 class PromptLinking:
-    """Of one server.
+    """Linking of the prompts of one server.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
-        encode: token ids of a text, and whether it begins the prompt.
+        contexts: registry of the contexts.
+        encode: returns the token ids of a text; its second argument is True if the text begins
+            the prompt.
     """
 
     def __init__(
@@ -67,14 +69,15 @@ class PromptLinking:
         self._encode = encode
 
     def link(self, request: Any) -> list[Context]:
-        """Turns the marks in SGLang's ``GenerateReqInput`` into what they stand for.
+        """Replaces the marks in SGLang's ``GenerateReqInput`` by the tokens of their contexts.
 
         Returns:
-            What they stand for.
+            The context of each mark, in order; empty if the request has no marks.
 
         Raises:
             UnknownContextError: a mark names no context of the request's tenant.
-            ExtError: the request asks for what a linked prompt does not have.
+            ExtError: the request has an attribute that contexts do not support, a malformed field,
+                or a prompt that is too long.
         """
         params = request.sampling_params
         custom = params.get("custom_params") if isinstance(params, dict) else None
@@ -106,7 +109,7 @@ class PromptLinking:
         return named
 
     def _link(self, asked: _Asked, logprobs: bool, chat: bool, named: list[Context]) -> _Linked:
-        """One prompt; its contexts are added to ``named``."""
+        """Links one prompt, and appends its contexts to ``named``."""
         if not isinstance(asked.text, str):
             raise ExtError(f"a prompt beside one with contexts is a text, not {asked.text!r:.200}")
         params = asked.params or {}
@@ -121,7 +124,7 @@ class PromptLinking:
         prompt = compose(
             asked.text,
             context_of=context_of,
-            # What begins a chat is in its text already.
+            # The text of a chat already contains the tokens that begin a prompt.
             tokenize=lambda part, first: self._encode(part, first and not chat),
             longest=self._manager.context_len,
         )
@@ -142,7 +145,7 @@ class PromptLinking:
         )
 
     def _decode(self, ids: Any) -> str:
-        """The text of a chat, which SGLang has tokenised with the marks in it."""
+        """Returns the text of a chat that SGLang has tokenized with the marks in it."""
         if not isinstance(ids, list) or not all(
             isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
         ):
@@ -158,7 +161,7 @@ class PromptLinking:
 
 
 def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
-    """Of each of ``count`` prompts, what a field says of it."""
+    """Returns the value of a field for each of ``count`` prompts."""
     found = getattr(request, name)
     values = found if isinstance(found, list) else [found] * count
     if len(values) != count or not all(isinstance(value, type_ | None) for value in values):
@@ -170,5 +173,8 @@ def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
 
 
 def _given(value: Any) -> bool:
-    """Whether it says anything, of one prompt at least: clients send "" for what is left out."""
+    """Returns whether a field has a value for at least one prompt.
+
+    Clients send an empty string for a field that they do not use.
+    """
     return any(map(_given, value)) if isinstance(value, list) else value not in (None, "", {})

@@ -1,4 +1,4 @@
-"""Computes the KV of contexts again that had to go, so that their next prompts find it."""
+"""Renewal of contexts: recomputes evicted KV, so that the next prompts find it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class Renewal:
-    """Of one server's contexts; its event loop calls.
+    """Renewal of one server's contexts. Only its event loop calls it.
 
-    A context is renewed when a prompt has missed it, but not if nobody has found it since it was
-    renewed last: where contexts drive each other out, renewing each of them every time would
-    double the work.
+    The contexts of a prompt are renewed if KV of any of them was missing. The first miss after a
+    renewal does not renew a context that no prompt has found in between: where contexts evict each
+    other, renewing all of them after every miss would double the work.
 
     Args:
-        compute: puts a context's KV into the tree, or finds it there.
-        known: whether a context is still one.
+        compute: computes the KV of a context into the radix tree, unless it is there.
+        known: returns whether a context still exists.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Renewal:
         self._known = known
         self._waiting: dict[str, Context] = {}
         self._unused: dict[str, Context] = {}
-        """Renewed, and not found by any prompt since."""
+        """Renewed contexts that no prompt has found since then, by id."""
         self._task: asyncio.Task[None] | None = None
 
     def answered(self, contexts: Sequence[Context], *, missing: bool) -> None:
-        """A prompt has been answered that names ``contexts``.
+        """Records the answer to a prompt that names ``contexts``, and starts renewals after a miss.
 
         Args:
-            missing: whether there was no KV of some of them.
+            missing: whether KV of any of the contexts was missing.
         """
         if not missing:
             for context in contexts:
@@ -51,7 +51,7 @@ class Renewal:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        while self._waiting:  # one after the other: users' requests come in between
+        while self._waiting:  # one at a time, so that users' requests run in between
             context = self._waiting.pop(next(iter(self._waiting)))
             if not self._known(context):
                 continue

@@ -1,4 +1,4 @@
-"""What was linked into a request, for its answer's ``meta_info``."""
+"""Report of the tokens that were linked into a request, for the answer's ``meta_info``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from sgl_ext.plan import Link, PrefillPlan
 
 
 class Linked(TypedDict):
-    """Tokens of a prompt by where their KV comes from, behind the prefix that it has."""
+    """Tokens of a prompt behind its cached prefix, by the source of their KV."""
 
     power: str
     exact: bool
     method: str
     linked: int
-    """Tokens whose KV is a chunk's."""
+    """Tokens whose KV is copied from a chunk."""
     recomputed: int
-    """Tokens of chunks that are computed, as the method wants it."""
+    """Tokens of chunks that are computed because the link method requires it."""
     missing: int
-    """Tokens of chunks that are computed because there was no KV of them."""
+    """Tokens of chunks that are computed because their KV is not available."""
     prefix: int
-    """Tokens whose KV is that of another prompt which begins with them and the same chunks."""
+    """Tokens whose KV is copied from another prompt that begins with the same tokens and chunks."""
 
 
 def report(composition: Composition, plan: PrefillPlan, prefix: int) -> Linked:
-    """What ``plan`` does behind the ``prefix`` tokens that a request has already.
+    """Returns the report of ``plan`` for the tokens behind the cached ``prefix`` of a request.
 
-    After a retraction these may be more than the prompt's.
+    Args:
+        prefix: number of tokens that the request already has. After a retraction it may exceed
+            the length of the prompt.
     """
     first = plan.spans[0]
     is_lead = isinstance(first.source, Link) and first.source.chunk == LEAD

@@ -1,4 +1,4 @@
-"""How a served model rotates its keys."""
+"""Rotary embedding of the served model, and a check that its keys can be moved."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from sgl_ext.memory.slab import Layout
 _ARCHITECTURES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Every layer of these rotates its keys, by one embedding."""
+"""Model classes in which every layer rotates its keys by the same embedding."""
 _MOVES = ((0, 1), (3, 700), (1500, 20))
-"""Positions from which and to which keys are moved on trial."""
+"""Source and target positions of the trial moves of a key."""
 _ROUNDING = 0.05
-"""Of the largest element. In bfloat16 a key is rounded twice; a wrong angle changes all of it."""
+"""Maximum error of a trial move, relative to the largest element. A moved key is rounded twice in
+bfloat16; a wrong angle changes all of it."""
 
 
 def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
-    """Copies of the model's KV to other positions.
+    """Returns the copy that moves the model's KV to other positions, after trial moves.
 
     Raises:
-        ActivationError: a model whose keys cannot be moved by one rotation; a layout that the copy
-            does not take; or its copies are not what the model makes of the same keys there.
+        ActivationError: the model's keys cannot be moved by one rotation, the copy does not
+            support the layout, or a trial move differs from the key that the model computes there.
     """
     embedding = _embedding_of(model)
     try:
@@ -46,7 +47,7 @@ def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
 
 
 def require_architecture(name: str) -> None:
-    """Raises ActivationError for a class of models whose keys are not known to move as one."""
+    """Raises ActivationError for a model class whose layers may rotate keys differently."""
     if name not in _ARCHITECTURES:
         raise hooks.ActivationError(
             f"chunks are served for {', '.join(sorted(_ARCHITECTURES))}, not for {name}: in other "
@@ -67,7 +68,7 @@ def _embedding_of(model: torch.nn.Module) -> Any:
 
 
 def _rope_of(embedding: Any) -> Rope:
-    # The table that it uses may have been rounded to the model's dtype.
+    # Recomputed, because the table in use may be rounded to the model's dtype.
     table = embedding._compute_cos_sin_cache().float().cpu().numpy()
     try:
         frequencies = frequencies_of(table)
@@ -77,14 +78,14 @@ def _rope_of(embedding: Any) -> Rope:
 
 
 def _error_of(embedding: Any, layout: Layout, copy: RotatingCopy, start: int, end: int) -> float:
-    """Largest difference of a token's KV moved from ``start`` to ``end`` from what it should be,
-    of the largest element."""
+    """Returns the largest error of a token's KV that is moved from ``start`` to ``end``, relative
+    to its largest element."""
     dtype = getattr(torch, layout.dtype)
     chance = torch.Generator().manual_seed(start)
     key = torch.randn(1, layout.kv_heads * layout.head_dim, generator=chance).to(dtype)
 
     def cached(position: int) -> torch.Tensor:
-        """Of one token; the values are the keys before they are rotated."""
+        """Returns the KV of one token in every layer; V is the key before its rotation."""
         _, keys = embedding(torch.tensor([position]), key.clone(), key.clone())
         return torch.stack([keys.view(-1), key.view(-1)]).repeat(layout.layers, 1)
 

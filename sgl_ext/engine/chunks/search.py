@@ -1,4 +1,4 @@
-"""Finds the KV of chunks: in SGLang's tree, and behind what the tree has in host memory."""
+"""Search for the KV of chunks in SGLang's radix tree and, behind its match, in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text whose KV is wanted, and what it was computed behind."""
+    """Text whose KV is searched, and the prefix that the KV was computed with."""
 
     namespace: str | None
     salt: str | None
@@ -31,32 +31,33 @@ class Wanted:
     tokens: Sequence[int]
 
     def key(self, page: int) -> RadixKey:
-        """What its KV lies under in the tree."""
+        """Returns the key of the KV in the radix tree."""
         path = path_of(self.before, self.tokens, page)
         return RadixKey(path, self.namespace, cache_salt=self.salt)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where KV of a text lies; it stays there until it is let go."""
+    """Location of a text's KV, which is kept there until :meth:`ChunkSearch.let_go`."""
 
     addresses: NDArray[np.int64]
-    """Of the text's tokens, from the first one on; maybe not of all."""
+    """Addresses of the leading tokens whose KV is available, int64 ``[tokens]``."""
     slots: NDArray[np.int64]
-    """Of those of them that are on the device: the first ones."""
+    """Slots of the leading tokens whose KV is on the device, int64 ``[tokens]``."""
     origin: int
-    """Position that the first token was computed at."""
+    """Position at which the first token was computed."""
     lock: Any
     pages: Pages
-    """Pinned places in host memory."""
+    """Pinned slots of host memory."""
 
 
 class ChunkSearch:
-    """Looks for chunks on behalf of one scheduler; its thread calls.
+    """Search for chunks on behalf of one scheduler. Only the scheduler's thread calls it.
 
     Args:
         tree: SGLang's radix cache.
-        tiers: what lies beyond the device; None if nothing does.
+        slab: memory that holds the KV.
+        tiers: tiers beyond the device; None if there are none.
     """
 
     def __init__(self, tree: RadixTree, slab: Slab, tiers: TierStack | None) -> None:
@@ -66,11 +67,14 @@ class ChunkSearch:
 
     @property
     def waits(self) -> bool:
-        """Whether there are tiers that KV has to come from first."""
+        """True if there are lower tiers, from which KV must be loaded first."""
         return self._tiers is not None and bool(self._tiers.lower)
 
     def longest(self, texts: Iterable[Wanted]) -> Wanted | None:
-        """That of which the device has the most tokens; of equals the first."""
+        """Returns the text of which the device has the most tokens, the first among equals.
+
+        Returns None if there are no texts.
+        """
 
         def on_device(wanted: Wanted) -> int:
             key = wanted.key(self._tree.page_size)
@@ -80,18 +84,28 @@ class ChunkSearch:
         return max(texts, key=on_device, default=None)
 
     def ask(self, name: str, wanted: Wanted) -> None:
-        """What lies in lower tiers begins to come; :meth:`ready` says when it has."""
+        """Starts to load a text's KV from lower tiers; :meth:`ready` tells when it has landed.
+
+        Args:
+            name: name of the search.
+        """
         if self._tiers is not None:
             _, _, keys = self._match(wanted)
             if keys:
                 self._tiers.lookup(name, keys)
 
     def ready(self, name: str) -> bool:
-        """Whether no more of it will come, or not in time."""
+        """Returns whether a search need not wait any longer, on every rank.
+
+        All ranks must call it together.
+        """
         return self._tiers is None or self._agreed(self._tiers.ready(name)) > 0
 
     def find(self, name: str, wanted: Wanted) -> Found:
-        """Where it lies, as far as it is on the device or in host memory."""
+        """Returns the KV of a text that is on the device or in host memory, and keeps it there.
+
+        All ranks must call it together.
+        """
         match, begin, keys = self._match(wanted)
         node, root = match.last_device_node, self._tree.root_node_handle(wanted.namespace)
         slots = self._tree.tree_core.collect_full_device_indices(node, root).numpy()
@@ -104,7 +118,7 @@ class ChunkSearch:
         if self._tiers is not None:
             pages = self._tiers.hold(name, keys)
             shared = self._agreed(len(pages))
-            self._tiers.let_go(pages[shared:])  # other ranks do not have them
+            self._tiers.let_go(pages[shared:])  # not in the host memory of every rank
             pages = pages[:shared]
             places = self._tiers.addresses(pages)[:, None] + np.arange(self._tree.page_size) * size
             behind = places.ravel()[max(start - begin, 0) : end - begin]
@@ -117,18 +131,19 @@ class ChunkSearch:
             self._tiers.let_go(found.pages)
 
     def forget(self, name: str) -> None:
-        """It is not wanted any more."""
+        """Stops a search."""
         if self._tiers is not None:
             self._tiers.forget(name)
 
     def _match(self, wanted: Wanted) -> tuple[Any, int, Sequence[Key]]:
-        """SGLang's match; the keys of the text's pages behind it, and where these begin."""
+        """Returns SGLang's match, the position behind it at which the text's other pages begin, and
+        the keys of these pages."""
         page = self._tree.page_size
         key = wanted.key(page)
         match = self._tree.match_prefix(MatchPrefixParams(key=key))
         if self._tiers is None or match.device_prefix_len >= len(key):
             return match, len(key), ()
-        # What the text was computed behind need not be there any more.
+        # KV of the prefix that the text was computed with may have been evicted.
         first = max(match.device_prefix_len, len(wanted.before)) // page
         names = get_storage_hash_str(key, None, page)[first:]
         return match, first * page, [*map(bytes.fromhex, names)]

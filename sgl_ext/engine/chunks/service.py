@@ -1,4 +1,4 @@
-"""Creates contexts and puts them into prompts, in the process of SGLang's tokenizer."""
+"""Service that creates contexts and links them into prompts, in SGLang's tokenizer process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
-"""The link method of a chunk that there is nothing to prime with."""
+"""Link method of a chunk for which there are no passages to prime it with."""
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.fidelity import Fidelity
@@ -35,11 +35,11 @@ class ContextService(Front):
 
     Args:
         manager: SGLang's ``TokenizerManager``.
-        method: how contexts are linked that do not say it.
-        limit: contexts that are kept.
+        method: name of the default link method.
+        limit: maximum number of contexts.
         page: tokens of a page of KV.
-        token_bytes: of a token's KV.
-        pool: tokens that the device's KV holds.
+        token_bytes: bytes of the KV of a token.
+        pool: tokens that the device's KV pool holds.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class ContextService(Front):
         pool: int,
     ) -> None:
         self.fidelity: Fidelity | None = None
-        """What the server has found of itself before it was ready."""
+        """Measured fidelity of the model; None before it is measured."""
         self._manager = manager
         self._token_bytes = token_bytes
         self.method = method
-        """How contexts are linked that do not say it."""
+        """Name of the default link method."""
         self.contexts = Contexts(limit, time.monotonic)
-        """Contexts by their id."""
+        """Registry of the contexts."""
         self._preparation = ChunkPreparation(manager, page)
         self.renewal = Renewal(
             lambda context: self._preparation.compute(context.before, context.tokens, context.salt),
             lambda context: context.id in self.contexts,
         )
-        """Of contexts whose KV has gone."""
+        """Renewal of contexts whose KV was evicted."""
         self._linking = PromptLinking(manager, self.contexts, self.encode)
         self._page = page
         self._most = min(manager.context_len, pool)
-        # SGLang reads its chats in the event loop's own threads.
+        # A thread of its own: SGLang tokenizes chats in the event loop's default executor.
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
-        longest = max(self._most - 2 * page - 1, 1)  # that create() takes
+        longest = max(self._most - 2 * page - 1, 1)  # the longest chunk that create() accepts
         self.splitting = Splitting(manager.tokenizer, self._reading, longest)
-        """Splits long texts into chunks."""
+        """Splitter of long texts into chunks."""
 
     def describe(self, context: Context) -> ContextInfo:
-        """What users are told of a context."""
+        """Returns the description of a context for users."""
         expires = context.expires
         return ContextInfo(
             id=context.id,
@@ -95,17 +95,21 @@ class ContextService(Front):
         ttl: float | None = None,
         salt: str | None = None,
     ) -> list[Context]:
-        """Computes the KV of chunks, each text or token ids, and names them.
+        """Computes the KV of chunks, and creates and returns their contexts in the same order.
 
         Args:
-            method: name of the link method; without it the server's, or, if that primes chunks and
-                there is none to prime the first one with, :data:`ALONE`.
-            prefix: what prompts that link them begin with, such as the system prompt; primed
-                chunks are computed behind it.
+            chunks: chunks, each a text or token ids.
+            method: name of the link method. If None, the server's default, or :data:`ALONE` if the
+                default primes chunks and there are no other passages to prime them with.
+            prefix: text that the prompts that link the contexts begin with, such as the system
+                prompt; primed chunks are computed behind it.
+            ttl: seconds until the contexts expire; if None, they never expire.
+            salt: ``cache_salt`` of the tenant.
 
         Raises:
-            ExtError: an empty chunk, one that is too long, ids beyond the vocabulary, no such
-                method.
+            ExtError: a chunk is empty, too long, or has token ids beyond the vocabulary; there are
+                too many chunks; the method does not exist or cannot be used here; or the server
+                does not compute a chunk.
         """
         if len(chunks) > self.contexts.limit:
             raise ExtError(
@@ -119,7 +123,7 @@ class ContextService(Front):
         if prefix:
             lead = await self._read(self.encode, prefix, True)
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        # Cut, so that all of them together take a quarter of what there is room for.
+        # Cut, so that all passages together take at most a quarter of the capacity.
         longest = self._most // (4 * PASSAGES)
         cut = (text[:longest] for text in chain(tokens, known))
         passages = _different(cut, PASSAGES + 1)
@@ -130,13 +134,13 @@ class ContextService(Front):
             how = link_method(ALONE)
         before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
         for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
-            # The last page may be begun, and SGLang keeps one for itself.
+            # The last page may be partly filled, and SGLang reserves one page.
             if len(ids) + len(text) + 2 * self._page >= self._most:
                 raise ExtError(
                     f"chunk {number} has {len(ids)} tokens, and is computed behind {len(text)}; "
                     f"model and KV pool take less than {self._most} in all: split it"
                 )
-        if prefix:  # behind it prompts find their beginning, whatever their first chunk is
+        if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
         recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt)
         return [
@@ -154,7 +158,11 @@ class ContextService(Front):
         ]
 
     def accept(self, request: Any) -> Watch | None:
-        """Replaces the marks of a prompt by the tokens of its contexts."""
+        """Replaces the marks of a prompt by the tokens of its contexts.
+
+        Returns:
+            A function that is called with each answer and starts renewals; None without contexts.
+        """
         self._own(request)
         if not (named := self.link(request)):
             return None
@@ -163,14 +171,14 @@ class ContextService(Front):
         def watch(answer: Answer) -> None:
             metas = [one["meta_info"] for one in (answer if isinstance(answer, list) else [answer])]
             told.extend(each for meta in metas for each in meta.get("ext", ()))
-            # Before the client has it: who waits for one answer does not ask for a second.
+            # The renewal is scheduled before the client gets the answer and sends its next prompt.
             if told and metas[-1]["finish_reason"] is not None:
                 self.renewal.answered(named, missing=any(each.get("missing") for each in told))
 
         return watch
 
     def _own(self, request: Any) -> None:
-        """Takes out of a user's request what only this service says to schedulers."""
+        """Removes parameters from a user's request that only this service may set."""
         if request in self._preparation.requests:
             return
         params = request.sampling_params
@@ -181,16 +189,16 @@ class ContextService(Front):
                     custom.pop(name, None)
 
     def link(self, request: Any) -> list[Context]:
-        """See :meth:`PromptLinking.link`."""
+        """Links the contexts of a request; see :meth:`PromptLinking.link`."""
         return self._linking.link(request)
 
     def encode(self, text: str, first: bool) -> list[int]:
-        """Token ids of a text; special ones are added if it is the ``first`` of a prompt."""
+        """Returns the token ids of a text, with special tokens if it is ``first`` in its prompt."""
         ids: list[int] = self._manager.tokenizer.encode(text, add_special_tokens=first)
         return ids
 
     async def _read(self, function: Callable[..., T], *args: object) -> T:
-        """What ``function`` makes of texts, which may be as long as books."""
+        """Runs ``function`` in the thread for texts, because they may be very long."""
         return await asyncio.get_running_loop().run_in_executor(self._reading, function, *args)
 
     def _tokens_of(self, number: int, chunk: str | Sequence[int]) -> list[int]:
@@ -210,7 +218,7 @@ class ContextService(Front):
 
 
 def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:
-    """The first ``count`` that differ."""
+    """Returns the first ``count`` distinct texts, in order."""
     found: dict[tuple[int, ...], None] = {}
     for text in texts:
         found[tuple(text)] = None

@@ -1,4 +1,4 @@
-"""Splits the texts of several clients at once; each gets an equal share, and can be stopped."""
+"""Splitting of the texts of several clients at a time, with equal shares and cancellation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from sgl_ext.chunks.split import Split, Tokenizer, split
 from sgl_ext.errors import ExtError
 
 LIMIT_S = 60.0
-"""Seconds in which the chunks of a request must be split, waiting included."""
+"""Deadline for splitting the chunks of a request, in seconds, waiting included."""
 _AT_ONCE = 16
-"""Requests that are split at once; others wait."""
+"""Maximum number of requests that are split at the same time; others wait."""
 
 
 class StoppedError(Exception):
-    """Nobody waits for the parts of a text any more."""
+    """Error that ends the splitting of a text whose request has ended."""
 
 
 class _Turns:
-    """A tokenizer whose calls are made by one thread, in the order in which they come.
+    """Tokenizer whose calls one thread makes, in the order in which they come.
 
-    Nearly all of the time of splitting is in its many calls, which are short. Once ``stopped``, the
-    next one ends the splitting by an exception, which nobody waits for any more.
+    Splitting spends nearly all of its time in many short calls, so the requests take turns. After
+    ``stopped`` is set, the next call ends the splitting by an exception, which is not awaited any
+    more.
     """
 
     def __init__(self, tokenizer: Tokenizer, thread: Executor) -> None:
@@ -43,11 +44,12 @@ class _Turns:
 
 
 class Splitting:
-    """Splits texts outside of the event loop.
+    """Splitter of texts, which works outside of the event loop.
 
     Args:
-        tokenizing: one thread, in which everybody's texts are tokenized.
-        longest: tokens that no part need exceed.
+        tokenizer: tokenizer of the model.
+        tokenizing: executor of one thread, which tokenizes the texts of all requests.
+        longest: maximum part size in tokens; a larger requested size is reduced to it.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizing: Executor, longest: int) -> None:
@@ -59,10 +61,15 @@ class Splitting:
     async def parts(
         self, chunks: Sequence[str | Sequence[int]], how: Split, most: int
     ) -> list[str | Sequence[int]]:
-        """Chunks of a size from larger ones.
+        """Splits chunks, and returns their parts in order.
+
+        Args:
+            how: parameters of the split; without a split, the chunks are returned unchecked.
+            most: maximum number of parts.
 
         Raises:
-            ExtError: they cannot be split so, are more than ``most``, or take too long.
+            ExtError: a chunk cannot be split this way, there are more than ``most`` parts, or
+                splitting takes too long.
         """
         if how == Split():
             return list(chunks)

@@ -1,4 +1,4 @@
-"""Measures the model's fidelity under linking before the server is ready."""
+"""Measurement of the fidelity of linked chunks before the server is ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: object) -> None:
-    """Before the server is ready, and in the thread that makes it so."""
+    """Measures the fidelity before SGLang's warm-up, in its thread; ends the server on failure."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
@@ -32,7 +32,7 @@ def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: obj
         try:
             _look_at(server_args, service, config.chunks, http_server.ssl_verify_of(server_args))
         except Exception as error:
-            # As SGLang does when its warm-up fails; this thread cannot end the process otherwise.
+            # As SGLang does when its warm-up fails: an exception would not end the process.
             logger.error("sgl_ext: %s", error, exc_info=not isinstance(error, ExtError))
             kill_process_tree(os.getpid())
             return
@@ -40,7 +40,7 @@ def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: obj
 
 
 def _look_at(server_args: ServerArgs, service: ContextService, chunks: Chunks, verify: Any) -> None:
-    """Raises ExtError if the model must not be served with chunks."""
+    """Measures and exports the fidelity; raises ExtError if it does not meet the bounds."""
     from sgl_ext.engine.chunks.fidelity import probe_over_http, require
 
     url, key = server_args.url(), server_args.api_key

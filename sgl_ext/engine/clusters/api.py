@@ -1,4 +1,4 @@
-"""``/ext/stored_contexts``: the routes of a server's contexts on devices."""
+"""HTTP routes ``/ext/stored_contexts`` of a server's stored contexts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sgl_ext.engine.front.text import Text
 
 
 class StoreContext(BaseModel):
-    """What ``POST /ext/stored_contexts`` takes."""
+    """Body of ``POST /ext/stored_contexts``."""
 
     model_config = ConfigDict(extra="forbid")
 
     text: Annotated[Text, Field(min_length=1)] | None = None
-    """The context, from the prompt's first token on."""
+    """Text of the context, from the first token of the prompt on."""
     input_ids: Annotated[list[StrictInt], Field(min_length=1)] | None = None
-    """Its token ids, instead."""
+    """Token ids of the context, instead of its text."""
     record_only: bool = False
-    """Whether it is written into a file, for ``sgl-ext cluster`` to store it."""
+    """True to only record the context in a file, from which ``sgl-ext cluster`` stores it."""
     cache_salt: Annotated[Text, Field(max_length=1 << 16)] | None = None
-    """Keeps it apart from those of other tenants."""
+    """Salt of the tenant; other tenants cannot follow, see or delete the context."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -35,7 +35,7 @@ class StoreContext(BaseModel):
 
 
 def install(app: FastAPI, service: StoredService) -> None:
-    """Adds the routes to SGLang's HTTP server, before that is started."""
+    """Adds the routes to SGLang's HTTP server before the server starts."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from sgl_ext.engine.front.routes import ExtRoute, add_routes
@@ -55,7 +55,7 @@ def install(app: FastAPI, service: StoredService) -> None:
         id_ = await while_connected(request, service.creation.create(context, salt))
         return msgspec.structs.asdict(service.describe(id_, salt))
 
-    # In threads, for they read files.
+    # Not async: the handlers read files, so FastAPI runs them in threads.
     @routes.get("/list")
     def every(cache_salt: str | None = None) -> dict[str, Any]:
         found, unreadable, damaged = service.all(cache_salt)

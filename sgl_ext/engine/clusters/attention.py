@@ -1,8 +1,8 @@
-"""Attention over a context that lies on devices: what each query needs of it is fetched (Swarm §6).
+"""Attention over a context that is stored on devices; fetches what each query needs (Swarm §6).
 
 A row sees the context's sinks and window, the blocks that are selected for it, and its own tokens.
-Everything of the context lies in memory of its own, which the native attention reads as slots
-behind the pool's.
+The KV of the context is in separate memory, which the native attention reads as slots behind those
+of the pool.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 
 _ROWS = 32
-"""That are selected for at once: each has a score of every entry."""
+"""Maximum number of rows that blocks are selected for at a time; each row has a score for every
+entry."""
 
 
 class Own(NamedTuple):
-    """Tokens of requests' own, behind the context, in the pool; rows of a request share theirs.
+    """Requests' own tokens, which follow the context and whose KV is in the pool.
 
     Attributes:
-        slots: int64, of all requests.
-        starts: ``[rows]`` int64: where among them those of a row's request begin.
-        lengths: ``[rows]`` int64: how many a row sees, itself the last.
-        before: ``[rows]`` int64: how many there were before the forward.
+        slots: slots of the tokens of all requests, int64 ``[tokens]``; rows of a request share
+            them.
+        starts: index in ``slots`` of the first token of each row's request, int64 ``[rows]``.
+        lengths: number of tokens that each row sees, the last of which is the row's token, int64
+            ``[rows]``.
+        before: number of tokens before the forward of each row's request, int64 ``[rows]``.
     """
 
     slots: NDArray[np.int64]
@@ -43,11 +46,11 @@ class Own(NamedTuple):
 
     @classmethod
     def of(cls, slots: Sequence[NDArray[np.int64]], new: Sequence[int]) -> Own:
-        """What the rows of some requests see.
+        """Returns the own tokens that the rows of some requests see.
 
         Args:
-            slots: of each request.
-            new: rows of each: its last tokens.
+            slots: slots of each request's own tokens.
+            new: number of rows of each request; they are its last tokens.
         """
         ends = np.array([len(each) for each in slots], np.int64)
         rows = np.array(new, np.int64)
@@ -58,15 +61,16 @@ class Own(NamedTuple):
         )
 
     def only(self, some: slice) -> Own:
-        """Some of the rows."""
+        """Returns the own tokens of some of the rows."""
         return Own(self.slots, self.starts[some], self.lengths[some], self.before[some])
 
 
 class StoredAttention:
-    """One context, open for decoding.
+    """Attention over one context that is open for decoding.
 
     Args:
-        memory: what there is of it.
+        stored: the context.
+        memory: the part of the context that is in memory.
     """
 
     def __init__(self, stored: Stored, memory: StoredMemory) -> None:
@@ -74,13 +78,13 @@ class StoredAttention:
         self._blocks = stored.about.blocks
         self.memory = memory
         self.seconds = {"choosing": 0.0, "fetching": 0.0, "placing": 0.0, "expecting": 0.0}
-        """That the forward's thread has spent on it."""
+        """Seconds that the thread of forwards has spent on the context, by activity."""
         self.failed = ""
-        """Why nobody can follow it until it is opened again."""
+        """Reason why the context cannot be followed until it is opened again; empty if it can."""
 
     @property
     def tokens(self) -> int:
-        """Of the context."""
+        """Number of tokens of the context."""
         return self._about.tokens
 
     def attend(
@@ -93,20 +97,22 @@ class StoredAttention:
         own: Own,
         share: float,
     ) -> torch.Tensor:
-        """What rows of one query each see of the context and of their own tokens.
+        """Computes the attention of rows, of one query each, to the context and their own tokens.
 
         Args:
             query: ``[rows, heads, head_dim]``, the rows of each request one after the other.
-            keys: ``[slots, kv_heads, head_dim]``: the pool of this layer, as ``values``.
-            own: what the rows see behind the context.
-            share: of the context's blocks, that each row is given.
+            keys: K of the pool in this layer, ``[slots, kv_heads, head_dim]``.
+            values: V of the pool in this layer, shaped as ``keys``.
+            own: own tokens of the rows.
+            share: share of the context's blocks that each row is given.
 
         Returns:
-            ``[rows, heads, head_dim]``.
+            The output, ``[rows, heads, head_dim]``.
 
         Raises:
-            DeviceError: a block does not come.
-            ExtError: the share is too large, what comes out is no number, or it has failed before.
+            DeviceError: a block cannot be read, is late, or is damaged.
+            ExtError: the share is too large, the output is not finite, or the context has failed
+                before.
         """
         if self.failed:
             raise ExtError(self.failed)
@@ -142,11 +148,11 @@ class StoredAttention:
                 )  # fmt: skip
                 wanted_by_all.append(wanted)
         began = time.perf_counter()
-        # One step, be it of several groups, of which the last one's blocks are there yet.
+        # One step, even with several groups: only the last group's blocks are still in memory.
         memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         self._spent("placing", began)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not torch.isfinite(found).all():  # sampling from it would end the process
+        if not torch.isfinite(found).all():  # sampling from it would terminate the process
             raise ExtError(f"attention of layer {layer} to it is no number; store it again")
         return found
 
@@ -159,40 +165,43 @@ class StoredAttention:
         share: float,
         times: float,
     ) -> None:
-        """Begins to read what rows will probably need, if they are attended to together.
+        """Starts to read the blocks that rows will probably need.
+
+        Does nothing for more than :data:`_ROWS` rows, for a share of 1, or if the context has
+        failed.
 
         Args:
-            query: as for :meth:`attend`, predicted.
-            times: as many blocks are read as each row is given.
+            query: predicted queries, shaped as for :meth:`attend`.
+            times: number of blocks to read for each row, as a multiple of those that it is given.
         """
         if share >= 1 or len(query) > _ROWS or self.failed:
             return
         began = time.perf_counter()
-        # As much as there is memory for, the best of it.
+        # The best blocks, as many as fit into memory.
         room = self.memory.most / (len(query) * self._blocks.blocks)
         share = max(min(share * times, room, 1.0), 1 / self._blocks.blocks)
-        known = own._replace(lengths=own.before)  # the layer has no K of the new tokens yet
+        known = own._replace(lengths=own.before)  # the layer has not computed K of the new tokens
         self.memory.expect(layer, _union([*self._select(layer, query, keys, known, share)]))
         self._spent("expecting", began)
 
     def _spent(self, what: str, began: float) -> float:
-        """Counts the time since then; returns what time it is."""
+        """Adds the time since ``began`` to an activity, and returns the current time."""
         now = time.perf_counter()
         self.seconds[what] += now - began
         return now
 
     def describe(self) -> dict[str, Any]:
-        """What following it has cost, for ``/server_info``."""
+        """Returns the cost of following the context, for ``/server_info``."""
         return {**self.memory.describe(), "seconds": self.seconds}
 
     def _each(self, share: float) -> int:
-        """Blocks that a row is given."""
+        """Returns the number of blocks that a row is given."""
         return blocks_of(share, self._blocks.blocks, self._blocks.devices)
 
     def _select(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own, share: float
     ) -> NDArray[np.int64]:
-        """``[rows, blocks]``, each row's sorted."""
+        """Returns the selected blocks of each row, int64 ``[rows, blocks]``, each row sorted."""
         blocks = self._blocks
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
@@ -209,13 +218,15 @@ class StoredAttention:
     def _table(
         self, layer: int, first: NDArray[np.int64], own: Own, pool: int, share: float
     ) -> tuple[torch.Tensor, list[int]]:
-        """Slots of each row, and how many there are.
+        """Returns the slots that each row sees, and their numbers.
 
-        Where a row sees the whole context they are in the order of the text, so that what comes out
-        is what dense attention gives to the last bit; attention to a part has no such twin.
+        If the rows see the whole context, the slots are in the order of the text, so that the
+        output equals that of dense attention bit by bit. Attention to a part of the context has no
+        such reference.
 
         Args:
-            first: ``[rows, blocks]`` the first slot of each block.
+            first: first slot of each block, ``[rows, blocks]``.
+            pool: number of slots of the pool.
         """
         about, block = self._about, self._blocks.block
         text = np.argsort(self._stored.layers[layer].order) if share >= 1 else None
@@ -228,12 +239,12 @@ class StoredAttention:
 
 
 def _union(chosen: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Blocks that are among any of these, sorted."""
+    """Returns the union of sorted sets of blocks, sorted."""
     return chosen[0] if len(chosen) == 1 else np.unique(np.concatenate(chosen))
 
 
 def _fitting(chosen: NDArray[np.int64], most: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Rows in groups whose blocks together are at most so many: first, end, and the blocks."""
+    """Yields groups of rows with at most ``most`` blocks in all: first, end, and the blocks."""
     first, wanted = 0, chosen[0]
     for row in range(1, len(chosen)):
         more = np.union1d(wanted, chosen[row])

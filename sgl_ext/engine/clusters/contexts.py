@@ -1,4 +1,4 @@
-"""The stored contexts that a scheduler's requests follow."""
+"""Open stored contexts of a scheduler, and the requests that follow them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ _LOOKED_EVERY_S = 1.0
 
 
 class UnavailableError(ExtError):
-    """A context could not be opened in time."""
+    """Error for a context that was not opened in time."""
 
     status = 503
 
 
 @dataclass
 class Follower:
-    """A request that follows a context.
+    """Request that follows a context.
 
     Attributes:
-        share: of the context's blocks, what each of its queries is given.
-        req: SGLang's.
-        since: when it came, by the monotonic clock.
-        tokens: of the context; 0 until that is open.
+        id: id of the context.
+        share: share of the context's blocks that each query of the request is given.
+        req: SGLang's request.
+        since: arrival of the request on the monotonic clock, in seconds.
+        tokens: number of tokens of the context; 0 until the request may run.
     """
 
     id: str
@@ -59,23 +60,25 @@ class Follower:
 
 
 class StoredContexts:
-    """Opens contexts beside the scheduler, and knows which request follows which.
+    """Registry of open contexts and their followers. Its threads open contexts.
 
     Args:
-        geometry: of this process's model.
-        longest: tokens that the model takes.
+        config: the ``clusters`` section.
+        geometry: geometry of this process's model.
+        longest: context length of the model, in tokens.
     """
 
     def __init__(self, config: Clusters, geometry: Geometry, longest: int) -> None:
         self._config, self._geometry, self._longest = config, geometry, longest
         self.refused: dict[str, ExtError] = {}
-        """Requests that wait for a context that cannot be opened, and why; to be ended."""
+        """Errors of waiting requests that cannot follow their context, by request id. The scheduler
+        is to abort these requests."""
         self.given_up: set[str] = set()
-        """Requests whose latest forward has given nothing."""
+        """Ids of requests whose latest forward gave no valid output."""
         self.running: StoredForward | None = None
-        """The forward that runs, if any of its rows follows a context."""
+        """Current forward if any of its rows follows a context, or else None."""
         self.stale = ""
-        """Why no context is followed any more."""
+        """Reason why no context can be followed any more; empty if contexts can be followed."""
         self._engine = TransferEngine()
         slow = emulated(self._engine, config.emulate)
         self._folders = own_folders(config.directories)
@@ -84,25 +87,26 @@ class StoredContexts:
             Device(number, folder, lane, slow(lane) if slow else lane)
             for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))
         ]
-        # The latest used last.
+        # Ordered by use, the most recently used last.
         self._open: dict[str, Future[StoredAttention]] = {}
         self._gone: set[str] = set()
-        """Open ones that have been deleted, when it was last looked."""
+        """Ids of open contexts that were deleted, as of the last check."""
         self._look = 0.0
-        """When it is looked again."""
+        """Time of the next check on the monotonic clock, in seconds."""
         self._followers: dict[str, Follower] = {}
         self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
         self._past: Counter[str] = Counter()
-        """What following contexts has cost that are closed."""
+        """Costs of following contexts that are closed now: blocks and seconds."""
         self._metrics: StoredMetrics | None = None
 
     def ask(self, req: Req, asked: FollowsStored) -> Follower:
-        """SGLang's ``req`` follows a context from now on, which begins to be opened.
+        """Adds SGLang's ``req`` as a follower, and starts to open its context.
 
-        One that comes again, after a retraction, goes on as it was.
+        Returns:
+            The follower. A request that is queued again after a retraction keeps its own.
 
         Raises:
-            ExtError: the request asks for more than may be.
+            ExtError: contexts cannot be followed any more, or the requested share is too large.
         """
         if (known := self._followers.get(req.rid)) is not None:
             return known
@@ -120,19 +124,23 @@ class StoredContexts:
         return follower
 
     def follower(self, rid: str) -> Follower | None:
-        """What a request follows, if it follows anything."""
+        """Returns the follower with a request id; None if the request follows no context."""
         return self._followers.get(rid)
 
     @property
     def any(self) -> bool:
-        """Whether any request follows a context."""
+        """True if any request follows a context."""
         return bool(self._followers)
 
     def opened(self, rid: str) -> bool:
-        """Whether a request can run that follows a context, if it follows one.
+        """Returns whether a request may run: its context is open, or it follows none.
+
+        The first time that the context is open, the limits of new tokens are reduced to what the
+        model takes behind it.
 
         Raises:
-            ExtError: its context cannot be opened, or has no room for its prompt.
+            UnavailableError: the context was not opened in time.
+            ExtError: the context cannot be opened, or is too long for the model with the prompt.
         """
         if (follower := self._followers.get(rid)) is None or follower.tokens:
             return True
@@ -166,28 +174,30 @@ class StoredContexts:
         return True
 
     def context(self, follower: Follower) -> StoredAttention:
-        """What a request that runs follows."""
+        """Returns the open context of a request that runs."""
         return self._open[follower.id].result()
 
     def refuse(self, rid: str, error: ExtError) -> None:
-        """A request that waits does not follow its context."""
+        """Removes a waiting request from the followers, and records why it is to be aborted."""
         self.refused[rid] = error
         self._followers.pop(rid, None)
 
     def give_up(self, why: str) -> None:
-        """From now on nothing is followed."""
+        """Ends the requests of all followers; from now on no context can be followed."""
         self.stale = why
         for follower in self._followers.values():
             end_request(follower.req, why)
 
     def keep(self, rids: Collection[str]) -> None:
-        """All other requests have ended."""
+        """Removes all followers but those of ``rids``, because their requests have ended."""
         self._followers = {rid: one for rid, one in self._followers.items() if rid in rids}
         self.given_up &= self._followers.keys()
 
     def tidy(self) -> None:
-        """Closes contexts that were deleted or have failed, and that nobody follows: their files
-        take room until then."""
+        """Closes deleted or failed contexts that no request follows.
+
+        Until then, the files of deleted contexts occupy space.
+        """
         if self._open and (now := time.monotonic()) >= self._look:
             self._look = now + _LOOKED_EVERY_S
             self._threads.submit(self._find_gone, {*self._open})
@@ -197,14 +207,14 @@ class StoredContexts:
                 self._close(id_)
 
     def describe(self) -> dict[str, Any]:
-        """What is open, for ``/server_info``."""
+        """Returns the open contexts and the number of followers, for ``/server_info``."""
         return {
             "followed": len(self._followers),
             "open": {id_: one.describe() for id_, one in self._usable.items()},
         }
 
     def measure(self) -> None:
-        """Brings ``/metrics`` up to date."""
+        """Updates the metrics if an update is due."""
         if self._metrics is None:
             self._metrics = StoredMetrics()
         if self._metrics.due:
@@ -214,7 +224,7 @@ class StoredContexts:
 
     @property
     def _usable(self) -> dict[str, StoredAttention]:
-        """Those that are open."""
+        """Open contexts, by id."""
         return {
             id_: future.result()
             for id_, future in self._open.items()
@@ -226,7 +236,11 @@ class StoredContexts:
         return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
 
     def _begin(self, id_: str) -> None:
-        """Opens a context, if it is not open and there is room."""
+        """Starts to open a context unless it is open; marks it as used.
+
+        If the limit of open contexts is reached, closes the least recently used one that no request
+        follows. Does nothing if there is none.
+        """
         if id_ in self._open:
             self._open[id_] = self._open.pop(id_)
             return
@@ -244,11 +258,11 @@ class StoredContexts:
         self._threads.submit(_close, self._open.pop(id_))
 
     def _find_gone(self, opened: set[str]) -> None:
-        """In a thread, as all that reads files."""
+        """Finds deleted contexts. It runs in a thread, because it reads a directory."""
         self._gone = opened - {*names(self._folders)}
 
     def _opened(self, id_: str) -> StoredAttention:
-        """In a thread, too."""
+        """Opens a context. It runs in a thread, because it reads files."""
         stored = Stored.open(id_, self._folders, self._geometry, self._longest)
         blocks = stored.about.blocks
         memory = StoredMemory(
@@ -260,7 +274,7 @@ class StoredContexts:
 
 
 def end_request(req: Req, message: str) -> None:
-    """A request that runs ends with an error, and leaves no KV behind."""
+    """Ends a running request with an error, and keeps its KV out of the radix tree."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.skip_radix_cache_insert = True
@@ -268,7 +282,8 @@ def end_request(req: Req, message: str) -> None:
 
 
 def _costs(opened: StoredAttention) -> Counter[str]:
-    """Blocks and seconds, as :class:`~sgl_ext.engine.clusters.metrics.StoredMetrics` names them."""
+    """Returns blocks and seconds under the names of
+    :class:`~sgl_ext.engine.clusters.metrics.StoredMetrics`."""
     found = opened.describe()
     return Counter({name: found[name] for name in BLOCKS}) + Counter(found["seconds"])
 
@@ -277,5 +292,5 @@ def _close(opened: Future[StoredAttention]) -> None:
     if opened.exception() is None:
         try:
             opened.result().memory.close()
-        except ExtError as error:  # a device does not answer
+        except ExtError as error:  # a device does not respond
             logger.error("a context was not closed, and its memory is not used again: %s", error)

@@ -1,4 +1,4 @@
-"""Computes, profiles and stores contexts, in the process of SGLang's tokenizer."""
+"""Creation of stored contexts in SGLang's tokenizer process: computes, profiles, stores them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _QUERIES = 512
-"""Last tokens of a context, whose queries profile it."""
+"""Number of last tokens of a context whose queries profile it."""
 _ASKED = (
     "\n\nSummarize the text above.",
     "\n\nWhat is the main point of this text?",
@@ -36,46 +36,47 @@ _ASKED = (
     "\n\nWhy did this happen?",
     "\n\nExplain the most important details.",
 )
-"""Questions that suit any text; the queries of their answers profile the context, too."""
+"""Questions that suit any text. The queries of their tokens and answers profile the context,
+too."""
 _ANSWER = 24
 _WRITE_DEADLINE_S = 120.0
 _STORE_DEADLINE_S = 3600.0
 """Deadline in seconds of a request that stores a context, its wait for others included."""
 _AT_ONCE = 8
-"""Contexts that are being stored or wait for that."""
+"""Maximum number of contexts that are being stored or wait for it."""
 _LAYERS = re.compile(r"\d+/\d+")
 _SAYS = "sgl_ext: "
 """Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
 _WIDEST_TOKEN = 64
-"""Characters of a token, on average over a text, at most."""
+"""Maximum number of characters per token, averaged over a text."""
 
 logger = logging.getLogger(__name__)
 
 
 class BusyError(ExtError):
-    """Too many contexts wait to be stored."""
+    """Error for a context that cannot be stored because too many others are."""
 
     status = 429
 
 
 @dataclass
 class _Storing:
-    """A context that is being stored."""
+    """Context that is being stored, or waits for it."""
 
     salt: str | None
     progress: str = "waiting"
 
 
 class StoredCreation:
-    """Stores contexts of one server, one at a time.
+    """Creation of one server's contexts, one at a time.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
-        directories: one for each device.
-        folders: of contexts in them.
-        pool: tokens that the device's KV holds.
-        layers: of the model.
-        entry_bytes: K and V of a token, of one layer.
+        directories: directories of the configuration, one for each device.
+        folders: folder of contexts in each directory.
+        pool: tokens that the device's KV pool holds.
+        layers: number of layers of the model.
+        entry_bytes: bytes of K and V of a token in one layer.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class StoredCreation:
         self._one = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
         self.requests = OwnRequests(manager, "the context")
-        """Requests that compute contexts."""
+        """Requests in progress that compute contexts."""
         self._storing: dict[str, _Storing] = {}
 
     def progress(self, salt: str | None) -> dict[str, str]:
-        """The tenant's contexts that are being stored: what is done of each."""
+        """Returns the progress of the tenant's contexts that are being stored, by id."""
         found = [*self._storing.items()]
         return {id_: one.progress for id_, one in found if one.salt == salt}
 
@@ -106,19 +107,19 @@ class StoredCreation:
         """Computes, profiles and stores a context; returns its id.
 
         Raises:
-            ExtError: see :meth:`record`; or it cannot be stored.
+            ExtError: see :meth:`record`, or the context cannot be stored.
         """
         async with self._recorded(text, salt) as (id_, record):
             await self._store(id_, record)
         return id_
 
     async def record(self, text: str | Sequence[int], salt: str | None) -> Path:
-        """Computes and profiles a context, to be stored by ``sgl-ext cluster``; returns the file.
+        """Computes and records a context; returns the file, which ``sgl-ext cluster`` stores.
 
         Raises:
-            BusyError: too many others wait.
-            ExtError: it is too long or too short, there is no room for it on the devices, or it has
-                token ids beyond the vocabulary.
+            BusyError: too many other contexts are being stored.
+            ExtError: the context is too long or too short, has token ids beyond the vocabulary, has
+                no room on the devices, cannot be computed or recorded, or is late.
         """
         async with self._recorded(text, salt) as (_, record):
             return record.rename(record.with_suffix(".context"))
@@ -127,7 +128,10 @@ class StoredCreation:
     async def _recorded(
         self, text: str | Sequence[int], salt: str | None
     ) -> AsyncIterator[tuple[str, Path]]:
-        """A context that has been written down, and its file."""
+        """Computes and records a context, and yields its id and the file of the record.
+
+        Removes the file in the end, and all files of the context if an error is raised.
+        """
         if len(self._storing) >= _AT_ONCE:
             raise BusyError(f"{_AT_ONCE} contexts are being stored or wait for it; try again later")
         id_ = new_id()
@@ -178,7 +182,7 @@ class StoredCreation:
         return tokens
 
     def _require_room(self, tokens: int) -> None:
-        """Raises ExtError if so many tokens are too few to be stored, or too many for a device."""
+        """Raises ExtError if ``tokens`` are too few to be stored, or too many for a device."""
         options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
         middle = tokens - options.sinks - options.window
         blocks = Blocks(middle, self._entry_bytes, len(self._folders), self._layers)
@@ -192,7 +196,7 @@ class StoredCreation:
                 )
 
     async def _record(self, id_: str, tokens: list[int], salt: str | None) -> None:
-        """Has the scheduler compute the context and what it is asked, and write it all down."""
+        """Lets the scheduler compute and record the context and the answers to questions on it."""
         first = IsRecorded(id_, len(tokens), _QUERIES, last=False, salt=salt)
         await self._ask(tokens, first, 0)
         for number, question in enumerate(_ASKED, 1):
@@ -215,7 +219,7 @@ class StoredCreation:
                 "max_new_tokens": answer, "temperature": 0,
                 "custom_params": {RECORDED: msgspec.to_builtins(how)},
             },
-            extra_key=f"ext:recorded:{how.id}",  # nothing of it has been computed before
+            extra_key=f"ext:recorded:{how.id}",  # a new key, under which no KV is cached
             cache_salt=how.salt,
         )  # fmt: skip
         found = await self.requests.answer(request)
@@ -223,7 +227,11 @@ class StoredCreation:
         return entries
 
     async def _written(self, record: Path) -> None:
-        """The scheduler writes beside its other work."""
+        """Waits for the record, which the scheduler writes in a thread.
+
+        Raises:
+            ExtError: the record cannot be written, or is late.
+        """
         end = time.monotonic() + _WRITE_DEADLINE_S
         failed = failed_file(record.parent, record.stem)
         while not record.exists():

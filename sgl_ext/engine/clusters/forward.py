@@ -1,4 +1,4 @@
-"""A forward some of whose rows follow stored contexts."""
+"""Forward in which some rows follow stored contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
-    """Rows that follow one context, each query given the same share of it."""
+    """Rows that follow the same context with the same share of its blocks."""
 
     context: StoredAttention
     followers: list[Follower]
@@ -30,11 +30,12 @@ class StoredForward:
     """Rows of a forward that follow contexts.
 
     Args:
-        followers: of each row, what it follows.
-        table: ``[requests, width]`` slots.
-        requests: the line of ``table`` of each row.
-        contexts: tokens of each row, the new ones included.
-        lengths: new tokens of each row.
+        stored: registry of the contexts.
+        followers: follower of each row; None for a row that follows no context.
+        table: KV slots, ``[requests, width]``.
+        requests: line of ``table`` of each row.
+        contexts: number of own tokens of each row's request, the new ones included.
+        lengths: number of new tokens of each row.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StoredForward:
         followed: dict[tuple[str, float], list[int]] = {}
         start = 0
         self.plain = [row for row, follower in enumerate(followers) if follower is None]
-        """Rows that follow none."""
+        """Rows that follow no context."""
         plain: list[torch.Tensor] = []
         tokens: list[torch.Tensor] = []
         for row, (follower, new) in enumerate(zip(followers, lengths, strict=True)):
@@ -60,7 +61,7 @@ class StoredForward:
             else:
                 followed.setdefault((follower.id, follower.share), []).append(row)
         self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
-        """Where their queries are among the forward's."""
+        """Indices of the queries of :attr:`plain` rows in the forward, int64 ``[tokens]``."""
         self._parts: dict[tuple[str, float], _Part] = {}
         for key, some in followed.items():
             mine = [one for row in some if (one := followers[row]) is not None]
@@ -72,15 +73,17 @@ class StoredForward:
 
     @property
     def followed(self) -> torch.Tensor:
-        """Where the queries of rows that follow contexts are among the forward's."""
+        """Indices of the queries of followers' rows in the forward, int64 ``[followed]``."""
         return torch.cat([part.tokens for part in self._parts.values()])
 
     def expect(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
-        """Begins to read what a layer will probably need.
+        """Starts to read the blocks that a layer will probably need.
 
         Args:
-            query: ``[followed, heads, head_dim]``, predicted.
-            keys: as for :meth:`attend`, as ``times`` is for :meth:`StoredAttention.expect`.
+            query: predicted queries, ``[followed, heads, head_dim]``, in the order of
+                :attr:`followed`.
+            keys: see :meth:`attend`.
+            times: see :meth:`StoredAttention.expect`.
         """
         start = 0
         for key, part in self._parts.items():
@@ -100,11 +103,13 @@ class StoredForward:
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attention of the rows that follow contexts; see :meth:`StoredAttention.attend`.
+        """Computes the attention of the rows that follow contexts.
+
+        See :meth:`StoredAttention.attend` for the other arguments. The output of failed rows is 0.
 
         Args:
-            query: ``[tokens, heads, head_dim]`` of all rows.
-            out: as ``query``, where theirs is written.
+            query: queries of all rows, ``[tokens, heads, head_dim]``.
+            out: output of all rows, shaped as ``query``; only these rows are written.
         """
         for key, part in self._parts.items():
             if key not in self._failed:
@@ -118,13 +123,13 @@ class StoredForward:
             out[part.tokens] = 0
 
     def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
-        """Ends the requests of a part; whatever it is, the others of the batch go on.
+        """Ends the requests of a part. Other requests of the batch continue, whatever the error is.
 
-        They end when SGLang looks at what came out, which is nothing, and none of it is kept.
+        The requests end when SGLang processes the output of the forward, which is not kept.
         """
         message = str(error)
         if not isinstance(error, DeviceError):
-            # What is in memory of the context may be half of this and half of that.
+            # The memory of the context may be inconsistent.
             message = part.context.failed or f"context {key[0]} is given up: {error}"
             part.context.failed = message
         logger.error("%s", message, exc_info=not isinstance(error, ExtError))

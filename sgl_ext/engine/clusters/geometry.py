@@ -1,4 +1,4 @@
-"""The geometry of a model whose contexts are stored."""
+"""Geometry of a model whose contexts are stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sgl_ext.memory.slab import Layout
 
 
 def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
-    """The geometry of the model that a scheduler serves.
+    """Returns the geometry of the model that a scheduler serves.
 
     Raises:
-        ExtError: clusters do not serve it.
+        ExtError: clusters do not support the model.
     """
     model = scheduler.tp_worker.model_runner.model
     layers = [each for each in model.modules() if isinstance(each, RadixAttention)]

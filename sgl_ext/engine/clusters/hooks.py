@@ -1,4 +1,4 @@
-"""Hooks of the ``clusters`` power: what becomes of a forward's results."""
+"""Hooks of the ``clusters`` power on the KV and the tokens that forwards give to requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_ext.engine.core.sglang_types import RadixTree, Req
 
 
 def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> None:
-    """A request that has ended gives its KV to the tree; a moment later it has no slots."""
+    """Records the KV of a request that has ended, before the request loses its slots."""
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or not power.recorder.any:
         return
@@ -26,7 +26,7 @@ def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> 
 
 
 def _on_finish(req: Req, new_accepted_len: int = 1) -> None:
-    """What comes of a forward that a device has failed is no token."""
+    """Removes the token of a forward that failed for the request."""
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or req.rid not in power.stored.given_up:
         return

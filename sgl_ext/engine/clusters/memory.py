@@ -1,7 +1,7 @@
-"""What is in memory of a context that lies on devices.
+"""Memory of a context that is stored on devices.
 
-Its sinks and its window always; blocks that are wanted often; and those that were fetched for the
-layer that is being computed, whose place the next layer's take.
+It always holds the sinks, the window, and blocks that are wanted often. It also holds the blocks
+that were fetched for the current layer, which those of the next layer replace.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from sgl_ext.clusters.stored import Stored
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
 _POOR = 0.5
-"""Of what a layer wants, what has to be expected rightly for it to be read ahead."""
+"""Minimum share of a layer's missing blocks that must have been expected lately for the layer to be
+read ahead."""
 _LATELY = 0.1
-"""Weight of the latest step."""
+"""Weight of the latest step in the moving average of that share."""
 _TRIED_AGAIN = 0.001
-"""What a step adds to a poor layer's share, so that it is tried again after some."""
+"""Increment of the share in each step in which it is too small, so that reading ahead is tried
+again later."""
 
 
 class _Expected(NamedTuple):
-    """Blocks that are on their way before they are asked for.
+    """Blocks that are read before they are wanted.
 
     Attributes:
-        numbers: in the order in which they come to lie in memory.
-        order: that sorts them.
+        layer: layer of the blocks.
+        numbers: numbers of the blocks, in their order in memory.
+        order: indices that sort ``numbers``.
     """
 
     layer: int
@@ -51,28 +54,29 @@ class _Area:
         self.bytes = np.frombuffer(area, np.uint8).reshape(most, blocks.block_bytes)
         self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
         self.reading: Reading | None = None
-        """The latest; the memory is in use until it is finished."""
+        """Latest read into the memory, which is in use until the read is finished."""
         self.expected: _Expected | None = None
-        """What the latest is of, if nobody has asked for it yet."""
+        """Blocks of the latest read, if they were read ahead and are not yet wanted."""
 
     @property
     def busy(self) -> bool:
-        """Whether a device may yet write into it."""
+        """True if a device may still write into the memory."""
         return self.reading is not None and not self.reading.finished
 
 
 class StoredMemory:
-    """Of one context.
+    """Memory of one context.
 
     Args:
-        engine: reads it; memory is registered with it.
-        devices: that its blocks lie on.
-        hot: bytes of blocks that are kept in memory, of all layers.
-        most: blocks of a layer that are fetched at once, at most.
-        deadline: seconds in which the blocks of a layer have to come.
+        engine: transfer engine that reads the blocks; the memory is registered with it.
+        devices: devices that hold the blocks.
+        stored: the context.
+        hot: bytes of the blocks of all layers that are kept in memory.
+        most: maximum number of blocks of a layer that are fetched at once.
+        deadline: deadline for reading the blocks of a layer, in seconds.
 
     Raises:
-        ExtError: the context's files cannot be opened.
+        ExtError: the context's files cannot be opened or read.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class StoredMemory:
         geometry = about.geometry
         self._engine, self._stored, self._deadline = engine, stored, deadline
         self.near = about.sinks + about.window
-        """Slots of sinks and window."""
+        """Number of slots of the sinks and the window of a layer."""
         each = blocks.block * blocks.entry_bytes
         kept = min(hot // (each * geometry.layers), blocks.blocks)
         self._hot = [HotBlocks(layer.often.astype(np.int64), kept) for layer in stored.layers]
@@ -100,8 +104,8 @@ class StoredMemory:
         slots = fetched + self.most * blocks.block
         row = (slots, 2, geometry.kv_heads, geometry.head_dim)
         self.slots = torch.empty(*row, dtype=getattr(torch, geometry.dtype))
-        """``[slots, 2, kv_heads, head_dim]``: of each layer sinks, window and hot blocks; and last
-        what was fetched."""
+        """K and V, ``[slots, 2, kv_heads, head_dim]``: sinks, window and hot blocks of each layer,
+        and then the fetched blocks."""
         bytes_ = self.slots.view(torch.uint8).numpy().reshape(slots, -1)
         of_layers = bytes_[:fetched].reshape(geometry.layers, self._layer, -1)
         self._hot_bytes = of_layers[:, self.near :].reshape(geometry.layers, kept, each)
@@ -109,18 +113,18 @@ class StoredMemory:
         self._fetched = fetched
         self._reader = Reader(engine, devices, stored)
         self._asked = _Area(engine, blocks, self.most)
-        # A layer's blocks are expected before those of the layer before it have been asked for.
+        # Two areas, because a layer's blocks are expected before the previous layer's are wanted.
         self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
         self.requests = 0
-        """Reads that devices were asked for."""
+        """Number of reads that were submitted to devices."""
         self.hits = np.zeros(geometry.layers, np.int64)
-        """Of each layer the blocks that were in memory when they were wanted."""
+        """Blocks of each layer that were in memory when they were wanted, int64 ``[layers]``."""
         self.fetched = np.zeros(geometry.layers, np.int64)
-        """And those that were read then."""
+        """Blocks of each layer that were read when they were wanted, int64 ``[layers]``."""
         self.came = np.zeros(geometry.layers, np.int64)
-        """And those that were wanted and had been expected."""
+        """Blocks of each layer that were wanted and had been read ahead, int64 ``[layers]``."""
         self._covered = np.ones(geometry.layers)
-        """Of what was missing, the share that had been expected lately."""
+        """Moving average of the share of each layer's missing blocks that were read ahead."""
         try:
             for at, layer in enumerate(stored.layers):
                 of_layers[at, : self.near] = layer.resident
@@ -131,11 +135,11 @@ class StoredMemory:
         self.fetched[:] = self.requests = 0
 
     def first(self, layer: int) -> int:
-        """The slot of the layer's first sink."""
+        """Returns the slot of the layer's first sink."""
         return layer * self._layer
 
     def describe(self) -> dict[str, Any]:
-        """What was wanted, for ``/server_info``."""
+        """Returns the numbers of reads and of wanted blocks, for ``/server_info``."""
         counts = {"fetched": self.fetched, "expected": self.came, "in_memory": self.hits}
         return {
             "requests": self.requests,
@@ -144,10 +148,10 @@ class StoredMemory:
         }
 
     def close(self) -> None:
-        """Gives memory and files back.
+        """Cancels reads, and releases memory and files.
 
         Raises:
-            ExtError: something is still read.
+            ExtError: a read is still in progress.
         """
         for area in (self._asked, *self._ahead):
             if area.reading is not None:
@@ -158,36 +162,40 @@ class StoredMemory:
             self._engine.unregister(area.region)
 
     def expect(self, layer: int, wanted: NDArray[np.int64]) -> None:
-        """Begins to read what the layer will probably be asked for; nothing, if that cannot be.
+        """Starts to read the blocks that a layer will probably want.
+
+        Does nothing if too few blocks of the layer were expected lately, the area is in use, or the
+        read is refused.
 
         Args:
-            wanted: blocks, none twice; of those that are not in memory at most :attr:`most`.
+            wanted: blocks, without duplicates. Of those that are not in memory, the first
+                :attr:`most` are read.
         """
         area = self._ahead[layer % 2]
         if area.expected is not None and area.expected.layer == layer:
-            return  # another part of the forward has said so
+            return  # another part of the forward has called it already
         area.expected = None
         if self._covered[layer] < _POOR:
             self._covered[layer] += _TRIED_AGAIN
             return
         missing = wanted[self._hot[layer].place[wanted] < 0][: self.most]
         if len(missing) and not area.busy:
-            with suppress(DeviceError):  # it is told of when the blocks are asked for
+            with suppress(DeviceError):  # reported when the blocks are wanted
                 reading = self._read(layer, missing, area, Priority.NORMAL)
                 order = np.argsort(reading.numbers)
                 area.expected = _Expected(layer, reading.numbers, order)
 
     def bring(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Has blocks in memory.
+        """Brings blocks into memory.
 
         Args:
-            wanted: sorted, none twice.
+            wanted: blocks, sorted, without duplicates.
 
         Returns:
-            The first slot of each.
+            The first slot of each block, int64 ``[blocks]``.
 
         Raises:
-            DeviceError: a block does not come.
+            DeviceError: a block cannot be read, is late, or is damaged.
         """
         block = self._blocks.block
         held = self._hot[layer].place[wanted]
@@ -210,13 +218,14 @@ class StoredMemory:
         last: NDArray[np.int64],
         slots: NDArray[np.int64],
     ) -> None:
-        """Blocks that have been wanted often are hot, now that nobody reads those that they
-        replace.
+        """Replaces hot blocks by fetched ones that are wanted more often.
+
+        Call it when the hot blocks of the layer are no longer read in this step.
 
         Args:
-            wanted: sorted, in the whole step.
-            last: those that :meth:`bring` was asked for last.
-            slots: what it has said of them.
+            wanted: blocks that the whole step wanted, sorted.
+            last: blocks of the latest call of :meth:`bring`, sorted.
+            slots: result of that call.
         """
         hot = self._hot[layer]
         coming = hot.step(wanted, last)
@@ -226,7 +235,11 @@ class StoredMemory:
             self._hot_bytes[layer, hot.place[coming]] = taken
 
     def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the missing blocks were expected; they are the first fetched ones now."""
+        """Returns which missing blocks were read ahead, and makes them the first fetched ones.
+
+        Raises:
+            DeviceError: a device is late, or a block is damaged.
+        """
         area, none = self._ahead[layer % 2], np.zeros(len(missing), bool)
         expected, reading = area.expected, area.reading
         if expected is None or reading is None or expected.layer != layer:
@@ -238,8 +251,8 @@ class StoredMemory:
             reading.wait(self._deadline)
         except DeviceError:
             if area.busy:
-                raise  # nor will the device answer when it is asked once more
-            return none  # they are asked for once more, and the device says what is wrong
+                raise  # the device would not answer another read either
+            return none  # they are read again, and that read reports the error
         at = np.searchsorted(expected.numbers[expected.order], missing)
         rows = expected.order[np.minimum(at, len(expected.order) - 1)]
         found: NDArray[np.bool_] = expected.numbers[rows] == missing
@@ -249,14 +262,14 @@ class StoredMemory:
         return found
 
     def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
-        """Reads blocks.
+        """Reads blocks into the places behind those that are already fetched.
 
         Args:
-            numbers: sorted.
-            behind: so many that have been fetched.
+            numbers: numbers of the blocks, sorted.
+            behind: number of blocks that are already fetched.
 
         Returns:
-            Of each, how many of them lie before it.
+            Place of each block, counted from the first of these places, int64 ``[blocks]``.
         """
         area = self._asked
         if area.busy:
@@ -280,7 +293,11 @@ class StoredMemory:
     def _take(
         self, layer: int, numbers: NDArray[np.int64], blocks: NDArray[np.uint8], behind: int
     ) -> None:
-        """Blocks as they were read, into the places of fetched ones behind the first so many."""
+        """Verifies blocks that were read, and copies them behind the first ``behind`` fetched ones.
+
+        Raises:
+            DeviceError: a checksum differs.
+        """
         found = _clusters.checksums(np.ascontiguousarray(blocks))
         if (harmed := found != self._stored.layers[layer].sums[numbers]).any():
             raise DeviceError(
@@ -291,7 +308,7 @@ class StoredMemory:
         self._fetched_bytes[behind : behind + len(numbers)] = blocks[:, :used]
 
     def _fill(self, layer: int, numbers: NDArray[np.int64]) -> None:
-        """Puts blocks into the places that they are to have among the hot ones."""
+        """Reads blocks into their places among the hot ones."""
         for start in range(0, len(numbers), self.most):
             some = np.sort(numbers[start : start + self.most])
             places = self._fetch(layer, some, 0)

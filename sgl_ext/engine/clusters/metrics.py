@@ -1,4 +1,4 @@
-"""Stored contexts on SGLang's ``/metrics``."""
+"""Metrics of stored contexts on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from prometheus_client import Counter, Gauge
 from sgl_ext.engine.core.metrics import Paced, Totals
 
 BLOCKS = ("fetched", "expected", "in_memory")
-"""Where a block that is wanted comes from: read now, read ahead, or there."""
+"""Sources of a wanted block: read when it is wanted, read ahead, or in memory."""
 
 
 class StoredMetrics(Paced):
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process. Create them after SGLang has set its metrics directory."""
 
     def __init__(self) -> None:
         self._blocks = Counter(
@@ -39,7 +39,9 @@ class StoredMetrics(Paced):
         """Sets every metric.
 
         Args:
-            totals: blocks and seconds since the process began, of all contexts together.
+            totals: blocks and seconds since the process began, summed over all contexts.
+            opened: number of open contexts.
+            followed: number of requests that follow a context.
         """
         self._updated()
         for name, total in totals.items():

@@ -1,4 +1,4 @@
-"""What a request says of a stored context, in the ``custom_params`` that schedulers are handed."""
+"""Parameters of a request about a stored context, in the ``custom_params`` that schedulers get."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ import msgspec
 from sgl_ext.engine.core.sglang_types import Req
 
 STORED, RECORDED = "ext_stored", "ext_recorded"
-"""Keys: the context that the prompt follows; the context that it is, which is being stored."""
+"""Keys of :class:`FollowsStored` and of :class:`IsRecorded`."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class FollowsStored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The prompt follows a stored context, whose tokens it does not hold."""
+    """Parameter of a prompt that follows a stored context and does not contain its tokens."""
 
     id: Name
     sparsity: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    """Share of the context's blocks that each query is given."""
+    """Share of the context's blocks that each query is given; if None, the server's default."""
 
 
 class IsRecorded(msgspec.Struct, frozen=True):
-    """The prompt begins with a context whose KV and queries are written down."""
+    """Parameter of a prompt that begins with a context whose KV and queries are recorded."""
 
     id: Name
     tokens: Annotated[int, msgspec.Meta(ge=1)]
-    """Of the context: the prompt's first ones."""
+    """Number of tokens of the context, which the prompt begins with."""
     queries: Annotated[int, msgspec.Meta(ge=0)]
-    """Last ones of the context that profile it; all that follow it do."""
+    """Number of the context's last tokens whose queries profile it, as those of all tokens behind
+    the context do."""
     last: bool
-    """Whether this is the last prompt, and all is to be written."""
+    """True for the last prompt of the context, after which the record is written."""
     salt: str | None = None
-    """``cache_salt`` of the tenant whose context it is."""
+    """``cache_salt`` of the tenant that owns the context."""
 
 
 Said = TypeVar("Said", FollowsStored, IsRecorded)
 
 
 def read_stored(req: Req) -> FollowsStored | IsRecorded | None:
-    """What a request that arrives says, once.
+    """Returns what a request says about a stored context; None if it says nothing.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: the parameter is invalid.
     """
     params = req.sampling_params.custom_params
     if not isinstance(params, dict):
@@ -56,10 +57,10 @@ def read_stored(req: Req) -> FollowsStored | IsRecorded | None:
 
 
 def said(value: Any, kind: type[Said]) -> Said:
-    """Parses a value under one of the keys.
+    """Parses the value of one of the keys.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: the value is invalid.
     """
     try:
         return msgspec.convert(value, kind)

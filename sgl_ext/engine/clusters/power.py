@@ -1,8 +1,8 @@
-"""The ``clusters`` power: decoding over contexts that lie on SSDs (Swarm).
+"""The ``clusters`` power: decoding over contexts that are stored on SSDs (Swarm).
 
-A request that follows a context has a prompt of its own tokens only. SGLang plans and caches these
-as ever, under a name that says what they follow; only their positions, and what their attention
-sees, begin behind the context.
+The prompt of a request that follows a context contains the request's own tokens only. SGLang
+schedules and caches them as usual, under a key that names the context. Only their positions, which
+begin behind the context, and their attention, which includes it, differ.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ NAMESPACE = "ext:stored"
 
 
 class ClustersPower(Power[Clusters]):
-    """Stored contexts, and the requests that follow them or become one.
+    """Power that serves requests that follow stored contexts, and records prompts to be stored.
 
     Attributes:
-        stored: the contexts that are open, and their followers.
-        recorder: prompts that are being stored.
+        stored: open contexts and their followers.
+        recorder: recorder of prompts that are being stored.
     """
 
     name = "clusters"
@@ -106,7 +106,7 @@ class ClustersPower(Power[Clusters]):
         self._measured = bool(get_observability().enable_metrics)
 
     def arrive(self, req: Req) -> None:
-        """Ends a request that asks for what cannot be."""
+        """Registers a request that follows or records a context, or aborts it if it is invalid."""
         from sgl_ext.engine.clusters.parameters import FollowsStored, read_stored
 
         if req.to_finish is not None:
@@ -114,7 +114,7 @@ class ClustersPower(Power[Clusters]):
         try:
             asked = read_stored(req)
             if isinstance(asked, FollowsStored):
-                if self.stored.follower(req.rid) is None:  # not again, after a retraction
+                if self.stored.follower(req.rid) is None:  # else queued again, after a retraction
                     follower = self.stored.ask(req, asked)
                     key = f"{NAMESPACE}:{follower.id}:{follower.share!r}"
                     req.extra_key = f"{key}:{req.extra_key}" if req.extra_key else key
@@ -124,7 +124,7 @@ class ClustersPower(Power[Clusters]):
             _refuse(req, error)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
-        """Returns whether the context that the request follows is open."""
+        """Returns whether the request follows no context or its context is open."""
         try:
             opened = self.stored.opened(req.rid)
         except ExtError as error:
@@ -156,7 +156,7 @@ class ClustersPower(Power[Clusters]):
             self.stored.refused.clear()
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns the batch with positions that begin behind the context that a request follows."""
+        """Returns the batch with the positions of followers shifted behind their contexts."""
         if not self.stored.any:
             return batch
         followers = [self.stored.follower(rid) for rid in batch.rids]
@@ -165,7 +165,7 @@ class ClustersPower(Power[Clusters]):
         import torch
 
         behind = torch.tensor([0 if each is None else each.tokens for each in followers])
-        # Behind the rows of requests those of beams may follow, which follow no context.
+        # Rows of beams, which follow no context, may come after the rows of requests.
         behind = torch.nn.functional.pad(behind, (0, batch.batch_size - len(behind)))
         if not batch.forward_mode.is_decode_or_idle():
             behind = behind.repeat_interleave(torch.tensor(batch.extend_seq_lens_cpu))
@@ -174,11 +174,12 @@ class ClustersPower(Power[Clusters]):
         return batch
 
     def following(self, rows: ForwardRows, rids: Sequence[str]) -> StoredForward | None:
-        """Returns the part of a forward whose rows follow stored contexts, if any do.
+        """Returns the part of a forward whose rows follow stored contexts; None if no row does.
 
         Args:
             rows: the rows of the forward.
-            rids: ids of the requests of the first rows; those of beams behind them follow none.
+            rids: ids of the requests of the first rows; the others are rows of beams, which follow
+                no context.
         """
         self.stored.running = None
         if not self.stored.any:
@@ -198,7 +199,10 @@ class ClustersPower(Power[Clusters]):
             self.recorder.ended(req.rid, (), None)
 
     def weights_changed(self) -> None:
-        """Gives contexts up: they are of the weights that the server has started with."""
+        """Stops following contexts and rejects new recordings.
+
+        Contexts belong to the weights that the server started with.
+        """
         message = "an update of the model's weights began; restart to follow stored contexts again"
         self.recorder.stale = message
         self.stored.give_up(message)
@@ -208,8 +212,8 @@ class ClustersPower(Power[Clusters]):
 
 
 def _refuse(req: Req, error: Exception) -> None:
-    # SGLang runs what it refuses as a prompt of one token, which follows nothing: its KV is none of
-    # the name that it was given.
+    # SGLang runs an aborted request as a prompt of one token, which follows no context. Its KV must
+    # not be cached under the request's key.
     req.skip_radix_cache_insert = True
     status = error.status if isinstance(error, ExtError) else HTTPStatus.BAD_REQUEST
     req.set_finish_with_abort(str(error), status)

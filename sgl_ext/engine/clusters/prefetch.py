@@ -1,7 +1,7 @@
-"""Reads what the next layer will need while this one computes (Swarm §7, pipelined prefetching).
+"""Pipelined prefetching: reads the next layer's blocks while a layer computes (Swarm §7).
 
-A layer's input goes through the next layer's norm, projection and rotation: its queries differ
-little from those that come, because a layer adds little to what it is given.
+The input of a layer goes through the next layer's norm, projection and rotation. The predicted
+queries differ little from the actual ones, because a layer adds little to its input.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.errors import ExtError
 
 _ARGUMENTS = ("positions", "hidden_states", "forward_batch")
-"""Of a decoder layer's forward, the first ones."""
+"""Names of the first arguments of a decoder layer's forward."""
 _ROWS = 32
-"""With more of them, a layer computes longer than it waits."""
+"""Maximum number of rows for prefetching; with more, a layer computes longer than it waits."""
 
 
 class Prefetch:
-    """Of one model.
+    """Prefetching for one model, by hooks on its layers.
 
     Args:
-        model: SGLang's.
-        pool: SGLang's pool of K and V.
-        times: as many blocks are read ahead as a query is given.
+        model: SGLang's model.
+        pool: SGLang's KV pool.
+        stored: registry of the contexts.
+        times: number of blocks to read ahead, as a multiple of those that a query is given.
 
     Raises:
-        ExtError: the model's layers are not of the kind that is known here.
+        ExtError: the model's layers are of an unknown kind.
     """
 
     def __init__(self, model: Any, pool: Any, stored: StoredContexts, times: float) -> None:
@@ -42,7 +43,7 @@ class Prefetch:
             layer.register_forward_pre_hook(partial(self._ahead, at + 1))
 
     def _ahead(self, number: int, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """The layer before ``number`` is about to run."""
+        """Prefetches for layer ``number`` by predicted queries, before the previous layer runs."""
         running = self._stored.running
         if running is None or len(inputs) < len(_ARGUMENTS):
             return
@@ -74,7 +75,7 @@ def _layers_of(model: Any) -> Sequence[Any]:
 
 
 def _query(layer: Any, positions: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """``[rows, heads, head_dim]`` that the layer would have if it were given this."""
+    """Returns the queries that a layer would compute from an input, ``[rows, heads, head_dim]``."""
     attention, normed = layer.self_attn, layer.input_layernorm(given)
     if hasattr(attention, "forward_prepare_native"):
         query, _, _ = attention.forward_prepare_native(positions, normed)

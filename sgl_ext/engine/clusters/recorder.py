@@ -1,4 +1,4 @@
-"""Writes down the KV and the queries of contexts that are to be stored."""
+"""Recorder of the KV and the queries of contexts that are to be stored."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Queries:
-    """What is known of a context so far."""
+    """Queries of a context that are recorded so far."""
 
     seen: list[int] = field(default_factory=list)
-    """Of each query, how many of the context's tokens it sees."""
+    """Number of the context's tokens that each query sees."""
     layers: list[list[torch.Tensor]] = field(default_factory=list)
 
 
 class Recorder:
-    """Of one scheduler process; its thread calls.
+    """Recorder of one scheduler process. Only the scheduler's thread calls it.
 
     Args:
-        directory: where records are written.
+        slab: memory that holds the KV.
+        geometry: geometry of the model.
+        directory: folder that records are written to.
     """
 
     def __init__(self, slab: Slab, geometry: Geometry, directory: Path) -> None:
         self._slab, self._geometry, self._directory = slab, geometry, directory
         self.stale = ""
-        """Why nothing is recorded any more."""
+        """Reason why nothing can be recorded any more; empty if contexts can be recorded."""
         self._asked: dict[str, IsRecorded] = {}
         self._spoilt: set[str] = set()
         self._queries: dict[str, _Queries] = {}
@@ -50,30 +52,30 @@ class Recorder:
         self._threads = ThreadPoolExecutor(1, "sgl_ext-recorder")
 
     def ask(self, rid: str, asked: IsRecorded) -> None:
-        """A request's prompt begins with a context that is recorded.
+        """Registers a request whose prompt begins with a context that is recorded.
 
         Raises:
-            ExtError: nothing is recorded any more.
+            ExtError: nothing can be recorded any more.
         """
         if self.stale:
             raise ExtError(self.stale)
         if asked.id not in self._queries and asked.queries:
-            # One is stored at a time: of all others nothing will come.
+            # Contexts are stored one at a time, so all others will not be completed.
             self._queries, self._spoilt = {}, set()
         self._asked[rid] = asked
 
     @property
     def any(self) -> bool:
-        """Whether any request is recorded."""
+        """True if any request is recorded."""
         return bool(self._asked)
 
     def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
-        """A forward is about to run.
+        """Determines which queries of the next forward are recorded.
 
         Args:
-            rids: of the rows.
-            contexts: tokens of each row, the new ones included.
-            lengths: new tokens of each row.
+            rids: request ids of the rows.
+            contexts: number of tokens of each row's request, the new ones included.
+            lengths: number of new tokens of each row.
         """
         self._taking = []
         if not self._asked:
@@ -82,7 +84,7 @@ class Recorder:
         # Rows of beams come last, and have no id.
         for rid, end, new in zip(rids, contexts, lengths, strict=False):
             if (asked := self._asked.get(rid)) is not None:
-                # Its last tokens, and all behind it.
+                # The last tokens of the context, and all tokens behind it.
                 first = max(end - new, asked.tokens - asked.queries)
                 if first < end:
                     queries = self._queries.setdefault(asked.id, _Queries())
@@ -92,31 +94,37 @@ class Recorder:
             start += new
 
     def take(self, layer: int, query: torch.Tensor) -> None:
-        """A layer of the forward has its queries: ``[tokens, heads, head_dim]``."""
+        """Records queries of a layer of the forward.
+
+        Args:
+            query: queries of all rows, ``[tokens, heads, head_dim]``.
+        """
         for queries, start, end in self._taking:
             while len(queries.layers) <= layer:
                 queries.layers.append([])
             queries.layers[layer].append(query[start:end].float())
 
     def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor | None) -> int:
-        """A request has ended.
+        """Forgets a request that has ended, and writes the record after the context's last prompt.
+
+        The record is written in a thread, and only if all prompts of the context were computed.
 
         Args:
-            tokens: of its prompt.
-            slots: of these; None if they have not been computed to the end.
+            tokens: token ids of the prompt.
+            slots: slots of these tokens; None if the request was not computed to its end.
 
         Returns:
-            Queries of the context that is written down now; 0 if none is.
+            The number of queries in the record that is written; 0 if none is.
         """
         if (asked := self._asked.pop(rid, None)) is None:
             return 0
         if slots is None:
-            self._queries.pop(asked.id, None)  # some would be missing, or come twice
+            self._queries.pop(asked.id, None)  # some queries would be missing or recorded twice
             self._spoilt.add(asked.id)
         elif asked.id in self._spoilt:
             self._queries.pop(asked.id, None)
         elif asked.last and (queries := self._queries.pop(asked.id, None)) is not None:
-            # The slots are given away when this returns; all else has time.
+            # The slots are freed when this method returns; only the KV must be copied before.
             kv = self._kv(slots[: asked.tokens])
             context = np.array(tokens[: asked.tokens], np.int32)
             self._threads.submit(self._write, asked, context, kv, queries)
@@ -124,12 +132,12 @@ class Recorder:
         return 0
 
     def keep(self, rids: Collection[str]) -> None:
-        """All other requests have ended."""
+        """Forgets all requests but ``rids``, because they have ended."""
         for rid in self._asked.keys() - set(rids):
             self.ended(rid, (), None)
 
     def _kv(self, slots: torch.Tensor) -> NDArray[np.uint8]:
-        """``[layers, tokens, entry_bytes]``."""
+        """Returns a copy of the KV in ``slots``, uint8 ``[layers, tokens, entry_bytes]``."""
         tokens = self._slab.tensor().flatten(0, 1)
         shape = (tokens.shape[1], len(slots), *tokens.shape[2:])
         found = torch.empty(shape, dtype=tokens.dtype)
@@ -152,7 +160,7 @@ class Recorder:
             seen = np.array(queries.seen, np.int64)
             Recorded(self._geometry, tokens, kv, layers, seen, asked.salt).save(scratch)
             scratch.rename(path)
-        except Exception as error:  # nobody looks at what this thread raises
+        except Exception as error:  # an exception in this thread would be lost
             logger.exception("a context cannot be written down")
             scratch.unlink(missing_ok=True)
             with suppress(OSError):

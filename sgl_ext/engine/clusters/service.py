@@ -1,4 +1,4 @@
-"""Stored contexts of a server, in the process of SGLang's tokenizer."""
+"""Service of stored contexts in SGLang's tokenizer process."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class StoredInfo(msgspec.Struct, frozen=True):
-    """What users are told of a stored context."""
+    """Description of a stored context for users."""
 
     id: str
     tokens: int
     bytes: int
-    """On the devices."""
+    """Bytes of the context's blocks on the devices."""
     index_bytes: int
-    """That a server has in memory while requests follow it."""
+    """Bytes of the index without sinks and window, which is in memory while requests follow the
+    context."""
     model: str
-    """Fingerprint of the model whose KV it is."""
+    """Fingerprint of the model that computed the KV."""
 
 
 class StoredService(Front):
@@ -46,9 +47,10 @@ class StoredService(Front):
 
     Args:
         manager: SGLang's ``TokenizerManager``.
-        pool: tokens that the device's KV holds.
-        layers: of the model.
-        entry_bytes: K and V of a token, of one layer.
+        config: the ``clusters`` section.
+        pool: tokens that the device's KV pool holds.
+        layers: number of layers of the model.
+        entry_bytes: bytes of K and V of a token in one layer.
     """
 
     def __init__(
@@ -66,15 +68,16 @@ class StoredService(Front):
             pool=pool, layers=layers, entry_bytes=entry_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
-        """Damaged contexts that the log has been told of."""
+        """Ids of damaged contexts that were logged already."""
 
     def accept(self, request: Any) -> None:
-        """Takes out of a user's request what only this service says to schedulers.
+        """Checks a user's request, and removes parameters that only this service may set.
 
         Raises:
-            UnknownContextError: it follows a context that is not there, or another tenant's.
-            ExtError: what it says of one cannot be; it asks for KV of another name than its own, or
-                for beams over a context.
+            UnknownContextError: the request follows a context that does not exist or belongs to
+                another tenant.
+            ExtError: the request's parameter is invalid, its ``extra_key`` is reserved, it combines
+                beams with a context, or the context is damaged.
         """
         if request in self.creation.requests:
             return
@@ -109,21 +112,29 @@ class StoredService(Front):
         return found
 
     def _about(self, id_: str, salt: str | None) -> About:
-        """The tenant's context of that id."""
+        """Returns the description of the tenant's context with this id.
+
+        Raises:
+            UnknownContextError: the tenant has no such context.
+            ExtError: the context's index is damaged or cannot be read.
+        """
         found = about(id_, self._folders)
         if found.salt != salt:
             raise UnknownContextError(id_)
         return found
 
     def all(self, salt: str | None) -> tuple[list[StoredInfo], dict[str, str], int]:
-        """The tenant's contexts; those of them that cannot be read, and why; and how many contexts
-        are damaged, so that nobody knows whose they are. The log says which."""
+        """Returns the tenant's contexts, errors by id, and the number of damaged contexts.
+
+        The errors are those of the tenant's contexts that cannot be read. The tenant of a damaged
+        context is unknown; only the log names it.
+        """
         found, unreadable, damaged = [], {}, 0
         for id_ in names(self._folders):
             try:
                 about_it = self._about(id_, salt)
             except UnknownContextError:
-                continue  # another's, or deleted in the meantime
+                continue  # of another tenant, or deleted in the meantime
             except ExtError as error:
                 damaged += index_file(self._folders[0], id_).exists()
                 if id_ not in self._told:
@@ -139,11 +150,11 @@ class StoredService(Front):
         return found, unreadable, damaged
 
     def describe(self, id_: str, salt: str | None) -> StoredInfo:
-        """One of the tenant's contexts.
+        """Returns the description of one of the tenant's contexts.
 
         Raises:
-            UnknownContextError: the tenant has none of that id.
-            ExtError: it is damaged, or its files are not there.
+            UnknownContextError: the tenant has no context with this id.
+            ExtError: the context is damaged, or its files are missing.
         """
         return self._describe(id_, self._about(id_, salt))
 
@@ -161,12 +172,13 @@ class StoredService(Front):
         )  # fmt: skip
 
     def delete(self, id_: str, salt: str | None) -> None:
-        """Removes one of the tenant's contexts, or one that is damaged, whosever it was. Requests
-        that follow it go on to their end.
+        """Deletes one of the tenant's contexts, or a damaged context of any tenant.
+
+        Requests that follow the context continue to their end.
 
         Raises:
-            UnknownContextError: the tenant has none of that id.
-            ExtError: its files cannot be removed.
+            UnknownContextError: the tenant has no context with this id.
+            ExtError: the files cannot be removed.
         """
         require(id_, self._folders)
         try:
