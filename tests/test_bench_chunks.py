@@ -30,7 +30,7 @@ def test_findings_are_kept_when_a_run_is_broken_off(
     def partial(**config: int) -> Partial:
         return Partial(tmp_path, "chunks", config, quick=False)
 
-    path = tmp_path / "link.partial.jsonl"
+    path = tmp_path / "chunks.partial.jsonl"
     first = partial(questions=2)
     assert first.find("a", lambda: [1.0]) == [1.0]
     path.write_text(path.read_text() + '["b", [0.')  # killed while it wrote

@@ -76,7 +76,7 @@ REFUSED = {
     # Behind this, SGLang kills all children of its process before it prints why.
     "while it resolves": (
         ["--ext-config", '{"tiers": {"host": {"capacity": "1MiB"}}}', "--disable-radix-cache"],
-        "sgl_ext: tiers do not work with no radix cache (--disable-radix-cache)",
+        "sgl_ext: tiers does not work with no radix cache (--disable-radix-cache)",
     ),
 }
 
