@@ -67,11 +67,14 @@ def test_groups_and_preempted_requests_answer_as_if_alone(
     asked = [(prompt, beams) for prompt in prompts for beams in (0, 3)]
     alone = [told(ask(server, prompt, beams, 0)) for prompt, beams in asked]
     before = state(server)["swapped_out"]
-    with ThreadPoolExecutor(10) as threads:
-        answers = threads.map(
-            lambda at: told(ask(server, *asked[at], priority=at % 4)), range(len(asked))
-        )
-        assert list(answers) == alone
+    for _ in range(10):  # on a slow machine requests may come too late to preempt each other
+        with ThreadPoolExecutor(10) as threads:
+            answers = threads.map(
+                lambda at: told(ask(server, *asked[at], priority=at % 4)), range(len(asked))
+            )
+            assert list(answers) == alone
+        if state(server)["swapped_out"] > before:
+            break
     assert state(server)["swapped_out"] > before
     assert nothing_is_held(server)
 

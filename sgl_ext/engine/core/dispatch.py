@@ -65,7 +65,7 @@ def _queue(original: Original, scheduler: Scheduler, req: Req, *args: object, **
     return result
 
 
-def _poll(_scheduler: Scheduler) -> None:
+def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.inside_out:
             power.poll()

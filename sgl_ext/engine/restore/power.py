@@ -200,6 +200,7 @@ class RestorePower(Power[Restore]):
             running.batch_is_full = False
 
     def after_step(self, plan: StepPlan) -> None:
+        self._parked = None
         if (req := self._queued) is not None:
             # Not sooner: the result of its last part may still come, and is ignored while the
             # request is out of the queue.

@@ -195,7 +195,7 @@ class SwapPower(Power[Swap]):
 
     def after_step(self, plan: StepPlan) -> None:
         """Has the requests that were resumed in this step join the batch that decodes."""
-        scheduler = self.scheduler
+        scheduler, self._expecting = self.scheduler, None
         with self.manager.clock.on():
             if reqs := resume.fitting(self, scheduler):
                 gone: set[Req] = set()
