@@ -1,7 +1,7 @@
 """Typed configuration: one section per power; a section that is absent is off.
 
-``--ext-config`` (a YAML or JSON file, or inline JSON) is read once by the launcher, validated as a
-whole and passed on unchanged. README.md in this package is the reference of all keys.
+The launcher reads ``--ext-config`` (a YAML or JSON file, or inline JSON) once, validates it as a
+whole and passes it on unchanged. README.md in this package is the reference of all keys.
 """
 
 from sgl_ext.config.chunks import Chunks

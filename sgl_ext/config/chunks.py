@@ -15,14 +15,15 @@ class Chunks(Section):
     """Position-independent chunk caching (approximate; EPIC)."""
 
     method: str = "primed+offline-16"
-    """How contexts are linked that do not say it themselves."""
+    """Link method of contexts that name none."""
     limit: Annotated[int, Field(ge=16, le=10_000_000, strict=True)] = 100_000
-    """Contexts that are kept; the least recently used go first. The server's look at itself takes
-    some."""
+    """Maximum number of contexts; the least recently used are forgotten first. The probe at start
+    creates some."""
     largest_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
-    """Nats: a server whose chunks are further off, on the probe that it starts with, ends."""
+    """Largest divergence of linked chunks on the probe at start, in nats; beyond it, the server
+    ends."""
     automatic: bool = False
-    """Whether a part of a prompt whose text is a context's is linked without naming it."""
+    """True to link a text part of a prompt that equals a context's text without being named."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:

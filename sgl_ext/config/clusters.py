@@ -1,4 +1,4 @@
-"""The ``clusters`` section: decoding over contexts on SSDs."""
+"""The ``clusters`` section: decoding over stored contexts on SSDs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from sgl_ext.config.values import Bytes, Directories, EmulatedDevice, Seconds, S
 
 
 class Clusters(Section):
-    """Decode over contexts on SSDs by co-activation (approximate; Swarm)."""
+    """Decoding over stored contexts on SSDs by co-activation (approximate; Swarm)."""
 
     directories: Directories
-    """One for each device. Contexts are found again under the same ones in the same order."""
+    """Directories of the contexts, one for each device. Contexts are found again only under the
+    same directories in the same order."""
     sparsity: Share = 0.1
-    """Of a context's blocks, what each query is given, if its request does not say it."""
+    """Share of a context's blocks that each query reads, unless its request says otherwise."""
     largest: Share = 0.25
-    """That a request may ask for; every open context has memory for so many blocks."""
+    """Largest share that a request may ask for; each open context has memory for it."""
     hot: Bytes = ByteSize(64 << 20)
-    """Memory of an open context for the blocks that are wanted most often."""
+    """Memory of an open context for its most wanted blocks, in bytes."""
     open: Annotated[int, Field(ge=1, le=10_000, strict=True)] = 4
-    """Contexts that are open at once; requests for further ones wait."""
+    """Maximum number of contexts that are open at once; requests for others wait."""
     prefetch: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
-    """Of what a query is given, how much is read for the next layer while one computes."""
+    """Blocks that are read ahead for the next layer, relative to the blocks that a query reads."""
     deadline: Seconds = 10.0
-    """In which a device has to give the blocks of a layer."""
+    """Deadline for the devices to deliver the blocks of a layer, in seconds."""
     wait: Seconds = 60.0
-    """How long a request waits, at most, until its context is open."""
+    """Longest time that a request waits until its context is open, in seconds."""
     emulate: EmulatedDevice | None = None
-    """Of each directory."""
+    """Speed that each directory is slowed down to; None if it is not."""
 
     @model_validator(mode="after")
     def _within(self) -> Self:

@@ -10,10 +10,10 @@ from sgl_ext.config.values import Section
 
 
 class Memory(Section):
-    """Where KV lies on the device, and how it is handed out."""
+    """Layout of KV on the device, and its allocation."""
 
     layout: Literal["auto", "block_major", "layer_major"] = "auto"
-    """``block_major``: one slab of blocks that hold all layers; ``layer_major``: SGLang's own;
-    ``auto``: the slab wherever it serves."""
+    """Layout of the pool. ``block_major``: one slab of blocks that hold all layers;
+    ``layer_major``: SGLang's own pool; ``auto``: the slab wherever it serves."""
     first_group: Annotated[int, Field(ge=1, le=1 << 24, strict=True)] = 1000
-    """Tokens that a new request's first block group is made for (FastSwitch §3.1)."""
+    """Tokens for which a new request's first block group is sized (FastSwitch §3.1)."""

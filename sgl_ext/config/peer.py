@@ -10,34 +10,38 @@ from sgl_ext.config.values import Bytes, Directory, EmulatedDevice, Seconds, Sec
 
 
 class Peer(Section):
-    """Engines of one host lend each other KV memory (exact; SwiftCache)."""
+    """KV memory that engines of one host lend each other (exact; SwiftCache)."""
 
     role: Literal["master", "worker"]
-    """A master borrows, its workers lend; their models may differ."""
+    """Role of this engine: a master borrows, a worker lends. Their models may differ."""
     directory: Directory
-    """Private to the user; engines that name the same one find each other. It has one master."""
+    """Socket directory, private to the user. Engines that name the same directory find each other.
+    It has one master."""
     capacity: Bytes | None = None
-    """Most that a master borrows of all, which it must say, or that a worker lends."""
+    """Most bytes that a master borrows from all workers together (required), or that a worker
+    lends (None: all but ``keep``)."""
     granularity: Literal["auto", "unit", "block"] = "auto"
-    """What a worker lends at a time: whole blocks of both models (the minimum elastic unit), any
-    number of its own, or what suits the sizes."""
+    """Unit in which a worker lends. ``unit``: whole blocks of both models (the minimum elastic
+    unit); ``block``: any number of memory pages; ``auto``: whichever suits the sizes."""
     keep: Annotated[int, Field(ge=0, le=1 << 40, strict=True)] = 0
-    """Tokens that a worker does not lend, whatever it needs."""
+    """Tokens that a worker never lends."""
     window: Seconds = 60.0
-    """What a worker's requests have needed together is not lent for so long."""
+    """Time in seconds for which a worker does not lend what its requests have needed together."""
     deadline: Seconds = 10.0
-    """In which a master leaves what a worker asks back; then other memory takes its place."""
+    """Time in which a master must leave memory that a worker reclaims, in seconds. After it, the
+    worker puts other memory in its place."""
     lease: Seconds = 10.0
-    """Who is not heard of for so long is taken for lost."""
+    """Silence after which a peer counts as lost, in seconds."""
 
     stream: Literal["direct", "layer", "layers"] = "direct"
-    """How a master's attention reads workers' memory: where it is, or through buffers for one
-    layer, or for two (SwiftCache's layer stream cache)."""
+    """Way in which a master's attention reads borrowed memory. ``direct``: in place; ``layer``,
+    ``layers``: through buffers for one or two layers (SwiftCache's layer stream cache)."""
     busy_rate: Bytes | None = None
-    """Bytes per second, at most, between buffers and the memory of workers while these have
-    requests of their own; as fast as it goes if not given."""
+    """Maximum bytes per second between buffers and workers' memory while a worker whose memory is
+    used has requests of its own; None for no limit."""
     emulate: EmulatedDevice | None = None
-    """Of the way to workers' memory, through buffers."""
+    """Speed that copies between buffers and workers' memory are slowed down to; None if they are
+    not."""
 
     @model_validator(mode="after")
     def _of_the_role(self) -> Self:

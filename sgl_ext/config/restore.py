@@ -1,4 +1,4 @@
-"""The ``restore`` section: prefixes that are computed and loaded at once."""
+"""The ``restore`` section: computing and loading a prefix at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from sgl_ext.config.values import Section
 
 
 class Restore(Section):
-    """Computes the front of a cached prefix while its back loads (exact; CacheFlow)."""
+    """Computing the front of a cached prefix while its back loads (exact; CacheFlow)."""
 
     policy: Literal["shortest", "longest", "cake"] = "shortest"
-    """Who goes first among requests that are restored: the least remaining time, by computing and
-    by loading; the largest recomputation, by loading (CacheFlow); the first come (Cake)."""
+    """Order of the requests that are restored. ``shortest``: the least remaining time is computed
+    and loaded first; ``longest``: the largest recomputation is loaded first (CacheFlow); ``cake``:
+    first come, first served (Cake)."""
     chunk: Annotated[int, Field(ge=1, le=1 << 20, strict=True)] = 512
-    """Tokens that are computed at a time while others load."""
+    """Maximum tokens that are computed at a time while others load."""
     ageing: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 0.5
-    """Seconds of remaining time that a second of waiting is worth, to ``shortest``."""
+    """Seconds of remaining time that a second of waiting is worth (``shortest``)."""
     host: Literal["auto", "tokens", "layers", "never"] = "auto"
-    """What is computed of what host memory has, while the rest of it loads: the first tokens, the
-    lower layers, what is faster for its length if anything is, or nothing."""
+    """Part of a prefix in host memory that is computed while the rest loads. ``tokens``: the first
+    tokens; ``layers``: the lower layers; ``never``: none; ``auto``: whichever is faster for the
+    length of the prefix, or none."""

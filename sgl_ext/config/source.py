@@ -1,4 +1,4 @@
-"""Reads a configuration: a YAML or JSON file, inline JSON, or a mapping."""
+"""Sources of a configuration: a YAML or JSON file, inline JSON, or a mapping."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ _LARGEST_FILE = 1 << 20
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration: where, what was found, what would be right."""
+    """Error in a configuration; the message says where, what was found and what is expected."""
 
 
 def read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]:
-    """What the source is called, and what it says.
+    """Reads a configuration, without validating it.
+
+    Returns:
+        The name of the source for messages, and its content.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the source cannot be read.
     """
     if source is None:
         return "defaults", {}
@@ -29,7 +32,7 @@ def read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]
     if not isinstance(source, str | Path) or not str(source).strip():
         raise ConfigError(f"expected a file, inline JSON or a mapping, found {source!r}")
     text = str(source).strip().removeprefix("\ufeff")
-    # What a parser makes of hostile input goes from ValueError to RecursionError.
+    # On hostile input, parsers raise various errors, from ValueError to RecursionError.
     if text.startswith(("{", "[")):
         try:
             return "inline configuration", json.loads(text, object_pairs_hook=_without_duplicates)
@@ -68,7 +71,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice instead of keeping the last."""
+    """SafeLoader that refuses a duplicate key instead of keeping its last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()

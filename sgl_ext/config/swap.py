@@ -10,40 +10,42 @@ from sgl_ext.config.values import Bytes, Section
 
 
 class SwapBaseline(Section):
-    """Parts of swapping as they were before it (vLLM's, FastSwitch §2.2)."""
+    """Parts of swapping as in earlier systems (vLLM's way, FastSwitch §2.2), for benchmarks."""
 
     recompute: bool = False
-    """Nothing is swapped: what gives way is computed again, as SGLang does."""
+    """True to swap nothing: preempted requests are recomputed, as in SGLang."""
     by_layer: bool = False
-    """Keys and values of each page and layer are copied by themselves."""
+    """True to copy keys and values of each page and layer separately."""
     wait: bool = False
-    """All wait until what gives way has been copied."""
+    """True to make all requests wait for a swap-out."""
     copy_again: bool = False
-    """All pages of a request are copied when it gives way or ends, whatever was copied before."""
+    """True to copy all pages of a request when it is preempted or ends, also those that host
+    memory has."""
 
 
 class Swap(Section):
-    """Preempted requests are swapped instead of recomputed (exact; FastSwitch)."""
+    """Swapping of preempted requests, in place of recomputation (exact; FastSwitch)."""
 
     capacity: Bytes
-    """Of the host tier, for requests that are swapped out; of a host tier of that size if none is
-    given."""
+    """Part of the host tier that swapped-out requests may use, in bytes. Without a host tier, one
+    of this size is created."""
     policy: Literal[
         "sglang", "fcfs", "static", "round-robin", "token-counter", "random", "markov"
     ] = "sglang"
-    """Who gives way: ``sglang``: as its own options say; ``fcfs``: only who came last, and only
-    where memory runs out; ``static``: the lower priority; ``round-robin``: who has had its turn;
-    ``token-counter``: who belongs to the client (``cache_salt``) that was served most (VTC);
-    ``random``, ``markov``: by chance, to measure with."""
+    """Choice of the requests that are preempted. ``sglang``: by SGLang's own options; ``fcfs``:
+    the request that came last, and only if memory runs out; ``static``: the lower priority;
+    ``round-robin``: requests that have had their turn; ``token-counter``: requests of the client
+    (``cache_salt``) that was served most (VTC); ``random``, ``markov``: at random, for
+    benchmarks."""
     swap_in: Literal["auto", "wait", "overlap"] = "auto"
-    """Whether others decode while a request's KV comes: if that costs fewer tokens than waiting for
-    it, never, or always."""
+    """Way in which KV is loaded. ``overlap``: other requests decode meanwhile; ``wait``: they wait;
+    ``auto``: whichever costs fewer tokens."""
     quantum: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 50
-    """Iterations of a turn (``round-robin``) or until priorities change (``random``, ``markov``);
-    tokens, the generated ones counting twice, that clients may differ by (``token-counter``)."""
+    """Iterations of a turn (``round-robin``) or between draws (``random``, ``markov``); tokens that
+    clients may differ by, generated ones counting twice (``token-counter``)."""
     ageing: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 1000
-    """Iterations of waiting that are worth one priority, to ``static``."""
+    """Iterations of waiting that are worth one priority (``static``)."""
     seed: Annotated[int, Field(strict=True)] = 0
-    """Of ``random`` and ``markov``."""
+    """Seed of ``random`` and ``markov``."""
     baseline: SwapBaseline = SwapBaseline()
-    """To measure against; slower."""
+    """Slower ways of swapping, for benchmarks."""

@@ -10,43 +10,44 @@ from sgl_ext.config.values import Bytes, Directories, EmulatedDevice, Seconds, S
 
 
 class HostTier(Section):
-    """Host memory below the device pool."""
+    """Tier in host memory, below the device pool."""
 
     capacity: Bytes
     emulate: EmulatedDevice | None = None
-    """Of loads from it."""
+    """Speed that loads from host memory are slowed down to; None if they are not."""
     link: EmulatedDevice | None = None
-    """Between it and the device, both ways."""
+    """Speed that copies between host memory and the device are slowed down to, both ways; None if
+    they are not."""
 
 
 KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
-"""A page is given to the tier when it was seen that often."""
+"""Uses of a page after which it is given to the tier."""
 
 
 class SsdTier(Section):
-    """Striped SSDs: one directory per device."""
+    """Tier on SSDs, striped over one directory per device."""
 
     directories: Directories
     capacity: Bytes
-    """Of each directory, on disk."""
+    """Bytes in each directory, for each tensor-parallel rank."""
     keep_after: KeepAfter = 2
     fsync: bool = False
-    """Whether a page counts as stored only when the device says that it will survive a power
-    failure. Without it a page survives the end of this process, and one that a power failure has
-    torn is found out and computed again."""
+    """True if a page counts as stored only when the device reports that it would survive a power
+    failure. Otherwise a page survives the end of this process, and a page that a power failure has
+    torn is detected and recomputed."""
     emulate: EmulatedDevice | None = None
-    """Of each directory."""
+    """Speed that each directory is slowed down to; None if it is not."""
 
 
 class RemoteTier(Section):
-    """A Mooncake store."""
+    """Tier in a Mooncake store."""
 
     master: Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
-    """``host:port`` of its master."""
+    """``host:port`` of the store's master."""
     segment: Bytes = ByteSize(1 << 30)
-    """Memory of this machine that the store may use, taken as it fills."""
+    """Bytes of this machine's memory that the store may use, taken as it fills."""
     host: str | None = None
-    """Address at which other machines reach this one; without it, the one that leads to the
+    """Address at which other machines reach this one; None for the address of the route to the
     master."""
     keep_after: KeepAfter = 1
 
@@ -58,10 +59,10 @@ class Tiers(Section):
     ssd: SsdTier | None = None
     remote: RemoteTier | None = None
     staging: Bytes = ByteSize(256 << 20)
-    """Host memory for pages on their way, where there is no host tier."""
+    """Bytes of host memory for pages in transit, if there is no host tier."""
     wait: Seconds = 10.0
-    """How long a request is held back, at most, while its pages come from lower tiers; then what
-    is missing is computed."""
+    """Longest time that admission of a request is deferred for pages from lower tiers, in seconds;
+    then the missing pages are computed."""
 
     @model_validator(mode="after")
     def _not_none(self) -> Self:

@@ -1,4 +1,4 @@
-"""What values of the configuration are made of: times, sizes, directories, shares.
+"""Types of the configuration's values: times, sizes, directories, shares.
 
 Sizes are bytes or a string with a unit ("4GiB"); times are seconds or a string with a unit
 ("250ms").
@@ -41,7 +41,7 @@ def _size(value: object) -> object:
 
 
 def written_size(value: int) -> str:
-    """The largest unit that says ``value`` exactly."""
+    """Returns a size in bytes with the largest unit of which it is a multiple, such as ``4GiB``."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value % size == 0:
             return f"{value // size}{unit}"
@@ -78,7 +78,7 @@ Directories = Annotated[tuple[Path, ...], Field(min_length=1), AfterValidator(_d
 
 
 class Section(BaseModel):
-    """A part of the configuration; what it does not know is refused."""
+    """Base class of the parts of the configuration; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
@@ -87,10 +87,10 @@ Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class EmulatedDevice(Section):
-    """Another device than the one that is there: slower. For tests and benchmarks."""
+    """Slower device that an existing one emulates, for tests and benchmarks."""
 
     bytes_per_second: Bytes
     latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=10)] = 0.0
-    """Of every read and write."""
+    """Latency of every read and write, in seconds."""
     operations_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """As many reads and writes at most."""
+    """Maximum number of reads and writes per second; None for no limit."""

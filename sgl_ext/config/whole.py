@@ -1,4 +1,4 @@
-"""The whole configuration: every section, and what they demand of each other."""
+"""The whole configuration: all sections, and the constraints between them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ SECTIONS = ("tiers", "chunks", "restore", "swap", "peer", "clusters")
 
 
 class ExtConfig(Section):
-    """The whole configuration; every section is off unless it is present."""
+    """Whole configuration; a section of :data:`SECTIONS` is off unless it is present."""
 
     start_deadline: Seconds = 1800.0
-    """How long the launcher waits for SGLang's schedulers to load the model."""
+    """Longest time that the launcher waits for SGLang's schedulers to load the model, in
+    seconds."""
 
     memory: Memory = Memory()
 
@@ -53,7 +54,7 @@ class ExtConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _swap_to_host_memory(cls, values: object) -> object:
-        """Without a host tier, ``swap`` brings one of its own size."""
+        """Adds a host tier of ``swap.capacity`` if there is a swap section and no host tier."""
         if not isinstance(values, Mapping):
             return values
         swap, tiers = values.get("swap"), values.get("tiers", {})
@@ -62,13 +63,13 @@ class ExtConfig(Section):
         try:
             capacity = Swap.model_validate(swap).capacity
         except ValidationError:
-            return values  # it is told of swap
+            return values  # the error is reported for swap
         return {**values, "tiers": {**tiers, "host": {"capacity": capacity}}}
 
     @field_validator(*SECTIONS, mode="before")
     @classmethod
     def _not_empty(cls, section: object) -> object:
-        if section is None:  # a key without a value, in YAML: on or off?
+        if section is None:  # a key without a value in YAML, which may mean on or off
             raise ValueError("the section is empty: write {} to switch it on, or remove it")
         return section
 
@@ -123,14 +124,14 @@ class ExtConfig(Section):
         return self
 
     def sections(self) -> dict[str, Section]:
-        """The sections that are switched on, by name."""
+        """Returns the sections that are on, by name."""
         present = {name: getattr(self, name) for name in SECTIONS}
         return {name: section for name, section in present.items() if section is not None}
 
     def resolved(self) -> dict[str, Any]:
-        """Every value in force, defaults included, in plain JSON types with units.
+        """Returns every value in force, defaults included, in plain JSON types with units.
 
-        What is off is left out, so that this can be read back.
+        Sections and options that are off are left out, so that the result can be read back.
         """
         return self.model_dump(mode="json", exclude_none=True)
 
@@ -153,7 +154,7 @@ def load(source: str | Path | Mapping[str, object] | None) -> ExtConfig:
 
 
 def _echo(value: object) -> str:
-    """What was found, short enough for one line."""
+    """Returns the representation of a value, cut to fit on one line."""
     written = repr(value)
     return written if len(written) <= _LONGEST_ECHO else f"{written[:_LONGEST_ECHO]}…"
 
@@ -184,7 +185,7 @@ def _describe(problem: Any) -> str:
 
 
 def _fields_at(location: list[str]) -> list[str]:
-    """Names of the fields of the section at ``location``."""
+    """Returns the names of the fields of the section at ``location``."""
     model: type[BaseModel] = ExtConfig
     for name in location:
         annotation = model.model_fields[name].annotation

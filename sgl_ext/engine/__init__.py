@@ -1,5 +1,6 @@
-"""Everything that touches SGLang; no other package of sgl_ext imports it.
+"""Package that connects sgl_ext to SGLang.
 
-The package itself stays empty: SGLang's plugin loader, a ``.pth`` line and the command line
-reach into single modules, most of them before SGLang may be imported.
+Outside of this package, only :mod:`sgl_ext.bench.harness.load_generator` imports SGLang. This
+module stays empty: SGLang's plugin loader, a ``.pth`` line and the command line import single
+modules, most of them before SGLang may be imported.
 """

@@ -1,4 +1,4 @@
-"""SGLang's prefix tree over any allocator, without an engine around it."""
+"""SGLang's prefix tree over any allocator, without an engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
 def prefix_tree(allocator: Any, **parameters: object) -> UnifiedRadixCache:
-    """An empty one, which gives what it evicts back to ``allocator``.
+    """Returns an empty tree, which frees the slots that it evicts to ``allocator``.
 
     Args:
-        parameters: further ones of ``CacheInitParams``.
+        parameters: further parameters of ``CacheInitParams``.
     """
     return UnifiedRadixCache(
         CacheInitParams(
@@ -37,5 +37,9 @@ def key_of(tokens: Iterable[int]) -> RadixKey:
 
 
 def insert(tree: UnifiedRadixCache, tokens: Iterable[int], slots: torch.Tensor) -> None:
-    """``tokens`` have their KV in ``slots``: (tokens,) int64, whole pages of the allocator's."""
+    """Inserts ``tokens``, whose KV is in ``slots``.
+
+    Args:
+        slots: int64 ``[tokens]``, whole pages of the tree's allocator.
+    """
     tree.insert(InsertParams(key=key_of(tokens), value=slots))

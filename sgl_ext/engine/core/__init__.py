@@ -1,1 +1,1 @@
-"""What every power shares: hooks, their dispatch, the runtime of a scheduler process."""
+"""Hooks, their dispatch and the runtime of a scheduler process, which all powers share."""

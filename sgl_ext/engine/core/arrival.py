@@ -1,8 +1,8 @@
-"""Activates a process when the configuration arrives in it, or stops the start.
+"""Activation of a process when the configuration arrives in it, or refusal of the start.
 
-The configuration rides on SGLang's own ``ServerArgs`` record as a :class:`Carried` object.
-Unpickling it in a child process activates that process before any of its code runs: a child without
-a working extension ends there, and the launcher reports it.
+SGLang's own ``ServerArgs`` record carries the configuration as a :class:`Carried` object.
+Unpickling it in a child process activates that process before any of its code runs. A child process
+without a working extension ends there, and the launcher reports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def carry(server_args: ServerArgs, config: ExtConfig) -> None:
-    """Has SGLang's ``ServerArgs`` take the configuration into every process that gets them."""
+    """Attaches the configuration to a ``ServerArgs`` record, to be pickled with it."""
     setattr(server_args, CARRIED, Carried(config))
 
 
@@ -29,8 +29,8 @@ def arrive(config: ExtConfig, launcher: int | None) -> Carried:
     in_worker = activation.enter(launcher)
     try:
         hooks.require_supported_sglang()
-        # A spawned process imports its entry point before its arguments arrive, so every
-        # scheduler has this module; in another worker that has it, the hooks are never reached.
+        # A spawned process imports its entry point before its arguments arrive, so this module is
+        # loaded in every scheduler. Another worker may have loaded it, but never calls the hooks.
         if in_worker and _SCHEDULER in sys.modules:
             from sgl_ext.engine.core import scheduler
 

@@ -1,7 +1,7 @@
-"""The attention backends that run in a scheduler, and what each is known to serve.
+"""Attention backends that run in a scheduler, and the requirements of powers on them.
 
-Powers that change what attention reads ask here, when the model is there and before the server is
-ready: the backend that runs decides, not the one that could run on this machine.
+Powers that change what attention reads check the backends after the model is loaded and before the
+server is ready. Only a backend that runs decides, not one that could run on this machine.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _STORE_FIRST = {
 }
 """Classes whose extend writes a layer's new K and V to the pool before it attends.
 
-FlashInfer is none of them: its ragged prefill attends first. Subclasses do not count, for they may
-have another order, as TRT-LLM's has another than FlashInfer's.
+FlashInfer is not among them: its ragged prefill attends first. Subclasses do not count, because
+their order may differ, as that of TRT-LLM's backend differs from that of its base class,
+FlashInfer's backend.
 """
 
 
 _STORE_FIRST_NAMES = ("torch_native", "triton", "fa3", "trtllm_mha")
 """Values of SGLang's ``--attention-backend`` that select one of these classes."""
 _OWN_NAME = "torch_native"
-"""Argument value that selects the compiled CPU attention on a CPU."""
+"""Value of ``--attention-backend`` that selects the compiled CPU attention on a CPU."""
 
 
 PLANNING = ("chunks", "restore")
-"""Sections whose plans split a forward into rows that alias one request."""
+"""Names of the sections whose plans split a forward into rows that alias one request."""
 
 
 class Running(NamedTuple):
@@ -48,7 +49,7 @@ class Running(NamedTuple):
 
 
 def running(runner: ModelRunner) -> Running:
-    """The backends of a ``ModelRunner`` that is ready to run."""
+    """Returns the backends of a ``ModelRunner`` that is ready to run."""
     whole = runner.attn_backend
     if _name(whole) == f"{_SGLANG}.hybrid_attn_backend.HybridAttnBackend":
         return Running(whole.prefill_backend, whole.decode_backend)
@@ -56,12 +57,12 @@ def running(runner: ModelRunner) -> Running:
 
 
 def require_names(view: ServerArgs, store_first: str | None, own: str | None) -> None:
-    """Makes sure of both before a model is loaded, as far as arguments tell.
+    """Checks both requirements before a model is loaded, as far as the arguments tell.
 
     Args:
         view: SGLang's arguments.
-        store_first: the power that needs :func:`require_store_first`, if any.
-        own: the power that needs :func:`require_own`, if any.
+        store_first: name of the power that needs :func:`require_store_first`; None if none does.
+        own: name of the power that needs :func:`require_own`; None if none does.
 
     Raises:
         ExtError: an argument names a backend that does not serve the power.
@@ -91,10 +92,10 @@ def _not_own(power: str, phase: str, found: str) -> str:
 
 
 def require_store_first(runner: ModelRunner, power: str) -> None:
-    """Makes sure that prefill stores a layer's K and V before it attends.
+    """Checks that the prefill backend stores a layer's K and V before it attends.
 
     Raises:
-        ExtError: the backend that runs is not known to.
+        ExtError: the backend that runs is not known to do so.
     """
     found = running(runner).prefill
     if _name(found) not in _STORE_FIRST:
@@ -102,10 +103,10 @@ def require_store_first(runner: ModelRunner, power: str) -> None:
 
 
 def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -> None:
-    """Makes sure that the compiled CPU attention runs, in prefill and in decode.
+    """Checks that the compiled CPU attention runs in prefill and in decode.
 
     Args:
-        layout: of the slab, from which K and V are read.
+        layout: layout of the slab from which K and V are read.
         scale: factor of the logits.
 
     Raises:

@@ -1,7 +1,10 @@
 """Hooks on the places of SGLang's scheduler that several powers share.
 
-Each place is hooked once and calls the powers in their order. Methods that surround a call of
-SGLang are called from the outside in before it and from the inside out after it.
+Each place is hooked once and calls the powers. Methods that come in pairs, before and after a call
+of SGLang, are called from the outside in before it and from the inside out after it. Single calls,
+such as ``poll``, ``matching``, ``forget``, ``ready`` and ``plan``, go from the inside out. The
+exceptions are ``positioned``, ``released``, ``weights_changed``, ``reset`` and ``close``, which go
+from the outside in.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from sgl_ext.errors import ExtError
 
 
 def _ready(original: Original, scheduler: Scheduler) -> Any:
-    """Opens the powers; what is wrong ends the scheduler with the reason."""
+    """Opens the powers and adds their report; an error ends the scheduler with its reason."""
     if (ext := runtime.current) is None:
         return original(scheduler)
     if not ext.inside_out:
@@ -54,7 +57,7 @@ def _queue(original: Original, scheduler: Scheduler, req: Req, *args: object, **
     if not req.retraction_count:
         return original(scheduler, req, *args, **kw)
     arrived = req.time_stats.wait_queue_entry_time
-    # A request that was accepted stays so, however many have come since.
+    # A request that was accepted before is not rejected because the queue has become full since.
     most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
     try:
         result = original(scheduler, req, *args, **kw)

@@ -1,8 +1,8 @@
-"""Hooks on SGLang that verify themselves.
+"""Hooks on SGLang that are verified after they were applied.
 
-SGLang's own registry applies hooks and logs, but swallows, every failure. A hook that did not
-apply would leave a server that looks like ours and runs stock, so after applying, each one is
-looked up again.
+SGLang's own registry applies hooks, and logs but swallows every failure. If a hook was not applied,
+the server would claim to run the extension and would run stock SGLang. Each hook is therefore
+looked up again after it was applied.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from sgl_ext.errors import ExtError
 
 
 class ActivationError(ExtError):
-    """The extension cannot be active here: what was asked, what was found, what to do."""
+    """Error raised when the extension cannot be active in this process.
+
+    The message says what was asked, what was found and what to do.
+    """
 
 
 Original = Callable[..., Any]
-"""SGLang's own function, as a hook around it gets it."""
+"""SGLang's own function, as a hook around it receives it."""
 
 
 class Hook(NamedTuple):
-    """One place where SGLang calls us, and why none of its seams serves."""
+    """A hook on one place of SGLang, and why none of SGLang's extension points serves."""
 
     target: str
     """Dotted path of the function or method."""
@@ -36,14 +39,14 @@ class Hook(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """Something of SGLang's own interface that we rely on without patching it."""
+    """An extension point of SGLang that this package relies on without patching it."""
 
     name: str
     present: Callable[[], bool]
 
 
 def accepts(target: str, parameter: str) -> Callable[[], bool]:
-    """A check that the callable at ``target`` takes ``parameter``."""
+    """Returns a check that the callable at ``target`` takes ``parameter``."""
 
     def check() -> bool:
         function = pkgutil.resolve_name(target)
@@ -53,7 +56,7 @@ def accepts(target: str, parameter: str) -> Callable[[], bool]:
 
 
 def installed_sglang() -> str:
-    """The version of the installed SGLang, or "none"."""
+    """Returns the version of the installed SGLang, or "none"."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -61,7 +64,7 @@ def installed_sglang() -> str:
 
 
 def require_supported_sglang() -> None:
-    """Raises ActivationError unless the installed SGLang is the one this package is for."""
+    """Raises ActivationError unless SGLang has the version that this package supports."""
     found = installed_sglang()
     if found != SUPPORTED_SGLANG:
         raise ActivationError(
@@ -71,7 +74,7 @@ def require_supported_sglang() -> None:
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Hands hooks to SGLang's registry; its plugin loader applies them with all other plugins'."""
+    """Registers hooks with SGLang's registry. SGLang's plugin loader applies them later."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource(plugin_name="sgl_ext", dist_name="sgl-ext")
@@ -80,19 +83,20 @@ def register(hooks: Iterable[Hook]) -> None:
 
 
 def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
-    """Applies hooks now, around whatever other plugins have made of their targets; verifies them.
+    """Applies hooks around what other plugins have made of their targets, and verifies them.
 
-    For use after SGLang has loaded all plugins. Hooks that are in place are left alone.
+    Call it after SGLang has loaded all plugins. Hooks that are in place are not applied again.
 
     Raises:
-        ActivationError: naming every seam and target that is missing.
+        ActivationError: names every seam and target that is missing.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = list(hooks)
     new = [hook for hook in hooks if not _applied(hook)]
-    # The registry applies a target once, silently skipping what comes later. So that ours are
-    # applied, and the earlier ones not again, it forgets these targets for a moment.
+    # The registry applies each target once and silently skips hooks that are registered later.
+    # The targets are removed from it for a moment, so that it applies these hooks, and does not
+    # apply the earlier ones again.
     earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
     HookRegistry._patched -= set(earlier)
     register(new)
@@ -103,7 +107,7 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
 
 
 def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
-    """Raises ActivationError naming every seam and target that is missing."""
+    """Raises ActivationError that names every seam and target that is missing."""
     missing = [seam.name for seam in seams if not _present(seam)]
     missing += [hook.target for hook in hooks if not _applied(hook)]
     if missing:
@@ -122,9 +126,9 @@ def _present(seam: Seam) -> bool:
 
 
 def _applied(hook: Hook) -> bool:
-    """Whether the live attribute is a wrapper around our function.
+    """Returns whether the live attribute is a wrapper around the hook's function.
 
-    SGLang's own record of patched targets proves nothing about ours.
+    SGLang's record of patched targets does not say which functions were applied.
     """
     try:
         live = pkgutil.resolve_name(hook.target)

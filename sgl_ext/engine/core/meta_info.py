@@ -1,4 +1,4 @@
-"""What the powers did for a request, in its answer's ``meta_info.ext``."""
+"""Reports of the powers on a request, in ``meta_info.ext`` of its answer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _EXT = "ext"
 
 
 def tell(req: Req, entry: Mapping[str, Any]) -> None:
-    """Adds ``entry``, which names its ``power``, to what SGLang's request answers."""
+    """Adds ``entry``, which names its ``power``, to the report in the request's answer."""
     req.customized_info = req.customized_info or {}
     req.customized_info.setdefault(_EXT, []).append(entry)
 
 
 def told(req: Req, power: str) -> list[Mapping[str, Any]]:
-    """What ``power`` has told of the request so far."""
+    """Returns the entries that ``power`` has added to the request's report so far."""
     return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
 
 
 def _once(original: Original, streamer: Any, key: str) -> Any:
-    """``ext`` comes once with a response, not once with each token."""
+    """Has SGLang return ``ext`` once per response instead of once per token."""
     return key == _EXT or original(streamer, key)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of ``/metrics`` whose values somebody else keeps."""
+"""Updates of Prometheus metrics whose values are kept elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _INTERVAL_S = 1.0
 
 
 class Paced:
-    """What is brought up to date once in a while."""
+    """Base class of metrics that are updated at most once per second."""
 
     _next = 0.0
 
     @property
     def due(self) -> bool:
-        """Whether the last update is a while ago."""
+        """True if an update is due."""
         return time.monotonic() >= self._next
 
     def _updated(self) -> None:
@@ -24,14 +24,13 @@ class Paced:
 
 
 class Totals:
-    """Raises counters to totals; a total that fell, because its owner began anew, counts for
-    nothing."""
+    """Counters that follow totals. A total that fell, because its owner restarted, adds nothing."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, ...], float] = {}
 
     def set(self, counter: Counter, total: float, *labels: str) -> None:
-        """Adds to the counter what the total has grown by."""
+        """Adds the growth of the total since the last call to the counter."""
         key = (str(counter), *labels)
         counter.labels(*labels).inc(max(total - self._counted.get(key, 0.0), 0.0))
         self._counted[key] = total

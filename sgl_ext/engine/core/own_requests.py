@@ -1,4 +1,4 @@
-"""Requests that the extension itself makes of its server, in the process of SGLang's tokenizer."""
+"""Requests that the extension sends to its own server, in the process of SGLang's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sgl_ext.errors import ExtError
 
 
 class OwnRequests:
-    """Those that are under way.
+    """Requests of the extension that are in progress.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
-        what: is computed by them, for errors.
+        what: name of the result that the requests compute, for error messages.
     """
 
     def __init__(self, manager: TokenizerManager, what: str) -> None:
@@ -25,10 +25,10 @@ class OwnRequests:
         return id(request) in self._asking
 
     async def answer(self, request: Any) -> dict[str, Any]:
-        """The whole answer to SGLang's ``GenerateReqInput``.
+        """Returns the complete answer to SGLang's ``GenerateReqInput``.
 
         Raises:
-            ExtError: the server does not compute it.
+            ExtError: the server rejects or aborts the request.
         """
         answer: dict[str, Any] = {}
         self._asking.add(id(request))
@@ -38,11 +38,11 @@ class OwnRequests:
                 if reason.get("type") == "abort":
                     raise ExtError(f"{self._what} was not computed: {reason.get('message')}")
         except asyncio.CancelledError:
-            # SGLang computes on for a caller that has gone.
+            # SGLang goes on computing after its caller was cancelled.
             if request.rid:
                 self._manager.abort_request(request.rid)
             raise
-        except ValueError as error:  # SGLang's word for what it does not take
+        except ValueError as error:  # SGLang raises it for an invalid request
             raise ExtError(f"{self._what} was not computed: {error}") from None
         finally:
             self._asking.discard(id(request))

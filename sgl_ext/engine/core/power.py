@@ -1,9 +1,9 @@
-"""The shape that every power has, in the launcher and in a scheduler.
+"""Interface that every power implements, in the launcher and in a scheduler.
 
-A power is one section of the configuration. SGLang is hooked once in each place that several powers
-need (:mod:`~sgl_ext.engine.core.dispatch`, :mod:`~sgl_ext.engine.front.dispatch`); the dispatchers
-call the methods below, in the order of :data:`~sgl_ext.engine.core.powers.ORDER`. A place that only
-one power needs is hooked in the power's own package.
+A power implements one section of the configuration. A place of SGLang that several powers need is
+hooked once (:mod:`~sgl_ext.engine.core.dispatch`, :mod:`~sgl_ext.engine.front.dispatch`). The
+dispatchers call the methods below in the order of :data:`~sgl_ext.engine.core.powers.ORDER`, or in
+its reverse. A place that only one power needs is hooked in the power's own package.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from sgl_ext.engine.step.rows import Row
 
 Answer = Mapping[str, Any] | list[Mapping[str, Any]]
-"""What SGLang's ``TokenizerManager`` yields for a request."""
+"""Answer, or list of answers, that SGLang's ``TokenizerManager`` yields for a request."""
 Watch = Callable[[Answer], None]
-"""Called with each answer to a request before the client gets it."""
+"""Function that is called with each answer to a request before the client gets the answer."""
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -50,19 +50,19 @@ class Power(Generic[SectionT]):
 
     Args:
         config: the whole configuration.
-        section: the power's own part of it.
+        section: the section of the power.
     """
 
     name: ClassVar[str]
-    """Name of the power's section, of its packages and of its part in ``/server_info``."""
+    """Name of the power's section, of its packages and of its part of ``/server_info``."""
     path: ClassVar[str | None] = None
-    """Path that the power's HTTP routes begin with, if it has any."""
+    """Path prefix of the power's HTTP routes; None if it has none."""
     hooks: ClassVar[tuple[Hook, ...]] = ()
     """Hooks on places of a scheduler that no other power needs."""
     launcher_hooks: ClassVar[tuple[Hook, ...]] = ()
     """Hooks on places of the launcher that no other power needs."""
     unserved: ClassVar[Unserved] = ()
-    """Arguments of SGLang that the power does not serve, beside those of every power."""
+    """Arguments of SGLang that this power does not serve, although others may."""
 
     def __init__(self, config: ExtConfig, section: SectionT) -> None:
         self.config = config
@@ -71,8 +71,10 @@ class Power(Generic[SectionT]):
     # --- in the launcher -------------------------------------------------------------------------
 
     def declare(self, server_args: ServerArgs) -> None:
-        """Sets arguments of SGLang that the power needs, before SGLang resolves them. Must not
-        import SGLang's modules: they read the environment that resolution sets.
+        """Sets arguments of SGLang that the power needs, before SGLang resolves them.
+
+        Must not import SGLang's modules: they read the environment that resolution sets. The base
+        class only checks the arguments.
 
         Raises:
             ActivationError: the arguments ask for something that the power does not serve.
@@ -87,7 +89,7 @@ class Power(Generic[SectionT]):
             model: SGLang's ``ModelConfig``.
 
         Raises:
-            ActivationError: the power does not serve them, or not this model.
+            ActivationError: the power does not serve the arguments or the model.
         """
 
     def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front | None:
@@ -99,7 +101,7 @@ class Power(Generic[SectionT]):
             info: the ready message of the first scheduler.
 
         Returns:
-            The power's view of requests, if it has one.
+            The power's front, which sees each request; None if it has none.
         """
 
     # --- in a scheduler --------------------------------------------------------------------------
@@ -112,22 +114,26 @@ class Power(Generic[SectionT]):
         """
 
     def arrive(self, req: Req) -> None:
-        """Is called when a request is put into the waiting queue, also after a retraction."""
+        """Is called before a request is put into the waiting queue, also after a retraction."""
 
     def needed(self, req: Req) -> None:
-        """Is called when another power has lost KV that a waiting request would have resumed with:
-        the request is prefilled like a new one."""
+        """Is called when another power has lost KV of a waiting request that it held elsewhere.
+
+        The request would have resumed with this KV. It is now prefilled like a new request.
+        """
 
     def owns(self, req: Req) -> bool:
-        """Returns whether this power brings all KV of a waiting request, so that powers behind it
-        in the order leave the request alone."""
+        """Returns whether this power provides all KV of a waiting request.
+
+        Powers behind it in the order leave such a request alone.
+        """
         return False
 
     def matching(self, req: Req, prefix: int) -> None:
-        """Is called before SGLang looks a waiting request up in the external cache.
+        """Is called before SGLang looks up a waiting request in the external cache.
 
         Args:
-            prefix: tokens that the radix tree has on the device.
+            prefix: number of tokens that the radix tree has on the device.
         """
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
@@ -135,7 +141,7 @@ class Power(Generic[SectionT]):
 
         Args:
             adder: SGLang's ``PrefillAdder`` of this step.
-            continuing: whether the batch goes on with a chunked prompt.
+            continuing: whether the batch continues a chunked prompt.
         """
         return True
 
@@ -144,45 +150,57 @@ class Power(Generic[SectionT]):
         return True
 
     def resume(self, adder: PrefillAdder, req: Req) -> Any | None:
-        """Returns SGLang's ``AddReqResult`` if the power has decided the admission of the request,
-        or None if SGLang is to admit it as it does any request."""
+        """Returns SGLang's ``AddReqResult`` if the power has decided the admission of the request.
+
+        Returns None if SGLang is to admit the request like any other.
+        """
 
     def acquire(self, req: Req) -> None:
-        """Keeps what the request's plan takes from elsewhere until its prefill has ended. SGLang
-        asks the plan for the request's cost next."""
+        """Keeps KV that the request's plan uses until its prefill has ended.
+
+        SGLang asks the plan for the request's cost after this call.
+        """
 
     def concede(self, req: Req) -> bool:
-        """Gives up what :meth:`acquire` keeps, so that the request fits into memory that is its
-        own. Returns whether there was anything."""
+        """Releases what :meth:`acquire` keeps, so that the request fits into the memory.
+
+        Returns whether anything was released.
+        """
         return False
 
     def seats(self) -> int:
-        """Returns how many requests will join the batch in this step or soon without having been
-        admitted by SGLang."""
+        """Returns the number of requests that join the batch in this step or soon.
+
+        It counts only requests that SGLang does not admit itself.
+        """
         return 0
 
     def make_room(self, adder: PrefillAdder, req: Req) -> bool:
-        """Preempts requests for one that memory is missing for. Returns whether any was."""
+        """Preempts requests for a request that lacks memory. Returns whether any was preempted."""
         return False
 
     def preempt(self, original: Original, adder: PrefillAdder, req: Req) -> bool | None:
-        """Preempts requests for one that there are too many others beside.
+        """Preempts requests for a request for which the batch is full.
 
         Args:
-            original: SGLang's way to do it.
+            original: SGLang's ``preempt_to_schedule``.
 
         Returns:
-            Whether it can be admitted now; None to leave the decision to others.
+            Whether the request can be admitted now; None to leave the decision to others.
         """
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         """Is called when SGLang has tried to admit a request that was ready and planned."""
 
     def continued(self, req: Req) -> None:
-        """Is called when a further part of a chunked prompt was admitted."""
+        """Is called when a further part of a chunked prompt that has a plan was admitted."""
 
     def deferred(self, req: Req) -> None:
-        """Is called when a planned request is passed over before SGLang has tried to admit it."""
+        """Is called when a planned request is passed over before SGLang has tried to admit it.
+
+        It is also called after every ``preempt_to_schedule``, whether or not the request has a
+        plan.
+        """
 
     def withheld(self) -> Iterable[Req]:
         """Returns waiting requests that the power keeps outside of SGLang's queue."""
@@ -192,7 +210,7 @@ class Power(Generic[SectionT]):
         """Is called when a retracted request was put at the end of the waiting queue.
 
         Args:
-            arrived: when it was first queued, by SGLang's clock.
+            arrived: time at which the request was queued before, by SGLang's clock.
         """
 
     def poll(self) -> None:
@@ -205,41 +223,51 @@ class Power(Generic[SectionT]):
         """Is called with the plan of a step, in which ``running_batch`` may be changed."""
 
     def pending(self) -> bool:
-        """Returns whether waiting requests depend on I/O that is under way."""
+        """Returns whether waiting requests depend on I/O that is in progress."""
         return False
 
     def forwarding(self, batch: ScheduleBatch) -> None:
         """Is called before SGLang runs a ``ScheduleBatch``."""
 
     def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
-        """Is called after the run, with the time that it has taken."""
+        """Is called after SGLang has run a ``ScheduleBatch``.
+
+        Args:
+            seconds: duration of the run.
+        """
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns SGLang's ``ForwardBatch`` with the positions that its tokens have."""
+        """Returns SGLang's ``ForwardBatch`` with the positions of its tokens."""
         return batch
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        """Copies KV that is there already into ``slots`` of tokens ``start .. end - 1``."""
+        """Copies KV that exists already into the ``slots`` of tokens ``start .. end - 1``."""
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
-        """Surrounds a forward that follows plans. Yields the rows that it begins with."""
+        """Surrounds a forward that follows plans. Yields the rows with which the forward begins."""
         return nullcontext(rows)
 
     def prefilled(self, rid: str) -> None:
-        """Is called when the prefill of a planned request has ended, or will not take place."""
+        """Is called when the prefill of a planned request has ended.
+
+        It is also called whenever the radix tree releases a request, with or without a plan.
+        """
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         """Is called before the radix tree releases a request that ends or is retracted.
 
         Args:
-            checkpointed: whether the tree has taken the request's KV.
+            checkpointed: whether the tree has taken over the request's KV.
         """
 
     def forget(self, rid: str) -> None:
-        """Is called when a waiting request has been aborted, or its KV released."""
+        """Is called when a request that is in no batch is aborted, if there are tiers.
+
+        No other end of a request calls it.
+        """
 
     def reset(self) -> None:
-        """Is called before SGLang's tree forgets all cached KV, if there are tiers."""
+        """Is called before SGLang's radix tree drops all cached KV, if there are tiers."""
 
     def weights_changed(self) -> None:
         """Is called before an update of the model's weights."""
@@ -258,8 +286,8 @@ class Front:
         """Checks and rewrites SGLang's ``GenerateReqInput`` or ``EmbeddingReqInput``.
 
         Returns:
-            A function that is called with each answer, if the power needs them.
+            A function that is called with each answer, if the power needs the answers.
 
         Raises:
-            ExtError: the request asks for what cannot be served.
+            ExtError: the request cannot be served.
         """

@@ -1,4 +1,4 @@
-"""The powers, and the order in which they surround SGLang."""
+"""Classes of the powers, and the order in which the powers surround SGLang."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ ORDER: tuple[type[Power[Any]], ...] = (
     PeerPower,
     ClustersPower,
 )
-"""The powers from the inside out: the last one sees a step, a request and a forward first, and the
-end of a step last.
+"""Classes of the powers, from the inside out.
+
+The last one sees a step, a request and a forward first, and the end of a step last.
 
 - Restore is inside swap: the fairness policy sees a prompt before restoration interrupts it.
-- Peer is inside clusters, which see followers before a peer puts them aside to wait for memory.
-- Chunks are outside restore: a forward that chooses the tokens to recompute goes on with other rows
-  between two layers, which it can do only once, and restoration loads everything then.
+- Peer is inside clusters: clusters see followers before a peer makes them wait for memory.
+- Chunks are outside restore: a forward that selects the tokens to recompute continues with other
+  rows between two layers. It can do so only once, and restoration loads everything then.
 - A waiting request belongs to the innermost power that owns it: swap before chunks.
 """
 
 
 def powers_of(config: ExtConfig) -> list[Power[Any]]:
-    """Makes the powers whose sections are on, from the inside out."""
+    """Returns new powers for the sections that are on, from the inside out."""
     on = config.sections()
     return [kind(config, on[kind.name]) for kind in ORDER if kind.name in on]

@@ -1,6 +1,6 @@
-"""Checks in a process of its own that every hook and seam fits the installed SGLang.
+"""Check, in a separate process, that every hook and seam fits the installed SGLang.
 
-``python -m sgl_ext.engine.core.probe`` prints one line and exits with 0 only if all do.
+``python -m sgl_ext.engine.core.probe`` prints one line and exits with 0 only if all of them fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
         name = type(current_platform).__name__
         if platform.reason_inactive() is None and name != "NativeCpuPlatform":
             raise hooks.ActivationError(f"SGLang chose the platform {name}, not this package's")
-        # The CPU platform's parts are put in place by importing what they belong to.
+        # On the CPU platform, this imports and patches the modules of SGLang that it changes.
         current_platform.init_backend()
         from sgl_ext.engine.core import scheduler
         from sgl_ext.engine.launch import launcher, server_args

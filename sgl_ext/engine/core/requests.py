@@ -1,4 +1,4 @@
-"""What SGLang's scheduler does to single requests: reserve, retract, release, refuse."""
+"""Operations of SGLang's scheduler on single requests: reserve, retract, release, refuse."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
 
 def reserved(req: Req) -> int:
-    """Returns the tokens that SGLang reserves for the rest of a request's answer when it admits
-    the request."""
+    """Returns the number of tokens that SGLang reserves for the rest of a request's answer.
+
+    SGLang reserves them when it admits the request.
+    """
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     left = max((req.sampling_params.max_new_tokens or 0) - len(req.output_ids), 0)
@@ -33,8 +35,10 @@ def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Any]:
 
 
 def retractable(req: Req) -> bool:
-    """Whether a running request can be retracted. A beam group cannot: SGLang's release of its
-    leader leaves the rows of its members behind."""
+    """Returns whether a running request can be retracted.
+
+    A beam group cannot: SGLang's release of its leader leaves the rows of its members allocated.
+    """
     return not req.finished() and req.beam_group is None
 
 
@@ -42,7 +46,7 @@ def release(scheduler: Scheduler, req: Req, *, offload_kv: bool = True) -> None:
     """Frees the row and the slots of a request outside of a batch.
 
     Args:
-        offload_kv: see SGLang's ``release_req``; False if its KV must be computed again.
+        offload_kv: see SGLang's ``release_req``; False if the request's KV must be computed again.
     """
     from sglang.srt.managers import schedule_batch
 
@@ -58,7 +62,7 @@ def release(scheduler: Scheduler, req: Req, *, offload_kv: bool = True) -> None:
 
 
 def refuse_waiting(scheduler: Scheduler, req: Req, message: str) -> None:
-    """The request, which is in the waiting queue, is answered with 503 and ``message``."""
+    """Removes a request from the waiting queue and answers it with 503 and ``message``."""
     from sglang.srt.managers.io_struct import AbortReq
 
     scheduler.waiting_queue.remove(req)

@@ -1,4 +1,4 @@
-"""The state of one scheduler process that several parts of the extension share."""
+"""State of one scheduler process that several parts of the extension share."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExtRuntime:
-    """Holds the powers of a scheduler process and what they share.
+    """Powers of a scheduler process, and the state that they share.
 
     A power's field is None until the power is open, and stays None if its section is off.
     """
 
     config: ExtConfig
     slab: Slab | None = None
-    """The KV pool; None if SGLang's own layer-major pool is in place."""
+    """KV pool; None if SGLang's own layer-major pool is used."""
     layer_major_because: str | None = None
-    """Why there is no slab."""
+    """Reason for which there is no slab."""
     plans: dict[str, PrefillPlan] = field(default_factory=dict)
-    """Plans of requests that are not simply computed, by request id."""
+    """Prefill plans by request id; requests without one are computed as usual."""
     split: Split | None = None
-    """Rows of the forward that runs, if it follows plans."""
+    """Rows of the running forward; None if it follows no plans."""
     prefill_seconds: float = 0.0
-    """Time of all prefill forwards so far."""
+    """Total duration of all prefill forwards so far, in seconds."""
     tiers: TiersPower | None = None
     restore: RestorePower | None = None
     swap: SwapPower | None = None
@@ -48,20 +48,20 @@ class ExtRuntime:
     clusters: ClustersPower | None = None
 
     inside_out: list[Power[Any]] = field(default_factory=list)
-    """The open powers, in the order of :data:`~sgl_ext.engine.core.powers.ORDER`."""
+    """Open powers, in the order of :data:`~sgl_ext.engine.core.powers.ORDER`."""
 
     def add(self, power: Power[Any]) -> None:
-        """Adds an open power, outside of those that there are."""
+        """Adds an open power outside of the powers that are open already."""
         setattr(self, power.name, power)
         self.inside_out.append(power)
 
     @property
     def outside_in(self) -> list[Power[Any]]:
-        """The open powers, the outermost one first."""
+        """Open powers, the outermost one first."""
         return self.inside_out[::-1]
 
     def owner(self, req: Req) -> Power[Any] | None:
-        """Returns the power that brings all KV of a waiting request, if one does."""
+        """Returns the innermost power that provides all KV of a waiting request, or None."""
         return next((power for power in self.inside_out if power.owns(req)), None)
 
     def withheld(self) -> Iterator[Req]:
@@ -70,8 +70,10 @@ class ExtRuntime:
             yield from power.withheld()
 
     def computed_tokens(self, batch: ScheduleBatch) -> int:
-        """Returns how many tokens of SGLang's ``ScheduleBatch`` an extend forward computes: those
-        that plans neither link nor load."""
+        """Returns the number of tokens of a ``ScheduleBatch`` that an extend forward computes.
+
+        Tokens that plans link or load do not count.
+        """
         if not self.plans:
             return batch.extend_num_tokens or 0
         every = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
@@ -83,7 +85,7 @@ class ExtRuntime:
         )
 
     def prefilled(self, rid: str) -> None:
-        """The prefill of a planned request has ended, or will not take place."""
+        """Tells the powers that the prefill of a request has ended, or will not take place."""
         for power in self.inside_out:
             power.prefilled(rid)
 
@@ -104,4 +106,4 @@ class ExtRuntime:
 
 
 current: ExtRuntime | None = None
-"""The runtime of this scheduler process; hooks do nothing without it."""
+"""Runtime of this scheduler process; None if the extension is not active in this process."""

@@ -1,4 +1,4 @@
-"""Activates the extension in SGLang's scheduler process."""
+"""Activation of the extension in SGLang's scheduler process."""
 
 from __future__ import annotations
 
@@ -37,16 +37,21 @@ HOOKS = (
 
 
 def activate(config: ExtConfig) -> None:
-    """Activates this scheduler process. Raises ActivationError; repeating it changes nothing."""
+    """Activates the extension in this scheduler process. Repeating the call changes nothing.
+
+    Raises:
+        ActivationError: a hook cannot be applied.
+    """
     if runtime.current is None or runtime.current.config != config:
         runtime.current = runtime.ExtRuntime(config)
-    # A progress bar's default lock is a named semaphore, which outlives a killed scheduler.
+    # The default lock of tqdm is a named semaphore, which a killed scheduler leaves behind.
     import threading
 
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
-    # SGLang applies all plugins' hooks at once; ours come early, and must not shut out the rest.
+    # SGLang applies the hooks of all plugins at once. Hooks that are applied before that would
+    # keep the other plugins' hooks on the same targets from being applied.
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -1,7 +1,7 @@
-"""The classes of SGLang that the engine reads: their attributes and methods, and no more.
+"""Protocols of SGLang's classes, with the attributes and methods that the engine uses.
 
-SGLang ships no type information. These protocols name all that is relied upon, so that a new
-version of SGLang can be compared with one file. Names and meanings are SGLang's own.
+SGLang ships no type information. These protocols name everything that the engine relies on, so that
+a new version of SGLang can be compared with one file. Names and meanings are SGLang's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class SamplingParams(Protocol):
-    """``sglang.srt.sampling.sampling_params.SamplingParams``."""
+    """Protocol of ``sglang.srt.sampling.sampling_params.SamplingParams``."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -26,7 +26,7 @@ class SamplingParams(Protocol):
 
 
 class KVRecord(Protocol):
-    """A request's row of slots (``Req.kv``)."""
+    """Protocol of ``Req.kv``, a request's row of slots."""
 
     req_pool_idx: int
     holds_kv: bool
@@ -36,7 +36,7 @@ class KVRecord(Protocol):
 
 
 class BeamGroup(Protocol):
-    """``Req.beam_group`` of a group's leader."""
+    """Protocol of ``Req.beam_group`` of a group's leader."""
 
     beam_width: int
     member_rows: Sequence[int] | None
@@ -47,14 +47,14 @@ class BeamGroup(Protocol):
 
 
 class TimeStats(Protocol):
-    """``Req.time_stats``; seconds."""
+    """Protocol of ``Req.time_stats``, in seconds."""
 
     wait_queue_entry_time: float
     queue_duration_s: float
 
 
 class Req(Protocol):
-    """``sglang.srt.managers.schedule_batch.Req``."""
+    """Protocol of ``sglang.srt.managers.schedule_batch.Req``."""
 
     rid: str
     origin_input_ids: list[int]
@@ -109,16 +109,16 @@ class Req(Protocol):
 
 
 class ReqToTokenPool(Protocol):
-    """``sglang.srt.mem_cache.memory_pool.ReqToTokenPool``."""
+    """Protocol of ``sglang.srt.mem_cache.memory_pool.ReqToTokenPool``."""
 
     req_to_token: torch.Tensor
-    """``[rows, width]`` int32: the slot of each token."""
+    """Slot of each token, int32 ``[rows, width]``."""
 
     def available_size(self) -> int: ...
 
 
 class Allocator(Protocol):
-    """``sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator``."""
+    """Protocol of ``sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator``."""
 
     page_size: int
     size: int
@@ -134,7 +134,7 @@ class Allocator(Protocol):
 
 
 class TreeCore(Protocol):
-    """``UnifiedRadixCache.tree_core``: the nodes of the tree."""
+    """Protocol of ``UnifiedRadixCache.tree_core``, the nodes of the tree."""
 
     def collect_path_info(self, nodes: Sequence[Any]) -> list[list[Any]]: ...
 
@@ -142,7 +142,7 @@ class TreeCore(Protocol):
 
 
 class RadixTree(Protocol):
-    """``sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache``."""
+    """Protocol of ``sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache``."""
 
     page_size: int
     linker: Any
@@ -173,7 +173,7 @@ class RadixTree(Protocol):
 
 
 class ScheduleBatch(Protocol):
-    """``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
+    """Protocol of ``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
 
     reqs: list[Req]
     batch_is_full: bool
@@ -200,13 +200,13 @@ class ScheduleBatch(Protocol):
 
 
 class StepPlan(Protocol):
-    """What ``Scheduler.get_new_batch_prefill`` returns."""
+    """Protocol of the result of ``Scheduler.get_new_batch_prefill``."""
 
     running_batch: ScheduleBatch
 
 
 class MemoryBudget(Protocol):
-    """``PrefillAdder.memory_budget``; tokens."""
+    """Protocol of ``PrefillAdder.memory_budget``, in tokens."""
 
     total_offset: float
     remaining_total: float
@@ -215,7 +215,7 @@ class MemoryBudget(Protocol):
 
 
 class PrefillAdder(Protocol):
-    """``sglang.srt.managers.schedule_policy.PrefillAdder``."""
+    """Protocol of ``sglang.srt.managers.schedule_policy.PrefillAdder``."""
 
     page_size: int
     tree_cache: RadixTree
@@ -243,7 +243,7 @@ class PrefillAdder(Protocol):
 
 
 class Scheduler(Protocol):
-    """``sglang.srt.managers.scheduler.Scheduler``."""
+    """Protocol of ``sglang.srt.managers.scheduler.Scheduler``."""
 
     page_size: int
     device: Any
@@ -281,7 +281,7 @@ class Scheduler(Protocol):
 
 
 class ModelRunner(Protocol):
-    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
+    """Protocol of ``sglang.srt.model_executor.model_runner.ModelRunner``."""
 
     model: Any
     dtype: torch.dtype
@@ -291,7 +291,7 @@ class ModelRunner(Protocol):
 
 
 class ForwardBatch(Protocol):
-    """``sglang.srt.model_executor.forward_batch_info.ForwardBatch``."""
+    """Protocol of ``sglang.srt.model_executor.forward_batch_info.ForwardBatch``."""
 
     rids: Sequence[str]
     batch_size: int
@@ -323,7 +323,7 @@ class ForwardBatch(Protocol):
 
 
 class ServerArgs(Protocol):
-    """``sglang.srt.server_args.ServerArgs``."""
+    """Protocol of ``sglang.srt.server_args.ServerArgs``."""
 
     model_path: str
     revision: str | None
@@ -360,7 +360,7 @@ class ServerArgs(Protocol):
 
 
 class TokenizerManager(Protocol):
-    """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
+    """Protocol of ``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
 
     server_args: ServerArgs
     model_config: Any

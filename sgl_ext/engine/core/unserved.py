@@ -9,7 +9,7 @@ from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.sglang_types import ServerArgs
 
 Unserved = tuple[tuple[str, Callable[[Any], bool], str], ...]
-"""Fields of ``ServerArgs``, which of their values are meant, and in words."""
+"""Fields of ``ServerArgs``, each with a test for unserved values and a name for error messages."""
 
 COMMON: Unserved = (
     ("enable_hierarchical_cache", bool, "HiCache"),
@@ -22,7 +22,7 @@ COMMON: Unserved = (
 
 
 def require_served(server_args: ServerArgs, power: str, unserved: Unserved) -> None:
-    """Raises ActivationError if the arguments ask for one of :data:`COMMON` or ``unserved``."""
+    """Raises ActivationError if the arguments use an option of :data:`COMMON` or ``unserved``."""
     for field, is_meant, what in (*COMMON, *unserved):
         if is_meant(getattr(server_args, field)):
             raise hooks.ActivationError(

@@ -1,4 +1,4 @@
-"""Where SGLang's schedulers change a model's weights."""
+"""Methods of SGLang's schedulers that change a model's weights."""
 
 from __future__ import annotations
 

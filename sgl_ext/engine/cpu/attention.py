@@ -1,8 +1,9 @@
-"""SGLang's ``torch_native`` attention backend, native in place over the pool.
+"""SGLang's ``torch_native`` attention backend, computed by native kernels in place over the pool.
 
-Layers that the native kernels do not take are gathered and go to :mod:`.sdpa`. SGLang selects
-backends by name and picks Triton helpers for every name it does not know, so the registry entry
-``torch_native`` itself is replaced; that registry is SGLang's seam for backends.
+Layers that the native kernels do not serve are gathered and computed by :mod:`.sdpa`. SGLang
+selects backends by name, and selects Triton helpers for every name that it does not know. The
+registry entry ``torch_native`` is therefore replaced; this registry is SGLang's extension point for
+backends.
 """
 
 from __future__ import annotations
@@ -30,27 +31,28 @@ if TYPE_CHECKING:
     from sgl_ext.engine.peer.stream import LayerStream
 
 STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
-"""Set to 1 to keep SGLang's own ``torch_native`` (the benchmark's comparison)."""
+"""Environment variable; 1 keeps SGLang's own ``torch_native`` (the benchmark's comparison)."""
 
 
 class Row(NamedTuple):
-    """One row of a forward batch: ``new`` query tokens from ``start`` over ``slots``."""
+    """One row of a forward batch: ``new`` query tokens from ``start`` on over ``slots``."""
 
     start: int
     new: int
     slots: torch.Tensor
-    """``[context]`` KV slots in sequence order, the new tokens' included."""
+    """KV slots in sequence order, including those of the new tokens, ``[context]``."""
 
 
 class ForwardRows:
-    """The rows of one forward in the form of each kernel, made where a layer first needs it.
+    """Rows of one forward in the form of each kernel, made when a layer first needs it.
 
     Args:
-        table: ``[requests, width]`` int32 KV slots.
-        requests: the line of ``table`` of each row.
-        contexts: tokens of each row's sequence, the new ones included.
-        lengths: new tokens of each row.
-        wholes: new tokens and context of what each row is a part of; without it each is a whole.
+        table: KV slots, int32 ``[requests, width]``.
+        requests: line of ``table`` of each row.
+        contexts: number of tokens of each row's sequence, including the new ones.
+        lengths: number of new tokens of each row.
+        wholes: new tokens and context of the request that each row is a part of; if empty, each row
+            is a whole request.
     """
 
     def __init__(
@@ -78,15 +80,15 @@ class ForwardRows:
         return rows
 
     def stream(self, stream: LayerStream, written: torch.Tensor) -> None:
-        """Has the K and V come that lie in other processes' memory."""
+        """Starts the streaming of the K and V that lie in other processes' memory."""
         stream.begin(self.table, self.requests, self.contexts, written)
 
     def record(self, recorder: Recorder, rids: Sequence[str]) -> None:
-        """Has the queries of some requests written down."""
+        """Starts the recording of the queries of some requests."""
         recorder.begin(rids, self.contexts, self.lengths)
 
     def chosen(self, rows: Sequence[int]) -> ForwardRows:
-        """Some of the rows."""
+        """Returns some of the rows."""
         return ForwardRows(
             self.table,
             [self.requests[row] for row in rows],
@@ -96,23 +98,23 @@ class ForwardRows:
         )
 
     def translated(self, translate: Callable[[torch.Tensor], torch.Tensor]) -> ForwardRows:
-        """The rows over another pool, where a token's slot is ``translate`` of its slot here."""
+        """Returns the rows over another pool; ``translate`` maps this pool's slots to its own."""
         table = self.table[self.requests, : max(self.contexts, default=0)]
-        # A slot that has left its window has no home; its key is masked or cut off.
+        # A token that has left the window has no slot there; its key is masked or cut off.
         homes = translate(table.long()).clamp_(min=0).to(torch.int32)
         requests = list(range(len(self.requests)))
         return ForwardRows(homes, requests, self.contexts, self.lengths, self._wholes)
 
 
 class CpuAttnBackend(TorchNativeAttnBackend):
-    """Extend and decode over any rows, several of which may alias one request.
+    """Attention backend for any rows, several of which may alias one request.
 
-    A row is what SGLang's batch says: its request's slots up to ``seq_len``, of which the last
-    ``extend_len`` are new. K and V of the batch's tokens are in the pool before any row attends,
-    so rows of one request see each other as in a sequential run.
+    SGLang's batch defines a row: the slots of its request up to ``seq_len``, of which the last
+    ``extend_len`` are new. K and V of the batch's tokens are in the pool before any row attends, so
+    that rows of one request see each other as in a sequential run.
 
     Args:
-        kernels: as the environment's SGL_EXT_ATTENTION, which None takes.
+        kernels: value of SGL_EXT_ATTENTION; None takes the environment's.
     """
 
     def __init__(self, model_runner: Any, *, kernels: str | None = None) -> None:
@@ -123,7 +125,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._stored: StoredForward | None = None
         self._recorder: Recorder | None = None
         self._stream: LayerStream | None = None
-        self._plain_rows = self._rows  # of those that follow no stored context, while others do
+        self._plain_rows = self._rows  # rows that follow no stored context, if others do
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -137,7 +139,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             )
 
     def _attach(self, ext: ExtRuntime, forward_batch: Any) -> None:
-        """Takes note of the powers that read or write this forward's K, V and queries."""
+        """Attaches the powers that read or write this forward's K, V and queries."""
         if ext.clusters is not None:
             self._recorder = ext.clusters.recorder
             self._rows.record(self._recorder, forward_batch.rids)
@@ -185,7 +187,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
     def is_native(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> bool:
-        """Whether the compiled kernels attend to such tensors, not torch over a copy."""
+        """Returns whether the compiled kernels attend to such tensors. Otherwise torch does."""
         native = self._native
         return native is not None and native.serves(query, keys, values, scale)
 
@@ -245,8 +247,10 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         values: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of which some rows follow stored contexts; the start has seen to it that the
-        native kernels serve the model."""
+        """Returns the attention of a batch in which some rows follow stored contexts.
+
+        The power's start has checked that the native kernels serve the model.
+        """
         assert self._native is not None  # noqa: S101
         out = torch.empty_like(query)
         if len(stored.plain):
@@ -266,7 +270,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Attention by torch over a copy of each row's context."""
+        """Returns the attention that torch computes over a copy of each row's context."""
         out = query.new_empty(*query.shape[:2], values.shape[2])
         for start, new, slots in rows:
             # index_select is five times faster than indexing with a tensor here.
@@ -282,6 +286,6 @@ class CpuAttnBackend(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Puts the backend behind the name ``torch_native``."""
+    """Registers the backend under the name ``torch_native``."""
     if os.environ.get(STOCK_ATTENTION) != "1":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = CpuAttnBackend

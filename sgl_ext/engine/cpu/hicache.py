@@ -1,15 +1,15 @@
 """HiCache on a machine without an accelerator, so that it can serve as a baseline there.
 
-HiCache copies pages between a device pool and a host pool; here both are host memory. Three of
-its parts exist only for accelerators, and none has a platform seam in 0.5.23:
+HiCache copies pages between a device pool and a host pool; here both are host memory. Three of its
+parts exist only for accelerators, and none has an extension point for platforms in 0.5.23:
 
-- host pools pin their memory, and the pages they read from storage, for a device's copies: the
-  base class's constructor is told not to, because its makers always ask for it;
-- ``transfer_kv_direct`` comes from compiled kernels: the name under which host pools call it is
-  set to a copy in torch. The platform makes ``direct`` and ``layer_first``, which need nothing
-  else, the only choice;
-- 10 GiB of host memory are kept back for the rest of the machine: that is most of a small one,
-  so the reserve is at most an eighth of it.
+- Host pools pin their memory, and the pages that they read from storage, for a device's copies. The
+  base class's constructor is told not to, because its callers always ask for it.
+- ``transfer_kv_direct`` comes from compiled kernels. The name under which host pools call it is set
+  to a copy in torch. The platform makes ``direct`` and ``layer_first``, which need nothing else,
+  the only choice.
+- 10 GiB of host memory are reserved for the rest of the machine, which is most of a small machine.
+  The reserve is therefore limited to an eighth of the memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_ext.engine.cpu import hicache_link
 _RESERVE_FRACTION = 8
 
 _ONE_LAYER = 2
-"""Buffers: of K and of V."""
+"""Number of buffers in a copy of one layer: K and V."""
 _link: hicache_link.EmulatedLink | None = None
 _pinning_init = base.HostKVCache.__init__
 
@@ -41,10 +41,10 @@ def transfer_kv_direct(
     """Copies token slots of every layer, whole pages at a time.
 
     Args:
-        src_layers, dst_layers: per layer ``[slots, ...]``.
-        src_indices, dst_indices: ``[tokens]``, page-aligned runs of ``page_size`` slots.
+        src_layers, dst_layers: one tensor ``[slots, ...]`` per layer.
+        src_indices, dst_indices: slots ``[tokens]``, page-aligned runs of ``page_size`` slots.
     """
-    if _link is not None and len(src_layers) == _ONE_LAYER:  # a load; all layers are stored at once
+    if _link is not None and len(src_layers) == _ONE_LAYER:  # a load; a store has all layers
         _link.moved(src_layers, len(src_indices))
     src_pages = src_indices.cpu()[::page_size] // page_size
     dst_pages = dst_indices.cpu()[::page_size] // page_size
@@ -54,7 +54,7 @@ def transfer_kv_direct(
 
 
 def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """View ``[slots, ...]`` as ``[slots // page_size, page_size, ...]``; strides may be any."""
+    """Returns a view ``[slots // page_size, page_size, ...]`` of ``layer``, with any strides."""
     whole = layer.shape[0] // page_size * page_size
     return layer[:whole].unflatten(0, (-1, page_size))
 
@@ -66,7 +66,7 @@ def _unpinned_init(pool: Any, *args: object, **kwargs: object) -> None:
 
 
 def install() -> None:
-    """Puts the three parts in place."""
+    """Installs the three parts."""
     global _link
     _link = hicache_link.install()
     base.HostKVCache.__init__ = _unpinned_init

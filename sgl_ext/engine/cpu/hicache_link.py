@@ -1,7 +1,7 @@
-"""HiCache's loads as slow as over another machine's link, for benchmarks.
+"""Emulation of another machine's link for HiCache's loads, for benchmarks.
 
-A layer counts as loaded when the link would have brought it, so that loading overlaps with
-computing as HiCache means it to; the copies themselves are done at once here.
+A layer counts as loaded when the link would have delivered it, so that loading overlaps with
+computation as HiCache intends. The copies themselves are done at once here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sglang.srt.managers.cache_controller import LayerLoadingEvent
 from sgl_ext.errors import ExtError
 
 EMULATED = "SGL_EXT_EMULATED_HICACHE"
-"""Bytes a second between host memory and the device, if HiCache is to be slowed down."""
+"""Environment variable: bytes per second between host memory and the device; unset for no limit."""
 
 logger = logging.getLogger(__name__)
 
 
 class EmulatedLink:
-    """When layers would have come over a link of ``rate`` bytes a second."""
+    """Delivery times of layers over a link of ``rate`` bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -33,25 +33,25 @@ class EmulatedLink:
         self._bytes = 0
 
     def moved(self, layers: Sequence[torch.Tensor], tokens: int) -> None:
-        """Rows of one layer's K and V have been copied to the device."""
+        """Records that rows of one layer's K and V have been copied to the device."""
         self._bytes += sum(tokens * layer[0].nbytes for layer in layers)
 
     def complete(self, event: Any, layer: int) -> None:
-        """What was moved since the last one was this layer."""
+        """Records that the bytes that were moved since the last call belong to this layer."""
         self._free = max(self._free, time.perf_counter()) + self._bytes / self._rate
         self._bytes = 0
         self._ready[id(event), layer] = self._free
 
     def wait(self, event: Any, layer: int) -> None:
-        """Returns when the layer has come."""
+        """Waits until the link would have delivered the layer."""
         time.sleep(max(self._ready.get((id(event), layer), 0.0) - time.perf_counter(), 0.0))
 
 
 def install() -> EmulatedLink | None:
-    """Slows HiCache's loads down, if the environment asks for it.
+    """Slows HiCache's loads down, and returns the link, if the environment asks for it.
 
     Raises:
-        ExtError: the environment asks for no speed.
+        ExtError: the environment's value is no positive number.
     """
     if not (asked := os.environ.get(EMULATED)):
         return None

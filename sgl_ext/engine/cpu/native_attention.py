@@ -1,7 +1,7 @@
 """Attention in place over the KV pool: the compiled kernels behind torch tensors.
 
-The kernels take bfloat16 and float32 with heads of a multiple of 16 dimensions; what they do not
-take stays with :mod:`.sdpa`, whose gather of the context they save.
+The kernels serve bfloat16 and float32 with heads of a multiple of 16 dimensions. :mod:`.sdpa`
+serves other tensors, with a gather of the context that the kernels avoid.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from sgl_ext._native import _attention
 
 ATTENTION = "SGL_EXT_ATTENTION"
-"""``native`` (default), an instruction set of the native kernels, or ``torch``: gather the context
-and call torch's attention."""
+"""Environment variable that selects the kernels.
+
+The values are ``native`` (default), an instruction set of the native kernels, and ``torch``, which
+gathers the context and calls torch's attention.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ def _imported() -> ModuleType | None:
 
 
 def native_attention(kernels: str | None = None) -> NativeAttention | None:
-    """The compiled kernels, or None where they are not wanted or (with a warning) not there.
+    """Returns the compiled kernels; None if they are not selected or (with a warning) missing.
 
     Args:
         kernels: a value of :data:`ATTENTION`; None takes the environment's.
@@ -72,11 +75,13 @@ def batch_of(
     queries: Sequence[int],
     wholes: Sequence[tuple[int, int]] = (),
 ) -> _attention.Batch:
-    """Rows over ``table`` ``[requests, width]``, which must stay as it is while they are used.
+    """Returns the batch of rows over ``table``, ``[requests, width]``.
+
+    The table must not change while the batch is used.
 
     Args:
-        wholes: the queries and the context that each row is a part of; the parts give to the last
-            bit what the whole gives.
+        wholes: queries and context of the request that each row is a part of. The parts give bit
+            for bit the results of the whole.
 
     Raises:
         ValueError: the table is not one of int32 slots, or a row does not fit it.
@@ -97,7 +102,10 @@ def batch_of(
 
 
 def _far(elsewhere: torch.Tensor | None, slots: int) -> tuple[int, ...]:
-    """First of the slots that lie elsewhere, where its K and V are, and what lies between two."""
+    """Returns the first slot that lies elsewhere, its K and V addresses, and the slot stride.
+
+    The stride is in elements. Returns an empty tuple if no slot lies elsewhere.
+    """
     if elsewhere is None:
         return ()
     keys, values = elsewhere[:, 0], elsewhere[:, 1]
@@ -105,10 +113,10 @@ def _far(elsewhere: torch.Tensor | None, slots: int) -> tuple[int, ...]:
 
 
 class NativeAttention:
-    """The compiled operators: one for each shape that a model's layers have.
+    """Compiled operators, one for each shape that a model's layers have.
 
     Args:
-        isa: instruction set; empty is the machine's best.
+        isa: instruction set; empty selects the machine's best.
     """
 
     def __init__(self, isa: str = "") -> None:
@@ -117,7 +125,7 @@ class NativeAttention:
 
     @staticmethod
     def serves(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> bool:
-        """Whether the kernels take these tensors; the shapes are those of :meth:`attend`."""
+        """Returns whether the kernels serve these tensors, shaped as in :meth:`attend`."""
         head_dim = query.shape[2]
         inner = (head_dim, 1)
         return (
@@ -143,22 +151,23 @@ class NativeAttention:
         elsewhere: torch.Tensor | None = None,
         beyond: bool = False,
     ) -> torch.Tensor:
-        """Attention of a batch's rows, whose K and V are in the pool.
+        """Returns the attention of a batch's rows, whose K and V are in the pool.
 
         Args:
-            query: ``[tokens, heads, head_dim]``, the rows' queries one after the other.
-            keys: ``[slots, kv_heads, head_dim]``: the pool of one layer, of any slot stride.
-            values: as ``keys``.
-            window: keys further back than this are not seen; None sees all.
-            elsewhere: ``[slots, 2, kv_heads, head_dim]``: where K and V of the pool's last slots
-                are, if not in the pool.
-            beyond: these slots come behind the pool's instead.
+            query: queries of the rows one after the other, ``[tokens, heads, head_dim]``.
+            keys: pool of one layer, ``[slots, kv_heads, head_dim]``, with any slot stride.
+            values: like ``keys``.
+            window: number of preceding tokens whose keys are not masked; None masks no preceding
+                key.
+            elsewhere: K and V of the pool's last slots if they are not in the pool,
+                ``[slots, 2, kv_heads, head_dim]``.
+            beyond: whether these slots come behind the pool's last slot instead.
 
         Returns:
             ``[tokens, heads, head_dim]``; tokens behind the last row's are uninitialised.
 
         Raises:
-            ValueError: the batch has more queries than ``tokens`` or a slot past the pool.
+            ValueError: the batch has more queries than ``tokens``, or a slot past the pool.
         """
         tokens, heads, head_dim = query.shape
         key_stride, value_stride = keys.stride(0), values.stride(0)

@@ -1,9 +1,10 @@
 """Linear layers of float32 over weights in the order in which oneDNN's kernels read them.
 
-torch hands a product of a few rows to a library that, depending on the processor, reads weights at
-a fraction of the memory's rate; a decode step is such products. A packed weight is a second copy,
-so that only the first ``LIMIT`` bytes of a model are packed, whatever the machine has free: servers
-that are compared compute alike. When weights change the copies go, and torch's product serves.
+torch passes a product of a few rows to a library that, depending on the processor, reads weights at
+a fraction of the memory bandwidth; a decode step consists of such products. A packed weight is a
+second copy. Only the first ``LIMIT`` bytes of a model are packed, regardless of the machine's free
+memory, so that servers that are compared compute alike. When weights change, the copies are dropped
+and torch's product serves.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from sgl_ext.engine.core import weight_updates
 from sgl_ext.engine.core.hooks import Original
 
 LIMIT = 2 << 30
-"""Bytes of a model's weights, in the order in which they are loaded."""
+"""Maximum number of bytes of a model's weights that are packed, in the order of their loading."""
 _ROWS = 64
-"""That the packing is made for; it serves any number."""
+"""Number of rows for which weights are packed; the packed weights serve any number."""
 _HEADS = (ParallelLMHead, VocabParallelEmbedding)
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,10 @@ def _apply(
 
 @functools.wraps(_torch_head)
 def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: object, **kw: object) -> Any:
-    """Of a head that may be the embedding, too, which is known only where it is used."""
+    """Computes the product of a head, which is packed when it is first used.
+
+    A head may be the embedding too, which is known only where it is used.
+    """
     if hidden.dtype == torch.float32 and type(lm_head) in _HEADS:
         if lm_head not in _packed:
             _pack(lm_head)
@@ -96,7 +100,7 @@ def _changing(original: Original) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Packs the weights of models that are loaded from now on, where torch has oneDNN."""
+    """Packs the weights of models that are loaded from now on, if torch has oneDNN."""
     if not torch.backends.mkldnn.is_available() or UnquantizedLinearMethod.apply is _apply:
         return
     UnquantizedLinearMethod.apply = _apply

@@ -1,7 +1,7 @@
 """SGLang's out-of-tree platform for machines without an accelerator.
 
-SGLang's own CPU engine needs the compiled ``sgl_kernel``; this platform serves every operation
-from its native PyTorch form instead, and so runs wherever torch does.
+SGLang's own CPU engine needs the compiled ``sgl_kernel``. This platform runs every operation in its
+native PyTorch form instead, and so runs wherever torch does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_ext import SUPPORTED_SGLANG
 from sgl_ext.engine.core import hooks
 
 PLATFORM_NAME = "sgl_ext_cpu"
-"""Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` asks for the platform on any machine."""
+"""Entry-point name; ``SGLANG_PLATFORM=sgl_ext_cpu`` selects the platform on any machine."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _our_binding: str | None = None
 
 
 def accelerator_name() -> str | None:
-    """The first accelerator torch can use, by torch's name for it."""
+    """Returns torch's name of the first accelerator that torch can use; None if there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -39,11 +39,11 @@ def accelerator_name() -> str | None:
 
 
 def reason_inactive() -> str | None:
-    """Why the platform stays out of this process's way; None if SGLang should use it."""
+    """Returns why SGLang should not use the platform in this process; None if it should."""
     if (found := hooks.installed_sglang()) != SUPPORTED_SGLANG:
         return f"it is made for SGLang {SUPPORTED_SGLANG}, found {found}"
     if os.environ.get("SGLANG_PLATFORM"):
-        # SGLang loads only the entry point that was named, so being asked means being named.
+        # SGLang loads only the entry point that is named there, so it must be this one.
         return None
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return "SGLANG_USE_CPU_ENGINE=1 asks for SGLang's own CPU engine"
@@ -56,9 +56,9 @@ def reason_inactive() -> str | None:
 
 
 def thread_binding(ranks: int, cores: Sequence[int]) -> str:
-    """Cores of each rank as SGLang takes them, such as ``0,1|2,3``.
+    """Returns the cores of each rank in SGLang's format, such as ``0,1|2,3``.
 
-    Cores are split evenly in order; with fewer cores than ranks, ranks share them in turn.
+    Cores are split evenly in order. With fewer cores than ranks, ranks share them in turn.
     """
     if ranks > len(cores):
         groups = [[cores[rank % len(cores)]] for rank in range(ranks)]
@@ -69,8 +69,10 @@ def thread_binding(ranks: int, cores: Sequence[int]) -> str:
 
 
 def computes_bfloat16() -> bool:
-    """Whether oneDNN multiplies matrices of bfloat16 on this CPU; torch emulates it elsewhere,
-    element by element."""
+    """Returns whether oneDNN multiplies matrices of bfloat16 on this CPU.
+
+    Elsewhere torch emulates the product element by element.
+    """
     import torch
 
     known = torch.backends.mkldnn.is_available()
@@ -78,15 +80,21 @@ def computes_bfloat16() -> bool:
 
 
 def _wants_float32(view: Any) -> bool:
-    """Whether a precision is left to us, and float32 is the one that this CPU computes in."""
+    """Returns whether the platform sets the dtype to float32.
+
+    It does so if no dtype was asked for and this CPU does not compute in bfloat16.
+    """
     if view.dtype != "auto" or computes_bfloat16():
         return False
-    # HiCache's files do not say their precision: a server of another one would read them.
+    # HiCache's files do not record their dtype: a server with another one would read them.
     return view.hicache_storage_backend is None and not _is_quantized(view)
 
 
 def _is_quantized(view: Any) -> bool:
-    """Whether the weights are; most such methods compute in half precision only."""
+    """Returns whether the weights are quantized.
+
+    Most quantization methods compute in half precision only.
+    """
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     if view.quantization:
@@ -96,15 +104,16 @@ def _is_quantized(view: Any) -> bool:
             view.model_path, trust_remote_code=view.trust_remote_code, revision=view.revision
         )
     except (OSError, ValueError):
-        return False  # SGLang says what is wrong with it
+        return False  # SGLang reports the error
     return getattr(config, "quantization_config", None) is not None
 
 
 def _cpu_defaults(server_args: Any, previous: Any) -> None:
-    """Spares SGLang the detour over its AMX backend, which needs the compiled kernels.
+    """Sets the attention backend, the dtype and the cores of each rank on the CPU.
 
-    Also gives every rank its cores: SGLang refuses several ranks on one NUMA node without that.
-    A precision that nobody asked for is one that the CPU computes in.
+    The backend avoids SGLang's AMX backend, which needs the compiled kernels. The dtype, unless it
+    was asked for, is one that the CPU computes in. SGLang refuses several ranks on one NUMA node
+    unless each has its cores.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -123,7 +132,7 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
 
 
 def _hicache_defaults(server_args: Any, previous: Any) -> None:
-    """HiCache's copies exist here for one backend and layout; see :mod:`.hicache`."""
+    """Selects the backend and layout for which HiCache's copies exist here; see :mod:`.hicache`."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
@@ -138,11 +147,11 @@ def _hicache_defaults(server_args: Any, previous: Any) -> None:
 
 
 def _bind_threads(ranks: int) -> None:
-    """Sets the binding that children inherit, unless the user has."""
+    """Sets the binding that child processes inherit, unless the user has set one."""
     global _our_binding
     if os.environ.get(_BINDING) not in (None, _our_binding):
         return
-    os.environ.pop(_BINDING, None)  # of an earlier engine of this process
+    os.environ.pop(_BINDING, None)  # set by an earlier engine of this process
     if ranks > 1:
         _our_binding = thread_binding(ranks, sorted(os.sched_getaffinity(0)))
         os.environ[_BINDING] = _our_binding
@@ -155,12 +164,12 @@ def _platform_class() -> type:
     from sglang.srt.platforms.interface import SRTPlatform
 
     class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
-        """Plain torch on the CPU: no Triton, no graphs, no compiled SGLang kernels."""
+        """Platform of plain torch on the CPU: no Triton, no graphs, no compiled SGLang kernels."""
 
         _enum = PlatformEnum.OOT
 
         def get_device(self, device_id: int = 0) -> str:  # noqa: ARG002
-            return "cpu"  # resolution takes SGLang's default device as a string
+            return "cpu"  # resolution expects SGLang's default device as a string
 
         def is_pin_memory_available(self, device: Any = None) -> bool:  # noqa: ARG002
             return False
@@ -184,8 +193,8 @@ def _platform_class() -> type:
 
 
 def __getattr__(name: str) -> type:
-    # SGLang resolves the class by name, and only where activate() said so; importing this
-    # module must not import SGLang, because doctor asks it without starting anything.
+    # SGLang resolves the class by name, and only where activate_cpu_platform() has named it.
+    # Importing this module must not import SGLang, because doctor calls it without a start.
     if name == "NativeCpuPlatform":
         return _platform_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
 """Attention of one row of a batch on the CPU, at a cost of new tokens times context.
 
-torch's CPU kernel knows only a causal mask that starts at the first key. For new tokens behind a
-cached prefix, stock SGLang therefore pads the query to the whole sequence. Here the query stays as
-it is and a lower-right causal mask is passed. That mask depends only on the distance from the
-sequence's end, so one band serves every row, block and layer as a view of its corner.
+torch's CPU kernel supports only a causal mask that starts at the first key. For new tokens behind a
+cached prefix, stock SGLang therefore pads the query to the whole sequence. Here the query is not
+padded, and a lower-right causal mask is passed. That mask depends only on the distance from the
+sequence's end, so that one band serves every row, block and layer as a view of its corner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK = 512
-"""New tokens per kernel call: bounds the masked-out work and the mask, both BLOCK wide."""
+"""Maximum new tokens per kernel call. Bounds the masked-out work and the mask, both BLOCK wide."""
 
 
 @dataclass
@@ -24,10 +24,10 @@ class CausalBand:
     _bands: dict[tuple[torch.dtype, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, rows: int, context: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        """Mask ``[rows, context]``: row ``r`` sees keys up to ``context - rows + r``.
+        """Returns the mask ``[rows, context]``: row ``r`` sees keys up to ``context - rows + r``.
 
-        With ``window`` it sees no key more than ``window`` tokens before itself, as SGLang
-        counts a sliding window.
+        With ``window`` it sees no key more than ``window`` tokens before itself, as SGLang counts a
+        sliding window.
         """
         band = self._bands.get((dtype, window))
         if band is None or band.shape[1] < context:
@@ -36,7 +36,8 @@ class CausalBand:
 
     @staticmethod
     def _build(context: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        # Powers of two, so that a growing conversation rebuilds it a logarithmic number of times.
+        # The width is a power of two, so that a growing conversation rebuilds the band a
+        # logarithmic number of times.
         width = max(BLOCK, 1 << (context - 1).bit_length())
         row = torch.arange(BLOCK).unsqueeze(1) + (width - BLOCK)
         key = torch.arange(width)
@@ -55,14 +56,14 @@ def attend(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last ``new`` tokens of a sequence over all of it.
+    """Returns the causal attention of the last ``new`` tokens of a sequence over all of it.
 
     Args:
         query: ``[new, heads, head_dim]``.
-        keys: ``[context, kv_heads, head_dim]``, in sequence order, ``new`` included.
+        keys: ``[context, kv_heads, head_dim]``, in sequence order, including the new tokens.
         values: ``[context, kv_heads, value_dim]``.
         scale: factor of the logits; None is ``head_dim ** -0.5``.
-        window: keys further back than this are not seen; None sees all.
+        window: number of preceding tokens whose keys are not masked; None masks no preceding key.
 
     Returns:
         ``[new, heads, value_dim]``.
@@ -73,7 +74,7 @@ def attend(
         return _grouped(query, keys, values, scale=scale, is_causal=True)
     if new == 1:
         first = 0 if window is None else max(0, context - 1 - window)
-        # One token per KV head's group: its queries become rows of one matrix, no mask is needed.
+        # The queries of a KV head's group become rows of one matrix; one token needs no mask.
         folded = query.view(1, kv_heads, heads // kv_heads, -1)
         out = scaled_dot_product_attention(
             folded,
@@ -103,7 +104,7 @@ def _grouped(
     attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """torch's attention with KV heads as batch: a group shares its keys without a copy."""
+    """Returns torch's attention with KV heads as batch: a group shares its keys without a copy."""
     new, heads, _ = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

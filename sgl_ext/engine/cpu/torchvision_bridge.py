@@ -1,15 +1,15 @@
-"""Makes torchvision's Python part importable beside the CPU build of torch.
+"""Bridge that makes torchvision's Python part importable with the CPU build of torch.
 
-SGLang imports torchvision for image models while it starts, whatever the model. The registry
-has torchvision only as a CUDA build: beside a CPU torch its operator library cannot load, and
-its registration code then fails because two operators have no schema. This module declares
-those two schemas, and nothing else: no kernel is supplied, a model that calls one of them gets
-torch's own "not implemented" error.
+SGLang imports torchvision for image models while it starts, whatever the model. The registry has
+torchvision only as a CUDA build. With a CPU build of torch its operator library cannot load, and
+its registration code then fails because two operators have no schema. This module declares these
+two schemas and supplies no kernel: a model that calls one of them gets torch's own "not
+implemented" error.
 
-The declaration must come before the first ``import torchvision``, which ``import sglang`` and
-every spawned SGLang process may do before any plugin is loaded. ``python -m`` this module
-therefore writes one ``.pth`` line into the environment it runs in; that line, run at interpreter
-start, only puts :class:`_Finder` on ``sys.meta_path``. Nothing is imported until torchvision is.
+The declaration must come before the first ``import torchvision``, which ``import sglang`` and every
+spawned SGLang process may do before any plugin is loaded. Running this module with ``python -m``
+therefore writes one ``.pth`` line into its environment. That line, run at interpreter start, only
+puts :class:`_Finder` on ``sys.meta_path``. Nothing is imported until torchvision is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _library: object | None = None
 
 
 def declare_operators() -> None:
-    """Declares the schemas torchvision's registration expects, unless CUDA builds bring them."""
+    """Declares the schemas that torchvision's registration expects, unless torch is a CUDA build.
+
+    With CUDA builds, torchvision brings them itself.
+    """
     global _library
     import torch
 
@@ -43,7 +46,7 @@ def declare_operators() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Declares the operators at the first import of torchvision, then steps aside."""
+    """Finder that declares the operators at the first import of torchvision, and removes itself."""
 
     def find_spec(
         self,
@@ -58,7 +61,7 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Called by the ``.pth`` line at interpreter start."""
+    """Puts the finder on ``sys.meta_path``; the ``.pth`` line calls it at interpreter start."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

@@ -1,4 +1,4 @@
-"""One attention layer on SGLang's real KV pool, without a model: for tests and benchmarks."""
+"""Attention layers on SGLang's real KV pool, without a model, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_ext.engine.cpu.native_attention import batch_of
 from sgl_ext.engine.kv.pool import SlabKVPool
 
 Layout = Literal["layer-major", "block-major"]
-"""Of the pool's memory: SGLang's own, or every layer's K and V of a slot side by side."""
+"""Layout of the pool's memory: SGLang's own, or every layer's K and V of a slot side by side."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Geometry:
 
 
 class Row(NamedTuple):
-    """``new`` tokens behind ``prefix`` cached ones of request ``request``."""
+    """One row of a batch: ``new`` tokens behind ``prefix`` cached ones of request ``request``."""
 
     request: int
     prefix: int
@@ -45,15 +45,14 @@ class Row(NamedTuple):
 class AttentionTrial:
     """Requests with random K and V at shuffled slots, and the backends over them.
 
-    K and V follow from the geometry, the contexts, the number of layers and the seed: trials of
-    different layout hold the same.
+    K and V do not depend on the layout: trials that differ only in it hold the same values.
 
     Args:
-        contexts: tokens of each request; all their K and V are in the pool.
-        layers: attention layers, each with its own K and V.
-        layout: of the pool's memory.
-        run: successive tokens whose slots are successive.
-        kernels: those of ``ours``, as SGL_EXT_ATTENTION has them.
+        contexts: number of tokens of each request; all their K and V are in the pool.
+        layers: number of attention layers, each with its own K and V.
+        layout: layout of the pool's memory.
+        run: number of successive tokens whose slots are successive.
+        kernels: kernels of ``ours``, a value of SGL_EXT_ATTENTION.
     """
 
     def __init__(
@@ -104,26 +103,29 @@ class AttentionTrial:
         ]
 
     def query(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Random queries ``[sum(new), heads * head_dim]``."""
+        """Returns random queries ``[sum(new), heads * head_dim]``."""
         size = (sum(row.new for row in rows), self.geometry.heads * self.geometry.head_dim)
         return torch.randn(size, generator=self._random).to(self.geometry.dtype)
 
     def extend(
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
-        """One extend forward of ``rows``, several of which may name the same request."""
+        """Runs one extend forward of ``rows``, several of which may name the same request."""
         return self.prepared(backend, rows)(query, 0)
 
     def decode(
         self, backend: TorchNativeAttnBackend, query: torch.Tensor, rows: Sequence[Row]
     ) -> torch.Tensor:
-        """One decode forward; every row has one new token."""
+        """Runs one decode forward; every row has one new token."""
         return self.prepared(backend, rows, decode=True)(query, 0)
 
     def prepared(
         self, backend: TorchNativeAttnBackend, rows: Sequence[Row], *, decode: bool = False
     ) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        """The attention of a forward for any query and layer; its metadata is prepared here."""
+        """Returns the attention of a forward as a function of query and layer.
+
+        The metadata of the forward is prepared here.
+        """
         batch = self._batch(ForwardMode.DECODE if decode else ForwardMode.EXTEND, rows)
         backend.init_forward_metadata(batch)
         forward = backend.forward_decode if decode else backend.forward_extend
@@ -134,7 +136,7 @@ class AttentionTrial:
         return attend
 
     def reader(self, rows: Sequence[Row]) -> Callable[[int], int]:
-        """A plain native read of the K and V that attention of ``rows`` reads in a layer."""
+        """Returns a function that only reads the K and V that ``rows`` attend to in a layer."""
         from sgl_ext._native import _attention
 
         table = self.ours.req_to_token_pool.req_to_token
@@ -171,7 +173,7 @@ class AttentionTrial:
 
 
 def _pool(geometry: Geometry, slots: int, layers: int, layout: Layout) -> MHATokenToKVPool:
-    """SGLang's pool or the slab's; in either layout its memory is asked to be of huge pages."""
+    """Returns SGLang's pool or the slab's, with a request for huge pages in either layout."""
     arguments = (slots, 1, geometry.dtype, geometry.kv_heads, geometry.head_dim, layers, "cpu")
     if layout == "block-major":
         slab_pool = SlabKVPool(*arguments, False, enable_alt_stream=False, fingerprint="trial")

@@ -1,1 +1,1 @@
-"""Requests and errors in the process that runs SGLang's HTTP server and tokenizer."""
+"""Checks and errors of requests in the process of SGLang's HTTP server and tokenizer."""

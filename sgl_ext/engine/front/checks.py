@@ -1,7 +1,7 @@
-"""Checks of requests that SGLang's front takes and its scheduler cannot decode or compute with.
+"""Checks of requests that SGLang's front end accepts and its scheduler cannot decode or compute.
 
-These are prompts of no tokens, ids that the model has no embedding of, numbers that overflow a
-tensor. A scheduler that raises ends the server.
+Such requests have prompts without tokens, ids without an embedding, or numbers that overflow a
+tensor. An exception in the scheduler ends the server.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import msgspec
 
 _ANSWERS = 1 << 10
-"""Most answers to one prompt (``n``)."""
+"""Maximum number of answers to one prompt (``n``)."""
 _PROMPTS = 1 << 16
-"""Most prompts of a request, each answer counted."""
+"""Maximum number of prompts of a request, with each answer counted."""
 _LOGPROBS = 1 << 23
-"""Most log probabilities of one answer."""
+"""Maximum number of log probabilities of one answer."""
 _LARGEST_INT = (1 << 31) - 1
-"""SGLang puts sampling parameters into tensors of int32."""
+"""Largest sampling parameter that fits into SGLang's tensors of int32."""
 _LARGEST_BIAS = 1e30
 _SCHEMA_LEVELS = 64
-"""Levels of a JSON schema. The time to compile one grows with about the cube of them."""
+"""Maximum depth of a JSON schema. The time to compile a schema grows with about the cube of it."""
 _STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"'), re.compile(r"[\[\]{}]")
-"""String literals and brackets in a JSON text."""
+"""Patterns of the string literals and brackets in a JSON text."""
 _LEAST_PENALTY = 1e-5
-"""Logits are divided by it in float32."""
+"""Minimum repetition penalty; logits are divided by it in float32."""
 NO_TOKENS = "the prompt has no tokens; give a text, or token ids, of at least one token"
 _INTEGERS = ("top_k", "min_new_tokens", "stream_interval", "beam_width", "n")
 MALFORMED = (
@@ -41,7 +41,10 @@ MALFORMED = (
 
 @contextmanager
 def malformed_is_refused(what: str) -> Iterator[None]:
-    """Raises ValueError, which SGLang's routes answer with 400, for what they answer with 500."""
+    """Turns :data:`MALFORMED` errors into ValueError.
+
+    SGLang's routes answer a ValueError with 400, and the other errors with 500.
+    """
     try:
         yield
     except MALFORMED as error:
@@ -54,14 +57,14 @@ def malformed_is_refused(what: str) -> Iterator[None]:
 
 
 def check_size(sampling_params: Any, prompts: int) -> None:
-    """Checks how many answers a request asks for.
+    """Checks the number of answers that a request asks for.
 
     Args:
-        sampling_params: one object for all prompts, or a list of one for each.
-        prompts: of the request.
+        sampling_params: one object for all prompts, or a list of one object for each prompt.
+        prompts: number of prompts of the request.
 
     Raises:
-        ValueError: ``n`` is no number that can be served, or there are too many.
+        ValueError: ``sampling_params`` or ``n`` is invalid, or there are too many answers.
     """
     if isinstance(sampling_params, list):
         if len(sampling_params) != prompts:
@@ -92,7 +95,7 @@ def check_types(sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -
         fields: type of each field by name.
 
     Raises:
-        ValueError: names the first field of another type.
+        ValueError: a field has another type; the message names the first one.
     """
     for name, value in sampling_params.items():
         if value is None or name not in fields:
@@ -105,18 +108,18 @@ def check_types(sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -
 
 @cache
 def sampling_fields(class_: type) -> dict[str, Any]:
-    """Types of SGLang's ``SamplingParams`` that its scheduler decodes, by field."""
+    """Returns the types of the ``SamplingParams`` that SGLang's scheduler decodes, by field."""
     fields = {field.name: field.type for field in msgspec.structs.fields(class_)}
-    # Made of whatever int() takes; and what the extension tells its schedulers.
+    # SGLang converts stop_token_ids with int(); custom_params hold values of this package, too.
     del fields["stop_token_ids"], fields["custom_params"]
     return fields
 
 
 def check_tokens(name: str, ids: Sequence[int], vocabulary: int) -> None:
-    """Checks that the model knows the token ids.
+    """Checks that token ids are in the vocabulary.
 
     Raises:
-        ValueError: names the first one beyond the vocabulary.
+        ValueError: an id is outside of it; the message names the first one.
     """
     if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
         return
@@ -128,7 +131,7 @@ def check_sampling(params: Any, vocabulary: int) -> None:
     """Checks the values of SGLang's ``SamplingParams`` that overflow, or make logits NaN.
 
     Raises:
-        ValueError: names the field, what was found and what can be.
+        ValueError: names the field, the value that was found and possible values.
     """
     check_tokens("stop_token_ids", list(params.stop_token_ids or ()), vocabulary)
     for name in ("json_schema", "structural_tag"):
@@ -148,7 +151,7 @@ def check_sampling(params: Any, vocabulary: int) -> None:
 
 
 def check_levels(name: str, text: str | None) -> None:
-    """Raises ValueError if a JSON text has too many levels for a grammar to be compiled of it."""
+    """Raises ValueError if a JSON text is too deep for a grammar to be compiled from it."""
     level = deepest = 0
     for bracket in _BRACKETS.findall(_STRINGS.sub("", text or "")):
         level += 1 if bracket in "[{" else -1
@@ -161,14 +164,14 @@ def check_logprobs(request: Any, vocabulary: int, context: int) -> None:
     """Checks the log probabilities that SGLang's ``TokenizedGenerateReqInput`` asks for.
 
     Args:
-        context: tokens of the longest sequence.
+        context: maximum number of tokens of a sequence.
 
     Raises:
-        ValueError: names the field, what was found and what can be.
+        ValueError: names the field, the value that was found and possible values.
     """
     start, most = request.logprob_start_len, request.top_logprobs_num
     tokens = len(request.input_ids or ())
-    # Requests of one batch are computed as if all of them had asked.
+    # If one request of a batch asks for log probabilities, they are computed for all of them.
     if not 0 <= most <= vocabulary:
         raise ValueError(f"top_logprobs_num is {most}; give one from 0 to {vocabulary}")
     if not request.return_logprob:
@@ -190,13 +193,13 @@ def check_logprobs(request: Any, vocabulary: int, context: int) -> None:
 
 
 def check_positions(name: str, positions: Any, tokens: int) -> None:
-    """Raises ValueError if positions lie outside a prompt of so many tokens."""
+    """Raises ValueError if positions lie outside a prompt of ``tokens`` tokens."""
     if positions and not all(type(at) is int and 0 <= at < tokens for at in positions):
         raise ValueError(f"{name} are positions in a prompt of {tokens} tokens, from 0 on")
 
 
 def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
-    """Checks a request's ``custom_labels`` against those that SGLang's metrics were made with.
+    """Checks a request's ``custom_labels`` against the labels of SGLang's metrics.
 
     Raises:
         ValueError: names the first label that the metrics lack.
@@ -210,7 +213,11 @@ def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
 
 
 def prompts_of(request: Any) -> int:
-    """How many prompts a request has, whatever SGLang makes of it."""
+    """Returns the number of prompts of a request that SGLang has not normalized yet.
+
+    Raises:
+        ValueError: ``rid`` or the list of prompts is empty.
+    """
     if request.rid is not None and not request.rid:
         raise ValueError("rid is empty; leave it out, or name each prompt's answer")
     prompts = request.text if request.text is not None else request.input_ids
@@ -220,7 +227,7 @@ def prompts_of(request: Any) -> int:
         return 1
     if not prompts:
         if getattr(request, "session_params", None):
-            return 1  # the session has the prompt
+            return 1  # the prompt is in the session
         raise ValueError(NO_TOKENS)
     return 1 if isinstance(prompts[0], int) else len(prompts)
 
@@ -229,15 +236,15 @@ def check_request(made: Any, vocabulary: int, context: int) -> None:
     """Checks SGLang's ``TokenizedGenerateReqInput`` or ``TokenizedEmbeddingReqInput``.
 
     Args:
-        context: tokens of the longest sequence.
+        context: maximum number of tokens of a sequence.
 
     Raises:
-        ValueError: what was found and what can be.
+        ValueError: says what was found and what is possible.
     """
     tokens = len(made.input_ids or ())
     if not tokens and not made.input_embeds and not getattr(made, "session_params", None):
         raise ValueError(NO_TOKENS)
-    if made.mm_inputs is None:  # else some ids stand for images
+    if made.mm_inputs is None:  # otherwise some ids stand for images
         check_tokens("input_ids", made.input_ids or (), vocabulary)
     check_fields(made)
     check_sampling(made.sampling_params, vocabulary)
@@ -248,10 +255,10 @@ def check_request(made: Any, vocabulary: int, context: int) -> None:
 
 
 def check_fields(made: Any) -> None:
-    """Checks the types of a request's fields, which SGLang's scheduler takes as they are.
+    """Checks that SGLang's scheduler can decode the fields of a request.
 
     Raises:
-        ValueError: names the first field of another type.
+        ValueError: a field has another type; the message names it.
     """
     from sglang.srt.managers.embed_types import PositionalEmbeds
     from sglang.srt.managers.io_struct import _USE_PICKLE_IPC, msgpack_encode
@@ -260,9 +267,9 @@ def check_fields(made: Any) -> None:
     plain = copy.copy(made)
     plain.time_stats = plain.mm_inputs = None  # made by SGLang itself
     if isinstance(plain.positional_embed_overrides, PositionalEmbeds):
-        plain.positional_embed_overrides = None  # made by a program of tensors
+        plain.positional_embed_overrides = None  # made by a program from tensors
     if _USE_PICKLE_IPC:
-        # What the extension tells its schedulers there is of no type of SGLang's.
+        # custom_params may hold values of this package that are of none of SGLang's types.
         plain.sampling_params = copy.copy(plain.sampling_params)
         plain.sampling_params.custom_params = None
     msgpack_decode_explained(msgpack_encode(plain))

@@ -1,4 +1,4 @@
-"""Ends the work for a client that has closed its connection, which SGLang's server goes on with."""
+"""Cancellation of work whose client has disconnected, which SGLang's server would continue."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from fastapi import Request
 from sgl_ext.errors import ExtError
 
 LOOK_S = 0.5
-"""Seconds between two checks of the connection."""
+"""Time between two checks of the connection, in seconds."""
 
 T = TypeVar("T")
 
 
 class ClientGoneError(ExtError):
-    """The client has closed its connection."""
+    """Error raised when the client has closed its connection."""
 
     status = 499
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what ``work`` does, and cancels it when the client has gone.
+    """Returns the result of ``work``, and cancels it if the client disconnects.
 
     Raises:
-        ClientGoneError: it has gone.
+        ClientGoneError: the client has disconnected.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,4 +1,4 @@
-"""The powers in the process that runs SGLang's HTTP server and tokenizer."""
+"""Dispatch to the powers in the process that runs SGLang's HTTP server and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from sgl_ext.engine.front import errors, validation
 from sgl_ext.errors import ExtError
 
 _FRONTS = "_ext_fronts"
-"""Attribute of SGLang's ``TokenizerManager``: the powers' views of requests, inside out."""
+"""Attribute of SGLang's ``TokenizerManager`` that holds the powers' fronts, from the inside out."""
 
 
 class RefusedError(ValueError):
-    """SGLang's routes answer a ``ValueError`` with its ``status_code``, other errors with 500."""
+    """Form of an ``ExtError`` that SGLang's routes answer with the error's HTTP status.
+
+    They answer a ``ValueError`` with its ``status_code``, and other errors with 500.
+    """
 
     def __init__(self, error: ExtError) -> None:
         super().__init__(str(error))
@@ -26,8 +29,7 @@ class RefusedError(ValueError):
 
 
 def add_front(manager: TokenizerManager, front: Front) -> None:
-    """Has a power look at each request of SGLang's ``TokenizerManager``, outside of those that
-    look already."""
+    """Adds a front, outside of the fronts that SGLang's ``TokenizerManager`` has already."""
     setattr(manager, _FRONTS, (*getattr(manager, _FRONTS, ()), front))
 
 
@@ -69,7 +71,7 @@ async def _generate(
             watch = front.accept(request)
         except ExtError as error:
             with suppress(ValueError):
-                request.normalize_batch_and_arguments()  # SGLang ends streams by what this sets
+                request.normalize_batch_and_arguments()  # SGLang needs its results to end streams
             raise RefusedError(error) from None
         if watch is not None:
             watches.append(watch)

@@ -1,4 +1,4 @@
-"""Answers of SGLang's HTTP server to requests it cannot serve: the reason, and nothing else."""
+"""Error answers of SGLang's HTTP server that contain the reason and nothing else."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ _CATCHING = (
     "openai.serving_base", "openai.serving_tokenize", "openai.serving_responses",
     "openai.serving_rerank", "anthropic.serving",
 )  # fmt: skip
-"""SGLang's modules that catch such errors, log tracebacks and answer with 500."""
+"""Modules of SGLang that catch such errors, log tracebacks and answer with 500."""
 _ENTRYPOINTS = "sglang.srt.entrypoints"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _SHOWN = 5
-"""Problems of a body that are named."""
+"""Maximum number of problems of a body that an answer names."""
 _OWN_SHAPES = ("/v1/messages", "/v1/responses", "/v1/systemone")
-"""Paths whose errors SGLang shapes as their API does."""
+"""Paths whose errors SGLang formats as their API requires."""
 
 
 class SectionOffError(ExtError):
-    """A route of a section that is off."""
+    """Error raised for a route of a section that is off."""
 
     status = 404
 
 
 async def refusal(_request: Request, error: Exception) -> JSONResponse:
-    """Returns what a client is told of an ``ExtError``."""
+    """Returns the answer to a request that failed with ``error``."""
     code = error.status if isinstance(error, ExtError) else 400
     return JSONResponse({"error": {"message": str(error), "code": code}}, code)
 
 
 class Malformed:
-    """ASGI middleware: what SGLang's routes raise for values of other types is answered with 400.
+    """ASGI middleware that answers 400 when SGLang's routes raise an error for unexpected values.
 
     Without it such a request ends with 500, and the log has a traceback.
     """
@@ -85,13 +85,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, for the log."""
+    """Returns file and line at which the error was raised, for the log."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{where.filename}:{where.lineno}"
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Keeps the place of a client's error, and drops the traceback."""
+    """Replaces the traceback of a client's error in the log by the place of the error."""
     if record.exc_info and isinstance(error := record.exc_info[1], _CLIENTS):
         record.msg, record.args = f"{record.getMessage()} ({_place(error)})", None
         record.exc_info = None
@@ -117,7 +117,9 @@ def _anthropic(original: Original, *args: object, **kw: Any) -> Any:
 
 
 def install(app: FastAPI, off: Mapping[str, str]) -> None:
-    """Adds all of it to SGLang's HTTP server, before that is started.
+    """Adds error handlers, middleware, log filters and routes to SGLang's HTTP server.
+
+    Call it before the server starts.
 
     Args:
         off: paths of routes of sections that are off, by the section's name.
@@ -125,7 +127,7 @@ def install(app: FastAPI, off: Mapping[str, str]) -> None:
     theirs: Any = app.exception_handlers[RequestValidationError]
 
     async def invalid(request: Request, error: Exception) -> Response:
-        """Says what is wrong with a body, without the server's paths and the body itself."""
+        """Returns what is wrong with a body, without the server's paths and the body itself."""
         problems = error.errors() if isinstance(error, RequestValidationError) else []
         plain = [{name: one[name] for name in ("type", "loc", "msg")} for one in problems[:_SHOWN]]
         if request.url.path.startswith(_OWN_SHAPES):

@@ -1,4 +1,4 @@
-"""The extension's own HTTP routes on SGLang's server."""
+"""HTTP routes of the extension on SGLang's server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from sgl_ext.errors import ExtError
 
 
 class InvalidBodyError(ExtError):
-    """A body of another shape than the route takes."""
+    """Error raised for a body whose shape the route does not accept."""
 
     status = HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 class ExtRoute(ORJSONRoute):
-    """Answers 422 with the fields that are wrong; SGLang's own answer is 400 and names the source
-    file of the route."""
+    """Route that answers 422 and names the invalid fields of a body.
+
+    SGLang's own answer is 400 and names the source file of the route.
+    """
 
     def get_route_handler(self) -> Callable[[Any], Coroutine[Any, Any, Any]]:
         original = super().get_route_handler()
@@ -39,8 +41,8 @@ class ExtRoute(ORJSONRoute):
 def add_routes(app: Any, router: APIRouter) -> None:
     """Adds a router's routes to the application itself.
 
-    SGLang looks up a route's ``auth_level`` among the application's own routes only, and takes
-    ``NORMAL`` for those of an included router.
+    SGLang looks up a route's ``auth_level`` only among the application's own routes, and assumes
+    ``NORMAL`` for the routes of an included router.
     """
     app.router.routes.extend(router.routes)
 

@@ -1,4 +1,4 @@
-"""Text in bodies of the extension's own routes."""
+"""Type of the text in bodies of the extension's own routes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pydantic import AfterValidator
 
 
 def _of_unicode(text: str) -> str:
-    text.encode()  # raises for half a character, which JSON can say
+    text.encode()  # raises for a lone surrogate, which JSON can express
     return text
 
 
 Text = Annotated[str, AfterValidator(_of_unicode)]
-"""A string without lone surrogates."""
+"""String without lone surrogates."""

@@ -1,4 +1,4 @@
-"""Refuses requests that would end SGLang's processes, whichever route or program they come from."""
+"""Refusal of requests that would end SGLang's processes, from any route or program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_shape(manager: TokenizerManager, request: Any) -> None:
-    """Checks what a request looks like before SGLang expands it."""
+    """Checks a request before SGLang expands it into its prompts and answers.
+
+    Raises:
+        ValueError: the request cannot be served or read.
+    """
     if carried_by(manager.server_args) is not None:
         try:
             check_size(request.sampling_params, prompts_of(request))
@@ -52,7 +56,7 @@ def _validate(original: Original, manager: TokenizerManager, request: Any, ids: 
 
 
 def _tokenized(original: Original, manager: TokenizerManager, request: Any, *args: object) -> Any:
-    """Checks the values of a request that is about to be sent."""
+    """Checks the values of a tokenized request before it is sent to the scheduler."""
     if carried_by(manager.server_args) is None:
         return original(manager, request, *args)
     with malformed_is_refused("the request"):
@@ -62,7 +66,7 @@ def _tokenized(original: Original, manager: TokenizerManager, request: Any, *arg
 
 
 def _dispatch(original: Original, manager: TokenizerManager, message: Any) -> None:
-    """Refuses what cannot be encoded."""
+    """Refuses a message that cannot be encoded."""
     if carried_by(manager.server_args) is not None:
         with malformed_is_refused("the request"):
             return original(manager, message)
@@ -70,7 +74,7 @@ def _dispatch(original: Original, manager: TokenizerManager, message: Any) -> No
 
 
 def _handle(original: Original, scheduler: Scheduler, request: Any, **kw: object) -> None:
-    """Ends a request that cannot be taken in, and no other."""
+    """Ends a request that the scheduler cannot accept, without ending the scheduler."""
     if runtime.current is None:
         return original(scheduler, request, **kw)
     try:
@@ -88,7 +92,7 @@ def _handle(original: Original, scheduler: Scheduler, request: Any, **kw: object
 
 
 def check_prompt(req: Req) -> None:
-    """Ends a request without prompt tokens. Only its scheduler knows the prompt of a session."""
+    """Ends a request without prompt tokens. Only the scheduler knows the prompt of a session."""
     if req.to_finish is None and not req.origin_input_ids:
         req.set_finish_with_abort(NO_TOKENS)
 

@@ -1,1 +1,1 @@
-"""The KV pool on the slab, its allocator, and how both are resized."""
+"""KV pool on the slab, its allocator, and the resizing of both."""

@@ -1,8 +1,8 @@
 """SGLang's KV allocator interface over :class:`~sgl_ext.memory.block_groups.BlockGroups`.
 
-SGLang asks for slots without saying for whom. The batch that is being prepared does say it, so
-:mod:`~sgl_ext.engine.kv.install` tells the allocator (:meth:`BlockGroupAllocator.serving`) before
-SGLang asks. What comes without it (external tiers, speculative drafts) gets slots that belong to no
+SGLang asks for slots without naming the requests. The batch that is being prepared names them, so
+:mod:`~sgl_ext.engine.kv.install` passes them to the allocator (:meth:`BlockGroupAllocator.serving`)
+before SGLang asks. Other calls (external tiers, speculative drafts) get slots that belong to no
 group.
 """
 
@@ -22,14 +22,14 @@ from sgl_ext.memory.runs import runs_of
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
-"""The batch's rows in the request pool, and the tokens that each one gets."""
+"""Function that returns the batch's rows in the request pool, and the tokens of each row."""
 
 
 class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
-    """Slots ``[page, size + page)`` in blocks of ``page`` tokens; block 0 is SGLang's padding.
+    """Allocator of slots ``[page, size + page)`` in blocks of ``page`` tokens.
 
-    Takes the place of SGLang's token and paged allocators: the same calls, the same counts. Which
-    slots a call returns is up to the groups.
+    Block 0 is SGLang's padding. The allocator replaces SGLang's token and paged allocators, with
+    the same calls and the same counts. The groups decide which slots a call returns.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         expected_tokens: int,
         beyond: int = 0,
     ) -> None:
-        """Takes what SGLang's allocators take, and:
+        """Creates the allocator from the arguments of SGLang's allocators and further ones.
 
-        expected_tokens: see :class:`~sgl_ext.memory.block_groups.BlockGroups`.
-        beyond: blocks behind these that may come later.
+        Args:
+            expected_tokens: see :class:`~sgl_ext.memory.block_groups.BlockGroups`.
+            beyond: number of blocks behind these that may be added later.
         """
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         self.num_pages = size // page_size
@@ -57,17 +58,17 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         )  # fmt: skip
         self.groups.withdraw(1 + self.num_pages, 1 + self.num_pages + beyond)
         self.on_allocate: Callable[[int], None] | None = None
-        """Told the end of the highest block in use so far."""
+        """Function that is called with the end of the highest block in use so far."""
         self.in_flight: BlocksInFlight | None = None
-        """Blocks that are read or written for owners that have given them away."""
+        """Blocks that are read or written for owners that have released them."""
         self.promised = 0
-        """Tokens that a request can count on, though they may come only when it waits for them."""
+        """Tokens that a request can count on; some may come only while it waits for them."""
         self._high = 0
         self._owners: Owners | None = None
 
     @contextmanager
     def serving(self, owners: Owners) -> Iterator[None]:
-        """Names the requests that the calls inside are for."""
+        """Names the requests that the calls inside the block are for."""
         self._owners = owners
         try:
             yield
@@ -75,27 +76,31 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             self._owners = None
 
     def close_rows(self, rows: Sequence[int]) -> None:
-        """The requests of these rows have ended; their reservations are free."""
+        """Frees the reservations of these rows, whose requests have ended."""
         for row in rows:
             self.groups.close(row)
 
     @property
     def copying(self) -> bool:
-        """Whether blocks may still be copied that their owners have given away."""
+        """True if blocks may still be copied that their owners have released."""
         return self.in_flight is not None and self.in_flight.pending > 0
 
     def shrink(self, blocks: int) -> bool:
-        """Removes the last ``blocks``; False if one is in use, or may still be copied."""
+        """Removes the last ``blocks`` blocks.
+
+        Returns False, with nothing changed, if one is in use or a copy is in progress.
+        """
         if self.copying or not self.groups.shrink(blocks):
             return False
-        # Other memory may lie there when they come back.
+        # The blocks may have other memory when they are added again.
         self._high = min(self._high, self.groups.first + self.groups.blocks)
         return True
 
     def withdraw(self, start: int, end: int) -> int:
-        """Removes those of blocks ``[start, end)`` that are not in use; returns how many are.
+        """Removes the blocks of ``[start, end)`` that are not in use.
 
-        Waits for copies that still read or write what is removed.
+        Returns the number of blocks that are in use. Waits for copies that still read or write the
+        removed blocks.
         """
         in_use = self.groups.withdraw(start, end)
         if self.in_flight is not None and self.in_flight.pending:
@@ -106,12 +111,15 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     @property
     def free_pages(self) -> torch.Tensor:
-        """For SGLang's check of page invariants, which is silent where this is None."""
+        """Free pages, for SGLang's check of page invariants.
+
+        The check skips an allocator whose free pages are None.
+        """
         return self.get_all_free_pages()
 
     @free_pages.setter
     def free_pages(self, _value: None) -> None:
-        """The base class has a list; here it is what the groups say."""
+        """Ignores the list of the base class: the groups know the free pages."""
 
     def available_size(self) -> int:
         return self.groups.available * self.page_size
@@ -132,7 +140,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         return torch.cat([torch.arange(0), *(torch.arange(s, s + n) for s, n in runs)])
 
     def merge_and_sort_free(self) -> None:
-        """Free groups are always merged and in order."""
+        """Does nothing: free groups are always merged and sorted."""
 
     def clear(self) -> None:
         self.free_group: list[torch.Tensor] | None = None
@@ -145,7 +153,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         )
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        blocks = need_size // self.page_size  # whole pages only, as SGLang's own
+        blocks = need_size // self.page_size  # whole pages only, as in SGLang's allocators
         if self.page_size == 1 and self._owners is not None:
             rows, counts = self._owners()
             if sum(counts) == need_size:
@@ -175,7 +183,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             return self._slots([run for request in runs for run in request])
         parts = []
         for index, request in enumerate(runs):
-            # What is left of a request's last page comes first, then its new pages.
+            # The rest of a request's last page comes first, then its new pages.
             new = after[index] - before[index]
             head = min(-before[index] % page, new)
             if head:
@@ -214,7 +222,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             twice = int(slots[1:][slots[1:] == slots[:-1]][0])
             raise ValueError(f"slot {twice} is freed twice in one call")
         blocks = slots // self.page_size
-        # Several slots of a block name it once.
+        # A block is released once, even if several of its slots are freed.
         self._release(blocks[np.diff(blocks, prepend=-1) != 0])
 
     def free_group_end(self) -> None:
@@ -223,12 +231,14 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             self._release(np.sort(torch.cat(pending).cpu().numpy()))
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
-        """Frees whole pages by number, none of them named twice."""
+        """Frees whole pages by number. No page may be named twice."""
         self._release(np.sort(page_ids.cpu().numpy()))
 
     def unused(self, slots: torch.Tensor) -> int | None:
-        """The first block of whole pages of ``slots`` that is not in use, or whose release waits
-        for the end of a group; None if all are in use."""
+        """Returns the first block of whole pages of ``slots`` that is not in use, or None.
+
+        A block whose release waits for the end of a group counts as not in use.
+        """
         blocks = slots[:: self.page_size].cpu().numpy() // self.page_size
         if self.free_group:
             freed = np.isin(blocks, torch.cat(self.free_group).numpy())
@@ -239,7 +249,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         if free_index.numel() and start_pos % self.page_size:
             raise ValueError(f"segment start {start_pos} is no multiple of page {self.page_size}")
-        # One slot of each page is enough to name it; a segment begins with a page.
+        # One slot of each page is enough to name the page, because a segment begins with a page.
         self.free(free_index[:: self.page_size])
 
     def get_cpu_copy(
@@ -260,10 +270,10 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
         )
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- internal --------------------------------------------------------------------------------
 
     def _release(self, blocks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Releases these blocks, in ascending order; one that is named twice was freed twice."""
+        """Releases blocks in ascending order. A block that is named twice was freed twice."""
         if self.free_group is not None:
             self.free_group.append(torch.from_numpy(blocks))
         elif len(blocks):
@@ -299,7 +309,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         return blocks
 
     def _slots(self, runs: Sequence[Run]) -> torch.Tensor:
-        """``[blocks * page]`` int64: the slots of ``runs``, in order."""
+        """Returns the slots of ``runs`` in order, int64 ``[blocks * page]``."""
         if not runs:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         self._note(max(start + length for start, length in runs))

@@ -1,4 +1,4 @@
-"""Puts the slab and the block groups into SGLang: its KV pool, its allocator, their accounting."""
+"""Hooks that install the slab and the block groups as SGLang's KV pool and allocator."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
 
 _OWNER = "_ext_allocator"
-"""Attribute of SGLang's request pool: the allocator to tell when a row is freed."""
+"""Attribute of SGLang's request pool that holds the allocator to notify when a row is freed."""
 
 
 def obstacle_in_arguments(view: ServerArgs) -> str | None:
-    """Why SGLang's own pool must serve under these resolved arguments; None if the slab can.
+    """Returns why these resolved arguments require SGLang's own pool; None if the slab can serve.
 
-    Each of these indexes the pool in a way that takes a layer for one contiguous buffer, or holds
-    something else than K and V of equal width in one of :data:`DTYPES`.
+    Each reason indexes the pool as if a layer were one contiguous buffer, or stores something other
+    than K and V of equal width in one of :data:`DTYPES`.
     """
     from sglang.srt.environ import envs
 
@@ -43,7 +43,7 @@ def obstacle_in_arguments(view: ServerArgs) -> str | None:
 
 
 def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
-    """Why SGLang's own pool must serve this model, too; None if the slab can."""
+    """Returns why arguments or model require SGLang's own pool; None if the slab can serve."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.runtime_context import get_context
@@ -66,7 +66,10 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
 def _identity(configurator: Any) -> dict[str, Any]:
-    """What decides KV beside the weights: the model's configuration and this rank's share."""
+    """Returns the properties that determine KV besides the weights.
+
+    They are the model's configuration and this rank's share of the model.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     config = json.loads(configurator.model_config.hf_config.to_json_string(use_diff=False))
@@ -94,7 +97,7 @@ def _build_pool(
             quant_method=quant_method,
         )
 
-    # A speculative draft has a pool of its own beside the model's, which stays SGLang's.
+    # A speculative draft has a pool of its own beside the model's; it remains SGLang's pool.
     if (ext := runtime.current) is None or configurator.is_draft_worker:
         return build(mha_pool_class)
     if ext.config.memory.layout == "layer_major":
@@ -113,7 +116,7 @@ def _build_pool(
 
 
 def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
-    """Notes why SGLang's own pool serves; refuses the start if the slab was asked for."""
+    """Records why SGLang's own pool serves; refuses the start if the slab was asked for."""
     if ext.config.memory.layout == "block_major":
         refuse(
             hooks.ActivationError(
@@ -125,14 +128,14 @@ def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
 
 
 def _pools_built(pools: Any, configurator: Any, **_kw: object) -> Any:
-    """Says why there is no slab, whichever of SGLang's pools there is in its place."""
+    """Records why there is no slab, whichever of SGLang's pools is in its place."""
     ext = runtime.current
     if ext is None or configurator.is_draft_worker or ext.slab is not None:
         return pools
     if ext.config.memory.layout == "layer_major":
         ext.layer_major_because = "the configuration asks for it"
     elif ext.layer_major_because is None:
-        # Models of MLA, sliding windows, recurrent state or a sparse index have other pools.
+        # Models with MLA, sliding windows, recurrent state or a sparse index have other pools.
         model = ", ".join(configurator.model_config.hf_config.architectures or ())
         pool = type(pools.token_to_kv_pool).__name__
         _require_no_slab(ext, f"the pool {pool} of {model or 'this model'}")

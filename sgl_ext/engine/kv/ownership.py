@@ -1,8 +1,8 @@
-"""Checks that every KV block has one owner: the radix tree, one request, or the free list.
+"""Ownership checks: every KV block belongs to the radix tree, one request, or the free list.
 
-A block with two owners is overwritten by one while the other reads it: wrong tokens. Each check
-runs before the state that it covers is computed with, so that a scheduler that finds such a block
-ends before it answers. SGLang's own checks run when the server is idle, or with
+If a block has two owners, one overwrites it while the other reads it, which gives wrong tokens.
+Each check runs before the state that it covers is computed with, so that a scheduler that finds
+such a block ends before it answers. SGLang's own checks run when the server is idle, or with
 ``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY`` after the answers of a step were sent.
 """
 
@@ -15,18 +15,19 @@ from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Sched
 
 
 class TwoOwnersError(RuntimeError):
-    """A KV block belongs to two owners. The scheduler cannot go on: what it holds may be wrong."""
+    """Error raised when a KV block has two owners. The scheduler must end: its KV may be wrong."""
 
 
 def check_admitted(adder: PrefillAdder, req: Req) -> None:
-    """Checks that the tree owns what it lends to a request: all of its prefix but what an external
-    cache loads into slots of the request's own.
+    """Checks that the tree owns the prefix that it lends to a request.
+
+    The check leaves out tokens that an external cache loads into slots of the request's own.
 
     Raises:
-        TwoOwnersError: it does not.
+        TwoOwnersError: the tree does not own the prefix.
     """
     if req.session is not None or req.beam_group is not None:
-        return  # they take over KV records of others
+        return  # such requests take over KV records of others
     linker, loaded = getattr(adder.tree_cache, "linker", None), 0
     if linker is not None and (slots := linker.private_load_indices.get(req.rid)) is not None:
         loaded = len(slots)
@@ -34,7 +35,11 @@ def check_admitted(adder: PrefillAdder, req: Req) -> None:
 
 
 def check_resumed(req: Req) -> None:
-    """Checks the same of a request that is resumed, whose prefix is all of the tree's."""
+    """Checks that the tree owns all of the prefix of a request that is resumed.
+
+    Raises:
+        TwoOwnersError: the tree does not own the prefix.
+    """
     _check_prefix(req, 0)
 
 
@@ -48,7 +53,7 @@ def _check_prefix(req: Req, loaded: int) -> None:
 
 
 def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> Any:
-    """The slots that an insert frees as duplicates are not those that the tree keeps."""
+    """Checks that the tree keeps none of the slots that an insert frees as duplicates."""
     unused = getattr(tree.token_to_kv_pool_allocator, "unused", None)
     if unused is None or result.last_device_node is None:
         return result
@@ -60,7 +65,13 @@ def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> An
 
 
 def check_step(scheduler: Scheduler, batch: ScheduleBatch) -> None:
-    """All owners together have no more than there is. O(requests that run)."""
+    """Checks that all owners together hold no more tokens than the pool has.
+
+    The cost is O(running requests).
+
+    Raises:
+        TwoOwnersError: they hold more.
+    """
     if runtime.current is None or runtime.current.slab is None:
         return
     owned = owned_tokens(scheduler, batch)
@@ -72,8 +83,10 @@ def check_step(scheduler: Scheduler, batch: ScheduleBatch) -> None:
 
 
 def owned_tokens(scheduler: Scheduler, batch: ScheduleBatch) -> int:
-    """Tokens that are free, in the radix tree, or held by ``batch``, by other requests or for
-    requests that come back; each as often as it has owners."""
+    """Returns the number of tokens that are free, cached, or held by requests or sessions.
+
+    The requests include those of ``batch``. A token counts as often as it has owners.
+    """
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     page = allocator.page_size
     rows = {

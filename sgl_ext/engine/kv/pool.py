@@ -1,4 +1,4 @@
-"""SGLang's MHA pool with its buffers as strided views of one slab."""
+"""SGLang's MHA pool, with strided views of one slab as its buffers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from sgl_ext.memory.slab import Layout, Slab
 
 
 class SlabKVPool(MHATokenToKVPool):
-    """``k_buffer[l]``, ``v_buffer[l]`` are ``[slots, kv_heads, head_dim]`` views of the slab.
+    """KV pool whose ``k_buffer[l]`` and ``v_buffer[l]`` are views of the slab.
 
-    A slot's row keeps its two inner dimensions contiguous; the next slot is a token of all layers
-    away. Everything in SGLang that indexes rows works on it; what takes a layer for one contiguous
-    piece is overridden here or refused at start (:func:`sgl_ext.engine.kv.install.obstacle`).
+    A view has the shape ``[slots, kv_heads, head_dim]``. The two inner dimensions of a slot are
+    contiguous; the stride between slots is a token of all layers. Code of SGLang that indexes slots
+    works on the views. Code that takes a layer for one contiguous buffer is overridden here or
+    refused at start (:func:`sgl_ext.engine.kv.install.obstacle`).
     """
 
     slab: Slab
 
     def __init__(self, *args: object, fingerprint: str, borrows: int = 0, **kwargs: object) -> None:
-        """Also takes:
+        """Creates the pool from the arguments of SGLang's pool and further ones.
 
-        fingerprint: identifies the model, as :class:`~sgl_ext.memory.slab.Layout` has it.
-        borrows: bytes of other processes' memory to have addresses for.
+        Args:
+            fingerprint: identifier of the model, as in :class:`~sgl_ext.memory.slab.Layout`.
+            borrows: bytes of other processes' memory that get addresses.
         """
         self._fingerprint, self._borrows = fingerprint, borrows
-        # The tiled copy of slots takes the stride between rows for their width.
+        # SGLang's tiled copy of slots takes the stride between rows for the width of a row.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
         self.use_native_move_kv_cache = True
 
@@ -41,7 +43,7 @@ class SlabKVPool(MHATokenToKVPool):
             dtype=str(self.store_dtype).removeprefix("torch."),
             fingerprint=self._fingerprint,
         )
-        rows = self.size + self.page_size  # the first block takes the writes of padding tokens
+        rows = self.size + self.page_size  # padding tokens are written to the first block
         beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
         self.slab = Slab.create(layout, -(-rows // self.page_size), beyond=beyond)
         tokens = self.slab.tensor().flatten(0, 1)
@@ -49,7 +51,7 @@ class SlabKVPool(MHATokenToKVPool):
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
 
     def _build_kv_buffer_descs(self) -> list[Any]:
-        return []  # of contiguous layers, for what is refused
+        return []  # only refused options use descriptors of contiguous layers
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         return self.slab.size // 2, self.slab.size // 2

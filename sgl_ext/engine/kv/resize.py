@@ -1,8 +1,8 @@
-"""Changes how many blocks there are while SGLang serves, with its accounting kept true.
+"""Changes of the number of blocks while SGLang serves, together with SGLang's accounting.
 
-SGLang copies its pool's size into several objects when it starts, and compares the free, cached
-and used slots with it after every step. All copies change here, together with the allocator, in
-one call on the scheduler's thread between two steps.
+SGLang copies its pool's size into several objects when it starts, and its checks compare the free,
+cached and used slots with it. All copies change here, together with the allocator, in one call on
+the scheduler's thread between two steps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from sgl_ext.errors import ExtError
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 """Parts of the scheduler that have their own ``max_total_num_tokens``."""
 _INPUT_MARGIN = 5
-"""By how many tokens SGLang keeps an input below the longest request."""
+"""Tokens by which SGLang keeps an input shorter than the longest request."""
 
 
 class KVResizer:
-    """A scheduler's blocks.
+    """Resizing of a scheduler's blocks.
 
-    Every call is O(1) in the size of the pool, but for the free blocks of a range.
+    The cost of a call does not depend on the size of the pool. That of :meth:`restore` and
+    :meth:`withdraw` grows with the range and with the number of free groups.
 
     Raises:
         ExtError: SGLang does not run on the slab, or lacks one of the counts.
@@ -43,28 +44,31 @@ class KVResizer:
 
     @property
     def blocks(self) -> int:
-        """Blocks that SGLang has."""
+        """Number of blocks that SGLang has."""
         return self._allocator.groups.blocks
 
     @property
     def tail_free(self) -> int:
-        """Blocks behind the last one in use."""
+        """Number of blocks behind the last one in use."""
         return self._allocator.groups.tail_free
 
     @property
     def least(self) -> int:
-        """Blocks without which no request would fit."""
+        """Minimum number of blocks with which a request fits."""
         return -(-(_INPUT_MARGIN + 2) // self._allocator.page_size)
 
     @property
     def removable(self) -> int:
-        """Blocks that :meth:`shrink` can remove if none is in use: none while one may be copied."""
+        """Number of blocks that :meth:`shrink` can remove if none is in use; 0 during a copy."""
         if self._allocator.copying:
             return 0
         return max(self.blocks - self.least, 0)
 
     def promise(self, blocks: int) -> None:
-        """Requests that need so many are accepted, though they may have to wait for some."""
+        """Has SGLang accept requests that need up to ``blocks`` blocks.
+
+        Such a request may have to wait for some of them.
+        """
         if (tokens := blocks * self._allocator.page_size) != self._allocator.promised:
             self._allocator.promised = tokens
             self._account()
@@ -73,11 +77,11 @@ class KVResizer:
         """Removes the last ``blocks`` blocks.
 
         Returns:
-            False, with nothing changed, if one is in use or still copied, or no request would fit
-            any more.
+            False, with nothing changed, if a block is in use, a copy is in progress, or no request
+            would fit any more.
 
         Raises:
-            ValueError: fewer than none.
+            ValueError: ``blocks`` is negative.
         """
         if blocks > self.removable or not self._allocator.shrink(blocks):
             return False
@@ -85,23 +89,24 @@ class KVResizer:
         return True
 
     def grow(self, blocks: int) -> None:
-        """Adds ``blocks`` blocks that were taken before.
+        """Adds ``blocks`` blocks that were removed before.
 
         Raises:
-            ValueError: the slab has no more, or fewer than none; nothing has changed.
+            ValueError: the slab has no more blocks, or ``blocks`` is negative; nothing has changed.
         """
         self._allocator.groups.grow(blocks)
         self._account()
 
     def restore(self, start: int, end: int) -> None:
-        """Blocks ``[start, end)`` have memory."""
+        """Adds the withdrawn blocks of ``[start, end)``, which have memory again."""
         self._allocator.groups.restore(start, end)
         self._account()
 
     def withdraw(self, start: int, end: int) -> int:
-        """Takes those of blocks ``[start, end)`` that are not in use; returns how many are.
+        """Removes the blocks of ``[start, end)`` that are not in use.
 
-        What is taken is read and written by nobody any more.
+        Returns the number of blocks that are in use. No copy reads or writes the removed blocks any
+        more.
         """
         in_use = self._allocator.withdraw(start, end)
         self._account()
@@ -116,5 +121,5 @@ class KVResizer:
         scheduler.max_req_len = min(self._longest_request, reachable - 1)
         scheduler.max_req_input_len = scheduler.max_req_len - _INPUT_MARGIN
         for holder in self._holders:
-            # Some are frozen, for SGLang's pools never change their size while serving.
+            # Some are frozen, because SGLang's own pools never change their size while serving.
             object.__setattr__(holder, "max_total_num_tokens", tokens)

@@ -1,7 +1,7 @@
-"""Frees a range of KV blocks: what is cached there goes, who runs there begins anew.
+"""Vacating of a range of KV blocks: eviction of its cached KV and retraction of its requests.
 
-SGLang evicts what was used least, wherever it lies, and lets requests give way where memory runs
-out. Here certain blocks have to be left, and nothing else need be.
+SGLang evicts the least recently used KV, wherever it lies, and retracts requests when memory runs
+out. Here certain blocks must become free, and no others need to.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sgl_ext.engine.core.sglang_types import RadixTree, Req, ScheduleBatch, Sche
 
 
 def evict(tree: RadixTree, start: int, end: int) -> None:
-    """Evicts all of the radix tree that needs slots ``[start, end)`` and that nobody has locked.
+    """Evicts all nodes of the radix tree that need slots ``[start, end)`` and are not locked.
 
-    A node that is evicted takes those behind it along.
+    A node is evicted together with the nodes behind it.
     """
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -32,7 +32,7 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
         return doomed[node]
 
     while True:
-        # With its last leaf a node becomes one itself, which only another walk finds.
+        # A node becomes a leaf when its last leaf is evicted. Only another walk finds it.
         leaves = _leaves(core)
         paths = core.collect_path_info(leaves)
         going = [
@@ -48,7 +48,7 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
 
 
 def _leaves(core: Any) -> list[int]:
-    """Nodes that SGLang's own eviction could begin with."""
+    """Returns the nodes with which SGLang's own eviction could begin."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     full = ComponentType.FULL
@@ -64,14 +64,14 @@ def _leaves(core: Any) -> list[int]:
 
 
 def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) -> list[Req]:
-    """Has the requests that hold one of slots ``[start, end)`` give way.
+    """Retracts the requests that hold one of slots ``[start, end)``.
 
-    As SGLang's ``retract_decode``: between two steps, when what the last one has brought is in
-    ``running``.
+    Like SGLang's ``retract_decode``, it runs between two steps, when the results of the last step
+    are in ``running``.
 
     Returns:
-        The requests, to be queued again when the next step has been planned: the last one's result
-        may still come, and is ignored as long as they are out.
+        The requests, to be queued again when the next step has been planned. The last step's result
+        may still come, and is ignored as long as they are not queued.
     """
     going = [
         at
@@ -86,11 +86,12 @@ def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) 
 
 
 def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> list[Req]:
-    """Has requests give way that SGLang has begun with memory that is gone now.
+    """Retracts requests that SGLang has begun with memory that is gone now.
 
-    SGLang counts on the room that there was when it began a prompt: a later chunk that finds none
-    ends the scheduler, and the last request that decodes is aborted. To be asked before each chunk,
-    as the one that finds none may come long after the memory has gone. Returns as :func:`retract`.
+    SGLang counts on the room that it found when it began a prompt: a later chunk that finds none
+    ends the scheduler, and the last request that decodes is aborted. Call this before each chunk,
+    because the chunk that finds no room may come long after the memory has gone. Returns as
+    :func:`retract`.
     """
     allocator = scheduler.token_to_kv_pool_allocator
     going = [
@@ -107,14 +108,14 @@ def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> l
 
 
 def fits(req: Req, allocator: Any) -> bool:
-    """Whether SGLang would admit the request if it were alone."""
+    """Returns whether SGLang would admit the request if it were alone."""
     longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
-    # A page is kept for the last one, which is never full.
+    # SGLang charges one extra page per request, for a last page that is not full.
     return bool(longest + allocator.page_size < allocator.size)
 
 
 def _out(running: ScheduleBatch, going: Sequence[int]) -> list[Req]:
-    """The requests at these places of the batch give way."""
+    """Retracts the requests at these places of the batch, and returns them."""
     reqs = [running.reqs[at] for at in going]
     for at in going:
         running.release_req(at, 0)

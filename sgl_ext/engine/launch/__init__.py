@@ -1,1 +1,1 @@
-"""The launcher's side of a start: arguments, checks, and the processes that it waits for."""
+"""The launcher's part of a start: arguments, checks, and the processes that it waits for."""

@@ -1,4 +1,4 @@
-"""What the extension does in the process that launches SGLang's others."""
+"""Hooks on the process that launches SGLang's other processes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("encoder_only", bool, "the encoder-only server"),
     ("smg_grpc_mode", bool, "the gRPC router mode"),
 )
-"""Launch paths with processes that do not answer this launcher, and could not be verified."""
+"""Options of launch paths whose processes do not report to this launcher and cannot be verified."""
 
 
 def require_verifiable(server_args: ServerArgs) -> None:
-    """Raises ActivationError for a launch path, as resolved, that would escape verification."""
+    """Raises ActivationError if the resolved arguments select an unverified launch path."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(server_args)
@@ -57,25 +57,29 @@ def require_verifiable(server_args: ServerArgs) -> None:
 
 
 def activate() -> None:
-    """Hooks the launch. Raises ActivationError; repeating it changes nothing.
+    """Hooks the launch. Repeating the call changes nothing.
 
-    The hooks act on launches whose record carries a configuration: a process may launch others.
+    The hooks act only on launches whose record carries a configuration, because a process may
+    launch others too.
+
+    Raises:
+        ActivationError: a hook cannot be applied, or a seam is missing.
     """
     hooks.apply(HOOKS, SEAMS)
     if activation.commanded and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # Until its HTTP server runs, SGLang dies of this without removing anything.
-        with suppress(ValueError):  # not in the main thread: then the program decides
+        # Until its HTTP server runs, SGLang exits on this signal without removing anything.
+        with suppress(ValueError):  # not in the main thread: the program decides
             signal.signal(signal.SIGTERM, _terminate)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the removal
     raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextmanager
 def one_sentence_about(server_args: ServerArgs) -> Iterator[None]:
-    """Turns arguments that SGLang cannot resolve, or a model it cannot read, into a sentence."""
+    """Turns errors about SGLang's arguments or model into an ActivationError of one sentence."""
     try:
         yield
     except (OSError, ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
@@ -106,7 +110,7 @@ def _require_free_port(host: str, port: int) -> None:
 def _launch_server(
     original: Original, server_args: ServerArgs, *args: object, **kwargs: Any
 ) -> Any:
-    """The HTTP server: checks its port before a model is loaded for it, and greets when ready."""
+    """Checks the port before a model is loaded, and prints an example when the server is ready."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
     if not server_args.enable_http_worker_reuseport:
@@ -141,7 +145,7 @@ def _check_arguments(original: Original, server_args: ServerArgs) -> None:
 
 
 def _port_args(original: Original, server_args: ServerArgs, *args: object, **kwargs: Any) -> Any:
-    """Puts SGLang's sockets into a private directory that does not outlive the launcher."""
+    """Puts SGLang's sockets into a private directory that is removed when the launcher exits."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
     try:
@@ -157,7 +161,7 @@ def _port_args(original: Original, server_args: ServerArgs, *args: object, **kwa
 def _wait_for_schedulers(
     original: Callable[..., list[dict[str, Any]]], readers: Any, processes: Any
 ) -> list[dict[str, Any]]:
-    """Bounds the wait for the model, then holds every scheduler to the configuration."""
+    """Limits the wait for the model, and checks that every scheduler reports the configuration."""
     from sglang.srt.runtime_context import get_context
 
     config = carried_by(get_context().server_args)
@@ -190,7 +194,7 @@ def _wait_for_schedulers(
 
 @contextmanager
 def _deadline(seconds: float, processes: Any) -> Iterator[None]:
-    """Kills ``processes`` when the block takes longer; SGLang then reports a dead scheduler."""
+    """Kills ``processes`` if the block takes longer; SGLang then reports a dead scheduler."""
 
     def expire() -> None:
         print(
@@ -211,7 +215,7 @@ def _deadline(seconds: float, processes: Any) -> Iterator[None]:
 
 
 def _memory(info: dict[str, Any]) -> str:
-    """The layout of the KV pool, as the first scheduler reports it."""
+    """Returns the layout of the KV pool that the first scheduler reports, in words."""
     memory = info[REPORT_KEY]["memory"]
     if memory["layout"] == "layer_major":
         return f"layer-major KV ({memory['because']})"

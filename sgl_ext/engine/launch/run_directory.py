@@ -1,9 +1,9 @@
-"""A private directory for one launcher's sockets, removed with it.
+"""Private directory for one launcher's sockets, which is removed with the launcher.
 
-SGLang makes its sockets with ``tempfile`` and leaves them, and kills its workers, who leave
-shared memory named after their instance or process. All of it is removed when the launcher exits.
-A launcher holds a lock in its directory; what a killed one left is unlocked, and the next launcher
-of the same user removes it.
+SGLang creates its sockets with ``tempfile`` and does not remove them. It kills its workers, which
+leave shared memory named after their instance or process. All of it is removed when the launcher
+exits. A launcher holds a lock in its directory. The directory of a killed launcher is not locked
+any more, and the next launcher of the same user removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _NOTE = "shm-"
 _SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET_PATH = 107
 _GRACE_S = 60.0
-"""A younger directory may belong to a launcher that is about to lock it."""
+"""Minimum age of a directory that is removed, in seconds.
+
+A younger directory may belong to a launcher that is about to lock it.
+"""
 
 _directory: Path | None = None
 _lock: IO[str] | None = None
@@ -50,17 +53,20 @@ def as_temporary_directory() -> Iterator[None]:
 
 
 def remember_instance(instance_id: str) -> None:
-    """Notes an SGLang instance whose shared memory goes with the directory."""
+    """Records an SGLang instance whose shared memory is removed with the directory."""
     _remember(f"sglang_loads_{instance_id}_*")
 
 
 def remember_worker(pid: int) -> None:
-    """Notes a worker process whose shared memory goes with the directory."""
+    """Records a worker process whose shared memory is removed with the directory."""
     _remember(f"sgl_shm_*_{pid}_*")
 
 
 def subdirectory() -> Path:
-    """A new directory inside this process's, for a server it starts; goes with it."""
+    """Creates a directory for a server that this process starts, inside the process's directory.
+
+    It is removed with the process's directory.
+    """
     return Path(tempfile.mkdtemp(dir=_ensure()))
 
 
@@ -88,7 +94,7 @@ def _ensure() -> Path:
 
 
 def _remove_own(owner: int) -> None:
-    # A fork of the launcher exits through the same list of handlers.
+    # A forked child of the launcher runs the same exit handlers.
     if _directory is not None and os.getpid() == owner:
         _remove(_directory)
 
@@ -105,7 +111,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove(directory: Path, *, stale: bool = False) -> None:
-    """Removes it and the shared memory it notes."""
+    """Removes the directory and the shared memory that is recorded in it."""
     for note in directory.rglob(f"{_NOTE}*"):
         for segment in _SHARED_MEMORY.glob(note.name.removeprefix(_NOTE)):
             with suppress(OSError):
@@ -115,6 +121,9 @@ def _remove(directory: Path, *, stale: bool = False) -> None:
 
 
 def _creator_lives(segment: Path) -> bool:
-    """Whether a process has the number in the name: another server's, that got it since."""
+    """Returns whether a process has the number in the segment's name.
+
+    Such a process belongs to another server, which received the number since.
+    """
     number = segment.name.split("_")[-2]
     return number.isdigit() and psutil.pid_exists(int(number))

@@ -1,7 +1,7 @@
-"""``--enable-ext`` and ``--ext-config`` on SGLang's command lines and on ``sgl.Engine``.
+"""Options ``--enable-ext`` and ``--ext-config`` of SGLang's command lines and of ``sgl.Engine``.
 
-These hooks are in place whenever the package is installed: without them SGLang could not know the
-flags. They do nothing until ``--enable-ext`` (or ``enable_ext=True``) is given.
+These hooks are in place whenever the package is installed, because SGLang could not know the
+options otherwise. They have no effect until ``--enable-ext`` (or ``enable_ext=True``) is given.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from sgl_ext.engine.launch import secrets
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
 _requested: ExtConfig | None = None
-"""What this process's command line asked for. A program that parses ``ServerArgs`` and rebuilds
-it from its fields loses the record's attribute; it must not thereby run stock."""
+"""Configuration that this process's command line asked for.
+
+A program that parses ``ServerArgs`` and rebuilds the record from its fields loses the record's
+attribute. It must not run stock SGLang because of that.
+"""
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     try:
-        # All of them, or no flag: one alone would accept --enable-ext and run stock.
+        # Without all hooks no flag is added: SGLang would accept --enable-ext and run stock.
         hooks.verify(HOOKS)
     except hooks.ActivationError as error:
         if "--enable-ext" in sys.argv:
@@ -55,7 +58,7 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 def _from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> Any:
     global _requested
     record = original(cls, args)
-    # Some SGLang tools build the namespace themselves, without our flags.
+    # Some SGLang tools build the namespace themselves, without the flags of this package.
     enabled, source = getattr(args, "enable_ext", False), getattr(args, "ext_config", None)
     activation.commanded |= enabled or source is not None
     if (config := requested_config(enabled, source)) is not None:
@@ -65,7 +68,10 @@ def _from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> A
 
 
 def requested_config(enabled: bool, source: str | Mapping[str, object] | None) -> ExtConfig | None:
-    """Validates a request; does not return from one that cannot be served."""
+    """Returns the validated configuration that was asked for; None if the extension is not enabled.
+
+    Does not return if the configuration cannot be served.
+    """
     if not enabled:
         if source is not None:
             refuse(ConfigError("a configuration (--ext-config) needs --enable-ext; add it"))
@@ -95,8 +101,8 @@ def _resolve_once(original: Original, server_args: ServerArgs) -> None:
         start_checks.require_startable(server_args, config)
         for power in powers_of(config):
             power.declare(server_args)
-        # Resolution reads the environment that SGLang's modules are imported under, so nothing
-        # of SGLang is hooked, and thereby imported, before it is over.
+        # SGLang's modules read the environment that resolution sets. A hook imports the module of
+        # its target, so SGLang is hooked only after resolution.
         with launcher.one_sentence_about(server_args):
             original(server_args)
         launcher.require_verifiable(server_args)
@@ -114,24 +120,25 @@ def _mask(result: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
 
 
 def _beside_a_record() -> ExtConfig | None:
-    """What ``Engine(server_args=record, enable_ext=True)`` asks for.
+    """Returns the configuration that ``Engine(server_args=record, enable_ext=True)`` asks for.
 
-    Given a record, the engine ignores every other keyword, and no hook of ours sees the first
-    engine's: it loads the plugins. The launch is below its frame, so they are read there.
+    Given a record, the engine ignores every other keyword. The call of a process's first engine
+    cannot be hooked, because that engine loads the plugins. The launch runs below the engine's
+    frame, so that the keywords are read from that frame.
     """
     frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_qualname == "Engine.__init__":
             keywords = frame.f_locals.get("kwargs", {})
             if "server_args" not in keywords:
-                return None  # then _EngineServerArgs has taken them
+                return None  # _EngineServerArgs has taken the keywords
             return requested_config(keywords.get("enable_ext", False), keywords.get("ext_config"))
         frame = frame.f_back
     return None
 
 
 class _EngineServerArgs:
-    """Stands where ``sgl.Engine`` looks for its ``ServerArgs`` class; takes our keywords out."""
+    """Replacement of the ``ServerArgs`` class of ``sgl.Engine`` that takes out our keywords."""
 
     def __init__(self, server_args_class: Callable[..., Any]) -> None:
         self._server_args_class = server_args_class
@@ -180,18 +187,18 @@ HOOKS = (
 
 
 def _engine_class() -> Any:
-    """SGLang's ``Engine`` where its module is imported.
+    """Returns SGLang's ``Engine`` if its module is imported.
 
-    Importing it here would run SGLang's modules before it has resolved its arguments.
+    Importing it here would run SGLang's modules before SGLang has resolved its arguments.
     """
     module = sys.modules.get(_ENGINE_MODULE)
     return module and module.Engine
 
 
 def register() -> None:
-    """Registers the flags; SGLang's plugin loader calls this once per process."""
+    """Registers the options; SGLang's plugin loader calls this function once per process."""
     hooks.register(HOOKS)
-    # Engine.__init__ loads plugins, so where an Engine is made its module is imported by now.
+    # Engine.__init__ loads plugins, so that its module is imported by now if an Engine is made.
     engine = _engine_class()
     if engine is not None and not isinstance(engine.server_args_class, _EngineServerArgs):
         engine.server_args_class = _EngineServerArgs(engine.server_args_class)

@@ -28,10 +28,10 @@ _HUB_ANSWER_S = 10.0
 
 
 def require_startable(server_args: ServerArgs, config: ExtConfig) -> None:
-    """Before SGLang resolves its arguments: the model is there, and the machine has what it takes.
+    """Checks, before SGLang resolves its arguments, that the model and the needed resources exist.
 
     Raises:
-        ActivationError: one of them is not so.
+        ActivationError: the model is missing or incomplete, or the machine lacks a resource.
     """
     _require_model(server_args)
     try:
@@ -41,10 +41,10 @@ def require_startable(server_args: ServerArgs, config: ExtConfig) -> None:
 
 
 def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
-    """Afterwards: the sections serve these arguments, this page and this model.
+    """Checks that the sections serve the resolved arguments, the page size and the model.
 
     Raises:
-        ActivationError: one of them does not.
+        ActivationError: one of them is not served.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -66,7 +66,10 @@ def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
 
 
 def _require_model(server_args: ServerArgs) -> None:
-    """A path that is plainly local must exist, with whole weights; others may be a hub's names."""
+    """Checks that a local model exists and has complete weights.
+
+    A path that is not plainly local may be the name of a model on a hub.
+    """
     path = Path(server_args.model_path)
     is_local = path.is_absolute() or server_args.model_path.startswith((".", "~"))
     if not path.exists():
@@ -76,7 +79,7 @@ def _require_model(server_args: ServerArgs) -> None:
     for weights in path.glob("*.safetensors"):
         try:
             with safe_open(weights, framework="pt"):
-                pass  # reads the header, and compares it with the file's size
+                pass  # opening reads the header, and compares it with the file's size
         except (SafetensorError, OSError) as error:
             raise hooks.ActivationError(
                 f"{weights} is not whole ({error}); copy or convert the model again"
@@ -89,7 +92,7 @@ def _require_model(server_args: ServerArgs) -> None:
 
 
 def _lacking(path: Path) -> Iterator[str]:
-    """Files of weights that SGLang would look for in a model folder and not find."""
+    """Yields the weight files that SGLang would look for in a model folder and not find."""
     if not any(next(path.glob(kind), None) for kind in ("*.safetensors", "*.bin", "*.pt")):
         yield "weights (*.safetensors, *.bin, *.pt)"
     with suppress(OSError, ValueError, KeyError, AttributeError):
@@ -98,7 +101,7 @@ def _lacking(path: Path) -> Iterator[str]:
 
 
 def _require_hub(server_args: ServerArgs) -> None:
-    """SGLang tries a hub that is out of reach for most of a minute; here it is tried once."""
+    """Tries once to reach the hub; SGLang tries an unreachable hub for most of a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from sglang.srt.environ import envs
@@ -107,7 +110,7 @@ def _require_hub(server_args: ServerArgs) -> None:
     elsewhere = "://" in name or name.lower() in ("none", "dummy")
     if elsewhere or envs.SGLANG_USE_MODELSCOPE.get():
         return
-    # What the hub answers, and what is wrong with the name, SGLang says itself.
+    # SGLang itself reports the hub's error answers and invalid names.
     with suppress(HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
         if try_to_load_from_cache(name, "config.json", revision=revision) is not None:
             return
@@ -123,7 +126,7 @@ def _require_hub(server_args: ServerArgs) -> None:
 
 
 def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
-    """Sections that work on the slab, under arguments that leave KV to SGLang's own pool."""
+    """Checks that no section needs the slab while the arguments leave KV to SGLang's own pool."""
     needing = [name for name in config.sections() if name not in ("restore", "swap")]
     if config.memory.layout == "block_major":
         needing.append("memory.layout block_major")
@@ -138,7 +141,10 @@ def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
 
 
 def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
-    """Backends that were asked for; what SGLang chooses for a model is looked at when it runs."""
+    """Checks the attention backends that the arguments name.
+
+    Backends that SGLang chooses for a model are checked when they run.
+    """
     planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
     own = "clusters" if config.clusters is not None else None
     if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
@@ -150,7 +156,7 @@ def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
 
 
 def _layout(view: ServerArgs, model: Any) -> Layout | None:
-    """A block of the slab; None where the arguments alone do not say it."""
+    """Returns the layout of the slab; None if the arguments alone do not determine it."""
     dtype = view.kv_cache_dtype
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
     if dtype not in DTYPES or model.head_dim != model.v_head_dim:

@@ -1,4 +1,4 @@
-"""Lending and borrowing on SGLang's ``/metrics``."""
+"""Metrics of lending and borrowing on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _COUNTERS = {
 
 
 class PeerMetrics(Paced):
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory.
+    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory.
 
     Args:
-        found: as for :meth:`update`; what its role has, there will be.
+        found: statistics as for :meth:`update`; metrics are created for the keys that it has.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class PeerMetrics(Paced):
         self._totals = Totals()
 
     def update(self, found: Mapping[str, Any]) -> None:
-        """Sets every metric to what :meth:`~sgl_ext.engine.peer.side.PeerSide.describe` says."""
+        """Sets all metrics to statistics of :meth:`~sgl_ext.engine.peer.side.PeerSide.describe`."""
         self._updated()
         for key, gauge in self._gauges.items():
             gauge.labels(self._role).set(found[key])

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class PeerPower(Power[Peer]):
-    """Lends or borrows KV memory.
+    """Lending and borrowing of KV memory.
 
     Attributes:
-        side: what this process does, as a worker or as a master.
+        side: this process's side, worker or master.
     """
 
     name = "peer"
@@ -47,7 +47,7 @@ class PeerPower(Power[Peer]):
 
     @property
     def stream(self) -> LayerStream | None:
-        """Layer buffers of a master; None if it reads workers' memory where it is."""
+        """Layer buffers of a master; None on a worker, or if borrowed memory is read in place."""
         return self.side.stream
 
     def withheld(self) -> Iterator[Req]:

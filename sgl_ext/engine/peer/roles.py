@@ -1,4 +1,4 @@
-"""The two sides of lending and borrowing: a worker's, a master's."""
+"""The two sides of lending and borrowing: worker and master."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
 _STEP_S = 1.0
-"""From one step to the next, at most, unless the process was stopped or had nothing to do."""
+"""Maximum time between two steps, in seconds, that counts as running; after a longer time the
+process was stopped or idle."""
 _AGAIN_S = 0.1
-"""After that, or when another has ended, it is looked again at who stays in what is to be left."""
+"""Time in seconds after which vacating a range is tried again although its holders have not
+changed."""
 
 
 def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
-    """This process's side, as its section says.
+    """Returns a new side for this process, by the configured role.
 
     Raises:
         ExtError: the directory cannot be used, or SGLang's pool cannot change its size.
@@ -38,7 +40,7 @@ def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
 
 
 class WorkerSide(PeerSide):
-    """Lends the end of its slab; see :class:`~sgl_ext.peer.worker.Worker`."""
+    """Side that lends the end of its slab; see :class:`~sgl_ext.peer.worker.Worker`."""
 
     role: Literal["master", "worker"] = "worker"
 
@@ -77,7 +79,7 @@ class WorkerSide(PeerSide):
         return self.blocks - self._resizer.tail_free
 
     def _held(self, running: ScheduleBatch) -> int:
-        """End of the blocks that requests hold."""
+        """Returns the end of the blocks that requests hold."""
         table = self._scheduler.req_to_token_pool.req_to_token
         ends = [self._first]
         for req in self._requests(running):
@@ -110,13 +112,13 @@ class WorkerSide(PeerSide):
         super().close()
 
     def _need(self, running: ScheduleBatch) -> int:
-        """Tokens that all requests have, or come to have."""
+        """Returns the tokens that all requests together have or may come to have."""
         page = self._slab.layout.page
         need = 0
         for req in self._requests(running):
             if not req.finished():
                 tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
-                # A request never fills its last page, and SGLang keeps one for each.
+                # One page for the last tokens, and one that SGLang reserves for each request.
                 need += (tokens // page + 2) * page
         return need
 
@@ -147,7 +149,7 @@ class WorkerSide(PeerSide):
 
 
 class MasterSide(PeerSide):
-    """Has blocks in its workers' memory; see :class:`~sgl_ext.peer.master.Master`."""
+    """Side that uses blocks in workers' memory; see :class:`~sgl_ext.peer.master.Master`."""
 
     role: Literal["master", "worker"] = "master"
 
@@ -156,7 +158,7 @@ class MasterSide(PeerSide):
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)
         self.out: list[Req] = []
-        # What a worker has taken back for a moment comes again: requests wait for it so long.
+        # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._patience)
         block = slab.layout.block_bytes
         self._master = Master(
@@ -166,7 +168,7 @@ class MasterSide(PeerSide):
         self.retracted = 0
         self._now = time.monotonic()
         self._awake = 0.0
-        # By range: when who uses it was looked at last, and who there was then.
+        # Time of the last attempt to vacate each range, and the holders after it.
         self._stayed: dict[tuple[int, int], tuple[float, object]] = {}
         if config.stream != "direct":
             runner = scheduler.tp_worker.model_runner
@@ -201,14 +203,14 @@ class MasterSide(PeerSide):
         self._stayed = recent | {(start, end): (self._now, self._holders())}
 
     def _holders(self) -> object:
-        """Changes when a request ends or cached blocks become free to go."""
+        """Returns a value that changes when a request ends or cached blocks become evictable."""
         scheduler = self._scheduler
         reqs = [*self._running.reqs, scheduler.chunked_req]
         return [req and req.rid for req in reqs], scheduler.tree_cache.evictable_size()
 
     def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
-        # A process that was stopped has not waited for anybody meanwhile.
+        # Time in which the process was stopped does not count as waiting.
         self._awake += min(now - self._now, _STEP_S)
         self._now = now
         before = self._resizer.blocks

@@ -1,6 +1,6 @@
-"""One engine's side of lending and borrowing KV memory: policy, blocks and messages together.
+"""Common part of both sides of lending: requests that wait for memory, link and metrics.
 
-What both roles (:mod:`~sgl_ext.engine.peer.roles`) share: who waits for memory, and how they speak.
+A side of an engine connects policy, blocks and messages; see :mod:`~sgl_ext.engine.peer.roles`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 
 LAST_WORD_S = 1.0
-"""At most that a side takes to leave."""
+"""Deadline in seconds for the last messages of a side that closes, and for the end of its link."""
 
 
 class PeerSide:
-    """What both sides share."""
+    """Base class of both sides."""
 
     role: Literal["master", "worker"]
     stream: LayerStream | None = None
-    """A master's layer buffers, if it has any."""
+    """Layer buffers of a master; None if there are none."""
     aside: Sequence[Req] = ()
-    """Requests that wait for memory, and are not in SGLang's queue while it plans a step."""
+    """Requests that wait for memory; they are not in SGLang's queue while it plans a step."""
     out: Sequence[Req] = ()
-    """Those that gave way in this step, which are queued when it has been planned."""
+    """Requests that were retracted in this step; they are queued when it has been planned."""
 
     def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
@@ -41,42 +41,49 @@ class PeerSide:
         self._running = scheduler.running_batch
         """The batch that decodes, as of the current step."""
         self._unfit: dict[str, float] = {}
-        """Ids of requests that memory is missing for, and since when."""
+        """Start of the wait for memory, by request id; on the monotonic clock, in seconds."""
         self._patience = config.deadline + config.lease
-        """Seconds that they wait for it."""
+        """Longest time that a request waits for memory, in seconds."""
         self._metrics: PeerMetrics | None = None
 
     def step(self, running: ScheduleBatch) -> None:
-        """Between two steps of the scheduler, with the batch that decodes."""
+        """Exchanges messages and adapts the pool between two steps of the scheduler.
+
+        Args:
+            running: the batch that decodes.
+        """
         raise NotImplementedError
 
     def planned(self) -> None:
-        """The next step has been planned."""
+        """Queues requests that were set aside; called when the next step has been planned."""
         if self.aside:
             self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
             self.aside = ()
 
     def measure(self) -> None:
-        """Brings ``/metrics`` up to date."""
+        """Updates ``/metrics`` if an update is due."""
         if self._metrics is None:
             self._metrics = PeerMetrics(self.describe())
         if self._metrics.due:
             self._metrics.update(self.describe())
 
     def describe(self) -> dict[str, Any]:
-        """What it has, for ``/server_info``."""
+        """Returns the state of this side, for ``/server_info``."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leaves the others, when nothing is computed any more: they need not find out."""
+        """Sends the last messages and closes the link, so that the other sides need not wait for
+        the lease. No forward may run any more."""
         self._link.close(LAST_WORD_S)
 
     def _put_aside(self, now: float, why: str) -> None:
-        """Requests that were accepted when there was more memory wait for it, but not for ever, and
-        keep nobody waiting who fits.
+        """Sets aside waiting requests that do not fit any more, so that others are admitted.
+
+        Such requests were accepted when there was more memory. Those that have waited for longer
+        than the patience of this side are refused with 503.
 
         Args:
-            why: there is less.
+            why: reason why there is less memory.
         """
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator
@@ -98,15 +105,16 @@ class PeerSide:
             scheduler.waiting_queue = [req for req in waiting if req.rid not in self._unfit]
 
     def _look_again(self, running: ScheduleBatch, before: int, blocks: int) -> None:
-        """SGLang, that found no room for a request, looks again only when another one has ended."""
+        """Lets SGLang look for room again if the pool has grown; it does so by itself only when a
+        request has ended."""
         if blocks > before:
             running.batch_is_full = False
 
     def _meet(self) -> None:
-        """Opens the conversation, when all else has been made."""
+        """Opens the link; called when all other parts of this side exist."""
         self._link = Link(self.role, self._address)
         poller = getattr(getattr(self._scheduler, "idle_sleeper", None), "poller", None)
-        if poller is not None:  # a scheduler with nothing to do sleeps for up to a second
+        if poller is not None:  # an idle scheduler, which sleeps for up to a second
             poller.register(self._link.news, zmq.POLLIN)
 
     def _evict(self, start: int, end: int) -> None:

@@ -1,9 +1,9 @@
-"""The layer stream cache: workers' memory comes one layer at a time (SwiftCache §3.2-3.3).
+"""Layer stream cache: loads workers' memory one layer at a time (SwiftCache §3.2-3.3).
 
-A master reads what workers lend it like its own memory, or, where that is far away, has a buffer
-for the layer that is active: the layer's rows are loaded before its attention, those of new tokens
-are stored after it, while the rest of the layer and the next one are computed. One buffer overlaps
-with what follows the attention, two with a whole layer.
+A master reads borrowed memory like its own, or, if that memory is far away, through a buffer for
+the active layer. The layer's rows are loaded before its attention. The rows of new tokens are
+stored after it, while the rest of the layer and the next layer are computed. With one buffer, loads
+overlap with what follows the attention; with two buffers, with a whole layer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.tiers.build import emulated
 
 _PIECE = 2 << 20
-"""Bytes that an emulated link hands on at a time: a few for each layer."""
+"""Bytes of a piece on an emulated link; a layer has a few pieces."""
 
 
 class _Rows(NamedTuple):
-    """Slots in runs, counted from the first one in workers' memory."""
+    """Runs of slots, numbered from the first slot in workers' memory."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -42,14 +42,14 @@ class _Rows(NamedTuple):
 
 
 class LayerStream:
-    """A scheduler process's layer buffers, and what is on its way to and from them.
+    """Layer buffers of a scheduler process, and the copies to and from them.
 
     Args:
-        slab: of a master, with addresses for workers' memory.
-        pool: SGLang's, whose layers may still be loaded from other tiers.
-        buffers: layers that have a buffer, 1 or 2.
-        busy_rate: bytes per second, at most, while workers are spared.
-        link: what the way to workers' memory is slowed down to.
+        slab: slab of a master, with addresses for workers' memory.
+        pool: SGLang's KV pool, whose layers may still be loading from tiers.
+        buffers: number of layers that have a buffer, 1 or 2.
+        busy_rate: maximum bytes per second while workers are spared; None for no limit.
+        link: speed that the link to workers' memory is slowed down to; None if it is not.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class LayerStream:
         if busy_rate is not None:
             self._reduced = self._engine.throttled_lane(self._full, bytes_per_second=busy_rate)
         self.active = False
-        """Whether the forward that runs reads or writes workers' memory."""
+        """True if the current forward reads or writes workers' memory."""
         self.waited_seconds = 0.0
-        """That forwards waited for a layer, or for the last stores."""
+        """Seconds that forwards have waited for loads and stores."""
         self.forward_bytes = 0
-        """Loaded and stored so far."""
+        """Bytes that were loaded and stored so far."""
         self._loads: dict[int, Ticket] = {}
         self._stores: dict[int, Ticket] = {}
         self.enabled = False
-        """Whether anything is borrowed."""
+        """True if anything is borrowed."""
         self.sparing = False
-        """Whether workers' own traffic goes first."""
+        """True if a worker has requests of its own, so that copies are limited to the busy rate."""
         self._old = self._new = _Rows.of(np.empty(0, np.int64))
         self._new_at: torch.Tensor | None = None
 
@@ -104,15 +104,15 @@ class LayerStream:
         contexts: Sequence[int],
         written: torch.Tensor,
     ) -> None:
-        """A forward is about to run.
+        """Prepares a forward: finds its rows in workers' memory, starts to load the first layers.
 
         Args:
-            table: ``[requests, width]`` slots.
+            table: slots, ``[requests, width]``.
             requests: the line of ``table`` of each row.
             contexts: tokens of each row.
-            written: ``[tokens]`` slots of the tokens that are computed.
+            written: slots of the tokens that are computed, ``[tokens]``.
         """
-        self.settle()  # of a forward that has failed
+        self.settle()  # copies of a forward that has failed
         self.active = False
         if not self.enabled:
             return
@@ -135,21 +135,22 @@ class LayerStream:
     def save(
         self, layer: int, written: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Puts K and V of new tokens that belong to workers' memory into the layer's buffer.
+        """Writes K and V of new tokens whose slots are in workers' memory to the layer's buffer.
 
         Args:
-            layer: from 0 on.
-            written: ``[tokens]`` slots.
-            keys: ``[tokens, kv_heads, head_dim]``, as ``values``.
+            layer: number of the layer, from 0 on.
+            written: slots of the new tokens, ``[tokens]``.
+            keys: K of the new tokens, ``[tokens, kv_heads, head_dim]``.
+            values: V of the new tokens, in the same shape.
 
         Returns:
-            The rest of the three.
+            Slots, K and V of the other new tokens.
         """
         if (far := self._new_at) is None:
             return written, keys, values
         place = layer % len(self._buffers)
         if (store := self._stores.pop(layer - len(self._buffers), None)) is not None:
-            self._wait(store)  # which reads what is written now
+            self._wait(store)  # it reads the memory that is written now
         where = written[far].long() - self._first
         shape = (-1, *self._buffers.shape[3:])
         self._buffers[place, where, 0] = keys.view(len(written), *shape[1:])[far]
@@ -158,13 +159,19 @@ class LayerStream:
         return written[near], keys[near], values[near]
 
     def layer(self, layer: int) -> torch.Tensor:
-        """``[slots, 2, kv_heads, head_dim]``: K and V of the slots in workers' memory."""
+        """Returns K and V of the slots in workers' memory, ``[slots, 2, kv_heads, head_dim]``.
+
+        Waits until the layer is loaded.
+        """
         if (ticket := self._loads.pop(layer, None)) is not None:
             self._wait(ticket)
         return self._buffers[layer % len(self._buffers)]
 
     def done(self, layer: int) -> None:
-        """The layer's attention is over."""
+        """Starts to store the layer's new rows and to load another layer into its buffer.
+
+        Called after the layer's attention. After the last layer, waits for all stores.
+        """
         if self._new.total:
             self._stores[layer] = self._submit(layer, self._new, stored=True)
         last = self._slab.layout.layers - 1
@@ -176,7 +183,7 @@ class LayerStream:
 
     def _load(self, layer: int) -> None:
         if self._old.total:
-            self._pool.get_key_buffer(layer)  # waits for what comes there from other tiers
+            self._pool.get_key_buffer(layer)  # waits until tiers have loaded the layer
             self._loads[layer] = self._submit(layer, self._old, stored=False)
 
     def _submit(self, layer: int, slots: _Rows, *, stored: bool) -> Ticket:
@@ -191,13 +198,13 @@ class LayerStream:
         return self._engine.submit(rows, self._lane, Priority.URGENT)
 
     def settle(self) -> None:
-        """Nothing is on its way any more."""
+        """Waits until all loads and stores have ended; raises the error of one that has failed."""
         for tickets in (self._loads, self._stores):
             while tickets:
                 self._wait(tickets.popitem()[1])
 
     def _wait(self, ticket: Ticket) -> None:
         began = time.perf_counter()
-        outlast(ticket)  # however slow a lane the configuration asks for
+        outlast(ticket)  # without a deadline: the lane may be slowed down
         self.waited_seconds += time.perf_counter() - began
-        ticket.wait(0)  # says what failed
+        ticket.wait(0)  # raises the error of a failed copy

@@ -1,1 +1,1 @@
-"""The ``restore`` power in SGLang: a prefix is computed and loaded at once (CacheFlow)."""
+"""The ``restore`` power in SGLang: computes and loads a prefix at once (CacheFlow)."""

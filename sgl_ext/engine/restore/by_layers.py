@@ -1,7 +1,8 @@
-"""A forward that computes lower layers of a prefix while upper ones are loaded (CacheFlow §3.1).
+"""Restoration by layers: a forward computes lower layers while upper ones load (CacheFlow §3.1).
 
-Nobody needs to know beforehand where they meet: before the forward computes a layer it takes the
-layer's load back, and if that has begun, everything from this layer on has come or is about to.
+The layer where both meet need not be known in advance. Before the forward computes a layer, it
+cancels the layer's load. If the load has begun, all layers from this one on are loaded or being
+loaded, because the last layer is loaded first.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Coming(NamedTuple):
-    """Pages of a request in host memory, and the blocks of the device that they are for."""
+    """Consecutive pages of a request in host memory, and their blocks on the device."""
 
     start: int
-    """Token of the prompt that they begin with."""
+    """First token of the pages in the prompt."""
     pages: Pages
     blocks: Pages
 
@@ -40,15 +41,19 @@ def restoring(
     parts: Sequence[Row],
     coming: Mapping[int, Sequence[Coming]],
 ) -> Iterator[list[Row]]:
-    """Has the model's next forward cut over from computing to what was loaded.
+    """Makes the model's next forward compute lower layers of prefixes and use loaded upper ones.
 
     Args:
-        held: is told how much was computed, not loaded.
-        parts: the rows that are computed of every layer.
-        coming: by the request's place in the batch.
+        held: records how many tokens were computed instead of loaded.
+        parts: rows that are computed in all layers.
+        coming: pages to restore, by the request's place in the batch.
 
     Yields:
-        The rows that the forward has to begin with.
+        The rows that the forward begins with.
+
+    Raises:
+        TimeoutError: a load has not ended in time.
+        TransferError: a load that the forward waits for has failed.
     """
     runner, batch = planned.runner, planned.batch
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -92,11 +97,19 @@ def restoring(
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
             held.computed(batch.rids[at], tokens * computed // len(tickets))
         for ticket in tickets:
-            taken_back(ticket)  # nothing writes to blocks that somebody else may have next
+            taken_back(ticket)  # no load may write to blocks that get another owner
 
 
 def taken_back(ticket: Ticket) -> bool:
-    """Whether the load was not begun, and will not be; one that was is waited for."""
+    """Cancels a load of which no bytes have landed, and waits until it has ended.
+
+    Returns:
+        True if the load was cancelled or has failed, so that its KV must be computed; False if all
+        of it has landed.
+
+    Raises:
+        TimeoutError: the load has not ended within :data:`COPY_DEADLINE_S`.
+    """
     if not ticket.bytes_done:
         ticket.cancel()
     with suppress(TransferError, TransferCancelledError):

@@ -1,7 +1,8 @@
-"""Forwards that compute the first tokens of a prefix while its last ones load (CacheFlow §3.1).
+"""Restoration by tokens: forwards compute the first tokens while the last load (CacheFlow §3.1).
 
-As with layers, nobody needs to know beforehand where they meet: before tokens are computed their
-loads are taken back, and if one has begun, everything behind it has come or is about to.
+As with layers, the position where both meet need not be known in advance. Before tokens are
+computed, their loads are cancelled. If one has begun, all tokens behind it are loaded or being
+loaded, because the last tokens are loaded first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.step.forward import PlannedForward
 
 _UNIT = 128
-"""Tokens of one load, at most."""
+"""Maximum tokens of one load; a load has one page at least."""
 
 
 class _Load(NamedTuple):
@@ -36,18 +37,19 @@ def restore(
     chunk: int,
     share: float,
 ) -> dict[int, int]:
-    """Returns when all that is coming is in place.
+    """Restores pages into their blocks: computes their first tokens, loads the last ones.
 
     Args:
-        coming: by the request's place in the batch.
-        chunk: tokens of a forward, at most.
-        share: of what is left that is computed by the time the rest has come.
+        coming: pages to restore, by the request's place in the batch.
+        chunk: maximum tokens of a forward; a forward has the tokens of one load at least.
+        share: estimated share of the remaining tokens that is computed while the others load.
 
     Returns:
-        How many tokens of each request were computed.
+        The number of computed tokens, by the request's place in the batch.
 
     Raises:
-        TimeoutError, TransferError: it is not, and nobody may read it.
+        TimeoutError: a load has not ended in time; the blocks must not be read.
+        TransferError: a load has failed; the blocks must not be read.
     """
     page = tiers.layout.page
     loads = [*_loads(tiers, coming, page)][::-1]  # in the order of the prompts
@@ -64,12 +66,12 @@ def restore(
                 load.ticket.wait(COPY_DEADLINE_S)
     finally:
         for load in loads:
-            taken_back(load.ticket)  # nothing writes to blocks that somebody else may have next
+            taken_back(load.ticket)  # no load may write to blocks that get another owner
     return computed
 
 
 def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) -> Iterator[_Load]:
-    """Begins them, the last tokens first."""
+    """Starts the loads, the last tokens first, and yields them in this order."""
     step = max(_UNIT // page, 1)
     for at in reversed([*coming]):
         for one in reversed(coming[at]):
@@ -81,7 +83,13 @@ def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) 
 
 
 def _taken(left: list[_Load], most: int) -> list[_Load]:
-    """Takes back the first ones, of up to ``most`` consecutive tokens; they are left no more."""
+    """Cancels the first loads, of up to ``most`` consecutive tokens but of one load at least.
+
+    Stops at a load that has begun.
+
+    Returns:
+        The cancelled loads, which are removed from ``left``; their tokens must be computed.
+    """
     taken: list[_Load] = []
     while left and (not taken or left[0].end - taken[0].start <= most):
         if (taken and left[0].start != taken[-1].end) or not taken_back(left[0].ticket):

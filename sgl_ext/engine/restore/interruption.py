@@ -1,4 +1,4 @@
-"""A prompt that is being restored gives way, between two parts, to one that comes first by now."""
+"""Interruption of a prompt that is being restored, between two parts, by one that goes first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 
 def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch) -> Req | None:
-    """Releases the request whose prompt is being computed, if a request that comes first by now can
-    take its place. What was computed of it stays in the radix tree.
+    """Releases the request whose prompt is being computed, if a preferred one fits in its place.
+
+    The KV that was computed stays in the radix tree.
 
     Returns:
-        SGLang's request, to be queued again when the step was planned.
+        SGLang's request, to be queued again when the step has been planned; None if no prompt is
+        interrupted.
     """
     from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -38,14 +40,22 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
 
 
 def _keeps(req: Req) -> bool:
-    """Whether what was computed of a prompt is found again."""
+    """Returns whether a released request keeps what was computed of its prompt.
+
+    It does not if logprobs of the prompt were computed, or if its KV is kept out of the radix tree.
+    """
     logprobs = req.return_logprob and 0 <= req.logprob_start_len < req.prefix_len
     return not logprobs and not req.skip_radix_cache_insert
 
 
 def _room(scheduler: Scheduler, running: ScheduleBatch, going: Any, coming: Any) -> bool:
-    """Whether SGLang would have memory for a request in place of another one, beside those that
-    run."""
+    """Returns whether SGLang would have memory for a request in place of another one.
+
+    Args:
+        running: the batch that decodes, whose requests keep their memory.
+        going: request that is released.
+        coming: request that is admitted.
+    """
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     def answer(req: Req) -> int:

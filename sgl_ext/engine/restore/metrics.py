@@ -1,4 +1,4 @@
-"""Restored prefixes on SGLang's ``/metrics``."""
+"""Metrics of restored prefixes on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_ext.restore.request import Restored
 
 
 class RestoreMetrics:
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
 
     def __init__(self) -> None:
         self._tokens = Counter(
@@ -23,7 +23,7 @@ class RestoreMetrics:
         )
 
     def count(self, restored: Restored) -> None:
-        """A prefix is there."""
+        """Counts a restored prefix."""
         for source, tokens in {**restored["loaded"], "computed": restored["computed"]}.items():
             self._tokens.labels(source).inc(tokens)
         self._seconds.observe(restored["seconds"])

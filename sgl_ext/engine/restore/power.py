@@ -1,4 +1,4 @@
-"""The ``restore`` power: a prefix beyond the device is computed and loaded at once (CacheFlow)."""
+"""The ``restore`` power: computes and loads a prefix beyond the device at once (CacheFlow)."""
 
 from __future__ import annotations
 
@@ -39,19 +39,22 @@ if TYPE_CHECKING:
     from sgl_ext.tiers.stack import TierStack
 
 _HELD_S = 60.0
-"""Time after which pages of host memory are given up that are held for a request which SGLang has
-not looked up again."""
+"""Time in seconds after which pinned pages of a request are released if SGLang has not looked the
+request up again."""
 _LEAST_TOKENS = 64
-"""A forward over fewer tokens says little about the cost of long prompts."""
+"""Minimum tokens of a forward whose duration is recorded; that of shorter ones says little about
+long prompts."""
 
 
 class RestorePower(Power[Restore]):
-    """Prefixes that are restored by computing their front while their back is loaded.
+    """Restoration of prefixes: their front is computed while their back is loaded.
 
     Attributes:
-        restorer: prefixes that lower tiers have.
-        prefixes: prefixes that host memory has, restored within one forward.
-        interrupted: id of the request whose KV is being released, if its restoration goes on later.
+        restorer: restorations of prefixes that lower tiers have.
+        prefixes: prefixes that host memory has, each restored within one forward.
+        stack: the tiers.
+        interrupted: id of the request whose KV is being released because it is interrupted; its
+            restoration goes on later. None otherwise.
     """
 
     name = "restore"
@@ -69,13 +72,14 @@ class RestorePower(Power[Restore]):
     stack: TierStack
     interrupted: str | None = None
     _queued: Req | None = None
-    """Request that gives way to another one between two parts of its prompt."""
+    """Interrupted request that is queued again at the end of this step; None if there is none."""
     _asking: Prompt | None = None
-    """The prompt that SGLang looks up next, if it may be restored."""
+    """Prompt that SGLang looks up next; None if it is not to be restored."""
     _parked: PrefillAdder | None = None
-    """Adder of the step in which the chunked prompt waits for its KV."""
+    """Adder of this step if the chunked prompt waits for its KV in it; None otherwise."""
     _alone: int | None = None
-    """First token of a forward that only computes consecutive tokens of one prompt."""
+    """First token of the current forward; None unless it only computes consecutive tokens of one
+    prompt."""
     _metrics: RestoreMetrics | None = None
 
     def require_resolved(self, view: ServerArgs, model: Any) -> None:
@@ -105,8 +109,8 @@ class RestorePower(Power[Restore]):
     # --- before admission ------------------------------------------------------------------------
 
     def matching(self, req: Req, prefix: int) -> None:
-        """Releases what host memory holds for the request, which may not follow any more on what
-        the device has."""
+        """Unpins the request's pages, which may no longer follow the pages on the device, and
+        determines the prompt to restore."""
         self.prefixes.release(req.rid)
         self._asking = None
         if self._ext.owner(req) is None:
@@ -126,11 +130,11 @@ class RestorePower(Power[Restore]):
         if by is None:
             return pages
         self.prefixes.hold(rid, keys[:pages], prompt.first, by)
-        return 0  # SGLang computes them, as far as it knows
+        return 0  # for SGLang these pages are computed
 
     def poll(self) -> None:
         self.restorer.advance()
-        # SGLang looks up no request while it has no room: a long queue would keep all pages.
+        # SGLang does not look requests up while it has no room: a long queue would pin all pages.
         self.prefixes.expire(time.monotonic() - _HELD_S, self._ext.plans)
 
     def pending(self) -> bool:
@@ -140,8 +144,8 @@ class RestorePower(Power[Restore]):
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         if continuing and req.rid in self.prefixes:
-            return False  # SGLang goes on with one prompt only, and would look no further behind it
-        # SGLang would count a part that waits among those of a batch of others.
+            return False  # SGLang chunks one prompt only, and would admit none behind this one
+        # SGLang would count the chunked prompt, which waits, as part of a batch of other requests.
         return self._parked is not adder and self.restorer.turn(req.rid, continuing)
 
     def plan(self, adder: PrefillAdder, req: Req) -> bool:
@@ -167,7 +171,7 @@ class RestorePower(Power[Restore]):
             self.deferred(req)
 
     def deferred(self, req: Req) -> None:
-        """Drops the plan, which is made anew at admission: the request may stop being restored."""
+        """Drops the plan; admission makes a new one, as the request may not be restored by then."""
         if self._restores(req.rid) and not self.restorer.computes(req.rid):
             self._ext.plans.pop(req.rid, None)
 
@@ -186,7 +190,7 @@ class RestorePower(Power[Restore]):
             held = self.prefixes[rid]
             seconds = time.monotonic() - held.since
             held.told = {"power": self.name, "exact": True, "seconds": seconds}
-            tell(req, held.told)  # where KV has come from is known when the forward has ended
+            tell(req, held.told)  # the sources of the KV are known when the forward has ended
         elif (found := self.restorer.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
             self._count(found)
@@ -202,11 +206,11 @@ class RestorePower(Power[Restore]):
     def after_step(self, plan: StepPlan) -> None:
         self._parked = None
         if (req := self._queued) is not None:
-            # Not sooner: the result of its last part may still come, and is ignored while the
-            # request is out of the queue.
+            # Not before planning: the result of its last part may still arrive, and is ignored
+            # while the request is out of the queue.
             self._queued = None
             self._scheduler._add_request_to_queue(req, is_retracted=True)
-            req.retraction_count -= 1  # it keeps its KV
+            req.retraction_count -= 1  # an interruption is no retraction: the KV is kept
 
     # --- the forward -----------------------------------------------------------------------------
 
@@ -214,7 +218,7 @@ class RestorePower(Power[Restore]):
         self._alone = None
         if batch.forward_mode.is_extend() and len(batch.reqs) == 1:
             whole = self._ext.computed_tokens(batch) == batch.extend_num_tokens
-            # A forward with a consumer index waits for host memory as well.
+            # A forward with a consumer index also waits for loads from host memory.
             waits = batch.hicache_consumer_index >= 0
             if whole and not waits and batch.reqs[0].rid not in self.prefixes:
                 self._alone = batch.prefix_lens[0]
@@ -252,7 +256,7 @@ class RestorePower(Power[Restore]):
         self.restorer.release(rid)
 
     def _ended_within(self, held: Held) -> None:
-        """The last of the forwards that restore a prefix from host memory has ended."""
+        """Reports a restored prefix in host memory, if its last forward was admitted."""
         if held.told is None:
             return
         page = self.stack.layout.page
@@ -262,13 +266,13 @@ class RestorePower(Power[Restore]):
         held.told |= restored
         self._count(restored)
 
-    # --- and all else ----------------------------------------------------------------------------
+    # --- other calls -----------------------------------------------------------------------------
 
     def forget(self, rid: str) -> None:
         self.prefilled(rid)
 
     def reset(self) -> None:
-        """Has everything computed that was being restored."""
+        """Gives up all restorations, so that their prompts are computed."""
         for rid in (*self.restorer.clear(), *self.prefixes.clear()):
             self._ext.plans.pop(rid, None)
 
@@ -287,7 +291,7 @@ class RestorePower(Power[Restore]):
             self._metrics.count(restored)
 
     def _count_loaded(self, req: Req) -> None:
-        """Counts what the next part of a request takes from what tiers have loaded."""
+        """Counts the tokens of a request's next part that tiers have loaded, by tier."""
         begin, end = cached_tokens.first_time(req, req.prefix_len, req.extend_end)
         if begin < end:
             for span in self._ext.plans[req.rid].between(begin, end):

@@ -1,4 +1,4 @@
-"""Makes the restorer of a scheduler, with the costs that were measured on this machine."""
+"""Creation of a scheduler's restorer, with the costs that were measured on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.stack import TierStack
 
 _UNIT = 128
-"""Tokens of one load, at most."""
+"""Maximum tokens of one load; a load has one page at least."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 def open_restorer(
     config: Restore, tiers: Tiers, stack: TierStack, chunked_prefill_size: int | None
 ) -> Restorer:
-    """Makes the restorer of a scheduler that has its tiers.
+    """Returns a new restorer for a scheduler whose tiers are open.
 
     Raises:
-        ActivationError: SGLang computes prompts whole, or chunk and page do not go together.
+        ActivationError: SGLang does not compute prompts in parts, or ``restore.chunk`` is no
+            multiple of the page.
     """
     page, size = stack.layout.page, chunked_prefill_size
     require_parts(config, page, size)
@@ -49,11 +50,14 @@ def open_restorer(
 
 
 def require_parts(config: Restore, page: int, size: int | None) -> None:
-    """Raises ActivationError if prompts are not computed in parts of whole pages.
+    """Checks that prompts are computed in parts of whole pages.
 
     Args:
-        page: tokens.
-        size: ``--chunked-prefill-size``, as resolved.
+        page: tokens of a page.
+        size: resolved ``--chunked-prefill-size``, in tokens; None if SGLang does not chunk prompts.
+
+    Raises:
+        ActivationError: prompts are not chunked, or ``restore.chunk`` is no multiple of the page.
     """
     if size is None or size < page:
         raise hooks.ActivationError(
@@ -68,18 +72,24 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
 
 
 def subject_of(layout: Layout) -> Subject:
-    """What is measured in this process."""
+    """Returns the subject of this process's profile: model, dtype, page size and device."""
     return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
 
 
 def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
-    """Measured ones; without a profile those that the first forwards and loads will say."""
+    """Returns the costs of a profile; without one, defaults that the first forwards and loads
+    replace.
+
+    Args:
+        now: current :func:`~sgl_ext.restore.profile.devices` of the tiers.
+        chunk: tokens of a forward that restores.
+    """
     tiers = [lower.tier.name for lower in stack.lower]
     if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
         lower = {tier: now.get(tier, "") for tier in tiers}
         return profile.costs(lower, chunk, now.get(HOST, ""))
     logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
-    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # the first prompt would wait
+    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # or the first prompt waits for it
 
     return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
 
@@ -95,7 +105,7 @@ def _device() -> str:
 
 
 def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
-    """What is believed to cost what, for ``/server_info``."""
+    """Returns the estimated costs and recent observations, for ``/server_info``."""
     costs = restorer.costs
     return {
         "subject": msgspec.to_builtins(subject_of(stack.layout)),

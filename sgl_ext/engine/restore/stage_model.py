@@ -1,4 +1,4 @@
-"""Half of a model in a process of its own: SGLang's layers and KV pool, without its scheduler."""
+"""Pipeline stage of a model in its own process: SGLang's layers and KV pool, no scheduler."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Inputs = NDArray[np.int64] | NDArray[np.float32]
 
 _DTYPE = "float32"
 _FIRST = PAGE
-"""Slot of token 0: SGLang pads with the first page."""
+"""Slot of token 0; SGLang uses the first page for padding."""
 _ROW = 1
-"""Of SGLang's table of requests."""
+"""Row of the prompt in SGLang's table of requests."""
 
 
 def write_part(model: Path, first: int, end: int, folder: Path) -> None:
-    """Writes layers ``first .. end - 1`` of ``model`` as a model of their own."""
+    """Writes layers ``first .. end - 1`` of ``model`` to ``folder`` as a separate model."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True)
@@ -48,12 +48,12 @@ def write_part(model: Path, first: int, end: int, folder: Path) -> None:
 
 
 class StageModel:
-    """Runs the layers of one stage for one prompt, token ``t`` in the slot ``PAGE + t``.
+    """Layers of one stage, for one prompt whose token ``t`` is in slot ``PAGE + t``.
 
     Args:
-        folder: of :func:`write_part`.
-        tokens: of the longest prompt.
-        fingerprint: of its KV.
+        folder: folder that :func:`write_part` has written.
+        tokens: tokens of the longest prompt.
+        fingerprint: fingerprint of the layout of its KV.
     """
 
     def __init__(self, folder: Path, tokens: int, fingerprint: str) -> None:
@@ -83,14 +83,14 @@ class StageModel:
 
     @torch.no_grad()
     def forward(self, inputs: Inputs, begin: int) -> NDArray[np.float32]:
-        """Computes the KV of tokens from ``begin`` on.
+        """Computes the KV of consecutive tokens from ``begin`` on.
 
         Args:
-            inputs: ids of the tokens, or what goes into the stage's first layer,
+            inputs: token ids, int64 ``[tokens]``; or the inputs of the stage's first layer, float32
                 ``[tokens, hidden]``.
 
         Returns:
-            What goes into the next stage, ``[tokens, hidden]``.
+            The inputs of the next stage's first layer, float32 ``[tokens, hidden]``.
         """
         from sglang.srt.layers.layer_boundary.residual import batch as residual
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -111,7 +111,7 @@ class StageModel:
         return out
 
     def kv(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Pages of tokens ``begin .. end - 1``: ``[pages, block_bytes]``."""
+        """Returns the pages of tokens ``begin .. end - 1``, uint8 ``[pages, block_bytes]``."""
         slots = slice(_FIRST + begin, _FIRST + end)
         layers = [
             torch.stack((keys[slots], values[slots]), dim=1)
@@ -123,7 +123,13 @@ class StageModel:
         return found
 
     def adopt(self, begin: int, memory: NDArray[np.uint8], places: Pages) -> None:
-        """Takes the KV of consecutive pages from ``memory``, ``[places, stride]``."""
+        """Copies the KV of consecutive pages into the pool.
+
+        Args:
+            begin: first token of the pages.
+            memory: host memory, uint8 ``[places, stride]``.
+            places: places of the pages in ``memory``, in order.
+        """
         layout = self.layout
         pages = torch.from_numpy(memory[places, : layout.block_bytes]).view(torch.float32)
         tokens = pages.reshape(-1, layout.layers, 2, layout.kv_heads, layout.head_dim)
@@ -133,7 +139,7 @@ class StageModel:
             self._pool.v_buffer[layer][slots] = tokens[:, layer, 1]
 
     def forget(self) -> None:
-        """No KV is left."""
+        """Overwrites all KV with NaN."""
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
             buffer.fill_(float("nan"))
 

@@ -1,4 +1,4 @@
-"""Which prompts are restored, and how those are that host memory has (CacheFlow §3.1)."""
+"""Choice of the prompts that are restored, and of the strategy for host memory (CacheFlow §3.1)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from sgl_ext.tiers.stack import TierStack
 
 
 class Prompt(NamedTuple):
-    """A prompt whose prefix may be restored."""
+    """Prompt whose prefix may be restored."""
 
     first: int
-    """Number of its first page that the device does not have."""
+    """Number of the first page that is not on the device."""
     most: int
-    """Pages from there on that need not be computed; some of SGLang's look-ups are for more."""
+    """Maximum pages from there on that can be restored; SGLang may look up more."""
     behind: int
     """Tokens of the prompt."""
     precedence: int
-    """The smaller, the sooner: SGLang's priority, where it schedules by that."""
+    """Precedence, smaller first: from SGLang's priority if it schedules by priority, else 0."""
 
 
 def prompt_of(req: Req, prefix: int, page: int) -> Prompt | None:
-    """Returns the request's prompt, of which the device has ``prefix`` tokens; None if it is not to
-    be restored."""
+    """Returns the request's prompt; None if it is not to be restored.
+
+    Args:
+        prefix: tokens of the prompt that are on the device.
+        page: tokens of a page.
+    """
     if req.session is not None or req.multimodal_inputs is not None:
         return None
     tokens = len(req.full_untruncated_fill_ids)
@@ -46,19 +50,21 @@ def _precedence(req: Req) -> int:
 def strategy(
     how: str, stack: TierStack, restorer: Restorer, prompt: Prompt, pages: int
 ) -> Strategy | None:
-    """Returns how host memory's ``pages`` of a prompt are restored; None if they are only loaded.
+    """Returns the strategy for a prompt's ``pages`` in host memory; None if they are only loaded.
 
-    Restoring pays if at least one layer would be computed before all are loaded (Equation 1).
+    Under ``auto``, pages are restored if at least one layer would be computed before all are loaded
+    (Equation 1).
 
     Args:
-        how: ``restore.host``.
+        how: the option ``restore.host``.
+        pages: number of consecutive pages from ``prompt.first`` on.
     """
     if not pages:
         return None
     if how != "auto":
         return None if how == "never" else Strategy(how)
     if not stack.loaded.seconds:
-        return None  # the first load says how long loads take
+        return None  # the first load measures how long loads take
     loading = pages * stack.loaded.seconds / stack.loaded.pages
     begin, end = prompt.first * restorer.page, (prompt.first + pages) * restorer.page
     computing = restorer.costs.compute.seconds(begin, end)

@@ -1,4 +1,4 @@
-"""A forward over prefixes that host memory has: each by the strategy that was chosen for it."""
+"""Restoration of prefixes in host memory within one forward, each by its strategy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
-    """Computes first tokens at once, and has the model's next forward compute lower layers.
+    """Restores the forward's prefixes in host memory.
+
+    By tokens, they are complete before the forward; by layers, the forward itself restores them. If
+    the forward already goes on with other rows between two layers, they are only loaded.
 
     Args:
-        rows: the rows that are computed whatever is loaded.
+        rows: rows that are computed in any case.
 
     Yields:
-        The rows that the forward has to begin with.
+        The rows that the forward begins with.
     """
     coming = _coming(power, forward)
     before = {at: power.prefixes[forward.rids[at]].computed for at in coming}
@@ -45,7 +48,7 @@ def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> 
 
 
 def _coming(power: RestorePower, forward: PlannedForward) -> dict[int, list[Coming]]:
-    """Returns what the forward loads from host memory, by the request's place in the batch."""
+    """Returns the forward's pages in host memory, by the request's place in the batch."""
     page, found = power.stack.layout.page, {}
     for at, plan, start, end in forward.planned():
         if (rid := forward.rids[at]) not in power.prefixes:
@@ -93,10 +96,10 @@ def _by_strategy(
 
 
 def _count(power: RestorePower, rid: str, coming: Sequence[Coming], before: int) -> None:
-    """Counts what a forward has taken from host memory.
+    """Counts the tokens of a request that a forward has loaded from host memory.
 
     Args:
-        before: tokens that forwards had computed of what host memory has of the request.
+        before: tokens of the request's pinned pages that earlier forwards had computed.
     """
     held, page = power.prefixes[rid], power.stack.layout.page
     tokens = sum(len(one.pages) for one in coming) * page - (held.computed - before)

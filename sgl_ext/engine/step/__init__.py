@@ -1,1 +1,1 @@
-"""One scheduler step: admission, the budget of prefilled tokens, and the forward."""
+"""Hooks on one scheduler step: admission, the budget of prefilled tokens, and the forward."""

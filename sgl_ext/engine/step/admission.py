@@ -1,4 +1,4 @@
-"""Admission of a waiting request: what it waits for, who decides, and what follows."""
+"""Admission of a waiting request: its conditions, the power that decides, and the consequences."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
     for power in ext.inside_out:
         power.acquire(req)
     result = original(adder, req, *args, **kw)
-    # SGLang's result is about the next request: this one may have been admitted.
+    # SGLang's result says whether to try the next request: this one may have been admitted.
     full = result is AddReqResult.NO_TOKEN and not _admitted(adder, req)
     alone = full and not _made_room(ext, adder, req) and _alone(adder)
-    # What a power keeps for it leaves no room for it, and no request that ends would make any.
+    # The KV that powers keep for the request leaves no room for the request itself, and no other
+    # request will end and free memory.
     if alone and any(power.concede(req) for power in ext.inside_out):
         result = original(adder, req, *args, **kw)
     if admitted := _admitted(adder, req):
@@ -41,7 +42,7 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
 
 
 def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
-    """Preempts no request for one that could not be admitted yet."""
+    """Preempts other requests only for a request that could be admitted already."""
     if (ext := runtime.current) is None:
         return original(adder, req)
     try:
@@ -52,14 +53,14 @@ def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
                 return decided
         return beams.sparing(original, adder, req)
     finally:
-        # Its plan is made anew when it is admitted: one that is kept may be out of date by then.
+        # The request's plan is made again at admission, because this one may be outdated by then.
         for power in ext.inside_out:
             power.deferred(req)
 
 
 def _planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
-    """Returns whether admission may be tried, with the request's plan made."""
-    # All are asked, for they begin to load what the request needs.
+    """Returns whether admission may be tried; if so, the request has a new plan."""
+    # All powers are asked, because this call starts to load what the request needs.
     ready = [power.ready(adder, req, continuing) for power in ext.inside_out]
     return all(ready) and all(power.plan(adder, req) for power in ext.inside_out)
 
@@ -77,16 +78,15 @@ def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> Any | None:
 
 
 def has_seat(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
-    """Returns whether the request can still be admitted in this step, as far as rows and
-    ``--max-running-requests`` go.
+    """Returns whether free rows and ``--max-running-requests`` allow one more admission.
 
     SGLang counts neither requests that are resumed nor, in the step of their admission, the rows
-    that the members of a beam group will take after its prefill. It asserts that there are some.
+    that the members of a beam group take after its prefill. It asserts that such rows exist.
     """
     resumed = sum(power.seats() for power in ext.inside_out)
     running, new = adder.running_batch.reqs, adder.can_run_list
     rowless = sum(not one.kv.holds_kv for one in new)
-    # Groups in the running batch have their rows since their prefill was launched.
+    # Groups in the running batch have had their rows since their prefill was launched.
     promised = sum(beams.promised_rows(one) for one in (*new, req))
     free = adder.tree_cache.req_to_token_pool.available_size() - resumed - rowless - promised
     most = adder.max_running_requests

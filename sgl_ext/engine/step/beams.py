@@ -1,8 +1,8 @@
-"""Beam groups keep their rows and their place: SGLang can neither retract nor move them.
+"""Protection of the rows of beam groups, which SGLang can neither retract nor move.
 
-A group is one request, its leader, and rows of ``req_to_token`` for its other beams, its members.
-SGLang's release of a leader leaves the members' rows behind, and its scheduler asserts that there
-are rows for them after the leader's prefill.
+A beam group is one request, its leader, and rows of ``req_to_token`` for its other beams, its
+members. SGLang's release of a leader leaves the members' rows allocated, and its scheduler asserts
+that there are rows for them after the leader's prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler
 
 
 def promised_rows(req: Req) -> int:
-    """Rows that the members will take when the prefill of their leader is launched."""
+    """Returns the number of rows that members take when their leader's prefill is launched."""
     group = req.beam_group
     if group is None or group.member_rows is not None or group.retired or req.finished():
         return 0
@@ -25,11 +25,10 @@ def promised_rows(req: Req) -> int:
 
 
 def sparing(original: Original, adder: PrefillAdder, req: Req) -> Any:
-    """Preempts for a request as SGLang does, but no beam group.
+    """Preempts requests for a request as SGLang does, but no beam group.
 
     Args:
-        original: ``PrefillAdder.preempt_to_schedule``, which passes over those that it has
-            preempted already.
+        original: ``PrefillAdder.preempt_to_schedule``, which skips requests in ``preempt_list``.
     """
     beams = [one for one in adder.running_batch.reqs if one.beam_group is not None]
     adder.preempt_list.extend(beams)
@@ -40,7 +39,7 @@ def sparing(original: Original, adder: PrefillAdder, req: Req) -> Any:
 
 
 def _pause(scheduler: Scheduler, request: Any) -> None:
-    """Ends the groups that a pause would retract, as SGLang does where memory runs out."""
+    """Aborts the groups that a pause would retract, as SGLang does when memory runs out."""
     if runtime.current is None or request.mode != "retract":
         return
     running, last = scheduler.running_batch, scheduler.last_batch
@@ -48,7 +47,7 @@ def _pause(scheduler: Scheduler, request: Any) -> None:
         group = req.beam_group
         if group is not None and group.num_generated and not req.finished():
             _end(scheduler, req)
-    # SGLang empties the batch of requests, but not of the rows of members behind them.
+    # SGLang removes the requests from the batch, but not the members' rows behind them.
     kept = [at for at, req in enumerate(running.reqs) if not (req.beam_group and req.finished())]
     running.filter_batch(keep_indices=kept)
 
@@ -61,7 +60,7 @@ def _end(scheduler: Scheduler, req: Req) -> None:
         "The server pauses and retracts its requests. Beam groups cannot be retracted; ask again.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
     )
-    # In this order: the rows are found by what the leader holds.
+    # The members' rows are freed first, because they are found through the leader's KV record.
     scheduler.beam_coordinator._free_member_rows(req.beam_group)
     release(scheduler, req, offload_kv=False)
     scheduler.beam_coordinator.retire_group(req)

@@ -1,4 +1,4 @@
-"""SGLang's budget of prefilled tokens, charged for the tokens that a plan computes."""
+"""Charges to SGLang's budget of prefilled tokens for the tokens that a plan computes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
-"""Attribute of a ``PrefillAdder`` that goes on with a prompt."""
+"""Attribute of a ``PrefillAdder`` that is true if the step continues a chunked prompt."""
 
 
 def _charge(original: Original, adder: PrefillAdder, req: Req, prefix: int) -> int:
-    """SGLang adds this to the tokens that a prefill computes: what is linked is taken off."""
+    """Subtracts the tokens that a plan does not compute from SGLang's charge for a prefill."""
     charge = original(adder, req, prefix)
     plan = _plan_of(req)
     end = len(req.full_untruncated_fill_ids)
@@ -32,14 +32,14 @@ def _log(
     retracted: bool,
     **kw: Any,
 ) -> None:
-    """Logs the tokens that :func:`_charge` took off as cached; they are no replay of SGLang's."""
+    """Logs the tokens that :func:`_charge` subtracted as cached, and not as SGLang's replay."""
     if (credit := -kw.get("replay_len", 0)) > 0:
         adder.log_replay_tokens += credit
         _log_cached(adder, credit, retracted)
 
 
 def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
-    """Moves tokens that no forward computes from those that SGLang logs as new to the cached."""
+    """Moves tokens that no forward computes from SGLang's logged new tokens to the cached ones."""
     adder.log_input_tokens -= tokens
     adder.log_hit_tokens += tokens
     if retracted:
@@ -48,14 +48,14 @@ def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
 
 
 def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> Any:
-    """A part of a prompt ends where the budget of computed tokens does."""
+    """Ends a part of a prompt where the budget of computed tokens ends."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     plan = _plan_of(req)
     continuing = kw.get("has_chunked_req", False)
     if adder.new_chunked_req is not None or (continuing and plan is not None):
-        # SGLang takes it that a prompt that was cut has used up the budget: it has reserved no
-        # memory for the rest of it, and goes on with one such prompt only.
+        # SGLang assumes that a prompt that was cut has used up the budget: it has reserved no
+        # memory for the rest of the prompt, and continues one such prompt only.
         return AddReqResult.OTHER
     admission = original(adder, req, **kw)
     if isinstance(admission, AddReqResult):
@@ -83,14 +83,14 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> Any:
     setattr(adder, CONTINUING, True)
     if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):
         _reserve(adder, req, req.prefix_len)
-        return req  # which SGLang takes for a part that has to wait
+        return req  # SGLang takes this for a part that has to wait
     plan = _plan_of(req)
     if plan is None or adder.rem_chunk_tokens is None:
         return original(adder, req)
     prefix = req.prefix_len
     left = len(req.full_untruncated_fill_ids) - prefix
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
-    # At least a page, be the budget smaller: a part of none would never end.
+    # At least a page, even if the budget is smaller: with empty parts a prompt would never end.
     length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
     room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
     length = min(length, max(room, adder.page_size))
@@ -108,14 +108,17 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> Any:
         _log_cached(adder, filled, req.retracted_stain)
         if result is req:
             _reserve(adder, req, req.extend_end)
-    adder.rem_chunk_tokens -= credit  # what was not needed
+    adder.rem_chunk_tokens -= credit  # the unused part of the credit
     adder.rem_input_tokens -= credit
     return result
 
 
 def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
-    """Keeps memory for a prompt from token ``end`` on: a part that has not used the budget up lets
-    others be admitted beside it, as none of SGLang's own parts does."""
+    """Reserves memory for a prompt from token ``end`` on.
+
+    A part that has not used up the budget lets other requests be admitted beside it. SGLang's own
+    parts never do so.
+    """
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     answer = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
@@ -124,8 +127,10 @@ def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
 
 
 def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:
-    """Tokens of the next part of a prompt: ``most``, or as many as make it end with a multiple of
-    ``whole``."""
+    """Returns the number of tokens of the next part of a prompt.
+
+    It is ``most``, or the number with which the part ends at a multiple of ``whole``.
+    """
     end = plan.reach(prefix, max(budget, 1))
     return most if end >= prefix + most else end // whole * whole - prefix
 

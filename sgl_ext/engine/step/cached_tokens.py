@@ -1,7 +1,7 @@
-"""Counts tokens that came from tiers in an answer's ``cached_tokens`` and their details.
+"""Counts of tokens from tiers in ``cached_tokens`` of an answer and in its details.
 
-SGLang counts the prefix that a part of a prompt begins with. What is restored lies behind it: its
-tokens are part of what SGLang takes for computed.
+SGLang counts the prefix with which a part of a prompt begins. Restored tokens lie behind this
+prefix, so SGLang counts them as computed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.sglang_types import Req
 
 _RESTORED = "_sgl_ext_restored"
-"""Attribute of SGLang's ``Req``: tokens that were restored, by tier."""
+"""Attribute of SGLang's ``Req`` that holds the number of restored tokens by tier."""
 _REACHED = "_sgl_ext_reached"
-"""Attribute of SGLang's ``Req``: the end of the parts of its prompt that were prefilled so far."""
+"""Attribute of SGLang's ``Req`` that holds the end of the prompt's prefilled parts, in tokens."""
 
 
 def first_time(req: Req, start: int, end: int) -> tuple[int, int]:
-    """Returns the range of those of tokens ``start .. end - 1`` that belong to the prompt and are
-    prefilled for the first time, so that a retracted request counts none twice. It may be empty:
-    begin beyond its end."""
+    """Returns the range of those tokens ``start .. end - 1`` that are prefilled for the first time.
+
+    The range contains tokens of the prompt only, and a retracted request counts no token twice. It
+    may be empty: its start may lie behind its end.
+    """
     return max(start, getattr(req, _REACHED, 0)), min(end, len(req.origin_input_ids))
 
 
 def reach(req: Req, end: int) -> None:
-    """Notes that the request's prompt has been prefilled up to token ``end``."""
+    """Records that the request's prompt has been prefilled up to token ``end``."""
     setattr(req, _REACHED, max(end, getattr(req, _REACHED, 0)))
 
 
@@ -42,15 +44,16 @@ def count(req: Req, tier: str, tokens: int) -> None:
 
 
 def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Req) -> dict[str, Any] | None:
-    """``cached_tokens_details`` says which tier had the tokens; SGLang knows ``host`` only."""
+    """Names the tiers of the tokens in ``cached_tokens_details``; SGLang knows ``host`` only."""
     restored: Counter[str] = getattr(req, _RESTORED, None) or Counter()
     if details is None:
         return None
     known = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
-    if not any(known):  # SGLang takes all cached tokens for those of the device
+    if not any(known):  # SGLang counts all cached tokens as device tokens
         details = {**details, "device": req.cached_tokens - restored.total()}
     if entries := told(req, "tiers"):
-        # SGLang tells of the first prefill only; what a retracted request loads later is not in it.
+        # SGLang reports the first prefill only, without tokens that a retracted request loads
+        # later.
         first = {name: source["tokens"] for name, source in entries[0]["sources"].items()}
         if sum(first.values()) == details["host"]:
             details = {**details, "host": 0, **first}

@@ -1,4 +1,4 @@
-"""A forward that follows prefill plans: existing KV is copied in place, the rest becomes rows."""
+"""Forward that follows prefill plans: existing KV is copied in place, the rest becomes rows."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PlannedForward:
         original: SGLang's ``ModelRunner.forward``.
         runner: SGLang's ``ModelRunner``.
         batch: SGLang's ``ForwardBatch`` of whole requests.
-        rids: ids of the requests, by their place in the batch, as all that follows.
-        plans: their plans.
-        prefixes: the first token that is computed or filled of each.
-        ends: the end of these tokens.
-        cut_over: whether the model's forward goes on with other rows between two layers already,
+        rids: ids of the requests, in the order of the batch; the lists below have the same order.
+        plans: plan of each request; None for a request without one.
+        prefixes: first token of each request that is computed or filled.
+        ends: end of these tokens of each request.
+        cut_over: whether the model's forward continues with other rows between two layers already,
             which it can do only once.
     """
 
@@ -46,27 +46,33 @@ class PlannedForward:
     cut_over: bool = False
 
     def planned(self) -> Iterator[tuple[int, PrefillPlan, int, int]]:
-        """Yields place, plan, first token and end of each request that has a plan."""
+        """Yields place in the batch, plan, first token and end of each request that has a plan."""
         every = zip(self.plans, self.prefixes, self.ends, strict=True)
         for at, (plan, start, end) in enumerate(every):
             if plan is not None:
                 yield at, plan, start, end
 
     def slots(self, at: int) -> NDArray[np.int64]:
-        """Returns the slots of the tokens that are computed or filled of a request."""
+        """Returns the slots of a request's computed or filled tokens, int64 ``[tokens]``."""
         table = self.runner.req_to_token_pool.req_to_token
         row = table[self.batch.req_pool_indices[at], self.prefixes[at] : self.ends[at]]
         slots: NDArray[np.int64] = row.long().numpy()
         return slots
 
     def run(self, batch: ForwardBatch) -> Any:
-        """Runs another ``ForwardBatch`` in the same way."""
+        """Runs another ``ForwardBatch`` with the same runner."""
         return self.original(self.runner, batch)
 
     @contextmanager
     def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Has the model's next forward be ``forward``: SGLang's runner calls the attribute of the
-        model object, which stands in front of its class's method."""
+        """Has ``forward`` run in place of the model's next forward.
+
+        SGLang's runner calls the attribute of the model object, which hides the method of its
+        class.
+
+        Raises:
+            RuntimeError: the model's forward continues with other rows already.
+        """
         if self.cut_over:
             raise RuntimeError("the forward goes on with other rows already")
         model, self.cut_over = self.runner.model, True
@@ -80,15 +86,15 @@ class PlannedForward:
     def cutting_over(
         self, before: Sequence[Row], after: Sequence[Row], first: Any
     ) -> Iterator[Any]:
-        """Goes on with other rows between two layers.
+        """Continues with other rows between two layers.
 
         Args:
-            before: rows that the first layers were given.
-            after: rows that the other layers are given, among them.
-            first: the ``ForwardBatch`` of ``before``, after these layers.
+            before: rows of the first layers.
+            after: rows of the other layers, a subset of ``before``.
+            first: the ``ForwardBatch`` of ``before``, after the first layers.
 
         Yields:
-            The ``ForwardBatch`` of ``after``, while which the model's layers may be called.
+            The ``ForwardBatch`` of ``after``, for calls of the model's layers inside the block.
         """
         from sglang.srt.model_executor.forward_context import (
             forward_context,
@@ -110,7 +116,7 @@ def forward(
     *args: object,
     **kw: object,
 ) -> Any:
-    """Runs SGLang's ``ForwardBatch``, by plans if any of its requests has one."""
+    """Runs SGLang's ``ForwardBatch``, according to plans if any of its requests has one."""
     if not ext.plans or not batch.forward_mode.is_extend_without_speculative():
         return original(runner, batch, *args, **kw)
     plans = [ext.plans.get(rid) for rid in batch.rids]
@@ -140,7 +146,7 @@ def forward(
 
 
 def _logits(metadata: Any, _class: Any, batch: ForwardBatch) -> Any:
-    # Not by an attribute of the batch: SGLang's runners copy it, field by field.
+    # The split is no attribute of the batch, because SGLang's runners copy it field by field.
     ext = runtime.current
     if ext is not None and ext.split is not None:
         ext.split.put_in(metadata, batch.return_logprob)

@@ -1,7 +1,8 @@
-"""Logprobs of a prompt are its own, whoever of its batch has gone meanwhile.
+"""Removal of the prompt logprobs of requests that have left their batch.
 
-The logprobs of all prompts of a batch come in one row. SGLang hands them out from the left, and
-where a request has given way or ended since the batch began, it hands its part to the next one.
+The logprobs of all prompts of a batch come in one row. SGLang assigns them from the left. If a
+request was preempted or has ended since the batch began, SGLang assigns its part to the next
+request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sgl_ext.engine.core.sglang_types import ScheduleBatch
 
 
 def _cut(processor: Any, batch: ScheduleBatch, result: Any) -> None:
-    """Takes the parts of those out that SGLang passes over."""
+    """Removes the parts of the requests that SGLang skips."""
     if runtime.current is None or not batch.return_logprob or not processor.is_generation:
         return
     gone = [
@@ -35,7 +36,7 @@ def _cut(processor: Any, batch: ScheduleBatch, result: Any) -> None:
     )
     counts = [count(req, *end) for req, end in zip(batch.reqs, ends, strict=True)]
     kept = torch.repeat_interleave(~torch.tensor(gone), torch.tensor(counts))
-    if len(kept) == len(output.input_token_logprobs):  # not of batches that are only scored
+    if len(kept) == len(output.input_token_logprobs):  # differs in batches that are only scored
         output.input_token_logprobs = output.input_token_logprobs[kept]
 
 

@@ -1,9 +1,9 @@
-"""Penalties of requests that begin anew count what was generated before.
+"""Penalties of requests that are resumed or computed again, including the tokens generated before.
 
 SGLang's penalizers are fed each token when the next step is prepared. With its overlap scheduler
-they lag behind by one: the last token is not known yet, and the prompt's last one is fed before the
-first. A request that comes back, or is computed again, has to have been fed the same; SGLang makes
-new penalizers, which know nothing.
+they are one token behind: the last token is not known yet, and the last token of the prompt is fed
+before the first generated one. A request that is resumed, or is computed again, must have been fed
+the same tokens. SGLang makes new penalizers, which have counted nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAGS = "_sgl_ext_lags"
 
 
 def counts(req: Req) -> bool:
-    """Whether the request's answer depends on how often it has generated which token."""
+    """Returns whether the request's answer depends on the tokens that penalizers have counted."""
     params = req.sampling_params
     return bool(
         params.frequency_penalty
@@ -28,25 +28,31 @@ def counts(req: Req) -> bool:
 
 
 def alone(req: Req) -> bool:
-    """Whether the request has to be prepared in a batch of its own: penalizers are fed a token of
-    each request at a time, and it has generated some already."""
+    """Returns whether the request must be prepared in a batch of its own.
+
+    Penalizers are fed one token of each request at a time, and the request has generated some
+    already.
+    """
     return bool(req.output_ids) and counts(req)
 
 
 def apart(adder: PrefillAdder, req: Req) -> bool:
-    """Whether the request has to wait until those have been prepared that were admitted before."""
+    """Returns whether the request must wait until earlier admitted requests are prepared."""
     before = adder.can_run_list[-1:]
     return bool(before) and (alone(req) or alone(before[0]))
 
 
 def forget(req: Req) -> None:
-    """The request gives way again."""
+    """Clears the mark of a request that is preempted, or whose penalizers are fed again."""
     req.__dict__.pop(_LAGS, None)
 
 
 def _recall(_result: None, batch: ScheduleBatch) -> None:
-    """Feeds what the batch's only request had been fed when its next token was, or would have been,
-    sampled; but for the one that preparing a decode step feeds, if that is next."""
+    """Feeds penalizers the tokens that they had been fed before the request's next token.
+
+    The next token was sampled already, or would have been. The batch has one request only. If a
+    decode step is next, its preparation feeds one more token, which is left out here.
+    """
     import torch
 
     if runtime.current is None or len(batch.reqs) != 1 or not alone(batch.reqs[0]):
@@ -55,7 +61,7 @@ def _recall(_result: None, batch: ScheduleBatch) -> None:
     forget(req)
     prompt, answered = req.origin_input_ids, req.output_ids
     fed = [prompt[-1], *answered] if batch.enable_overlap else answered
-    last = req.extend_end - len(prompt)  # of those whose KV is computed, or comes back
+    last = req.extend_end - len(prompt)  # of the tokens whose KV is computed or loaded
     if 0 <= last < len(answered) and batch.enable_overlap:
         setattr(req, _LAGS, True)
     orchestrator = batch.sampling_info.penalizer_orchestrator
@@ -64,7 +70,7 @@ def _recall(_result: None, batch: ScheduleBatch) -> None:
 
 
 def _feed(original: Original, batch: ScheduleBatch) -> None:
-    """In the first step after a request has come back its last token is known already."""
+    """Hides the last token of a resumed request, which SGLang knows already in its first step."""
     lagging = [req for req in batch.reqs if getattr(req, _LAGS, False)]
     hidden = [req.output_ids.pop() for req in lagging]
     try:

@@ -1,10 +1,10 @@
-"""A forward whose rows are the computed spans of its requests.
+"""Forward batches whose rows are the computed spans of requests.
 
-Rows that alias one request's line of slots see each other as in a sequential run where the prefill
+Rows that alias one request's row of slots see each other as in a sequential run if the prefill
 backend writes a layer's new K and V to the pool before it attends. Not every backend does
-(FlashInfer's ragged prefill attends first): a start with one that is not known to is refused
-(:mod:`~sgl_ext.engine.core.attention_backends`). A row attends to all that lies before it, whoever
-put it there; what is not computed simply has no row.
+(FlashInfer's ragged prefill attends first). A start with a backend that is not known to do so is
+refused (:mod:`~sgl_ext.engine.core.attention_backends`). A row attends to all KV before it,
+computed or copied. Tokens that are not computed have no row.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from sgl_ext.engine.core.sglang_types import ForwardBatch
 from sgl_ext.plan import Compute, PrefillPlan, Span
 
 _PADDING_SLOT = 0
-"""Of SGLang's pools; what is written there is never read."""
+"""Padding slot of SGLang's pools; KV that is written there is never read."""
 
 
 class Row(NamedTuple):
-    """Tokens ``start .. end - 1`` of a batch's request, computed in one go."""
+    """Tokens ``start .. end - 1`` of a request of a batch, computed in one pass."""
 
     request: int
     start: int
     end: int
     kept: bool = True
-    """Whether their KV is kept; a row that only fills a request's place keeps nothing."""
+    """Whether the KV is kept; a row that only fills a request's place keeps nothing."""
 
 
 def rows_of(
     plans: Sequence[PrefillPlan | None], prefixes: Sequence[int], ends: Sequence[int]
 ) -> list[Row]:
-    """The rows of a forward over ``prefixes[i] .. ends[i] - 1`` of each request, in order.
+    """Returns the rows of a forward over ``prefixes[i] .. ends[i] - 1`` of each request, in order.
 
-    A request without a plan is computed in one row. SGLang takes a token's logits from each
-    request's last row, so one whose part ends in KV from elsewhere has its last token computed
-    once more, for nobody.
+    A request without a plan is computed in one row. SGLang takes a token's logits from the last row
+    of each request. If a part ends with KV from elsewhere, its last token is therefore computed
+    once more, and the result is not used.
     """
     rows = []
     for request, (plan, prefix, end) in enumerate(zip(plans, prefixes, ends, strict=True)):
@@ -54,7 +54,7 @@ def rows_of(
 
 
 def tokens_of(batch: ForwardBatch, rows: Sequence[Row]) -> torch.Tensor:
-    """Where the tokens of ``rows`` are among those of ``batch``."""
+    """Returns the indices of the tokens of ``rows`` in ``batch``, int64 ``[tokens]``."""
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     ends = accumulate(lengths)
     first = [
@@ -66,7 +66,7 @@ def tokens_of(batch: ForwardBatch, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
-    """SGLang's ``ForwardBatch`` of ``rows``; shares with ``batch`` what is the same."""
+    """Returns SGLang's ``ForwardBatch`` of ``rows``; unchanged fields are shared with ``batch``."""
     tokens = tokens_of(batch, rows).to(batch.input_ids.device)
     requests = torch.tensor([row.request for row in rows], device=batch.input_ids.device)
     kept = torch.repeat_interleave(
@@ -95,7 +95,7 @@ def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
     part.seq_lens_sum = sum(ends)
     part.orig_seq_lens = _at(batch.orig_seq_lens, requests)
     if batch.replace_positions is not None:
-        # Of requests without a plan, all of whose tokens are in a row.
+        # These positions belong to requests without a plan, whose tokens are all in a row.
         place = torch.full((len(batch.input_ids),), -1, device=tokens.device)
         place[tokens] = torch.arange(len(tokens), device=tokens.device)
         part.replace_positions = place[batch.replace_positions]
@@ -108,11 +108,11 @@ def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
 
 
 def handed_over(batch: ForwardBatch, before: Sequence[Row], rows: Sequence[Row], first: Any) -> Any:
-    """SGLang's ``ForwardBatch`` of ``rows``, with what some layers have made of their tokens.
+    """Returns SGLang's ``ForwardBatch`` of ``rows``, with the output of some layers.
 
     Args:
-        batch: what both were split from.
-        before: the rows that these layers were given, ``rows`` among them.
+        batch: batch from which both were split.
+        before: rows of these layers, ``rows`` among them.
         first: the ``ForwardBatch`` of ``before``, after these layers.
     """
     from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
@@ -129,20 +129,20 @@ def handed_over(batch: ForwardBatch, before: Sequence[Row], rows: Sequence[Row],
 
 
 class Split(NamedTuple):
-    """What a batch of rows does not tell of the requests that it was split from."""
+    """Properties of the requests of a forward that the batch of their rows does not contain."""
 
     wholes: list[tuple[int, int]]
-    """Of each row: new tokens and context of its request."""
+    """New tokens and context length of the request of each row."""
     lengths: list[int]
-    """Of each request: tokens that are computed."""
+    """Number of computed tokens of each request."""
     first_logprobs: list[int]
-    """Of each request: how many of these come before the first logprob of the prompt."""
+    """Number of these tokens before the first logprob of the prompt, for each request."""
 
     def put_in(self, metadata: Any, return_logprob: bool) -> None:
-        """Has SGLang's ``LogitsMetadata`` of the split batch name requests instead of rows.
+        """Makes SGLang's ``LogitsMetadata`` of the split batch refer to requests instead of rows.
 
-        With the logits of every row's last token the matrix product would have another shape, and
-        its results other last bits.
+        With the logits of every row's last token, the matrix product would have another shape, and
+        its results would differ in the last bits.
         """
         metadata.extend_seq_lens_cpu = self.lengths
         metadata.extend_seq_lens = metadata.extend_seq_lens.new_tensor(self.lengths)
@@ -154,7 +154,7 @@ class Split(NamedTuple):
 
 
 def split_of(batch: ForwardBatch, rows: Sequence[Row]) -> Split:
-    """Of ``batch``, which is to be split into ``rows``."""
+    """Returns the :class:`Split` of ``batch``, which is to be split into ``rows``."""
     count = len(batch.extend_seq_lens_cpu)
     lengths, firsts = [0] * count, [0] * count
     starts = batch.extend_logprob_start_lens_cpu or batch.extend_seq_lens_cpu
@@ -168,7 +168,7 @@ def split_of(batch: ForwardBatch, rows: Sequence[Row]) -> Split:
 
 
 def _first_logprob(row: Row, start: int) -> int:
-    """Tokens of the row without a logprob, if the request's begin at position ``start``."""
+    """Returns the number of tokens of the row before the first logprob, at position ``start``."""
     length = row.end - row.start
     return min(max(start - row.start, 0), length) if row.kept else length
 

@@ -1,8 +1,9 @@
-"""A time limit on matching ``stop_regex``.
+"""Time limit on the matching of ``stop_regex``.
 
-SGLang matches a client's regular expressions in its scheduler after every token. One that
-backtracks, such as ``([a-z ]+)+Z``, takes time exponential in the length of the answer, during
-which nobody is served. A request whose patterns take longer than the limit is ended with an error.
+SGLang matches a client's regular expressions in its scheduler after every token. A pattern that
+backtracks, such as ``([a-z ]+)+Z``, takes time exponential in the length of the answer, and no
+request is served meanwhile. A request whose patterns take longer than the limit is ended with an
+error.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from sgl_ext.engine.core.sglang_types import Req
 
 
 class Allowance:
-    """Seconds that a scheduler spends on patterns: a bucket that fills with time.
+    """Seconds that a scheduler may spend on patterns: a token bucket that fills with time.
 
-    However many requests match, and however long each of them goes on, they take at most the share
-    ``SHARE`` of the scheduler's time in the long run, and the least that each of them is given.
+    In the long run, matches take at most the share ``SHARE`` of the scheduler's time, plus
+    ``LEAST`` seconds each, regardless of the number of requests and of their duration.
     """
 
     MOST, LEAST, SHARE = 0.25, 0.01, 0.1
@@ -36,13 +37,17 @@ class Allowance:
         self._at = float("-inf")
 
     def given(self, now: float) -> float:
-        """Seconds that the next match may take, at ``now`` of a clock."""
+        """Returns the number of seconds that the next match may take.
+
+        Args:
+            now: time of a monotonic clock, in seconds.
+        """
         self._left = min(self._left + self.SHARE * (now - self._at), self.MOST)
         self._at = now
         return max(self._left, self.LEAST)
 
     def took(self, seconds: float) -> None:
-        """A match took so long."""
+        """Subtracts the seconds that a match has taken."""
         self._left = max(self._left - seconds, 0.0)
 
 
@@ -51,14 +56,14 @@ _allowance = Allowance()
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the main thread, after so many seconds of its computing time.
+    """Raises TimeoutError in the main thread after so many seconds of its CPU time.
 
-    Python's ``re`` looks for signals as it matches.
+    Python's ``re`` checks for signals while it matches.
     """
     end = time.thread_time() + seconds
 
     def passed(_signal: int, _frame: Any) -> None:
-        if (left := end - time.thread_time()) > 0:  # others had the core
+        if (left := end - time.thread_time()) > 0:  # other threads or processes used the core
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
         else:
             raise TimeoutError
@@ -68,7 +73,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
-        # If the signal comes just here the timer has ended by itself; SGLang uses none.
+        # If the signal arrives here, the timer has expired. SGLang uses no such timer.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -79,7 +84,7 @@ def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
         return original(req, *args, **kw)
     from sglang.srt.runtime_context import get_parallel
 
-    # Stages of a pipeline do not take their steps together; other threads get no signals.
+    # Pipeline stages do not run the same step together; other threads receive no signals.
     if get_parallel().pp_size > 1 or threading.current_thread() is not threading.main_thread():
         return original(req, *args, **kw)
     ended = late = False
@@ -105,8 +110,10 @@ def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
 
 
 def _on_any_rank(late: bool) -> bool:
-    """Whether it was late on one of the tensor-parallel ranks, each of which matches by itself: a
-    request has to end on all of them in the same step."""
+    """Returns whether the match was late on any tensor-parallel rank.
+
+    Each rank matches by itself, and a request has to end on all of them in the same step.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     if get_parallel().tp_size == 1:

@@ -1,7 +1,8 @@
-"""Swap-ins that go on while others decode (FastSwitch §3.2).
+"""Swap-ins that overlap with the decode steps of other requests (FastSwitch §3.2).
 
-Pages are copied into slots that nobody else knows. When they have landed the radix tree gets them,
-and their request finds them there as it would find any prefix; if it is gone by then, others may.
+Pages are copied into slots that belong to no request and are not in the radix tree. When they have
+landed, they are inserted into the tree, and the request finds them as it finds any prefix. If the
+request is gone by then, other requests may use them.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ class _Flight(NamedTuple):
     key: Any
     """SGLang's ``RadixKey`` of all tokens up to the last of these pages."""
     first: int
-    """Token that they begin with."""
+    """First token of the pages in the request."""
     slots: torch.Tensor
     lock: Any
-    """On what the device has of the tokens before."""
+    """Lock on the node of the tree with which the tokens before the pages end."""
     ticket: Ticket
     pages: Pages
-    """In host memory, pinned."""
+    """Pinned pages in host memory."""
     growth: int
-    """Tokens that its request needs beside them."""
+    """Tokens that the request needs in addition to the pages."""
 
 
 class SwapAhead:
-    """Only the scheduler's thread calls, and none of it waits.
+    """Swap-ins in progress of a scheduler, whose thread is the only caller.
+
+    Only :meth:`clear` waits for swap-ins. :meth:`begin` may wait for earlier copies that still use
+    the slots which it allocates.
 
     Attributes:
-        adaptive: takes note of what swap-ins cost.
+        adaptive: policy that the durations of swap-ins are recorded in.
     """
 
     def __init__(self, stack: TierStack, adaptive: Adaptive) -> None:
@@ -54,26 +58,27 @@ class SwapAhead:
 
     @property
     def tokens(self) -> int:
-        """Slots that belong to no request and are not in the tree."""
+        """Number of slots of the swap-ins, which belong to no request and are not in the tree."""
         return sum(len(flight.slots) for flight in self._flights.values())
 
     @property
     def growth(self) -> int:
-        """Tokens that their requests need beside what comes."""
+        """Tokens that the requests need in addition to the pages that are being loaded."""
         return sum(flight.growth for flight in self._flights.values())
 
     def begin(
         self, tree: RadixTree, req: Req, node: Any, first: int, keys: Sequence[Key], growth: int
     ) -> bool:
-        """Begins to copy pages that follow on what the device has of the request's tokens.
+        """Starts to copy the pages that follow the request's tokens on the device.
 
         Args:
-            node: of the tree, that the device's ``first`` tokens of the request end with.
-            keys: of these pages, which host memory has.
-            growth: tokens that the request needs beside them.
+            node: node of the tree that the tokens on the device end with.
+            first: number of tokens on the device.
+            keys: keys of the pages, all of which are in host memory.
+            growth: tokens that the request needs in addition to the pages.
 
         Returns:
-            False if there are no slots for them.
+            False, with nothing begun, if there are no slots for the pages.
         """
         from sglang.srt.mem_cache.common import evict_from_tree_cache
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -96,10 +101,11 @@ class SwapAhead:
         return True
 
     def land(self, tree: RadixTree) -> Iterator[tuple[str, int]]:
-        """Gives the tree what has landed; once in each of the scheduler's steps.
+        """Inserts pages that have landed into the tree; called once per scheduler step.
 
         Yields:
-            Requests, and how many pages have come; 0 if it failed.
+            The id of each request whose copy has ended, and the number of its pages; 0 if the copy
+            has failed or was cancelled.
         """
         for rid, flight in list(self._flights.items()):
             if flight.ticket.poll():
@@ -107,13 +113,19 @@ class SwapAhead:
                 yield rid, len(flight.pages) if self._landed(tree, flight) else 0
 
     def cancel(self, rid: str) -> None:
-        """The request is gone: what has not begun to come does not; its slots are free when the
-        rest has landed."""
+        """Cancels the swap-in of a request that is gone, if there is one.
+
+        Copies that have started still land. :meth:`land` then frees the slots, or gives them to the
+        tree if all pages have landed.
+        """
         if (flight := self._flights.get(rid)) is not None:
             flight.ticket.cancel()
 
     def clear(self) -> None:
-        """SGLang forgets tree and slots; nothing writes into them any more when this returns."""
+        """Cancels all swap-ins, and waits until no copy writes to a slot.
+
+        The slots are not freed: SGLang resets its tree and its slots afterwards.
+        """
         for flight in self._flights.values():
             flight.ticket.cancel()
             outlast(flight.ticket)

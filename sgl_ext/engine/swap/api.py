@@ -1,4 +1,4 @@
-"""``POST /ext/priority``: another priority for a request that waits or runs."""
+"""HTTP route ``POST /ext/priority``: sets the priority of a request that waits or runs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from sgl_ext.engine.swap.priorities import give_to
 from sgl_ext.errors import ExtError
 
 _KEY = "sgl_ext.priority/"
-"""What a scheduler is told to set, followed by the request's id."""
+"""Prefix of the setting that carries a priority to the schedulers; the request's id follows."""
 
 
 class UnknownRequestError(ExtError):
-    """No request of that id waits or runs."""
+    """Error for an id that no waiting or running request has."""
 
     status = 404
 
 
 class GivePriority(BaseModel):
-    """What ``POST /ext/priority`` takes."""
+    """Body of ``POST /ext/priority``."""
 
     model_config = ConfigDict(extra="forbid")
 
     rid: Annotated[str, Field(min_length=1, max_length=1000)]
-    """Of the request: its ``rid``, or the ``id`` of its answer; of several answers (``n`` > 1) only
-    their ``id``, as SGLang gives each a ``rid`` of its own."""
+    """The request's ``rid``, or the ``id`` of its answer. For several answers (``n`` > 1), the
+    ``id`` of one of them, as SGLang gives each a ``rid`` of its own."""
     priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)]
-    """The larger, the more urgent, unless SGLang was told otherwise."""
+    """Priority; larger is more urgent, unless ``--schedule-low-priority-values-first`` is set."""
 
 
 def install(app: Any, manager: TokenizerManager, useless: str | None) -> None:
-    """Adds the route to SGLang's HTTP server, before that is started.
+    """Adds the route to SGLang's HTTP server before the server starts.
 
     Args:
-        useless: why priorities do not count; None if they do.
+        useless: reason why priorities have no effect; None if they have one.
     """
     from fastapi import APIRouter
     from sglang.srt.managers.io_struct import SetInternalStateReq
@@ -66,10 +66,10 @@ def install(app: Any, manager: TokenizerManager, useless: str | None) -> None:
 
 
 def useless(policy: str, by_priority: bool) -> str | None:
-    """Why priorities do not count under ``swap.policy``; None if they do.
+    """Returns the reason why priorities have no effect under ``swap.policy``; None if they do.
 
     Args:
-        by_priority: whether SGLang was told to schedule by priority.
+        by_priority: whether SGLang schedules by priority.
     """
     counts = "priorities count with swap.policy static"
     if policy == "sglang" and not by_priority:
@@ -83,7 +83,7 @@ def useless(policy: str, by_priority: bool) -> str | None:
 
 
 def _set(original: Original, state: Any, request: Any) -> Any:
-    """In the scheduler."""
+    """Sets priorities in the scheduler; other settings go to SGLang's method."""
     asked = {
         key.removeprefix(_KEY): int(value)
         for key, value in request.server_args.items()

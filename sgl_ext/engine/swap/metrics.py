@@ -1,4 +1,4 @@
-"""Swapping on SGLang's ``/metrics``."""
+"""Metrics of swapping on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTERS = {
 
 
 class SwapMetrics(Paced):
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
@@ -39,7 +39,7 @@ class SwapMetrics(Paced):
         self._totals = Totals()
 
     def update(self, found: Mapping[str, float]) -> None:
-        """Sets every metric to what the swap manager says now."""
+        """Sets all metrics to the current statistics of the swap manager."""
         self._updated()
         for name, counter in self._counters.items():
             self._totals.set(counter, found[name], self._rank)

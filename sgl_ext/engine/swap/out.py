@@ -1,7 +1,7 @@
 """Swap-out: the KV of a preempted request goes into the radix tree, and so to host memory.
 
-SGLang drops the KV of a request that it preempts, and computes it again. Here its slots are free at
-once, and the next owner of a slot waits for the copies that still read it.
+SGLang drops the KV of a request that it preempts, and recomputes it later. With swapping, the slots
+are also free at once; the next owner of a slot waits for the copies that still read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_ext.tiers.arena import Key, Pages
 
 
 def _preempted(original: Original, *, req: Req, **kw: object) -> Any:
-    # offload_kv=False: its KV must be computed again, for the weights may change in a pause.
+    # offload_kv=False: the KV must be recomputed, because weights may change during a pause.
     ext = runtime.current
     if ext is None or ext.swap is None or not kw.get("offload_kv", True):
         return original(req=req, **kw)
@@ -34,7 +34,7 @@ def _preempted(original: Original, *, req: Req, **kw: object) -> Any:
 
 
 def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) -> Any:
-    """Keeps the KV of a request that is preempted; SGLang releases that of others here, too."""
+    """Keeps the KV of a preempted request; other requests are released as SGLang does it."""
     ext = runtime.current
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
         return original(req, tree, checkpoint=checkpoint)
@@ -43,11 +43,11 @@ def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) ->
 
 
 def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> Any:
-    # All but the last token, whose KV the next step computes, or is just computing.
+    # The last token has no KV yet: the next step computes it, or is computing it now.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size
     whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
-    # What a load has brought counts when SGLang has processed the forward that needed it.
+    # Loaded KV is valid only when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
     if swap.baseline.recompute or not (whole and serves(req)):
         swap.counts.recomputed += 1
@@ -57,8 +57,8 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> A
     if swap.baseline.wait:
         swap.stack.stores = Priority.URGENT
     keys = _keys(req, tokens // page * page, page)
-    swap.stack.used(keys, 1)  # what it has there is not given up for what it lacks
-    swap.stack.make_room(len(keys) + 1)  # those that are there might have to go for the others
+    swap.stack.used(keys, 1)  # its resident pages are not evicted for its missing ones
+    swap.stack.make_room(len(keys) + 1)  # for all pages: resident unpinned ones count as room
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
@@ -75,7 +75,7 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> A
 
 
 def ended(swap: SwapManager, tree: RadixTree, req: Req) -> None:
-    """Copies the KV of a request that ends as well: a baseline to measure against."""
+    """Copies the KV of a finished request again if the baseline ``copy_again`` is set."""
     if swap.baseline.copy_again and req.finished():
         tokens = req.kv.kv_committed_len
         whole = tokens // tree.page_size * tree.page_size
@@ -83,17 +83,17 @@ def ended(swap: SwapManager, tree: RadixTree, req: Req) -> None:
 
 
 def _blocks(req: Req, tree: RadixTree, tokens: int) -> Pages:
-    """Of the request's first ``tokens``."""
+    """Returns the blocks of the request's first ``tokens`` tokens."""
     row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
     return np.ascontiguousarray(row[: tokens : tree.page_size].long().numpy() // tree.page_size)
 
 
 def serves(req: Req) -> bool:
-    """Whether a request can be swapped; SGLang recomputes the others."""
+    """Returns whether a request can be swapped; SGLang recomputes other requests."""
     from sglang.srt.runtime_context import get_serving
 
     return (
-        not get_serving().strip_thinking_cache  # whose trees do not take answers
+        not get_serving().strip_thinking_cache  # the tree then takes no output tokens
         and req.session is None
         and req.beam_group is None
         and req.multimodal_inputs is None
@@ -110,12 +110,17 @@ def serves(req: Req) -> bool:
 
 
 def _wants_prompt(req: Req) -> bool:
-    """Whether the logprobs of its prompt are asked for, which SGLang takes from a prefill."""
+    """Returns whether the request needs logprobs of its prompt, which SGLang takes from prefill."""
     return 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
 def _keys(req: Req, tokens: int, page: int) -> Sequence[Key]:
-    """Of the whole pages of a request's first ``tokens``, as SGLang's tree names them."""
+    """Returns the keys of the pages of a request's first ``tokens`` tokens, as in SGLang's tree.
+
+    Args:
+        tokens: tokens of whole pages.
+        page: tokens of a page.
+    """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -127,13 +132,16 @@ def _keys(req: Req, tokens: int, page: int) -> Sequence[Key]:
 
 
 def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
-    """Has less urgent requests give way to one that there is no room for; whether there is then.
+    """Preempts less urgent requests for one that does not fit.
 
-    As ``PrefillAdder.preempt_to_schedule``, which takes it that a request that gives way leaves
-    only what it would have generated: not its KV, which it holds now.
+    Unlike ``PrefillAdder.preempt_to_schedule``, it counts the KV that a preempted request holds,
+    not only the tokens that the request would still have generated.
 
     Args:
-        lacking: tokens.
+        lacking: tokens that are missing; below 0 if the request fits.
+
+    Returns:
+        Whether the request fits now. If it would not, no request is preempted.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -165,7 +173,11 @@ def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
 
 
 def keep_place(scheduler: Scheduler, req: Req, arrived: float) -> None:
-    """Puts a retracted request, the last one of the waiting queue, where it was when it came."""
+    """Moves a retracted request from the end of the waiting queue to its place by arrival.
+
+    Args:
+        arrived: time at which it was first queued, on SGLang's clock.
+    """
     from sglang.srt.environ import envs
 
     queue = scheduler.waiting_queue
@@ -174,9 +186,9 @@ def keep_place(scheduler: Scheduler, req: Req, arrived: float) -> None:
         later = (at for at, one in enumerate(queue) if _arrival(one) > arrived)
         queue.insert(next(later, len(queue)), req)
         if envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0:
-            return  # which is told by the same time
+            return  # the timeout counts from the same time
         stats = req.time_stats
-        # SGLang orders by this time, and adds what follows on it to the time in the queue.
+        # SGLang orders by this time, and adds the time since then to the time in the queue.
         stats.queue_duration_s -= stats.wait_queue_entry_time - arrived
         stats.wait_queue_entry_time = arrived
 

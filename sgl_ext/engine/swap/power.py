@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
 
 class SwapPower(Power[Swap]):
-    """Preempted requests whose KV lies in host memory.
+    """Swapping of preempted requests, whose KV is kept in host memory.
 
     Attributes:
-        manager: the requests that are swapped out.
-        ahead: swap-ins that go on while other requests decode.
-        priorities: the fairness policy; None if SGLang's own priorities decide.
+        manager: swapped-out requests.
+        ahead: swap-ins that overlap with decode steps of other requests.
+        priorities: priorities by a fairness policy; None if SGLang's own priorities decide.
         resuming: SGLang's requests that join the batch at the end of this step.
-        preempted: SGLang's request whose KV is being released because it is preempted.
+        preempted: SGLang's request whose KV is being released because it is preempted; None
+            otherwise.
     """
 
     name = "swap"
@@ -54,11 +55,15 @@ class SwapPower(Power[Swap]):
     priorities: priorities.Priorities | None
     preempted: Req | None = None
     _expecting: PrefillAdder | None = None
-    """Adder that has been told of swap-ins under way."""
+    """Adder of the step in which memory was last reserved for swap-ins in progress."""
     _metrics: SwapMetrics | None = None
 
     def declare(self, server_args: ServerArgs) -> None:
-        """Has SGLang schedule by priorities, if a policy decides them."""
+        """Makes SGLang schedule by priority if a policy of this power decides priorities.
+
+        Raises:
+            ActivationError: SGLang's arguments ask for another order, or for what is not served.
+        """
         super().declare(server_args)
         policy = self.section.policy
         if policy == "sglang":
@@ -109,8 +114,11 @@ class SwapPower(Power[Swap]):
         return len(self.resuming) + len(self.ahead)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
-        """Has SGLang keep room for requests whose KV is on its way; once in a step, at the first
-        request. Defers none."""
+        """Reserves memory for requests whose KV is being loaded, at the first request of a step.
+
+        Returns:
+            True: no request is deferred.
+        """
         if self._expecting is not adder:
             self._expecting = adder
             adder.memory_budget.total_offset += self.ahead.growth
@@ -124,13 +132,15 @@ class SwapPower(Power[Swap]):
         with self.manager.clock.on():
             result = resume.take_back(self, adder, req, swapped)
         if result is AddReqResult.NO_TOKEN:
-            # It is looked up anew before it gets the room: what it found may have had to go.
+            # The next look-up decides, because making room may evict pages that this one found.
             self.make_room(adder, req)
         return result
 
     def make_room(self, adder: PrefillAdder, req: Req) -> bool:
-        """Preempts requests for one that there is no memory for; SGLang preempts only where there
-        are too many requests."""
+        """Preempts requests for one that memory is missing for, and returns whether it fits.
+
+        SGLang itself preempts only if too many requests run.
+        """
         from sglang.srt.runtime_context import get_schedule
 
         schedule = get_schedule()
@@ -152,7 +162,7 @@ class SwapPower(Power[Swap]):
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if admitted and req.retraction_count:
-            # All but the token that comes next.
+            # The last token is not recomputed: it had no KV.
             tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - 1
             self.manager.counts.recomputed_tokens += tokens
 
@@ -185,8 +195,8 @@ class SwapPower(Power[Swap]):
                     its = (req for req in scheduler.waiting_queue if req.rid == rid)
                     self.lost(rid, next(its, None))
             if news:
-                # SGLang found no room for a request while these were passed over, and looks at none
-                # before one of those that run has ended.
+                # SGLang may have found the batch full before. It would then admit no request until
+                # a running one ends.
                 running.batch_is_full = False
             if self.priorities is not None:
                 chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
@@ -194,7 +204,7 @@ class SwapPower(Power[Swap]):
                 self.priorities.step(waiting, (*running.reqs, *chunked), scheduler.forward_ct)
 
     def after_step(self, plan: StepPlan) -> None:
-        """Has the requests that were resumed in this step join the batch that decodes."""
+        """Merges the requests that were resumed in this step into the batch that decodes."""
         scheduler, self._expecting = self.scheduler, None
         with self.manager.clock.on():
             if reqs := resume.fitting(self, scheduler):
@@ -209,10 +219,10 @@ class SwapPower(Power[Swap]):
                 scheduler.waiting_queue = [req for req in queue if req not in gone]
 
     def lost(self, rid: str, req: Req | None) -> None:
-        """Has a request computed again whose KV was swapped out and cannot be read.
+        """Gives up the KV of a swapped request, which cannot be read, so that it is recomputed.
 
         Args:
-            req: SGLang's request, if it waits; other powers are asked for its KV.
+            req: SGLang's request, which other powers are told of; None if it does not wait.
         """
         self.manager.counts.recomputed += 1
         self.manager.drop(rid)

@@ -1,4 +1,4 @@
-"""From a fairness policy's levels to the priorities that SGLang schedules and preempts by."""
+"""Application of a fairness policy: its levels become the priorities that SGLang uses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sgl_ext.swap.fairness import (
 )
 
 _UNSET = {None, sys.maxsize, -sys.maxsize - 1}
-"""What SGLang gives requests that come without a priority."""
+"""Values of SGLang for requests that were submitted without a priority."""
 _CANDIDATE = "_sgl_ext_candidate"
 """Attribute of SGLang's ``Req``: its :class:`Candidate`."""
 
 
 def priorities_of(config: Swap) -> Priorities | None:
-    """By the policy that is configured; None if that is SGLang's own."""
+    """Returns the priorities by the configured policy; None if the policy is SGLang's own."""
     policies: dict[str, Callable[[], Policy]] = {
         "fcfs": FirstCome,
         "static": lambda: Static(config.ageing),
@@ -42,30 +42,37 @@ def priorities_of(config: Swap) -> Priorities | None:
 
 
 class Priorities:
-    """Of the requests of a scheduler."""
+    """Priorities of a scheduler's requests, which a policy sets.
+
+    Args:
+        make: constructor of the policy.
+    """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
         self._make = make
         self.clear()
 
     def clear(self) -> None:
-        """Begins anew: a workload that is offered again finds the same trace."""
+        """Creates the policy anew and forgets all requests: a workload that is repeated gets the
+        same trace."""
         self._policy = self._make()
         self._known: dict[str, Candidate] = {}
         self._forwards = -1
 
     def step(self, waiting: Iterable[Req], running: Iterable[Any], forwards: int) -> None:
-        """An iteration may begin with these requests of SGLang's.
+        """Lets the policy set the levels of SGLang's requests, and makes them their priorities.
 
         Args:
-            forwards: that were run so far; without a further one it is no further iteration,
-                unless somebody has come.
+            waiting: waiting requests.
+            running: running requests.
+            forwards: forwards so far. Without a further one, the policy counts no further iteration
+                unless there is a new request.
         """
         present: dict[str, tuple[Any, Candidate]] = {}
         for runs, reqs in ((False, waiting), (True, running)):
             for req in reqs:
                 one = getattr(req, _CANDIDATE, None)
-                if one is None or one.name != req.rid:  # a copy of another request
+                if one is None or one.name != req.rid:  # copied from another request
                     prompt = len(req.origin_input_ids)
                     one = Candidate(req.rid, req.cache_salt, given(req), prompt)
                     setattr(req, _CANDIDATE, one)
@@ -79,7 +86,7 @@ class Priorities:
         self._known = {rid: one for rid, (_, one) in present.items()}
 
     def give(self, rid: str, priority: int) -> bool:
-        """Whether there is such a request, which has that priority from now on."""
+        """Gives a request another priority; returns False if the policy has not seen it."""
         if (one := self._known.get(rid)) is None:
             return False
         one.given = priority
@@ -87,14 +94,14 @@ class Priorities:
 
 
 def given(req: Req) -> int:
-    """The priority that SGLang's request was submitted with, or was given since; 0 without one."""
+    """Returns the priority that a request was submitted with or given since; 0 without one."""
     if (one := getattr(req, _CANDIDATE, None)) is not None:
         return int(one.given)
     return 0 if req.priority in _UNSET else int(req.priority)
 
 
 def give_to(req: Req, priority: int) -> None:
-    """SGLang's request has that priority from now on, whether or not a policy has seen it."""
+    """Gives SGLang's request another priority, whether or not a policy has seen the request."""
     req.priority = priority
     if (one := getattr(req, _CANDIDATE, None)) is not None:
         one.given = priority
@@ -102,7 +109,7 @@ def give_to(req: Req, priority: int) -> None:
 
 @contextmanager
 def as_given(reqs: Collection[Req]) -> Iterator[None]:
-    """Has SGLang's requests bear the priorities that they were given, not a policy's levels."""
+    """Sets the given priorities of SGLang's requests, not a policy's levels, within the context."""
     levels = [(req, req.priority) for req in reqs]
     for req in reqs:
         req.priority = given(req)

@@ -1,4 +1,4 @@
-"""How requests that were swapped out come back: into new slots, and into the batch that decodes."""
+"""Resuming of swapped requests: loads KV into new slots, joins them to the batch that decodes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """Where the KV of a request is that waits."""
+    """Result of a look-up of a waiting request's KV."""
 
     tokens: int
-    """Whole pages that the radix tree has on the device, in tokens."""
+    """Tokens in whole pages that the radix tree has on the device."""
     node: Any
-    """Node of the tree that they end with."""
+    """Node of the tree that these tokens end with."""
     readable: bool | None
-    """Whether host memory has the rest of what was swapped out; None if some is still on its way,
-    False if some is lost."""
+    """True if host memory has the rest of the swapped KV, or nothing was swapped; None if some is
+    being copied; False if some is lost."""
 
 
 def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> Any | None:
-    """Resumes a swapped request, if there is room for it.
+    """Resumes a swapped request if there is room for it.
 
     Returns:
-        SGLang's ``AddReqResult``; None if host memory has lost some of its KV, so that SGLang has
-        to admit it for recomputation.
+        SGLang's ``AddReqResult``; None if some of its KV is lost, so that SGLang must admit the
+        request for recomputation.
     """
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -71,7 +71,7 @@ def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped)
     here = found.tokens // page
     missing = swapped.keys[here:]
     if missing and _goes_ahead(power, adder, len(missing)):
-        growth = needed - len(missing) * page  # its slots are taken at once
+        growth = needed - len(missing) * page  # the slots of the pages are taken at once
         if not power.ahead.begin(tree, req, found.node, found.tokens, missing, growth):
             return AddReqResult.NO_TOKEN
         adder.memory_budget.total_offset += growth
@@ -85,14 +85,15 @@ def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped)
 
 
 def look_up(power: SwapPower, tree: RadixTree, req: Req) -> Found:
-    """Looks for the KV of a request. Changes neither the request nor its hit marker."""
+    """Looks up the KV of a waiting request; changes neither the request nor its hit marker."""
     tokens, node = req.prefix_len, req.last_node
     if (swapped := power.manager.get(req.rid)) is None:
         return Found(tokens, node, True)
     if req.rid in power.ahead:
         return Found(tokens, node, None)
     if req.return_logprob:
-        # SGLang's own look-up ends with the prompt, so that it computes the logprobs behind it.
+        # SGLang's own look-up ends with the prompt, because logprobs of later tokens would be
+        # recomputed.
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -108,26 +109,33 @@ def look_up(power: SwapPower, tree: RadixTree, req: Req) -> Found:
 
 
 def _adopt(tree: RadixTree, req: Req, found: Found) -> None:
-    """Makes what the tree has on the device the request's prefix: length, node, the part that the
-    tree owns and the lock on it change together, or two owners free the same blocks."""
+    """Makes the KV that the tree has on the device the request's prefix.
+
+    The length, the node, the length that the tree owns and the lock change together, because
+    otherwise two owners would free the same blocks.
+    """
     req.prefix_len = req.kv.cache_protected_len = found.tokens
     req.last_node = found.node
     req.lock = tree.lock(found.node)
 
 
 def tokens_needed(adder: PrefillAdder, req: Req, cached: int) -> int:
-    """Tokens that SGLang wants to have free before it admits a request with ``cached`` ones."""
+    """Returns the free tokens that SGLang needs to admit a request with ``cached`` tokens."""
     uncached = len(req.full_untruncated_fill_ids) - cached
     return int(uncached + reserved(req) + adder.per_req_token_overhead)
 
 
 def lacking(adder: PrefillAdder, req: Req, cached: int) -> float:
-    """Tokens that SGLang lacks to admit a request with ``cached`` ones."""
+    """Returns the tokens that are missing to admit a request; below 0 if the request fits.
+
+    Args:
+        cached: tokens of the request that are on the device.
+    """
     return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
 
 
 def _goes_ahead(power: SwapPower, adder: PrefillAdder, pages: int) -> bool:
-    """Returns whether other requests decode while so many pages are loaded."""
+    """Returns whether other requests decode while ``pages`` pages are loaded."""
     if (how := power.section.swap_in) != "auto":
         return how == "overlap"
     running = len(adder.running_batch.reqs) + len(power.resuming)
@@ -136,9 +144,10 @@ def _goes_ahead(power: SwapPower, adder: PrefillAdder, pages: int) -> bool:
 
 
 def fitting(power: SwapPower, scheduler: Scheduler) -> list[Any]:
-    """Returns the requests of :attr:`SwapPower.resuming` that there is memory for; others wait on.
+    """Takes the requests of :attr:`SwapPower.resuming` and returns those that memory suffices for.
 
-    The budget that they were resumed by is an estimate, and others have been given memory since.
+    The others stay in the queue. The budget by which they were resumed is an estimate, and other
+    requests have been given memory since.
     """
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
@@ -156,8 +165,10 @@ def fitting(power: SwapPower, scheduler: Scheduler) -> list[Any]:
 
 
 def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
-    """Yields SGLang's ``ScheduleBatch`` objects: one of the requests that depend on nothing before
-    their last token, and one of each other request."""
+    """Yields the requests in SGLang's ``ScheduleBatch`` objects.
+
+    Requests whose penalties depend on earlier tokens get a batch each; all others share one.
+    """
     simple = [req for req in reqs if not penalties.alone(req)]
     if simple:
         yield from _batch(power, scheduler, simple)
@@ -167,15 +178,15 @@ def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iter
 
 
 def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
-    """``reqs`` as they are after a prefill: their KV in place, their last token about to be fed.
+    """Yields a batch in the state after a prefill: KV is in place, the last tokens are fed next.
 
-    Nothing if the KV of none of them could be brought back.
+    Leaves out requests whose load has failed; yields nothing if all loads have.
     """
     import torch
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    with power.manager.clock.off():  # SGLang does this for all that it admits
+    with power.manager.clock.off():  # SGLang does this for every admitted request
         batch = ScheduleBatch.init_new(
             list(reqs),
             scheduler.req_to_token_pool,
@@ -199,8 +210,14 @@ def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Itera
 
 
 def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[Any]:
-    """Copies the KV of all of them into their slots; those that it failed for, which have none
-    any more."""
+    """Loads the KV of all requests into their slots, and waits for it.
+
+    Returns:
+        The requests whose load has failed; their slots are released.
+
+    Raises:
+        RuntimeError: a request was not swapped.
+    """
     from sglang.srt.observability.req_time_stats import set_time_batch
 
     set_time_batch(reqs, "set_forward_entry_time")
@@ -220,7 +237,7 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[A
         for req, _, blocks, tickets in loads:
             if not _landed(tickets, began + COPY_DEADLINE_S):
                 failed.append(req)
-                # Who is given these blocks next waits until nothing writes into them any more.
+                # The next owner of these blocks waits until no copy writes to them.
                 for ticket in tickets:
                     swap.stack.in_flight.begin(blocks, ticket)
     swap.counts.loading_seconds += time.perf_counter() - began
@@ -250,7 +267,7 @@ def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:
 
 
 def _release(scheduler: Scheduler, req: Req) -> None:
-    """Gives back slots that hold no KV; the request waits as it did."""
+    """Releases the slots of a request, which hold no KV; the request still waits."""
     from sglang.srt.managers import schedule_batch
 
     schedule_batch.release_kv_cache(req, scheduler.tree_cache, checkpoint=False)

@@ -1,1 +1,1 @@
-"""The ``tiers`` power in SGLang: KV beyond the device as its external cache."""
+"""The ``tiers`` power in SGLang: KV beyond the device, as SGLang's external cache."""

@@ -1,4 +1,4 @@
-"""Hooks of the ``tiers`` power: what SGLang's interface of external caches does not say."""
+"""Hooks of the ``tiers`` power, where SGLang's interface of external caches does not suffice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import Req, Scheduler
 
 _IDLE_S = 0.001
-"""Longest sleep of an idle scheduler while requests wait for a lower tier."""
+"""Longest sleep of an idle scheduler while requests wait for I/O, in seconds."""
 
 
 def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: object) -> Any:
-    """Begins to load pages from lower tiers when their request arrives, not at its admission."""
+    """Starts to load pages from lower tiers when their request arrives, not at its admission."""
     ext = runtime.current
     if ext is not None and ext.tiers is not None and ext.tiers.stack.lower:
         req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
@@ -21,7 +21,7 @@ def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: objec
 
 
 def _sleep_while_waiting(_result: None, _scheduler: Scheduler) -> None:
-    """Leaves the core to the I/O that waiting requests depend on."""
+    """Lets an idle scheduler sleep, so that the core serves the I/O that requests wait for."""
     ext = runtime.current
     if ext is None or ext.tiers is None:
         return

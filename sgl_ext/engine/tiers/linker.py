@@ -1,4 +1,4 @@
-"""The tiers as SGLang's external cache: what its radix tree asks, loads from and stores into."""
+"""The tiers as SGLang's external cache, which the radix tree looks up, loads from and stores in."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
 
 _NODES = 1 << 16
-"""Nodes of the radix tree whose uses are remembered."""
+"""Maximum number of nodes of the radix tree whose uses are counted."""
 
 
 class Restoring(Protocol):
-    """Loads prefixes in another way than the tiers do by themselves."""
+    """Interface of a power that loads some prefixes in place of the tiers."""
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
-        """Returns how many of a request's next pages SGLang may count on; None to have the tiers
-        looked up as ever."""
+        """Returns how many of a request's next pages SGLang can load; None to look up the tiers."""
 
 
 class TierLinker(UnifiedCacheLinker):
-    """Hands SGLang's page hashes and slots to a :class:`~sgl_ext.tiers.stack.TierStack`.
+    """Adapter from SGLang's page hashes and slots to a :class:`~sgl_ext.tiers.stack.TierStack`.
 
-    SGLang's tree keeps a node locked from :meth:`offload` until its completion is popped, and the
-    slots of a load private to its request, so the bytes in both do not change under a copy. On the
-    CPU the forward has ended when its pages are offloaded; there is no stream to wait for.
+    SGLang's tree keeps a node locked from :meth:`offload` until its completion is popped, and keeps
+    the slots of a load private to the request. The bytes in both do not change during a copy. On
+    the CPU the forward has ended when its pages are offloaded; there is no stream to wait for.
     """
 
     def __init__(
@@ -77,9 +76,9 @@ class TierLinker(UnifiedCacheLinker):
             refuse(error)
         params.token_to_kv_pool_allocator.in_flight = self.stack.in_flight
         self.restoring: Restoring | None = None
-        """Is asked for prefixes before the stack is."""
+        """Power that is asked for a prefix before the stack; None if there is none."""
         self.parent: Key | None = None
-        """Key of the last page before the next node that is offloaded."""
+        """Key of the last page before the next node that is offloaded; None if there is none."""
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._uses: OrderedDict[Any, int] = OrderedDict()
@@ -91,12 +90,12 @@ class TierLinker(UnifiedCacheLinker):
             pages = self.restoring.lookup(rid, keys)
         if pages is None:
             pages = self.stack.lookup(rid, keys)
-        # Every length up to this one can be restored; the longest that all ranks have is asked
-        # for here, because SGLang looks at each length that it is given.
+        # Every length up to this one can be restored. Only the longest one that all ranks have is
+        # returned, because SGLang examines each length.
         return [self.agreed(pages)]
 
     def agreed(self, value: int) -> int:
-        """The least of all tensor-parallel ranks' values."""
+        """Returns the minimum of the values of all tensor-parallel ranks."""
         if self._ranks is None or torch.distributed.get_world_size(self._ranks) == 1:
             return value
         least = torch.tensor([value])
@@ -117,8 +116,8 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.cancel(rid)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
-        # Ranks may differ in whether they have room. All take the offload on, and SGLang takes the
-        # node for stored only if all of them say so in the end.
+        # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
+        # the node stored only if all ranks report success in the end.
         parent, self.parent = self.parent, None
         self.stack.store(_keys(transfers[0]), self._blocks(transfers[0]), parent)
         return True
@@ -130,7 +129,7 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.pop()
 
     def reset(self) -> None:
-        # Before a scheduler is open there is nothing to forget.
+        # Without a runtime there are no powers that have state.
         for power in () if runtime.current is None else runtime.current.outside_in:
             power.reset()
         self.stack.clear()
@@ -139,12 +138,12 @@ class TierLinker(UnifiedCacheLinker):
         self.stack.close()
 
     def used_in_device(self, tree: TreeCore, node: Any) -> None:
-        """A request begins with the KV that the path to ``node`` has in the device."""
-        if not isinstance(node, int):  # the slot of a streaming session, which is in no tree
+        """Counts a use of the pages on the path to ``node``, which a request has on the device."""
+        if not isinstance(node, int):  # the slot of a streaming session, which is not in the tree
             return
         for step in tree.collect_path_info([node])[0]:
             uses = self._uses[step.node_id] = self._uses.pop(step.node_id, 1) + 1
-            # At powers of two, so that it costs little however often a page is used.
+            # Passed on at powers of two only, because some pages are used very often.
             if uses & (uses - 1) == 0:
                 self.stack.used(_bytes(tree.get_hash_values(step.node_id)), uses)
         while len(self._uses) > _NODES:

@@ -1,4 +1,4 @@
-"""The tiers on SGLang's ``/metrics``."""
+"""Metrics of the tiers on SGLang's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GAUGES = {
 
 
 class TierMetrics(Paced):
-    """Metrics of a scheduler process; made after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:
         labels = ("tp_rank", "tier")
@@ -47,7 +47,7 @@ class TierMetrics(Paced):
         self._totals = Totals()
 
     def update(self, reports: Mapping[str, TierReport]) -> None:
-        """Sets every metric to what the tiers say now."""
+        """Sets all metrics to the current statistics of the tiers."""
         self._updated()
         for tier, report in reports.items():
             numbers: Mapping[str, object] = report

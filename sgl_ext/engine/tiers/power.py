@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sgl_ext.tiers.stack import TierStack
 
 _LEAST_TOKENS = 64
-"""A forward over fewer tokens says little about the cost of long prompts."""
+"""Minimum tokens of a forward whose speed is recorded; that of shorter ones says little about long
+prompts."""
 
 LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
 
@@ -28,7 +29,7 @@ class TiersPower(Power[Tiers]):
     """KV in host memory, on SSDs and in a distributed store.
 
     Attributes:
-        linker: SGLang's side of the stack.
+        linker: the external cache of SGLang's radix tree.
         stack: the tiers.
     """
 
@@ -44,7 +45,7 @@ class TiersPower(Power[Tiers]):
     linker: TierLinker
     stack: TierStack
     _computing: int | None = None
-    """Tokens that the forward computes, if it is a prefill."""
+    """Tokens that the current forward computes; None if it is no prefill."""
     _metrics: TierMetrics | None = None
 
     def declare(self, server_args: ServerArgs) -> None:
@@ -53,7 +54,7 @@ class TiersPower(Power[Tiers]):
         if (self.section.ssd or self.section.remote) and (
             server_args.enable_lora or server_args.lora_paths
         ):
-            # SGLang names an adapter after its path, and files may change under it.
+            # SGLang names an adapter after its path, whose files may change.
             raise ActivationError(
                 "the ssd and remote tiers do not work with LoRA adapters (--enable-lora, "
                 "--lora-paths), whose KV would outlive them; use the host tier alone"
@@ -73,7 +74,7 @@ class TiersPower(Power[Tiers]):
         self.stack = self.linker.stack
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
-        """Returns whether the pages of the request's prefix have landed, or will not in time."""
+        """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
         if not self.stack.lower:
             return True
         return bool(self.linker.agreed(int(self.stack.ready(req.rid))))
@@ -82,7 +83,7 @@ class TiersPower(Power[Tiers]):
         if restored := self.stack.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
         if admitted:
-            self.stack.forget(req.rid)  # it is computed from here on, whether or not it loads KV
+            self.stack.forget(req.rid)  # it no longer waits, whether or not it loads KV
             self.linker.used_in_device(adder.tree_cache.tree_core, req.last_node)
 
     def poll(self) -> None:
@@ -101,12 +102,12 @@ class TiersPower(Power[Tiers]):
         return self.stack.pending()
 
     def forwarding(self, batch: ScheduleBatch) -> None:
-        """Takes note of what is computed: plans may end with the forward."""
+        """Records how many tokens are computed, because plans may end with the forward."""
         is_extend = batch.forward_mode.is_extend()
         self._computing = self._ext.computed_tokens(batch) if is_extend else None
 
     def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
-        """Takes note of what computing costs, which loading has to beat. A forward on the CPU ends
+        """Records the speed of computing, to which loads are compared. A forward on the CPU ends
         with its call."""
         if (tokens := self._computing) is not None and tokens >= _LEAST_TOKENS:
             self.stack.computed(tokens, seconds)
@@ -115,7 +116,7 @@ class TiersPower(Power[Tiers]):
         self.stack.forget(rid)
 
     def weights_changed(self) -> None:
-        """Disables the tiers: pages are kept under the weights that the server has started with."""
+        """Disables the tiers, whose pages belong to the weights that the server started with."""
         self.stack.disable("an update of the model's weights began; restart to use them again")
 
     def describe(self) -> Mapping[str, Any]:
