@@ -74,7 +74,10 @@ def require_supported_sglang() -> None:
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Registers hooks with SGLang's registry. SGLang's plugin loader applies them later."""
+    """Registers hooks with SGLang's registry, without applying them.
+
+    SGLang's plugin loader applies them with those of all other plugins.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource(plugin_name="sgl_ext", dist_name="sgl-ext")

@@ -62,7 +62,7 @@ class Power(Generic[SectionT]):
     launcher_hooks: ClassVar[tuple[Hook, ...]] = ()
     """Hooks on places of the launcher that no other power needs."""
     unserved: ClassVar[Unserved] = ()
-    """Arguments of SGLang that this power does not serve, although others may."""
+    """Arguments of SGLang that the power does not serve, besides those that no power serves."""
 
     def __init__(self, config: ExtConfig, section: SectionT) -> None:
         self.config = config

@@ -72,7 +72,7 @@ class ExtRuntime:
     def computed_tokens(self, batch: ScheduleBatch) -> int:
         """Returns the number of tokens of a ``ScheduleBatch`` that an extend forward computes.
 
-        Tokens that plans link or load do not count.
+        Tokens that plans link or load count only with the share of their computation.
         """
         if not self.plans:
             return batch.extend_num_tokens or 0
@@ -85,7 +85,7 @@ class ExtRuntime:
         )
 
     def prefilled(self, rid: str) -> None:
-        """Tells the powers that the prefill of a request has ended, or will not take place."""
+        """Tells the powers that a request's prefill has ended, or that the request is released."""
         for power in self.inside_out:
             power.prefilled(rid)
 

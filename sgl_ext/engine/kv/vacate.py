@@ -1,7 +1,7 @@
 """Vacating of a range of KV blocks: eviction of its cached KV and retraction of its requests.
 
-SGLang evicts the least recently used KV, wherever it lies, and retracts requests when memory runs
-out. Here certain blocks must become free, and no others need to.
+SGLang evicts KV by its eviction policy, wherever the KV lies, and retracts requests when memory
+runs out. Here certain blocks must become free, and no others need to.
 """
 
 from __future__ import annotations

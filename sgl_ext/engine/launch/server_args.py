@@ -138,7 +138,7 @@ def _beside_a_record() -> ExtConfig | None:
 
 
 class _EngineServerArgs:
-    """Replacement of the ``ServerArgs`` class of ``sgl.Engine`` that takes out our keywords."""
+    """Replacement of ``sgl.Engine``'s ``ServerArgs`` class that removes the keywords of sgl_ext."""
 
     def __init__(self, server_args_class: Callable[..., Any]) -> None:
         self._server_args_class = server_args_class

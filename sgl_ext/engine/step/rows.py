@@ -30,7 +30,7 @@ class Row(NamedTuple):
     start: int
     end: int
     kept: bool = True
-    """Whether the KV is kept; a row that only fills a request's place keeps nothing."""
+    """True if the KV is kept; a row that only fills a request's place keeps nothing."""
 
 
 def rows_of(
