@@ -267,13 +267,13 @@ def test_a_swapped_request_waits_for_no_chunks(
     asked = linking.links.asked  # type: ignore[attr-defined]
     req = request()
     linking.arrive(req)
-    assert linking.ready(adder, req, False)
+    assert linking.plan(adder, req)
     assert not asked
     monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, False))
     assert admission._admit(refuses, adder, req) == AddReqResult.CONTINUE
     assert (asked, swapped) == ([req], {})
     monkeypatch.setattr("sgl_ext.engine.chunks.parameters.composition_of", lambda _req: object())
-    assert not linking.ready(adder, req, False)
+    assert not linking.plan(adder, req)
 
 
 def preempting(running: list[Any], released: list[int], **more: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.scheduler import Scheduler
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, runtime
@@ -139,3 +141,18 @@ def test_swap_owns_a_request_before_chunks_do() -> None:
     ext: Any = runtime.ExtRuntime(ExtConfig())
     ext.inside_out = [SimpleNamespace(name=name, owns=lambda _req: True) for name in order]
     assert ext.owner(SimpleNamespace()).name == "swap"
+
+
+def test_polling_takes_the_keywords_of_a_prefill_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that is called before a method gets all of its arguments."""
+    (hook,) = (each for each in HOOKS if each.function is dispatch._poll)
+    name = hook.target.rpartition(".")[2]
+    original = getattr(Scheduler, name)
+    parameters = inspect.signature(getattr(original, "__wrapped__", original)).parameters
+    keywords = {key: None for key in parameters if key != "self"}
+    assert keywords
+    polled: list[str] = []
+    powers = [SimpleNamespace(poll=lambda: polled.append("power"))]
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers))
+    hook.function(None, **keywords)
+    assert polled == ["power"]

@@ -148,7 +148,9 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
     before = (req.prefix_len, req.last_node, req.kv.cache_protected_len)
     assert before[0] == PROMPT
 
-    adder: Any = SimpleNamespace(page_size=PAGE, tree_cache=tree)
+    adder: Any = SimpleNamespace(
+        page_size=PAGE, tree_cache=tree, memory_budget=SimpleNamespace(total_offset=0)
+    )
     power = runtime.current.swap
     assert resume.look_up(power, tree, req).tokens == PROMPT + 2 * PAGE
     assert resume.take_back(power, adder, req, swap.get("r")) is None

@@ -169,8 +169,9 @@ def test_only_forwards_that_compute_one_prompt_say_what_that_costs(power: Any) -
     )  # fmt: skip
 
     def measured() -> bool:
-        power.forwarding(batch)
-        power.forwarded(batch, 0.5)
+        tokens = power._ext.computed_tokens(batch)
+        power.forwarding(batch, tokens)
+        power.forwarded(batch, tokens, 0.5)
         return bool(power.restorer.asked_for)
 
     assert not measured()  # it waits for host memory, too

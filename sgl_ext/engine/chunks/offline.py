@@ -14,10 +14,10 @@ from sgl_ext.chunks.divergence import Distribution
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunks import fidelity
 from sgl_ext.engine.chunks.api import CreateContexts, created
-from sgl_ext.engine.chunks.attach import attach_contexts, attached_contexts
+from sgl_ext.engine.chunks.front import attached_contexts, context_service
 from sgl_ext.engine.chunks.service import ContextService
 from sgl_ext.engine.core.activation import carried_by
-from sgl_ext.engine.front.dispatch import add_front
+from sgl_ext.engine.front.fronts import add_front
 from sgl_ext.errors import ExtError
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
     manager = engine.tokenizer_manager
     if (service := attached_contexts(manager)) is None:
         info = engine._scheduler_init_result.scheduler_infos[0]
-        service = attach_contexts(manager, config.chunks, info)
+        service = context_service(manager, config.chunks, info)
         add_front(manager, service)
     if service.fidelity is None:
         own = EngineContexts(engine, service, fidelity.SALT)

@@ -57,9 +57,9 @@ class ChunksPower(Power[Chunks]):
 
     def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.chunks import api
-        from sgl_ext.engine.chunks.attach import attach_contexts
+        from sgl_ext.engine.chunks.front import context_service
 
-        service = attach_contexts(manager, self.section, info)
+        service = context_service(manager, self.section, info)
         api.install(app, service, self.section)
         return service
 
@@ -105,7 +105,9 @@ class ChunksPower(Power[Chunks]):
     def needed(self, req: Req) -> None:
         self.links.ask(req)
 
-    def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
+    def plan(self, adder: PrefillAdder, req: Req) -> bool:
+        """Returns whether the chunks are here. They are asked for when no other power defers the
+        request any more: waiting for them is limited, and so is the time that they are kept."""
         owner = self._ext.owner(req)
         return (owner is not None and owner is not self) or self.links.ready(req)
 

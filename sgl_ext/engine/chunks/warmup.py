@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Chunks
-from sgl_ext.engine.chunks.attach import attached_contexts
+from sgl_ext.engine.chunks.front import attached_contexts
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.hooks import Original
@@ -25,12 +25,12 @@ def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: obj
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
 
-    state = http_server.get_global_state()
-    service = None if state is None else attached_contexts(state.tokenizer_manager)
-    config = carried_by(server_args)
-    if service is not None and config is not None and config.chunks is not None:
+    config, state = carried_by(server_args), http_server.get_global_state()
+    chunks = None if config is None or state is None else config.chunks
+    service = None if chunks is None else attached_contexts(state.tokenizer_manager)
+    if chunks is not None and service is not None:
         try:
-            _look_at(server_args, service, config.chunks, http_server.ssl_verify_of(server_args))
+            _look_at(server_args, service, chunks, http_server.ssl_verify_of(server_args))
         except Exception as error:
             # As SGLang does when its warm-up fails: an exception would not end the process.
             logger.error("sgl_ext: %s", error, exc_info=not isinstance(error, ExtError))

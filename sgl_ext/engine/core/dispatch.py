@@ -95,15 +95,17 @@ def _run(
     if (ext := runtime.current) is None:
         return original(scheduler, batch, *args, **kw)
     ownership.check_step(scheduler, batch)
+    is_extend = batch.forward_mode.is_extend()
+    tokens = ext.computed_tokens(batch) if is_extend else 0  # plans may end with the forward
     for power in ext.outside_in:
-        power.forwarding(batch)
+        power.forwarding(batch, tokens)
     begin = time.monotonic()
     result = original(scheduler, batch, *args, **kw)
     seconds = time.monotonic() - begin
-    if batch.forward_mode.is_extend():
+    if is_extend:
         ext.prefill_seconds += seconds
     for power in ext.inside_out:
-        power.forwarded(batch, seconds)
+        power.forwarded(batch, tokens, seconds)
     return result
 
 

@@ -42,6 +42,10 @@ Watch = Callable[[Answer], None]
 """Function that is called with each answer to a request before the client gets the answer."""
 
 
+LEAST_TOKENS = 64
+"""Minimum tokens of a forward whose speed is recorded; that of shorter ones says little about long
+prompts."""
+
 SectionT = TypeVar("SectionT", bound=Section)
 
 
@@ -226,13 +230,18 @@ class Power(Generic[SectionT]):
         """Returns whether waiting requests depend on I/O that is in progress."""
         return False
 
-    def forwarding(self, batch: ScheduleBatch) -> None:
-        """Is called before SGLang runs a ``ScheduleBatch``."""
+    def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
+        """Is called before SGLang runs a ``ScheduleBatch``.
 
-    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
+        Args:
+            tokens: tokens that an extend forward computes; 0 for other forwards.
+        """
+
+    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
         """Is called after SGLang has run a ``ScheduleBatch``.
 
         Args:
+            tokens: as for :meth:`forwarding`.
             seconds: duration of the run.
         """
 

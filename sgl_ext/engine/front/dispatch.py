@@ -8,13 +8,10 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
-from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, validation
+from sgl_ext.engine.front.fronts import add_front, fronts_of
 from sgl_ext.errors import ExtError
-
-_FRONTS = "_ext_fronts"
-"""Attribute of SGLang's ``TokenizerManager`` that holds the powers' fronts, from the inside out."""
 
 
 class RefusedError(ValueError):
@@ -26,11 +23,6 @@ class RefusedError(ValueError):
     def __init__(self, error: ExtError) -> None:
         super().__init__(str(error))
         self.status_code = error.status
-
-
-def add_front(manager: TokenizerManager, front: Front) -> None:
-    """Adds a front, outside of the fronts that SGLang's ``TokenizerManager`` has already."""
-    setattr(manager, _FRONTS, (*getattr(manager, _FRONTS, ()), front))
 
 
 def _serve(
@@ -49,13 +41,14 @@ def _serve(
 
     from sgl_ext.engine.core.powers import ORDER, powers_of
 
+    for power in powers_of(config):
+        if (front := power.serve(app, manager, scheduler_infos[0])) is not None:
+            add_front(manager, front)
+    # The middleware that is added last is the outermost one, and sees what the powers' own raise.
     on = config.sections()
     errors.install(
         app, {kind.name: kind.path for kind in ORDER if kind.path and kind.name not in on}
     )
-    for power in powers_of(config):
-        if (front := power.serve(app, manager, scheduler_infos[0])) is not None:
-            add_front(manager, front)
 
 
 async def _generate(
@@ -66,7 +59,7 @@ async def _generate(
     **kw: object,
 ) -> AsyncIterator[Any]:
     watches = []
-    for front in reversed(getattr(manager, _FRONTS, ())):
+    for front in reversed(fronts_of(manager)):
         try:
             watch = front.accept(request)
         except ExtError as error:
@@ -82,7 +75,7 @@ async def _generate(
         yield answer
 
 
-HOOKS = (
+LAUNCHER_HOOKS = (
     hooks.Hook(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "before",

@@ -254,7 +254,7 @@ HOOKS = (
         _port_args,
         "socket paths come from the global temporary directory and are left behind there",
     ),
-    *dispatch.HOOKS,
+    *dispatch.LAUNCHER_HOOKS,
     *errors.LAUNCHER_HOOKS,
     *validation.LAUNCHER_HOOKS,
     *(hook for kind in ORDER for hook in kind.launcher_hooks),

@@ -19,7 +19,7 @@ _COUNTERS = {
     "lent": ("granted_bytes", "KV memory that a worker has lent, all told."),
     "reclaimed": ("reclaimed_bytes", "KV memory that a worker has had back, all told."),
     "replaced": ("replacements", "Times that a worker has not waited for memory any longer."),
-    "retracted": ("retractions", "Requests that gave way because memory was asked back."),
+    "retracted": ("retractions", "Requests that were retracted because memory was reclaimed."),
     "stream_bytes": ("stream_bytes", "Bytes that went through a master's layer buffers."),
     "stream_waited_seconds": (
         "stream_waited_seconds",

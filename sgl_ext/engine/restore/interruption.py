@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _keeps(req: Req) -> bool:
     return not logprobs and not req.skip_radix_cache_insert
 
 
-def _room(scheduler: Scheduler, running: ScheduleBatch, going: Any, coming: Any) -> bool:
+def _room(scheduler: Scheduler, running: ScheduleBatch, going: Req, coming: Req) -> bool:
     """Returns whether SGLang would have memory for a request in place of another one.
 
     Args:
@@ -56,15 +57,9 @@ def _room(scheduler: Scheduler, running: ScheduleBatch, going: Any, coming: Any)
         going: request that is released.
         coming: request that is admitted.
     """
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    def answer(req: Req) -> int:
-        left = req.sampling_params.max_new_tokens - len(req.output_ids)
-        return min(left, CLIP_MAX_NEW_TOKENS)
-
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     room = allocator.available_size() + tree.evictable_size() + going.kv.kv_allocated_len
     ratio = scheduler.new_token_ratio_tracker.current
-    room -= ratio * sum(map(answer, running.reqs))
-    needed = len(coming.origin_input_ids) + answer(coming)
+    room -= ratio * sum(map(reserved, running.reqs))
+    needed = len(coming.origin_input_ids) + reserved(coming)
     return bool(needed + (1 + len(running.reqs)) * allocator.page_size <= room)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_store_first
 from sgl_ext.engine.core.meta_info import tell, told
-from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.power import LEAST_TOKENS, Power
 from sgl_ext.engine.core.sglang_types import (
     PrefillAdder,
     Req,
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 _HELD_S = 60.0
 """Time in seconds after which pinned pages of a request are released if SGLang has not looked the
 request up again."""
-_LEAST_TOKENS = 64
-"""Minimum tokens of a forward whose duration is recorded; that of shorter ones says little about
-long prompts."""
 
 
 class RestorePower(Power[Restore]):
@@ -214,18 +211,18 @@ class RestorePower(Power[Restore]):
 
     # --- the forward -----------------------------------------------------------------------------
 
-    def forwarding(self, batch: ScheduleBatch) -> None:
+    def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
         self._alone = None
-        if batch.forward_mode.is_extend() and len(batch.reqs) == 1:
-            whole = self._ext.computed_tokens(batch) == batch.extend_num_tokens
+        if tokens and len(batch.reqs) == 1:
+            whole = tokens == batch.extend_num_tokens
             # A forward with a consumer index also waits for loads from host memory.
             waits = batch.hicache_consumer_index >= 0
             if whole and not waits and batch.reqs[0].rid not in self.prefixes:
                 self._alone = batch.prefix_lens[0]
 
-    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
-        if (begin := self._alone) is not None and batch.extend_num_tokens >= _LEAST_TOKENS:
-            self.restorer.costs.computed(begin, begin + batch.extend_num_tokens, seconds)
+    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
+        if (begin := self._alone) is not None and tokens >= LEAST_TOKENS:
+            self.restorer.costs.computed(begin, begin + tokens, seconds)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         if not self.restorer.restores(rid):
@@ -237,12 +234,10 @@ class RestorePower(Power[Restore]):
                 blocks = slots[span.start - start : span.end - start : page] // page
                 self.stack.fill(places, blocks.copy())
 
-    @contextmanager
-    def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
+    def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
         from sgl_ext.engine.restore.within import restoring
 
-        with restoring(self, forward, rows) as begin:
-            yield begin
+        return restoring(self, forward, rows)
 
     def prefilled(self, rid: str) -> None:
         if rid == self.interrupted:

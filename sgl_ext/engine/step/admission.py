@@ -18,7 +18,7 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
         return original(adder, req, *args, **kw)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if not _planned(ext, adder, req, kw.get("has_chunked_req", False)):
+    if not planned(ext, adder, req, kw.get("has_chunked_req", False)):
         return AddReqResult.CONTINUE
     if (decided := _decided(ext, adder, req)) is not None:
         for power in ext.inside_out:
@@ -46,7 +46,7 @@ def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
     if (ext := runtime.current) is None:
         return original(adder, req)
     try:
-        if not _planned(ext, adder, req, getattr(adder, budget.CONTINUING, False)):
+        if not planned(ext, adder, req, getattr(adder, budget.CONTINUING, False)):
             return False
         for power in ext.inside_out:
             if (decided := power.preempt(original, adder, req)) is not None:
@@ -58,7 +58,7 @@ def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
             power.deferred(req)
 
 
-def _planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
+def planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
     """Returns whether admission may be tried; if so, the request has a new plan."""
     # All powers are asked, because this call starts to load what the request needs.
     ready = [power.ready(adder, req, continuing) for power in ext.inside_out]

@@ -87,7 +87,7 @@ HOOKS = (
         f"{_BATCH}.prepare_for_extend",
         "after",
         _recall,
-        "SGLang makes new penalizers for a request that gave way, which have counted nothing",
+        "SGLang makes new penalizers for a preempted request, which have counted nothing",
     ),
     hooks.Hook(
         f"{_BATCH}.cumulate_penalty_output_tokens",

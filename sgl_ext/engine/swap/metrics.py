@@ -9,10 +9,10 @@ from prometheus_client import Counter, Gauge
 from sgl_ext.engine.core.metrics import Paced, Totals
 
 _COUNTERS = {
-    "swapped_out": "Times that a request gave way and its KV was kept.",
+    "swapped_out": "Preemptions after which the KV was kept.",
     "swapped_in": "Times that a request came back without a forward.",
-    "recomputed": "Times that a request gave way and had to be computed again.",
-    "recomputed_tokens": "Tokens that were computed again because their request had given way.",
+    "recomputed": "Preemptions after which the request was recomputed.",
+    "recomputed_tokens": "Tokens that were recomputed after a preemption.",
     "loaded_pages": "Pages that came back from host memory.",
     "waits": "Times that blocks of the device were not free yet of a copy that read them.",
     "waiting_seconds": "Seconds that the scheduler waited for such copies.",
@@ -32,7 +32,7 @@ class SwapMetrics(Paced):
         }
         self._swapped = Gauge(
             "sglang_ext:swap_swapped",
-            "Requests that gave way and wait.",
+            "Swapped requests that wait.",
             ["tp_rank"],
             multiprocess_mode="mostrecent",
         )

@@ -215,12 +215,12 @@ HOOKS = (
         "sglang.srt.managers.schedule_batch.release_kv_cache",
         "around",
         _keep,
-        "SGLang drops the KV of requests that give way",
+        "SGLang drops the KV of preempted requests",
     ),
     hooks.Hook(
         "sglang.srt.managers.schedule_batch.release_req",
         "around",
         _preempted,
-        "SGLang releases KV of requests that give way as it does that of others",
+        "SGLang releases the KV of preempted requests as it does that of others",
     ),
 )

@@ -98,6 +98,8 @@ class SwapPower(Power[Swap]):
         api.install(app, manager, api.useless(self.section.policy, by_priority))
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
+        from sglang.srt.runtime_context import get_observability, get_parallel
+
         if ext.tiers is None or ext.slab is None:
             raise RuntimeError("swap is configured without tiers")
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
@@ -106,6 +108,10 @@ class SwapPower(Power[Swap]):
         self.ahead = SwapAhead(stack, Adaptive())
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []
+        if get_observability().enable_metrics:
+            from sgl_ext.engine.swap.metrics import SwapMetrics
+
+            self._metrics = SwapMetrics(get_parallel().tp_rank)
 
     def owns(self, req: Req) -> bool:
         return req.rid in self.manager
@@ -170,15 +176,7 @@ class SwapPower(Power[Swap]):
         out.keep_place(scheduler, req, arrived)
 
     def poll(self) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel
-
-        if not get_observability().enable_metrics:
-            return
-        if self._metrics is None:
-            from sgl_ext.engine.swap.metrics import SwapMetrics
-
-            self._metrics = SwapMetrics(get_parallel().tp_rank)
-        if self._metrics.due:
+        if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.describe())
 
     def pending(self) -> bool:
@@ -230,7 +228,7 @@ class SwapPower(Power[Swap]):
             for power in self.ext.outside_in:
                 power.needed(req)
 
-    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
         if not batch.forward_mode.is_extend():
             self.ahead.adaptive.iterated(seconds)
 

@@ -14,7 +14,7 @@ from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import penalties
-from sgl_ext.engine.step.admission import has_seat
+from sgl_ext.engine.step.admission import has_seat, planned
 from sgl_ext.memory.tickets import (
     COPY_DEADLINE_S,
     Ticket,
@@ -57,9 +57,8 @@ def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped)
         return AddReqResult.CONTINUE
     if not found.readable:
         power.lost(req.rid, req)
-        others = [each for each in power.ext.inside_out if each is not power]
-        ready = [each.ready(adder, req, False) for each in others]
-        return None if all(ready) else AddReqResult.CONTINUE
+        # Powers that left the request to this one may have to load KV for it now.
+        return None if planned(power.ext, adder, req, False) else AddReqResult.CONTINUE
     if not has_seat(power.ext, adder, req):
         return AddReqResult.OTHER
     needed = tokens_needed(adder, req, found.tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import Tiers
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
-from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.power import LEAST_TOKENS, Power
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
 from sgl_ext.engine.tiers import hooks
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from sgl_ext.engine.tiers.linker import TierLinker
     from sgl_ext.engine.tiers.metrics import TierMetrics
     from sgl_ext.tiers.stack import TierStack
-
-_LEAST_TOKENS = 64
-"""Minimum tokens of a forward whose speed is recorded; that of shorter ones says little about long
-prompts."""
 
 LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
 
@@ -44,8 +40,6 @@ class TiersPower(Power[Tiers]):
 
     linker: TierLinker
     stack: TierStack
-    _computing: int | None = None
-    """Tokens that the current forward computes; None if it is no prefill."""
     _metrics: TierMetrics | None = None
 
     def declare(self, server_args: ServerArgs) -> None:
@@ -69,9 +63,14 @@ class TiersPower(Power[Tiers]):
         )
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        self._ext = ext
+        from sglang.srt.runtime_context import get_observability, get_parallel
+
         self.linker = scheduler.tree_cache.linker.cache_linker
         self.stack = self.linker.stack
+        if get_observability().enable_metrics:
+            from sgl_ext.engine.tiers.metrics import TierMetrics
+
+            self._metrics = TierMetrics(get_parallel().tp_rank)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
@@ -87,29 +86,16 @@ class TiersPower(Power[Tiers]):
             self.linker.used_in_device(adder.tree_cache.tree_core, req.last_node)
 
     def poll(self) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel
-
-        if not get_observability().enable_metrics:
-            return
-        if self._metrics is None:
-            from sgl_ext.engine.tiers.metrics import TierMetrics
-
-            self._metrics = TierMetrics(get_parallel().tp_rank)
-        if self._metrics.due:
+        if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.describe())
 
     def pending(self) -> bool:
         return self.stack.pending()
 
-    def forwarding(self, batch: ScheduleBatch) -> None:
-        """Records how many tokens are computed, because plans may end with the forward."""
-        is_extend = batch.forward_mode.is_extend()
-        self._computing = self._ext.computed_tokens(batch) if is_extend else None
-
-    def forwarded(self, batch: ScheduleBatch, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
         """Records the speed of computing, to which loads are compared. A forward on the CPU ends
         with its call."""
-        if (tokens := self._computing) is not None and tokens >= _LEAST_TOKENS:
+        if tokens >= LEAST_TOKENS:
             self.stack.computed(tokens, seconds)
 
     def forget(self, rid: str) -> None:

@@ -1,4 +1,4 @@
-"""Attachment of the context service to SGLang's ``TokenizerManager``."""
+"""The context service of SGLang's ``TokenizerManager``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import Chunks
 from sgl_ext.engine.core.activation import REPORT_KEY
 from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.engine.front.fronts import fronts_of
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.service import ContextService
 
-_SERVICE = "_ext_contexts"
-"""Attribute of SGLang's ``TokenizerManager`` that holds its ``ContextService``."""
 
-
-def attach_contexts(
+def context_service(
     manager: TokenizerManager, config: Chunks, info: Mapping[str, Any]
 ) -> ContextService:
-    """Creates the context service of SGLang's ``TokenizerManager`` and attaches it.
+    """Creates the context service of SGLang's ``TokenizerManager``.
 
     Args:
         info: ready message of the first scheduler.
@@ -27,7 +25,7 @@ def attach_contexts(
     from sgl_ext.engine.chunks.service import ContextService
 
     memory = info[REPORT_KEY]["memory"]
-    service = ContextService(
+    return ContextService(
         manager,
         method=config.method,
         limit=config.limit,
@@ -35,10 +33,10 @@ def attach_contexts(
         token_bytes=memory["block_bytes"] // memory["page"],
         pool=info["max_total_num_tokens"],
     )
-    setattr(manager, _SERVICE, service)
-    return service
 
 
 def attached_contexts(manager: TokenizerManager) -> ContextService | None:
     """Returns the context service of a ``TokenizerManager``; None if it has none."""
-    return getattr(manager, _SERVICE, None)
+    from sgl_ext.engine.chunks.service import ContextService
+
+    return next((each for each in fronts_of(manager) if isinstance(each, ContextService)), None)
