@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -13,8 +12,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sgl_ext.engine.core.sglang_types import Allocator
 
-def prefix_tree(allocator: Any, **parameters: object) -> UnifiedRadixCache:
+
+def prefix_tree(allocator: Allocator, **parameters: object) -> UnifiedRadixCache:
     """Returns an empty tree, which frees the slots that it evicts to ``allocator``.
 
     Args:

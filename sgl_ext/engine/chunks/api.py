@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
@@ -73,29 +73,29 @@ def router(service: ContextService) -> APIRouter:
     # errors quote the values that they reject.
     routes = APIRouter(prefix="/ext/context_cache", route_class=ORJSONRoute)
 
-    def told(context: Context) -> dict[str, Any]:
+    def told(context: Context) -> dict[str, object]:
         return msgspec.structs.asdict(service.describe(context))
 
     @routes.post("")
-    async def create(body: CreateContexts, request: Request) -> dict[str, Any]:
+    async def create(body: CreateContexts, request: Request) -> dict[str, object]:
         found = await while_connected(request, created(service, body))
         return {"contexts": [*map(told, found)]}
 
     @routes.get("/list")
-    async def every(cache_salt: str | None = None) -> dict[str, Any]:
+    async def every(cache_salt: str | None = None) -> dict[str, object]:
         return {"contexts": [*map(told, service.contexts.all(cache_salt))]}
 
     @routes.get("/fidelity")
-    async def fidelity() -> dict[str, Any]:
+    async def fidelity() -> dict[str, object]:
         found = service.fidelity
         return {"method": service.method, "nats": None if found is None else asdict(found)}
 
     @routes.get("/{id_}")
-    async def one(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+    async def one(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         return told(service.contexts.get(id_, cache_salt))
 
     @routes.delete("/{id_}")
-    async def delete(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+    async def delete(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         service.contexts.delete(id_, cache_salt)
         return {"deleted": id_}
 

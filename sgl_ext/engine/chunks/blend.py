@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.engine.core.sglang_types import ForwardBatch
 from sgl_ext.engine.step.rows import Row
 
 if TYPE_CHECKING:
@@ -61,8 +62,12 @@ def blending(
     layers = model.config.num_hidden_layers
 
     def forward(
-        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: object
-    ) -> Any:
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        first: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        **_kw: object,
+    ) -> object:
         model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS), input_embeds)
         rest = [part for part in parts if part.request not in candidates]
         for at, each in candidates.items():

@@ -89,7 +89,7 @@ class _Texts:
         return True
 
 
-_backends: WeakKeyDictionary[Any, _Texts] = WeakKeyDictionary()
+_backends: WeakKeyDictionary[object, _Texts] = WeakKeyDictionary()
 _backends_lock = Lock()
 
 
@@ -105,7 +105,7 @@ def _texts_of(backend: Any) -> _Texts:
         return _backends[backend]
 
 
-def _execute(original: Original, executor: Any, expression: Any) -> Any:
+def _execute(original: Original, executor: Any, expression: object) -> object:
     if not isinstance(expression, Chunk):
         return original(executor, expression)
     is_id, content = expression.is_id, expression.content

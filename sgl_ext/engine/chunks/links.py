@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from sgl_ext.engine.chunks.rope import rotation_of
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.core.sglang_types import Req, Scheduler
+from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import Link, PrefillPlan, Span
 
@@ -54,7 +53,7 @@ class ChunkLinks:
     def __init__(
         self,
         search: ChunkSearch,
-        pool: Any,
+        pool: KVPool,
         slab: Slab,
         copy: RotatingCopy,
         plans: dict[str, PrefillPlan],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import TypeGuard
 
 import orjson
 from fastapi import Request
@@ -97,13 +97,13 @@ class Parts:
             request["text"] = "".join(self._text(part, salt) for part in parts)
         return orjson.dumps(request)
 
-    def _chat_part(self, part: Any, salt: Any) -> Any:
+    def _chat_part(self, part: object, salt: object) -> object:
         mark = self._mark(part, salt)
         return part if mark is None else {"type": "text", "text": mark}
 
-    def _text(self, part: Any, salt: Any) -> str:
+    def _text(self, part: object, salt: object) -> str:
         """Returns the text that a part of a ``/generate`` prompt stands for."""
-        found = part if isinstance(part, str) else self._mark(part, salt)
+        found: object = part if isinstance(part, str) else self._mark(part, salt)
         if found is None and _is_part(part) and part["type"] == "text":
             found = part.get("text")
         if not isinstance(found, str):
@@ -113,7 +113,7 @@ class Parts:
             )
         return found
 
-    def _mark(self, part: Any, salt: Any) -> str | None:
+    def _mark(self, part: object, salt: object) -> str | None:
         """Returns the mark that replaces a part; None if the part is not a context.
 
         Raises:
@@ -131,24 +131,24 @@ class Parts:
         return None if found is None else mark(found.id)
 
 
-def _is_part(part: Any) -> bool:
+def _is_part(part: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(part, Mapping) and "type" in part
 
 
-def _texts(content: Any) -> list[str]:
+def _texts(content: object) -> list[str]:
     """Returns the texts in the content of a message."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]
 
 
-def _salt(found: Any) -> str | None:
+def _salt(found: object) -> str | None:
     if found is not None and not isinstance(found, str):
         raise ExtError(f"the cache_salt of a prompt with contexts is a text, not {found!r:.200}")
     return found
 
 
-def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _object(request: Mapping[str, object], name: str) -> Mapping[str, object]:
     found = request.get(name)
     if found is not None and not isinstance(found, Mapping):
         raise ExtError(f"{name} is an object, not {found!r:.200}")

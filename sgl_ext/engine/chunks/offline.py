@@ -42,7 +42,7 @@ class EngineContexts:
         method: str | None = None,
         prefix: str | None = None,
         ttl: float | None = None,
-        split: Mapping[str, Any] | None = None,
+        split: Mapping[str, object] | None = None,
     ) -> tuple[ContextInfo, ...]:
         """Creates contexts, as :meth:`sgl_ext.client.ContextCache.create` does."""
         try:
@@ -89,7 +89,7 @@ class EngineContexts:
         body = distributions.request(prompt, begin, top=fidelity.TOP, salt=self._salt)
         return distributions.read(self._run(self._answer(body))["meta_info"], last)
 
-    async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, body: Mapping[str, object]) -> Mapping[str, Any]:
         request = GenerateReqInput(**body)
         return await anext(self._engine.tokenizer_manager.generate_request(request))
 

@@ -12,6 +12,7 @@ from sgl_ext.engine.core.attention_backends import require_store_first
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.sglang_types import (
+    ModelConfig,
     PrefillAdder,
     RadixTree,
     Req,
@@ -22,6 +23,7 @@ from sgl_ext.engine.core.sglang_types import (
 
 if TYPE_CHECKING:
     import numpy as np
+    from fastapi import FastAPI
     from numpy.typing import NDArray
 
     from sgl_ext.engine.chunks.links import ChunkLinks
@@ -55,7 +57,7 @@ class ChunksPower(Power[Chunks]):
     """Report of the request whose admission is tried; None if its prompt has no chunks."""
     _metrics: LinkMetrics | None = None
 
-    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
+    def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.chunks import api
         from sgl_ext.engine.chunks.front import context_service
 
@@ -63,7 +65,7 @@ class ChunksPower(Power[Chunks]):
         api.install(app, service, self.section)
         return service
 
-    def require_resolved(self, view: ServerArgs, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         from sgl_ext.engine.chunks.rope import require_architecture
 
         require_architecture(model.hf_config.architectures[0])

@@ -165,7 +165,7 @@ class ChunkPreparation:
         tokens: Sequence[int],
         namespace: str | None,
         salt: str | None,
-        custom: Mapping[str, Any] | None = None,
+        custom: Mapping[str, object] | None = None,
     ) -> dict[str, Any]:
         """Computes the KV of token ids into a namespace of the radix tree, and returns the answer.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from sgl_ext.chunks.compose import compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
-from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 _UNSERVED = (
@@ -33,10 +33,10 @@ _LARGEST_TOKEN = (1 << 31) - 1
 class _Asked(NamedTuple):
     """Prompt of a request, and its own values of :data:`_PER_PROMPT`."""
 
-    text: Any
+    text: object
     salt: str | None
     key: str | None
-    params: Mapping[str, Any] | None
+    params: Mapping[str, object] | None
     start: int | None
 
 
@@ -45,7 +45,7 @@ class _Linked(NamedTuple):
 
     input_ids: list[int]
     extra_key: str
-    sampling_params: dict[str, Any]
+    sampling_params: dict[str, object]
 
 
 class PromptLinking:
@@ -68,7 +68,7 @@ class PromptLinking:
         self._contexts = contexts
         self._encode = encode
 
-    def link(self, request: Any) -> list[Context]:
+    def link(self, request: GenerateReqInput) -> list[Context]:
         """Replaces the marks in SGLang's ``GenerateReqInput`` by the tokens of their contexts.
 
         Returns:
@@ -144,7 +144,7 @@ class PromptLinking:
             {**params, "custom_params": told},
         )
 
-    def _decode(self, ids: Any) -> str:
+    def _decode(self, ids: object) -> str:
         """Returns the text of a chat that SGLang has tokenized with the marks in it."""
         if not isinstance(ids, list) or not all(
             isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
@@ -160,7 +160,7 @@ class PromptLinking:
         return text
 
 
-def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
+def _each(request: object, name: str, type_: type, count: int) -> list[object]:
     """Returns the value of a field for each of ``count`` prompts."""
     found = getattr(request, name)
     values = found if isinstance(found, list) else [found] * count
@@ -172,7 +172,7 @@ def _each(request: Any, name: str, type_: type, count: int) -> list[Any]:
     return values
 
 
-def _given(value: Any) -> bool:
+def _given(value: object) -> bool:
     """Returns whether a field has a value for at least one prompt.
 
     Clients send an empty string for a field that they do not use.

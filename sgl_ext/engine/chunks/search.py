@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sgl_ext.chunks.composition import path_of
-from sgl_ext.engine.core.sglang_types import RadixTree
+from sgl_ext.engine.core.sglang_types import MatchResult, RadixTree, TreeLock
 from sgl_ext.memory.slab import Slab
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Found:
     """Slots of the leading tokens whose KV is on the device, int64 ``[tokens]``."""
     origin: int
     """Position at which the first token was computed."""
-    lock: Any
+    lock: TreeLock
     pages: Pages
     """Pinned slots of host memory."""
 
@@ -135,7 +135,7 @@ class ChunkSearch:
         if self._tiers is not None:
             self._tiers.forget(name)
 
-    def _match(self, wanted: Wanted) -> tuple[Any, int, Sequence[Key]]:
+    def _match(self, wanted: Wanted) -> tuple[MatchResult, int, Sequence[Key]]:
         """Returns SGLang's match, the position behind it at which the text's other pages begin, and
         the keys of these pages."""
         page = self._tree.page_size

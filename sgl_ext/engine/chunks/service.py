@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
 from sgl_ext.engine.core.power import Answer, Front, Watch
-from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
@@ -157,7 +157,7 @@ class ContextService(Front):
             for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
 
-    def accept(self, request: Any) -> Watch | None:
+    def accept(self, request: GenerateReqInput) -> Watch | None:
         """Replaces the marks of a prompt by the tokens of its contexts.
 
         Returns:
@@ -166,7 +166,7 @@ class ContextService(Front):
         self._own(request)
         if not (named := self.link(request)):
             return None
-        told: list[Any] = []
+        told: list[Mapping[str, Any]] = []
 
         def watch(answer: Answer) -> None:
             metas = [one["meta_info"] for one in (answer if isinstance(answer, list) else [answer])]
@@ -177,7 +177,7 @@ class ContextService(Front):
 
         return watch
 
-    def _own(self, request: Any) -> None:
+    def _own(self, request: GenerateReqInput) -> None:
         """Removes parameters from a user's request that only this service may set."""
         if request in self._preparation.requests:
             return
@@ -188,7 +188,7 @@ class ContextService(Front):
                 for name in (COMPOSITION, SELECTION):
                     custom.pop(name, None)
 
-    def link(self, request: Any) -> list[Context]:
+    def link(self, request: GenerateReqInput) -> list[Context]:
         """Links the contexts of a request; see :meth:`PromptLinking.link`."""
         return self._linking.link(request)
 

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
 
 from sgl_ext.chunks.split import Split, Tokenizer, split
 from sgl_ext.errors import ExtError
@@ -34,10 +33,10 @@ class _Turns:
         self._thread = thread
         self.stopped = threading.Event()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+    def encode(self, text: str, *, add_special_tokens: bool) -> object:
         return self._thread.submit(self._encode, text, add_special_tokens).result()
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+    def _encode(self, text: str, add_special_tokens: bool) -> object:
         if self.stopped.is_set():
             raise StoppedError("the request has ended")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

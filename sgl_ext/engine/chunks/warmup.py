@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.front import attached_contexts
@@ -39,7 +39,9 @@ def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: obj
     original(server_args, *args, **kw)
 
 
-def _look_at(server_args: ServerArgs, service: ContextService, chunks: Chunks, verify: Any) -> None:
+def _look_at(
+    server_args: ServerArgs, service: ContextService, chunks: Chunks, verify: bool | str
+) -> None:
     """Measures and exports the fidelity; raises ExtError if it does not meet the bounds."""
     from sgl_ext.engine.chunks.fidelity import probe_over_http, require
 

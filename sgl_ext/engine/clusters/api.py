@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
@@ -44,7 +44,7 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     @routes.post("")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    async def create(body: StoreContext, request: Request) -> dict[str, Any]:
+    async def create(body: StoreContext, request: Request) -> dict[str, object]:
         context, salt = body.text or body.input_ids or "", body.cache_salt
         if body.record_only:
             return {
@@ -57,7 +57,7 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     # Not async: the handlers read files, so FastAPI runs them in threads.
     @routes.get("/list")
-    def every(cache_salt: str | None = None) -> dict[str, Any]:
+    def every(cache_salt: str | None = None) -> dict[str, object]:
         found, unreadable, damaged = service.all(cache_salt)
         return {
             "contexts": [*map(msgspec.structs.asdict, found)],
@@ -67,12 +67,12 @@ def install(app: FastAPI, service: StoredService) -> None:
         }
 
     @routes.get("/{id_}")
-    def one(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+    def one(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         return msgspec.structs.asdict(service.describe(id_, cache_salt))
 
     @routes.delete("/{id_}")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    def delete(id_: str, cache_salt: str | None = None) -> dict[str, Any]:
+    def delete(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         service.delete(id_, cache_salt)
         return {"deleted": id_}
 

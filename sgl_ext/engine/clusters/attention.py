@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ class StoredAttention:
         self.seconds[what] += now - began
         return now
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Returns the cost of following the context, for ``/server_info``."""
         return {**self.memory.describe(), "seconds": self.seconds}
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sgl_ext.clusters.files import names, own_folders
 from sgl_ext.clusters.reader import Device
@@ -206,7 +206,7 @@ class StoredContexts:
             for id_ in gone & self._unused():
                 self._close(id_)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Returns the open contexts and the number of followers, for ``/server_info``."""
         return {
             "followed": len(self._followers),
@@ -284,8 +284,8 @@ def end_request(req: Req, message: str) -> None:
 def _costs(opened: StoredAttention) -> Counter[str]:
     """Returns blocks and seconds under the names of
     :class:`~sgl_ext.engine.clusters.metrics.StoredMetrics`."""
-    found = opened.describe()
-    return Counter({name: found[name] for name in BLOCKS}) + Counter(found["seconds"])
+    found = opened.memory.describe()
+    return Counter({name: found[name] for name in BLOCKS}) + Counter(opened.seconds)
 
 
 def _close(opened: Future[StoredAttention]) -> None:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -210,7 +209,9 @@ class StoredCreation:
                 "when the server has less to do, or give it more KV memory"
             )
 
-    async def _ask(self, tokens: list[int], how: IsRecorded, answer: int) -> list[dict[str, Any]]:
+    async def _ask(
+        self, tokens: list[int], how: IsRecorded, answer: int
+    ) -> list[dict[str, object]]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -223,7 +224,7 @@ class StoredCreation:
             cache_salt=how.salt,
         )  # fmt: skip
         found = await self.requests.answer(request)
-        entries: list[dict[str, Any]] = found["meta_info"].get("ext", [])
+        entries: list[dict[str, object]] = found["meta_info"].get("ext", [])
         return entries
 
     async def _written(self, record: Path) -> None:

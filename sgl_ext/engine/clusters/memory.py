@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -138,7 +138,7 @@ class StoredMemory:
         """Returns the slot of the layer's first sink."""
         return layer * self._layer
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Returns the numbers of reads and of wanted blocks, for ``/server_info``."""
         counts = {"fetched": self.fetched, "expected": self.came, "in_memory": self.hits}
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -56,7 +56,7 @@ def read_stored(req: Req) -> FollowsStored | IsRecorded | None:
     return None
 
 
-def said(value: Any, kind: type[Said]) -> Said:
+def said(value: object, kind: type[Said]) -> Said:
     """Parses the value of one of the keys.
 
     Raises:

@@ -31,6 +31,8 @@ from sgl_ext.engine.core.sglang_types import (
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from sgl_ext.engine.clusters.contexts import StoredContexts
     from sgl_ext.engine.clusters.forward import StoredForward
     from sgl_ext.engine.clusters.recorder import Recorder
@@ -65,7 +67,7 @@ class ClustersPower(Power[Clusters]):
     stored: StoredContexts
     recorder: Recorder
 
-    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
+    def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.clusters import api
         from sgl_ext.engine.clusters.service import StoredService
         from sgl_ext.engine.core.activation import REPORT_KEY
@@ -207,7 +209,7 @@ class ClustersPower(Power[Clusters]):
         self.recorder.stale = message
         self.stored.give_up(message)
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         return self.stored.describe()
 
 

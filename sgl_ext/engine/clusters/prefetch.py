@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sgl_ext.engine.clusters.contexts import StoredContexts
+from sgl_ext.engine.core.sglang_types import KVPool
 from sgl_ext.errors import ExtError
 
 _ARGUMENTS = ("positions", "hidden_states", "forward_batch")
@@ -36,7 +37,9 @@ class Prefetch:
         ExtError: the model's layers are of an unknown kind.
     """
 
-    def __init__(self, model: Any, pool: Any, stored: StoredContexts, times: float) -> None:
+    def __init__(
+        self, model: nn.Module, pool: KVPool, stored: StoredContexts, times: float
+    ) -> None:
         self._pool, self._stored, self._times = pool, stored, times
         self._layers = _layers_of(model)
         for at, layer in enumerate(self._layers[:-1]):
@@ -57,7 +60,7 @@ class Prefetch:
         running.expect(number, query, keys, self._times)
 
 
-def _layers_of(model: Any) -> Sequence[Any]:
+def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
     layers = getattr(getattr(model, "model", None), "layers", ())
     for layer in layers:
         names = (*inspect.signature(layer.forward).parameters,)

@@ -22,7 +22,7 @@ from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
 from sgl_ext.engine.core.power import Front
-from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class StoredService(Front):
         self._told: set[str] = set()
         """Ids of damaged contexts that were logged already."""
 
-    def accept(self, request: Any) -> None:
+    def accept(self, request: GenerateReqInput) -> None:
         """Checks a user's request, and removes parameters that only this service may set.
 
         Raises:
@@ -97,8 +97,8 @@ class StoredService(Front):
                     custom[STORED] = self._followed(custom[STORED], each, own or salts)
 
     def _followed(
-        self, value: Any, params: Mapping[str, Any], salts: Sequence[Any]
-    ) -> dict[str, Any]:
+        self, value: object, params: Mapping[str, object], salts: Sequence[Any]
+    ) -> dict[str, object]:
         """Returns the validated ``ext_stored`` value of a request."""
         try:
             follows = said(value, FollowsStored)
@@ -108,7 +108,7 @@ class StoredService(Front):
             raise ExtError("beams do not follow stored contexts; leave out one of the two")
         for salt in salts:
             self._about(follows.id, salt)
-        found: dict[str, Any] = msgspec.to_builtins(follows)
+        found: dict[str, object] = msgspec.to_builtins(follows)
         return found
 
     def _about(self, id_: str, salt: str | None) -> About:

@@ -7,7 +7,7 @@ The scheduler reports the configuration in its ready message, and the launcher c
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sgl_ext import __version__
 from sgl_ext.config import ExtConfig
@@ -56,7 +56,7 @@ def mark_launch(server_args: ServerArgs) -> None:
     getattr(server_args, CARRIED).launcher = os.getpid()
 
 
-def report(config: ExtConfig) -> dict[str, Any]:
+def report(config: ExtConfig) -> dict[str, object]:
     """Returns the version and configuration that this process runs, for ``/server_info``."""
     return {"version": __version__, "config": config.resolved()}
 

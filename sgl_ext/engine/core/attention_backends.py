@@ -6,7 +6,7 @@ server is ready. Only a backend that runs decides, not one that could run on thi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,8 +44,8 @@ PLANNING = ("chunks", "restore")
 class Running(NamedTuple):
     """SGLang's ``AttentionBackend`` objects that a model's forwards call."""
 
-    prefill: Any
-    decode: Any
+    prefill: object
+    decode: object
 
 
 def running(runner: ModelRunner) -> Running:
@@ -68,10 +68,10 @@ def require_names(view: ServerArgs, store_first: str | None, own: str | None) ->
         ExtError: an argument names a backend that does not serve the power.
     """
     both = view.attention_backend
-    named = Running(view.prefill_attention_backend or both, view.decode_attention_backend or both)
-    if store_first and named.prefill and named.prefill not in _STORE_FIRST_NAMES:
-        raise ExtError(_not_store_first(store_first, named.prefill))
-    for phase, name in named._asdict().items():
+    prefill, decode = view.prefill_attention_backend or both, view.decode_attention_backend or both
+    if store_first and prefill and prefill not in _STORE_FIRST_NAMES:
+        raise ExtError(_not_store_first(store_first, prefill))
+    for phase, name in (("prefill", prefill), ("decode", decode)):
         if own and name and name != _OWN_NAME:
             raise ExtError(_not_own(own, phase, name))
 
@@ -127,6 +127,6 @@ def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -
             )
 
 
-def _name(backend: Any) -> str:
+def _name(backend: object) -> str:
     kind = type(backend)
     return f"{kind.__module__}.{kind.__qualname__}"

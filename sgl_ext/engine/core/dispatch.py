@@ -30,7 +30,7 @@ from sgl_ext.engine.step import forward
 from sgl_ext.errors import ExtError
 
 
-def _ready(original: Original, scheduler: Scheduler) -> Any:
+def _ready(original: Original, scheduler: Scheduler) -> object:
     """Opens the powers and adds their report; an error ends the scheduler with its reason."""
     if (ext := runtime.current) is None:
         return original(scheduler)
@@ -48,7 +48,9 @@ def _ready(original: Original, scheduler: Scheduler) -> Any:
     return result
 
 
-def _queue(original: Original, scheduler: Scheduler, req: Req, *args: object, **kw: object) -> Any:
+def _queue(
+    original: Original, scheduler: Scheduler, req: Req, *args: object, **kw: object
+) -> object:
     if (ext := runtime.current) is None:
         return original(scheduler, req, *args, **kw)
     for power in ext.outside_in:
@@ -74,7 +76,7 @@ def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
             power.poll()
 
 
-def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> Any:
+def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> object:
     if (ext := runtime.current) is None:
         return original(scheduler, running)
     for power in ext.outside_in:
@@ -91,7 +93,7 @@ def _run(
     batch: ScheduleBatch,
     *args: object,
     **kw: object,
-) -> Any:
+) -> object:
     if (ext := runtime.current) is None:
         return original(scheduler, batch, *args, **kw)
     ownership.check_step(scheduler, batch)
@@ -115,7 +117,7 @@ def _forward(
     batch: ForwardBatch,
     *args: object,
     **kw: object,
-) -> Any:
+) -> object:
     if (ext := runtime.current) is None:
         return original(runner, batch, *args, **kw)
     for power in ext.outside_in:
@@ -130,13 +132,13 @@ def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
         ext.prefilled(req.rid)
 
 
-def _weights_changed(_updater: Any, *_args: object, **_kw: object) -> None:
+def _weights_changed(_updater: object, *_args: object, **_kw: object) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.outside_in:
             power.weights_changed()
 
 
-def _report_live(result: Any, _scheduler: Scheduler, _request: Any) -> Any:
+def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object:
     if (ext := runtime.current) is not None:
         parts = {power.name: power.describe() for power in ext.inside_out}
         result.internal_state["sgl_ext"] = {

@@ -23,7 +23,7 @@ def told(req: Req, power: str) -> list[Mapping[str, Any]]:
     return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
 
 
-def _once(original: Original, streamer: Any, key: str) -> Any:
+def _once(original: Original, streamer: object, key: str) -> object:
     """Has SGLang return ``ext`` once per response instead of once per token."""
     return key == _EXT or original(streamer, key)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 
@@ -21,10 +21,10 @@ class OwnRequests:
         self._manager, self._what = manager, what
         self._asking: set[int] = set()
 
-    def __contains__(self, request: Any) -> bool:
+    def __contains__(self, request: object) -> bool:
         return id(request) in self._asking
 
-    async def answer(self, request: Any) -> dict[str, Any]:
+    async def answer(self, request: GenerateReqInput) -> dict[str, Any]:
         """Returns the complete answer to SGLang's ``GenerateReqInput``.
 
         Raises:

@@ -17,6 +17,8 @@ from sgl_ext.config.values import Section
 from sgl_ext.engine.core.hooks import Hook, Original
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
+    GenerateReqInput,
+    ModelConfig,
     PrefillAdder,
     RadixTree,
     Req,
@@ -30,6 +32,7 @@ from sgl_ext.engine.core.unserved import Unserved, require_served
 
 if TYPE_CHECKING:
     import numpy as np
+    from fastapi import FastAPI
     from numpy.typing import NDArray
 
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -85,7 +88,7 @@ class Power(Generic[SectionT]):
         """
         require_served(server_args, self.name, self.unserved)
 
-    def require_resolved(self, view: ServerArgs, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         """Checks arguments that SGLang has resolved, before a scheduler loads the model.
 
         Args:
@@ -96,7 +99,9 @@ class Power(Generic[SectionT]):
             ActivationError: the power does not serve the arguments or the model.
         """
 
-    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> Front | None:
+    def serve(
+        self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]
+    ) -> Front | None:
         """Adds the power's routes to SGLang's HTTP server before it starts.
 
         Args:
@@ -153,7 +158,7 @@ class Power(Generic[SectionT]):
         """Makes the request's next prefill plan. Returns False if its admission is deferred."""
         return True
 
-    def resume(self, adder: PrefillAdder, req: Req) -> Any | None:
+    def resume(self, adder: PrefillAdder, req: Req) -> object | None:
         """Returns SGLang's ``AddReqResult`` if the power has decided the admission of the request.
 
         Returns None if SGLang is to admit the request like any other.
@@ -281,7 +286,7 @@ class Power(Generic[SectionT]):
     def weights_changed(self) -> None:
         """Is called before an update of the model's weights."""
 
-    def describe(self) -> Mapping[str, Any] | None:
+    def describe(self) -> Mapping[str, object] | None:
         """Returns the power's part of ``/server_info``; None if it has none."""
 
     def close(self) -> None:
@@ -291,7 +296,7 @@ class Power(Generic[SectionT]):
 class Front:
     """A power's view of the requests that reach the tokenizer's process."""
 
-    def accept(self, request: Any) -> Watch | None:
+    def accept(self, request: GenerateReqInput) -> Watch | None:
         """Checks and rewrites SGLang's ``GenerateReqInput`` or ``EmbeddingReqInput``.
 
         Returns:

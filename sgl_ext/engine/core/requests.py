@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Any
 
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
@@ -20,7 +19,7 @@ def reserved(req: Req) -> int:
     return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
-def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Any]:
+def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Req]:
     """Yields the requests of a scheduler that wait, run or are being prefilled, some twice.
 
     Args:

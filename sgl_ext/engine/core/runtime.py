@@ -89,7 +89,7 @@ class ExtRuntime:
         for power in self.inside_out:
             power.prefilled(rid)
 
-    def describe_memory(self) -> dict[str, Any]:
+    def describe_memory(self) -> dict[str, object]:
         """Returns the layout of the KV pool, for ``/server_info``."""
         if self.slab is None:
             return {"layout": "layer_major", "because": self.layer_major_because}

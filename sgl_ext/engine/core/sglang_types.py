@@ -8,9 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NewType, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sgl_ext.memory.in_flight import BlocksInFlight
+
+Node = NewType("Node", int)
+"""SGLang's ``NodeId`` of a node of ``UnifiedRadixCache``."""
+
+
+class TreeLock(Protocol):
+    """Protocol of ``sglang.srt.mem_cache.base_prefix_cache.TreeLock``, which only SGLang reads."""
+
+    node: Node
+
+
+class MatchResult(Protocol):
+    """Protocol of ``sglang.srt.mem_cache.base_prefix_cache.MatchResult``."""
+
+    @property
+    def device_prefix_len(self) -> int: ...
+
+    @property
+    def last_device_node(self) -> Node: ...
+
+
+class PathNode(Protocol):
+    """Protocol of an entry of ``tree_core.collect_path_info``."""
+
+    node_id: Node
+
+
+class ForwardMode(Protocol):
+    """Protocol of ``sglang.srt.model_executor.forward_batch_info.ForwardMode``."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_extend(self) -> bool: ...
+
+    def is_extend_without_speculative(self) -> bool: ...
+
+    def is_decode_or_idle(self) -> bool: ...
+
+
+class ModelConfig(Protocol):
+    """Protocol of ``sglang.srt.configs.model_config.ModelConfig``."""
+
+    context_len: int
+    vocab_size: int
+    hf_config: Any
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    num_hidden_layers: int
+
+    def get_num_kv_heads(self, tensor_parallel: int) -> int: ...
 
 
 class SamplingParams(Protocol):
@@ -23,6 +78,8 @@ class SamplingParams(Protocol):
     repetition_penalty: float
     custom_params: dict[str, Any] | None
     stop_regex_strs: Sequence[str]
+    stop_token_ids: Iterable[int] | None
+    logit_bias: MutableMapping[str, float] | None
 
 
 class KVRecord(Protocol):
@@ -72,15 +129,15 @@ class Req(Protocol):
     extend_len: int
     extend_end: int
     host_hit_length: int
-    last_node: Any
-    lock: Any
+    last_node: Node
+    lock: TreeLock | None
     cached_tokens: int
     cached_tokens_device: int
     cached_tokens_host: int
     cached_tokens_storage: int
     customized_info: dict[str, list[Any]] | None
-    to_finish: Any
-    finished_reason: Any
+    to_finish: object | None
+    finished_reason: object | None
     finished_len: int | None
     inflight_middle_chunks: int
     retraction_count: int
@@ -117,12 +174,22 @@ class ReqToTokenPool(Protocol):
     def available_size(self) -> int: ...
 
 
+class KVPool(Protocol):
+    """Protocol of ``sglang.srt.mem_cache.memory_pool.KVCache``."""
+
+    start_layer: int
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
+
+
 class Allocator(Protocol):
     """Protocol of ``sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator``."""
 
     page_size: int
     size: int
-    in_flight: Any
+    in_flight: BlocksInFlight | None
 
     def available_size(self) -> int: ...
 
@@ -130,46 +197,80 @@ class Allocator(Protocol):
 
     def free(self, slots: torch.Tensor) -> None: ...
 
-    def get_kvcache(self) -> Any: ...
+    def get_kvcache(self) -> KVPool: ...
 
 
 class TreeCore(Protocol):
     """Protocol of ``UnifiedRadixCache.tree_core``, the nodes of the tree."""
 
-    def collect_path_info(self, nodes: Sequence[Any]) -> list[list[Any]]: ...
+    def collect_path_info(self, nodes: Sequence[Node]) -> list[list[PathNode]]: ...
 
-    def get_hash_values(self, node: int) -> Sequence[str]: ...
+    def collect_full_device_indices(self, node: Node, root: Node) -> torch.Tensor: ...
+
+    def get_component_device_value(self, node: Node, kind: object) -> torch.Tensor | None: ...
+
+    def get_hash_values(self, node: Node) -> Sequence[str]: ...
+
+    def full_evictable_size(self) -> int: ...
+
+    def evict_device_start(self, kind: object, tokens: int) -> None: ...
+
+    def evict_device_next_node(self, kind: object, tracker: object) -> EvictionStep: ...
+
+    def evict_device_end(self, kind: object) -> None: ...
+
+
+class EvictionStep(Protocol):
+    """Protocol of the result of ``TreeCore.evict_device_next_node``."""
+
+    node_id: Node | None
+
+
+class LinkerWrapper(Protocol):
+    """Protocol of ``UnifiedRadixCache.linker``, SGLang's side of a cache linker."""
+
+    cache: RadixTree
+    cache_linker: Any
+    hit_markers: MutableMapping[str, object]
+    private_load_indices: Any
+    pending_offloads: Any
+
+    def take_completed_offloads(self, count: int) -> Any: ...
+
+    def commit_completed_offloads(self, completed: Any) -> None: ...
 
 
 class RadixTree(Protocol):
     """Protocol of ``sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache``."""
 
     page_size: int
-    linker: Any
-    tree_core: Any
-    tree_components: Iterable[Any]
+    linker: LinkerWrapper
+    tree_core: TreeCore
+    tree_components: Iterable[object]
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Allocator
 
-    def lock(self, node: Any) -> Any: ...
+    def lock(self, node: Node) -> TreeLock: ...
 
-    def unlock(self, lock: Any) -> None: ...
+    def unlock(self, lock: TreeLock | None) -> None: ...
 
-    def insert(self, params: Any) -> Any: ...
+    def insert(self, params: object) -> object: ...
 
-    def match_prefix(self, params: Any) -> Any: ...
+    def match_prefix(self, params: object) -> MatchResult: ...
 
-    def path_device_indices(self, node: Any) -> torch.Tensor: ...
+    def path_device_indices(self, node: Node) -> torch.Tensor: ...
 
     def evictable_size(self) -> int: ...
 
     def protected_size(self) -> int: ...
 
-    def session_records(self) -> MutableMapping[str, Any]: ...
+    def get_prefix_hash_values(self, node: Node) -> Sequence[str]: ...
 
-    def root_node_handle(self, namespace: str | None) -> Any: ...
+    def session_records(self) -> MutableMapping[str, KVRecord]: ...
 
-    def _evict_device_leaf(self, leaf: int, tracker: Any) -> None: ...
+    def root_node_handle(self, namespace: str | None) -> Node: ...
+
+    def _evict_device_leaf(self, leaf: Node, tracker: object) -> None: ...
 
 
 class ScheduleBatch(Protocol):
@@ -177,7 +278,7 @@ class ScheduleBatch(Protocol):
 
     reqs: list[Req]
     batch_is_full: bool
-    forward_mode: Any
+    forward_mode: ForwardMode
     prefix_lens: Sequence[int]
     extend_lens: Sequence[int]
     extend_num_tokens: int
@@ -188,7 +289,7 @@ class ScheduleBatch(Protocol):
     enable_overlap: bool
     return_logprob: bool
     sampling_info: Any
-    device: Any
+    device: str
 
     def is_empty(self) -> bool: ...
 
@@ -237,16 +338,30 @@ class PrefillAdder(Protocol):
     reprocessed_log_hit_tokens: int
     reprocessed_log_input_tokens: int
 
-    def _lock_node(self, node: Any) -> AbstractContextManager[None]: ...
+    def _lock_node(self, node: Node) -> AbstractContextManager[None]: ...
 
     def _get_running_request_total_token_offset(self, req: Req) -> float: ...
+
+
+class BeamCoordinator(Protocol):
+    """Protocol of ``Scheduler.beam_coordinator``."""
+
+    def retire_group(self, req: Req) -> None: ...
+
+    def _free_member_rows(self, group: BeamGroup | None) -> None: ...
+
+
+class TpWorker(Protocol):
+    """Protocol of ``sglang.srt.managers.tp_worker.TpModelWorker``."""
+
+    model_runner: ModelRunner
 
 
 class Scheduler(Protocol):
     """Protocol of ``sglang.srt.managers.scheduler.Scheduler``."""
 
     page_size: int
-    device: Any
+    device: str
     waiting_queue: list[Req]
     chunked_req: Req | None
     running_batch: ScheduleBatch
@@ -254,12 +369,12 @@ class Scheduler(Protocol):
     tree_cache: RadixTree
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Allocator
-    tp_worker: Any
-    model_config: Any
+    tp_worker: TpWorker
+    model_config: ModelConfig
     future_map: Any
-    spec_algorithm: Any
+    spec_algorithm: object
     enable_overlap: bool
-    beam_coordinator: Any
+    beam_coordinator: BeamCoordinator
     grammar_manager: Any
     invariant_checker: Any
     pool_stats_observer: Any
@@ -273,11 +388,23 @@ class Scheduler(Protocol):
 
     def collect_inflight_reqs(self) -> Iterable[Req]: ...
 
-    def send_abort_output(self, abort: Any, request: Any) -> None: ...
+    def send_abort_output(self, abort: object, request: object) -> None: ...
 
     def _add_request_to_queue(self, req: Req, *, is_retracted: bool) -> None: ...
 
     def _release_aborted_request(self, req: Req) -> None: ...
+
+
+class KVCacheConfigurator(Protocol):
+    """Protocol of SGLang's ``KVCacheConfigurator``, which builds the pools of a model runner."""
+
+    model: torch.nn.Module
+    model_config: ModelConfig
+    kv_cache_dtype: torch.dtype
+    kv_shard_rank: int | None
+    post_capture_kv_active: bool
+    is_draft_worker: bool
+    layer_info: Any
 
 
 class ModelRunner(Protocol):
@@ -287,7 +414,7 @@ class ModelRunner(Protocol):
     dtype: torch.dtype
     attn_backend: Any
     req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool: Any
+    token_to_kv_pool: KVPool
 
 
 class ForwardBatch(Protocol):
@@ -295,7 +422,7 @@ class ForwardBatch(Protocol):
 
     rids: Sequence[str]
     batch_size: int
-    forward_mode: Any
+    forward_mode: ForwardMode
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
@@ -313,13 +440,26 @@ class ForwardBatch(Protocol):
     extend_logprob_start_lens_cpu: list[int] | None
     orig_seq_lens: torch.Tensor | None
     lora_ids: list[str | None] | None
-    num_token_non_padded: Any
+    num_token_non_padded: torch.Tensor | None
     num_token_non_padded_cpu: int
-    replace_positions: Any
-    hidden_states: Any
+    replace_positions: torch.Tensor | None
+    hidden_states: object
     residual_stream: Any
     return_logprob: bool
     encoder_lens: torch.Tensor | None
+
+
+class RadixAttention(Protocol):
+    """Protocol of ``sglang.srt.layers.radix_attention.RadixAttention``."""
+
+    layer_id: int
+    attn_type: object
+    is_cross_attention: bool
+    logit_cap: float
+    qk_head_dim: int
+    scaling: float
+    sliding_window_size: int | None
+    tp_q_head_num: int
 
 
 class ServerArgs(Protocol):
@@ -333,7 +473,7 @@ class ServerArgs(Protocol):
     api_key: str | None
     enable_metrics: bool
     enable_lora: bool | None
-    lora_paths: Any
+    lora_paths: object | None
     tp_size: int
     radix_eviction_policy: str
     enable_priority_scheduling: bool
@@ -359,11 +499,46 @@ class ServerArgs(Protocol):
     def url(self) -> str: ...
 
 
+class GenerateReqInput(Protocol):
+    """Protocol of ``sglang.srt.managers.io_struct.GenerateReqInput``, before it is normalized.
+
+    Most values are a client's, of any type.
+    """
+
+    rid: Any
+    text: Any
+    input_ids: Any
+    sampling_params: Any
+    cache_salt: Any
+    extra_key: Any
+    logprob_start_len: Any
+    return_logprob: Any
+    is_single: bool
+
+    def normalize_batch_and_arguments(self) -> None: ...
+
+
+class TokenizedReqInput(Protocol):
+    """Protocol of ``sglang.srt.managers.io_struct.TokenizedGenerateReqInput``."""
+
+    rid: str
+    input_ids: Sequence[int] | None
+    input_embeds: object | None
+    mm_inputs: object | None
+    positional_embed_overrides: object | None
+    sampling_params: SamplingParams
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int] | None
+    time_stats: object | None
+
+
 class TokenizerManager(Protocol):
     """Protocol of ``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
 
     server_args: ServerArgs
-    model_config: Any
+    model_config: ModelConfig
     context_len: int
     tokenizer: Any
     sampling_params_class: type
@@ -371,4 +546,4 @@ class TokenizerManager(Protocol):
 
     def abort_request(self, rid: str) -> None: ...
 
-    async def set_internal_state(self, request: Any) -> list[bool]: ...
+    async def set_internal_state(self, request: object) -> list[bool]: ...

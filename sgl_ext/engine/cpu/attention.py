@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.layers.attention import attention_registry
@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner, RadixAttention
 from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
 
@@ -117,7 +118,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         kernels: value of SGL_EXT_ATTENTION; None takes the environment's.
     """
 
-    def __init__(self, model_runner: Any, *, kernels: str | None = None) -> None:
+    def __init__(self, model_runner: ModelRunner, *, kernels: str | None = None) -> None:
         super().__init__(model_runner)
         self._native = native_attention(kernels)
         self._band = CausalBand()
@@ -127,7 +128,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._stream: LayerStream | None = None
         self._plain_rows = self._rows  # rows that follow no stored context, if others do
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self._rows = self._rows_of(forward_batch)
         self._stored = None
@@ -138,7 +139,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
                 self.token_to_kv_pool.translate_loc_from_full_to_swa
             )
 
-    def _attach(self, ext: ExtRuntime, forward_batch: Any) -> None:
+    def _attach(self, ext: ExtRuntime, forward_batch: ForwardBatch) -> None:
         """Attaches the powers that read or write this forward's K, V and queries."""
         if ext.clusters is not None:
             self._recorder = ext.clusters.recorder
@@ -150,7 +151,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             self._stream = stream
             self._rows.stream(stream, forward_batch.out_cache_loc)
 
-    def _rows_of(self, forward_batch: Any) -> ForwardRows:
+    def _rows_of(self, forward_batch: ForwardBatch) -> ForwardRows:
         contexts = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             lengths = [1] * len(contexts)
@@ -167,7 +168,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         return ForwardRows(table, requests, contexts, lengths, wholes)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         if (
             layer.is_cross_attention
@@ -178,7 +185,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
@@ -192,7 +205,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         return native is not None and native.serves(query, keys, values, scale)
 
     def _forward(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
     ) -> torch.Tensor:
         if layer.logit_cap:
             raise NotImplementedError(

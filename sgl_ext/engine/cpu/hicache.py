@@ -15,7 +15,6 @@ parts exist only for accelerators, and none has an extension point for platforms
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import psutil
 import torch
@@ -60,7 +59,7 @@ def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 @functools.wraps(_pinning_init)
-def _unpinned_init(pool: Any, *args: object, **kwargs: object) -> None:
+def _unpinned_init(pool: object, *args: object, **kwargs: object) -> None:
     kwargs["pin_memory"] = False
     _pinning_init(pool, *args, **kwargs)
 

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from sglang.srt.managers.cache_controller import LayerLoadingEvent
@@ -36,13 +35,13 @@ class EmulatedLink:
         """Records that rows of one layer's K and V have been copied to the device."""
         self._bytes += sum(tokens * layer[0].nbytes for layer in layers)
 
-    def complete(self, event: Any, layer: int) -> None:
+    def complete(self, event: object, layer: int) -> None:
         """Records that the bytes that were moved since the last call belong to this layer."""
         self._free = max(self._free, time.perf_counter()) + self._bytes / self._rate
         self._bytes = 0
         self._ready[id(event), layer] = self._free
 
-    def wait(self, event: Any, layer: int) -> None:
+    def wait(self, event: object, layer: int) -> None:
         """Waits until the link would have delivered the layer."""
         time.sleep(max(self._ready.get((id(event), layer), 0.0) - time.perf_counter(), 0.0))
 
@@ -65,11 +64,11 @@ def install() -> EmulatedLink | None:
     link = EmulatedLink(rate)
     own = LayerLoadingEvent.complete, LayerLoadingEvent.wait
 
-    def complete(event: Any, layer: int) -> None:
+    def complete(event: object, layer: int) -> None:
         own[0](event, layer)
         link.complete(event, layer)
 
-    def wait(event: Any, layer: int) -> None:
+    def wait(event: object, layer: int) -> None:
         own[1](event, layer)
         link.wait(event, layer)
 

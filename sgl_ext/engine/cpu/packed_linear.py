@@ -40,9 +40,9 @@ _torch_process = UnquantizedLinearMethod.process_weights_after_loading
 _torch_head = LogitsProcessor._compute_lm_head
 
 
-def _pack(layer: Any) -> None:
+def _pack(layer: torch.nn.Module) -> None:
     global _left
-    weight = layer.weight
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     size = weight.numel() * weight.element_size()
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or size > _left:
         return
@@ -56,7 +56,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 @functools.wraps(_torch_process)
-def _process(method: Any, layer: torch.nn.Module) -> None:
+def _process(method: object, layer: torch.nn.Module) -> None:
     _torch_process(method, layer)
     _packed.pop(layer, None)
     _pack(layer)
@@ -64,7 +64,7 @@ def _process(method: Any, layer: torch.nn.Module) -> None:
 
 @functools.wraps(_torch_apply)
 def _apply(
-    method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    method: object, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     weight = _packed.get(layer)
     if weight is None or x.dtype != torch.float32:
@@ -73,7 +73,9 @@ def _apply(
 
 
 @functools.wraps(_torch_head)
-def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: object, **kw: object) -> Any:
+def _head(
+    processor: Any, hidden: torch.Tensor, lm_head: torch.nn.Module, *args: object, **kw: object
+) -> object:
     """Computes the product of a head, which is packed when it is first used.
 
     A head may be the embedding too, which is known only where it is used.
@@ -88,7 +90,7 @@ def _head(processor: Any, hidden: torch.Tensor, lm_head: Any, *args: object, **k
 
 def _changing(original: Original) -> Callable[..., Any]:
     @functools.wraps(original)
-    def change(*args: object, **kwargs: object) -> Any:
+    def change(*args: object, **kwargs: object) -> object:
         global _left
         if _packed:
             logger.info("the model's weights change: they are not packed from now on")

@@ -108,7 +108,7 @@ def _is_quantized(view: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def _cpu_defaults(server_args: Any, previous: Any) -> None:
+def _cpu_defaults(server_args: object, previous: Any) -> None:
     """Sets the attention backend, the dtype and the cores of each rank on the CPU.
 
     The backend avoids SGLang's AMX backend, which needs the compiled kernels. The dtype, unless it
@@ -131,7 +131,7 @@ def _cpu_defaults(server_args: Any, previous: Any) -> None:
     previous(server_args)
 
 
-def _hicache_defaults(server_args: Any, previous: Any) -> None:
+def _hicache_defaults(server_args: object, previous: Any) -> None:
     """Selects the backend and layout for which HiCache's copies exist here; see :mod:`.hicache`."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -171,7 +171,7 @@ def _platform_class() -> type:
         def get_device(self, device_id: int = 0) -> str:  # noqa: ARG002
             return "cpu"  # resolution expects SGLang's default device as a string
 
-        def is_pin_memory_available(self, device: Any = None) -> bool:  # noqa: ARG002
+        def is_pin_memory_available(self, device: object = None) -> bool:  # noqa: ARG002
             return False
 
         def get_dispatch_key_name(self) -> str:

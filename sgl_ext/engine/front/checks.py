@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, SamplingParams, TokenizedReqInput
+
 _ANSWERS = 1 << 10
 """Maximum number of answers to one prompt (``n``)."""
 _PROMPTS = 1 << 16
@@ -56,7 +58,7 @@ def malformed_is_refused(what: str) -> Iterator[None]:
         ) from None
 
 
-def check_size(sampling_params: Any, prompts: int) -> None:
+def check_size(sampling_params: object, prompts: int) -> None:
     """Checks the number of answers that a request asks for.
 
     Args:
@@ -88,7 +90,7 @@ def check_size(sampling_params: Any, prompts: int) -> None:
             )
 
 
-def check_types(sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def check_types(sampling_params: Mapping[str, object], fields: Mapping[str, object]) -> None:
     """Checks the types of sampling parameters that a scheduler would fail to decode.
 
     Args:
@@ -107,7 +109,7 @@ def check_types(sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -
 
 
 @cache
-def sampling_fields(class_: type) -> dict[str, Any]:
+def sampling_fields(class_: type) -> dict[str, object]:
     """Returns the types of the ``SamplingParams`` that SGLang's scheduler decodes, by field."""
     fields = {field.name: field.type for field in msgspec.structs.fields(class_)}
     # SGLang converts stop_token_ids with int(); custom_params hold values of this package, too.
@@ -127,7 +129,7 @@ def check_tokens(name: str, ids: Sequence[int], vocabulary: int) -> None:
     raise ValueError(f"{name} have the token id {wrong}; the vocabulary has 0 to {vocabulary - 1}")
 
 
-def check_sampling(params: Any, vocabulary: int) -> None:
+def check_sampling(params: SamplingParams, vocabulary: int) -> None:
     """Checks the values of SGLang's ``SamplingParams`` that overflow, or make logits NaN.
 
     Raises:
@@ -160,7 +162,7 @@ def check_levels(name: str, text: str | None) -> None:
         raise ValueError(f"{name} has {deepest} levels; give one of at most {_SCHEMA_LEVELS}")
 
 
-def check_logprobs(request: Any, vocabulary: int, context: int) -> None:
+def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) -> None:
     """Checks the log probabilities that SGLang's ``TokenizedGenerateReqInput`` asks for.
 
     Args:
@@ -212,7 +214,7 @@ def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
             )
 
 
-def prompts_of(request: Any) -> int:
+def prompts_of(request: GenerateReqInput) -> int:
     """Returns the number of prompts of a request that SGLang has not normalized yet.
 
     Raises:
@@ -232,7 +234,7 @@ def prompts_of(request: Any) -> int:
     return 1 if isinstance(prompts[0], int) else len(prompts)
 
 
-def check_request(made: Any, vocabulary: int, context: int) -> None:
+def check_request(made: TokenizedReqInput, vocabulary: int, context: int) -> None:
     """Checks SGLang's ``TokenizedGenerateReqInput`` or ``TokenizedEmbeddingReqInput``.
 
     Args:
@@ -254,7 +256,7 @@ def check_request(made: Any, vocabulary: int, context: int) -> None:
         check_logprobs(made, vocabulary, context)
 
 
-def check_fields(made: Any) -> None:
+def check_fields(made: TokenizedReqInput) -> None:
     """Checks that SGLang's scheduler can decode the fields of a request.
 
     Raises:

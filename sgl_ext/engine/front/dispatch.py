@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
 
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
-from sgl_ext.engine.core.sglang_types import ServerArgs, TokenizerManager
+from sgl_ext.engine.core.power import Answer
+from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, validation
 from sgl_ext.engine.front.fronts import add_front, fronts_of
 from sgl_ext.errors import ExtError
@@ -28,9 +28,9 @@ class RefusedError(ValueError):
 def _serve(
     server_args: ServerArgs,
     manager: TokenizerManager,
-    _templates: Any,
-    _ports: Any,
-    scheduler_infos: list[dict[str, Any]],
+    _templates: object,
+    _ports: object,
+    scheduler_infos: list[dict[str, object]],
     *_args: object,
     **_kw: object,
 ) -> None:
@@ -52,12 +52,12 @@ def _serve(
 
 
 async def _generate(
-    original: Callable[..., AsyncIterator[Any]],
+    original: Callable[..., AsyncIterator[Answer]],
     manager: TokenizerManager,
-    request: Any,
+    request: GenerateReqInput,
     *args: object,
     **kw: object,
-) -> AsyncIterator[Any]:
+) -> AsyncIterator[Answer]:
     watches = []
     for front in reversed(fronts_of(manager)):
         try:

@@ -98,7 +98,7 @@ def _one_line(record: logging.LogRecord) -> bool:
     return True
 
 
-def _openai(original: Original, serving: Any, message: str, *args: object, **kw: Any) -> Any:
+def _openai(original: Original, serving: object, message: str, *args: object, **kw: Any) -> object:
     error = sys.exc_info()[1]
     if (
         isinstance(error, _CLIENTS)
@@ -109,7 +109,7 @@ def _openai(original: Original, serving: Any, message: str, *args: object, **kw:
     return original(serving, message, *args, **kw)
 
 
-def _anthropic(original: Original, *args: object, **kw: Any) -> Any:
+def _anthropic(original: Original, *args: object, **kw: Any) -> object:
     error = sys.exc_info()[1]
     if isinstance(error, _CLIENTS) and kw["status_code"] >= HTTPStatus.INTERNAL_SERVER_ERROR:
         kw.update(error_type="invalid_request_error", status_code=400, message=_reason(error))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import ORJSONRoute
 
 from sgl_ext.errors import ExtError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 class InvalidBodyError(ExtError):
@@ -28,7 +31,7 @@ class ExtRoute(ORJSONRoute):
     def get_route_handler(self) -> Callable[[Any], Coroutine[Any, Any, Any]]:
         original = super().get_route_handler()
 
-        async def handle(request: Any) -> Any:
+        async def handle(request: object) -> object:
             try:
                 return await original(request)
             except RequestValidationError as error:
@@ -38,7 +41,7 @@ class ExtRoute(ORJSONRoute):
         return handle
 
 
-def add_routes(app: Any, router: APIRouter) -> None:
+def add_routes(app: FastAPI, router: APIRouter) -> None:
     """Adds a router's routes to the application itself.
 
     SGLang looks up a route's ``auth_level`` only among the application's own routes, and assumes

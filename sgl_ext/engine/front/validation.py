@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from http import HTTPStatus
-from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import Req, Scheduler, TokenizerManager
+from sgl_ext.engine.core.sglang_types import (
+    GenerateReqInput,
+    Req,
+    Scheduler,
+    TokenizedReqInput,
+    TokenizerManager,
+)
 from sgl_ext.engine.front.checks import (
     NO_TOKENS,
     check_labels,
@@ -25,7 +30,7 @@ from sgl_ext.engine.front.checks import (
 logger = logging.getLogger(__name__)
 
 
-def check_shape(manager: TokenizerManager, request: Any) -> None:
+def check_shape(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """Checks a request before SGLang expands it into its prompts and answers.
 
     Raises:
@@ -46,7 +51,9 @@ def check_shape(manager: TokenizerManager, request: Any) -> None:
             raise
 
 
-def _validate(original: Original, manager: TokenizerManager, request: Any, ids: Any) -> None:
+def _validate(
+    original: Original, manager: TokenizerManager, request: GenerateReqInput, ids: object
+) -> None:
     if carried_by(manager.server_args) is None:
         return original(manager, request, ids)
     check_types(request.sampling_params, sampling_fields(manager.sampling_params_class))
@@ -55,7 +62,9 @@ def _validate(original: Original, manager: TokenizerManager, request: Any, ids: 
     return None
 
 
-def _tokenized(original: Original, manager: TokenizerManager, request: Any, *args: object) -> Any:
+def _tokenized(
+    original: Original, manager: TokenizerManager, request: GenerateReqInput, *args: object
+) -> object:
     """Checks the values of a tokenized request before it is sent to the scheduler."""
     if carried_by(manager.server_args) is None:
         return original(manager, request, *args)
@@ -65,7 +74,7 @@ def _tokenized(original: Original, manager: TokenizerManager, request: Any, *arg
     return made
 
 
-def _dispatch(original: Original, manager: TokenizerManager, message: Any) -> None:
+def _dispatch(original: Original, manager: TokenizerManager, message: object) -> None:
     """Refuses a message that cannot be encoded."""
     if carried_by(manager.server_args) is not None:
         with malformed_is_refused("the request"):
@@ -73,7 +82,9 @@ def _dispatch(original: Original, manager: TokenizerManager, message: Any) -> No
     return original(manager, message)
 
 
-def _handle(original: Original, scheduler: Scheduler, request: Any, **kw: object) -> None:
+def _handle(
+    original: Original, scheduler: Scheduler, request: TokenizedReqInput, **kw: object
+) -> None:
     """Ends a request that the scheduler cannot accept, without ending the scheduler."""
     if runtime.current is None:
         return original(scheduler, request, **kw)

@@ -38,7 +38,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         page_size: int,
         dtype: torch.dtype,
         device: str,
-        kvcache: Any,
+        kvcache: object,
         need_sort: bool,
         *,
         expected_tokens: int,
@@ -146,7 +146,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         self.free_group: list[torch.Tensor] | None = None
         self.groups.clear()
 
-    def resize(self, config: Any) -> None:
+    def resize(self, config: object) -> None:
         raise NotImplementedError(
             "SGLang resizes pools after graph capture only where it backs them itself; "
             'set {"memory": {"layout": "layer_major"}} to use that'
@@ -253,19 +253,19 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         self.free(free_index[:: self.page_size])
 
     def get_cpu_copy(
-        self, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> Any:
+        self, indices: object, mamba_indices: object = None, req_pool_index: object = None
+    ) -> object:
         return self._kvcache.get_cpu_copy(
             indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
         )
 
     def load_cpu_copy(
         self,
-        kv_cache_cpu: Any,
-        indices: Any,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> Any:
+        kv_cache_cpu: object,
+        indices: object,
+        mamba_indices: object = None,
+        req_pool_index: object = None,
+    ) -> object:
         return self._kvcache.load_cpu_copy(
             kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import ScheduleBatch, ServerArgs
+from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ScheduleBatch, ServerArgs
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint
 from sgl_ext.memory.slab import DTYPES
@@ -42,7 +42,9 @@ def obstacle_in_arguments(view: ServerArgs) -> str | None:
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | None:
+def obstacle(
+    configurator: KVCacheConfigurator, pool_class: type, quant_method: object
+) -> str | None:
     """Returns why arguments or model require SGLang's own pool; None if the slab can serve."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -65,7 +67,7 @@ def obstacle(configurator: Any, pool_class: type, quant_method: Any) -> str | No
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
-def _identity(configurator: Any) -> dict[str, Any]:
+def _identity(configurator: KVCacheConfigurator) -> dict[str, object]:
     """Returns the properties that determine KV besides the weights.
 
     They are the model's configuration and this rank's share of the model.
@@ -83,13 +85,13 @@ def _identity(configurator: Any) -> dict[str, Any]:
 
 def _build_pool(
     original: Original,
-    configurator: Any,
+    configurator: KVCacheConfigurator,
     *,
     max_total_num_tokens: int,
     mha_pool_class: type,
-    quant_method: Any = None,
-) -> Any:
-    def build(pool_class: Any) -> Any:
+    quant_method: object = None,
+) -> object:
+    def build(pool_class: Callable[..., object]) -> Any:
         return original(
             configurator,
             max_total_num_tokens=max_total_num_tokens,
@@ -127,7 +129,7 @@ def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
     ext.layer_major_because = f"the slab does not serve {reason}"
 
 
-def _pools_built(pools: Any, configurator: Any, **_kw: object) -> Any:
+def _pools_built(pools: Any, configurator: KVCacheConfigurator, **_kw: object) -> object:
     """Records why there is no slab, whichever of SGLang's pools is in its place."""
     ext = runtime.current
     if ext is None or configurator.is_draft_worker or ext.slab is not None:
@@ -142,7 +144,9 @@ def _pools_built(pools: Any, configurator: Any, **_kw: object) -> Any:
     return pools
 
 
-def _build_allocator(original: Original, configurator: Any, **kwargs: object) -> Any:
+def _build_allocator(
+    original: Original, configurator: KVCacheConfigurator, **kwargs: object
+) -> Any:
     allocator = original(configurator, **kwargs)
     pool = kwargs["token_to_kv_pool"]
     slab = getattr(pool, "slab", None)
@@ -169,7 +173,7 @@ def _build_allocator(original: Original, configurator: Any, **kwargs: object) ->
     return ours
 
 
-def _serving_extend(original: Original, batch: ScheduleBatch) -> Any:
+def _serving_extend(original: Original, batch: ScheduleBatch) -> object:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch)
@@ -181,7 +185,7 @@ def _serving_extend(original: Original, batch: ScheduleBatch) -> Any:
         return original(batch)
 
 
-def _serving_decode(original: Original, batch: ScheduleBatch, token_per_req: int) -> Any:
+def _serving_decode(original: Original, batch: ScheduleBatch, token_per_req: int) -> object:
     allocator = batch.tree_cache.token_to_kv_pool_allocator
     if not hasattr(allocator, "serving"):
         return original(batch, token_per_req)
@@ -190,7 +194,7 @@ def _serving_decode(original: Original, batch: ScheduleBatch, token_per_req: int
         return original(batch, token_per_req)
 
 
-def _rows_freed(request_pool: Any, indices: Sequence[int]) -> None:
+def _rows_freed(request_pool: object, indices: Sequence[int]) -> None:
     allocator = getattr(request_pool, _OWNER, None)
     if allocator is not None:
         allocator.close_rows(indices)

@@ -52,7 +52,7 @@ def _check_prefix(req: Req, loaded: int) -> None:
         )
 
 
-def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> Any:
+def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> object:
     """Checks that the tree keeps none of the slots that an insert frees as duplicates."""
     unused = getattr(tree.token_to_kv_pool_allocator, "unused", None)
     if unused is None or result.last_device_node is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ext.memory.lent import blocks_for
@@ -50,13 +48,13 @@ class SlabKVPool(MHATokenToKVPool):
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]
 
-    def _build_kv_buffer_descs(self) -> list[Any]:
+    def _build_kv_buffer_descs(self) -> list[object]:
         return []  # only refused options use descriptors of contiguous layers
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         return self.slab.size // 2, self.slab.size // 2
 
-    def get_contiguous_buf_infos(self) -> Any:
+    def get_contiguous_buf_infos(self) -> object:
         raise NotImplementedError("a layer of the block-major slab is no contiguous buffer")
 
     def _clear_buffers(self) -> None:

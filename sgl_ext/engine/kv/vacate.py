@@ -7,12 +7,19 @@ runs out. Here certain blocks must become free, and no others need to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from sgl_ext.engine.core.requests import release, reserved, retractable
-from sgl_ext.engine.core.sglang_types import RadixTree, Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.core.sglang_types import (
+    Allocator,
+    Node,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    TreeCore,
+)
 
 
 def evict(tree: RadixTree, start: int, end: int) -> None:
@@ -23,9 +30,9 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core = tree.tree_core
-    doomed: dict[int, bool] = {}
+    doomed: dict[Node, bool] = {}
 
-    def lies_there(node: int) -> bool:
+    def lies_there(node: Node) -> bool:
         if node not in doomed:
             slots = core.get_component_device_value(node, ComponentType.FULL)
             doomed[node] = slots is not None and _any_within(slots, start, end)
@@ -47,13 +54,13 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
             tree._evict_device_leaf(leaf, tracker)
 
 
-def _leaves(core: Any) -> list[int]:
+def _leaves(core: TreeCore) -> list[Node]:
     """Returns the nodes with which SGLang's own eviction could begin."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     full = ComponentType.FULL
     tracker = {full: 0}
-    leaves: list[int] = []
+    leaves: list[Node] = []
     core.evict_device_start(full, core.full_evictable_size())
     try:
         while (node := core.evict_device_next_node(full, tracker).node_id) is not None:
@@ -107,7 +114,7 @@ def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> l
     return reqs
 
 
-def fits(req: Req, allocator: Any) -> bool:
+def fits(req: Req, allocator: Allocator) -> bool:
     """Returns whether SGLang would admit the request if it were alone."""
     longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
     # SGLang charges one extra page per request, for a last page that is not full.

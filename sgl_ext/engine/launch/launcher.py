@@ -109,7 +109,7 @@ def _require_free_port(host: str, port: int) -> None:
 
 def _launch_server(
     original: Original, server_args: ServerArgs, *args: object, **kwargs: Any
-) -> Any:
+) -> object:
     """Checks the port before a model is loaded, and prints an example when the server is ready."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
@@ -144,7 +144,9 @@ def _check_arguments(original: Original, server_args: ServerArgs) -> None:
     return None
 
 
-def _port_args(original: Original, server_args: ServerArgs, *args: object, **kwargs: Any) -> Any:
+def _port_args(
+    original: Original, server_args: ServerArgs, *args: object, **kwargs: object
+) -> object:
     """Puts SGLang's sockets into a private directory that is removed when the launcher exits."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
@@ -160,7 +162,7 @@ def _port_args(original: Original, server_args: ServerArgs, *args: object, **kwa
 
 def _wait_for_schedulers(
     original: Callable[..., list[dict[str, Any]]], readers: Any, processes: Any
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Limits the wait for the model, and checks that every scheduler reports the configuration."""
     from sglang.srt.runtime_context import get_context
 

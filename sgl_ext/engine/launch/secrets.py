@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from sgl_ext.engine.core.sglang_types import ServerArgs
 
@@ -14,7 +13,7 @@ _COMMAND = "_launch_command"
 """Attribute of ``ServerArgs`` that holds the command line, or the call of ``Engine``."""
 
 
-def masked(arguments: dict[str, Any]) -> dict[str, Any]:
+def masked(arguments: dict[str, object]) -> dict[str, object]:
     """Returns the fields of ``ServerArgs`` with their secrets masked."""
     return arguments | {name: MASK for name in _FIELDS if arguments.get(name)}
 

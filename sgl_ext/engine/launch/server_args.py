@@ -55,7 +55,7 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> Any:
+def _from_cli_args(original: Original, cls: type, args: argparse.Namespace) -> object:
     global _requested
     record = original(cls, args)
     # Some SGLang tools build the namespace themselves, without the flags of this package.
@@ -113,7 +113,7 @@ def _resolve_once(original: Original, server_args: ServerArgs) -> None:
     return None
 
 
-def _mask(result: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
+def _mask(result: dict[str, object], server_args: ServerArgs) -> dict[str, object]:
     if carried_by(server_args) is None and _requested is None:
         return result
     return secrets.masked(result)
@@ -149,7 +149,7 @@ class _EngineServerArgs:
         enable_ext: bool = False,
         ext_config: str | Mapping[str, object] | None = None,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         if enable_ext:
             hooks.verify(HOOKS)
         record = self._server_args_class(*args, **kwargs)

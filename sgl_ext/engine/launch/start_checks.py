@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 from safetensors import SafetensorError, safe_open
@@ -17,7 +16,7 @@ from sgl_ext.config.values import written_size
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.attention_backends import PLANNING, require_names
 from sgl_ext.engine.core.powers import powers_of
-from sgl_ext.engine.core.sglang_types import ServerArgs
+from sgl_ext.engine.core.sglang_types import ModelConfig, ServerArgs
 from sgl_ext.engine.kv.install import obstacle_in_arguments
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES, Layout
@@ -155,7 +154,7 @@ def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
         raise hooks.ActivationError(str(error)) from None
 
 
-def _layout(view: ServerArgs, model: Any) -> Layout | None:
+def _layout(view: ServerArgs, model: ModelConfig) -> Layout | None:
     """Returns the layout of the slab; None if the arguments alone do not determine it."""
     dtype = view.kv_cache_dtype
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype

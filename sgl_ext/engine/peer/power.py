@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core import hooks
@@ -62,7 +62,7 @@ class PeerPower(Power[Peer]):
         if self._measured:
             self.side.measure()
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         return self.side.describe()
 
     def close(self) -> None:

@@ -122,14 +122,14 @@ class WorkerSide(PeerSide):
                 need += (tokens // page + 2) * page
         return need
 
-    def _requests(self, running: ScheduleBatch) -> Sequence[Any]:
+    def _requests(self, running: ScheduleBatch) -> Sequence[Req]:
         scheduler = self._scheduler
         reqs = {id(req): req for req in (*running.reqs, *scheduler.waiting_queue)}
         if scheduler.chunked_req is not None:
             reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
         return list(reqs.values())
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         lending = self._worker.lending
         units = None
         if lending is not None:
@@ -249,7 +249,7 @@ class MasterSide(PeerSide):
             time.sleep(0.01)
         super().close()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         block = self._slab.layout.block_bytes
         streamed = {}
         if self.stream is not None:

@@ -6,7 +6,7 @@ A side of an engine connects policy, blocks and messages; see :mod:`~sgl_ext.eng
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import zmq
 
@@ -67,7 +67,7 @@ class PeerSide:
         if self._metrics.due:
             self._metrics.update(self.describe())
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Returns the state of this side, for ``/server_info``."""
         raise NotImplementedError
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sgl_ext.config.values import EmulatedDevice
+from sgl_ext.engine.core.sglang_types import KVPool
 from sgl_ext.memory.mapping import Mapping, create
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
@@ -55,7 +56,7 @@ class LayerStream:
     def __init__(
         self,
         slab: Slab,
-        pool: Any,
+        pool: KVPool,
         buffers: int,
         busy_rate: int | None = None,
         link: EmulatedDevice | None = None,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sgl_ext.engine.core.sglang_types import ForwardBatch
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
@@ -21,6 +22,8 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl_ext.engine.step.forward import PlannedForward
 
 
@@ -67,8 +70,12 @@ def restoring(
     computed = 0  # layers
 
     def forward(
-        input_ids: Any, positions: Any, first: Any, input_embeds: Any = None, **_kw: object
-    ) -> Any:
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        first: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        **_kw: object,
+    ) -> object:
         nonlocal computed
         layer, output = 0, None
         while layer == 0 or (layer < len(tickets) and taken_back(tickets[layer])):

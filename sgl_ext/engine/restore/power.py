@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_store_first
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import LEAST_TOKENS, Power
 from sgl_ext.engine.core.sglang_types import (
+    ModelConfig,
     PrefillAdder,
     Req,
     ScheduleBatch,
@@ -79,7 +80,7 @@ class RestorePower(Power[Restore]):
     prompt."""
     _metrics: RestoreMetrics | None = None
 
-    def require_resolved(self, view: ServerArgs, model: Any) -> None:
+    def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
@@ -274,7 +275,7 @@ class RestorePower(Power[Restore]):
     def weights_changed(self) -> None:
         self.reset()
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, object]:
         return setup.describe(self.restorer, self.stack)
 
     def close(self) -> None:

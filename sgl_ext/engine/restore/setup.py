@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -104,7 +103,7 @@ def _device() -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def describe(restorer: Restorer, stack: TierStack) -> dict[str, Any]:
+def describe(restorer: Restorer, stack: TierStack) -> dict[str, object]:
     """Returns the estimated costs and recent observations, for ``/server_info``."""
     costs = restorer.costs
     return {

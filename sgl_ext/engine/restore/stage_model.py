@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext.engine.core.sglang_types import ForwardBatch
 from sgl_ext.memory.slab import Layout
 from sgl_ext.tiers.arena import Pages
 
@@ -143,7 +143,7 @@ class StageModel:
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
             buffer.fill_(float("nan"))
 
-    def _batch(self, ids: torch.Tensor, begin: int) -> Any:
+    def _batch(self, ids: torch.Tensor, begin: int) -> ForwardBatch:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
         count, end = len(ids), begin + len(ids)

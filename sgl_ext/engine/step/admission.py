@@ -12,7 +12,7 @@ from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import beams, budget, penalties
 
 
-def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> Any:
+def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> object:
     ext = runtime.current
     if ext is None:
         return original(adder, req, *args, **kw)
@@ -41,7 +41,7 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
     return result
 
 
-def _preempt(original: Original, adder: PrefillAdder, req: Req) -> Any:
+def _preempt(original: Original, adder: PrefillAdder, req: Req) -> object:
     """Preempts other requests only for a request that could be admitted already."""
     if (ext := runtime.current) is None:
         return original(adder, req)
@@ -65,7 +65,7 @@ def planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) ->
     return all(ready) and all(power.plan(adder, req) for power in ext.inside_out)
 
 
-def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> Any | None:
+def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> object | None:
     """Returns SGLang's ``AddReqResult`` if a request is not admitted as SGLang does it."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 

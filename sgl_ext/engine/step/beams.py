@@ -24,7 +24,7 @@ def promised_rows(req: Req) -> int:
     return int(group.beam_width) - 1
 
 
-def sparing(original: Original, adder: PrefillAdder, req: Req) -> Any:
+def sparing(original: Original, adder: PrefillAdder, req: Req) -> object:
     """Preempts requests for a request as SGLang does, but no beam group.
 
     Args:

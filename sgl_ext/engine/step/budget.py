@@ -30,10 +30,12 @@ def _log(
     _length: int,
     _answer: int,
     retracted: bool,
-    **kw: Any,
+    *,
+    replay_len: int = 0,
+    **_kw: object,
 ) -> None:
     """Logs the tokens that :func:`_charge` subtracted as cached, and not as SGLang's replay."""
-    if (credit := -kw.get("replay_len", 0)) > 0:
+    if (credit := -replay_len) > 0:
         adder.log_replay_tokens += credit
         _log_cached(adder, credit, retracted)
 
@@ -47,7 +49,7 @@ def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
         adder.reprocessed_log_hit_tokens += tokens
 
 
-def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> Any:
+def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> object:
     """Ends a part of a prompt where the budget of computed tokens ends."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -78,7 +80,7 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> Any
     )
 
 
-def _continue(original: Original, adder: PrefillAdder, req: Req) -> Any:
+def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     ext = runtime.current
     setattr(adder, CONTINUING, True)
     if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):

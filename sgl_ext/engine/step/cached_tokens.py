@@ -7,7 +7,6 @@ prefix, so SGLang counts them as computed.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.meta_info import told
@@ -43,7 +42,9 @@ def count(req: Req, tier: str, tokens: int) -> None:
     req.cached_tokens += tokens
 
 
-def _name_tiers(details: dict[str, Any] | None, _streamer: Any, req: Req) -> dict[str, Any] | None:
+def _name_tiers(
+    details: dict[str, int] | None, _streamer: object, req: Req
+) -> dict[str, int] | None:
     """Names the tiers of the tokens in ``cached_tokens_details``; SGLang knows ``host`` only."""
     restored: Counter[str] = getattr(req, _RESTORED, None) or Counter()
     if details is None:

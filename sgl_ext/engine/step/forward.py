@@ -59,7 +59,7 @@ class PlannedForward:
         slots: NDArray[np.int64] = row.long().numpy()
         return slots
 
-    def run(self, batch: ForwardBatch) -> Any:
+    def run(self, batch: ForwardBatch) -> object:
         """Runs another ``ForwardBatch`` with the same runner."""
         return self.original(self.runner, batch)
 
@@ -84,8 +84,8 @@ class PlannedForward:
 
     @contextmanager
     def cutting_over(
-        self, before: Sequence[Row], after: Sequence[Row], first: Any
-    ) -> Iterator[Any]:
+        self, before: Sequence[Row], after: Sequence[Row], first: ForwardBatch
+    ) -> Iterator[ForwardBatch]:
         """Continues with other rows between two layers.
 
         Args:
@@ -115,7 +115,7 @@ def forward(
     batch: ForwardBatch,
     *args: object,
     **kw: object,
-) -> Any:
+) -> object:
     """Runs SGLang's ``ForwardBatch``, according to plans if any of its requests has one."""
     if not ext.plans or not batch.forward_mode.is_extend_without_speculative():
         return original(runner, batch, *args, **kw)
@@ -145,7 +145,7 @@ def forward(
     return output
 
 
-def _logits(metadata: Any, _class: Any, batch: ForwardBatch) -> Any:
+def _logits(metadata: object, _class: object, batch: ForwardBatch) -> object:
     # The split is no attribute of the batch, because SGLang's runners copy it field by field.
     ext = runtime.current
     if ext is not None and ext.split is not None:

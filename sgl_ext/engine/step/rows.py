@@ -65,7 +65,7 @@ def tokens_of(batch: ForwardBatch, rows: Sequence[Row]) -> torch.Tensor:
     )
 
 
-def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
+def split(batch: ForwardBatch, rows: Sequence[Row]) -> ForwardBatch:
     """Returns SGLang's ``ForwardBatch`` of ``rows``; unchanged fields are shared with ``batch``."""
     tokens = tokens_of(batch, rows).to(batch.input_ids.device)
     requests = torch.tensor([row.request for row in rows], device=batch.input_ids.device)
@@ -107,7 +107,9 @@ def split(batch: ForwardBatch, rows: Sequence[Row]) -> Any:
     return part
 
 
-def handed_over(batch: ForwardBatch, before: Sequence[Row], rows: Sequence[Row], first: Any) -> Any:
+def handed_over(
+    batch: ForwardBatch, before: Sequence[Row], rows: Sequence[Row], first: ForwardBatch
+) -> ForwardBatch:
     """Returns SGLang's ``ForwardBatch`` of ``rows``, with the output of some layers.
 
     Args:

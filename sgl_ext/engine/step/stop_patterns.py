@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
     """
     end = time.thread_time() + seconds
 
-    def passed(_signal: int, _frame: Any) -> None:
+    def passed(_signal: int, _frame: object) -> None:
         if (left := end - time.thread_time()) > 0:  # other threads or processes used the core
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
         else:

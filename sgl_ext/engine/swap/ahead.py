@@ -8,25 +8,28 @@ request is gone by then, other requests may use them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from sgl_ext.engine.core.sglang_types import RadixTree, Req
+from sgl_ext.engine.core.sglang_types import Node, RadixTree, Req, TreeLock
 from sgl_ext.memory.tickets import State, Ticket, outlast
 from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import TierStack
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
 
 class _Flight(NamedTuple):
-    key: Any
+    key: RadixKey
     """SGLang's ``RadixKey`` of all tokens up to the last of these pages."""
     first: int
     """First token of the pages in the request."""
     slots: torch.Tensor
-    lock: Any
+    lock: TreeLock
     """Lock on the node of the tree with which the tokens before the pages end."""
     ticket: Ticket
     pages: Pages
@@ -67,7 +70,7 @@ class SwapAhead:
         return sum(flight.growth for flight in self._flights.values())
 
     def begin(
-        self, tree: RadixTree, req: Req, node: Any, first: int, keys: Sequence[Key], growth: int
+        self, tree: RadixTree, req: Req, node: Node, first: int, keys: Sequence[Key], growth: int
     ) -> bool:
         """Starts to copy the pages that follow the request's tokens on the device.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
@@ -12,6 +12,9 @@ from sgl_ext.engine.core.requests import present
 from sgl_ext.engine.core.sglang_types import Scheduler, TokenizerManager
 from sgl_ext.engine.swap.priorities import give_to
 from sgl_ext.errors import ExtError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _KEY = "sgl_ext.priority/"
 """Prefix of the setting that carries a priority to the schedulers; the request's id follows."""
@@ -35,7 +38,7 @@ class GivePriority(BaseModel):
     """Priority; larger is more urgent, unless ``--schedule-low-priority-values-first`` is set."""
 
 
-def install(app: Any, manager: TokenizerManager, useless: str | None) -> None:
+def install(app: FastAPI, manager: TokenizerManager, useless: str | None) -> None:
     """Adds the route to SGLang's HTTP server before the server starts.
 
     Args:
@@ -51,7 +54,7 @@ def install(app: Any, manager: TokenizerManager, useless: str | None) -> None:
 
     @routes.post("/ext/priority")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    async def give(body: GivePriority) -> dict[str, Any]:
+    async def give(body: GivePriority) -> dict[str, object]:
         if useless is not None:
             raise ExtError(useless)
         asked = SetInternalStateReq(server_args={_KEY + body.rid: body.priority})
@@ -82,7 +85,7 @@ def useless(policy: str, by_priority: bool) -> str | None:
     return None
 
 
-def _set(original: Original, state: Any, request: Any) -> Any:
+def _set(original: Original, state: Any, request: Any) -> object:
     """Sets priorities in the scheduler; other settings go to SGLang's method."""
     asked = {
         key.removeprefix(_KEY): int(value)

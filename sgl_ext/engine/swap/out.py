@@ -7,7 +7,6 @@ are also free at once; the next owner of a slot waits for the copies that still 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key, Pages
 
 
-def _preempted(original: Original, *, req: Req, **kw: object) -> Any:
+def _preempted(original: Original, *, req: Req, **kw: object) -> object:
     # offload_kv=False: the KV must be recomputed, because weights may change during a pause.
     ext = runtime.current
     if ext is None or ext.swap is None or not kw.get("offload_kv", True):
@@ -33,7 +32,7 @@ def _preempted(original: Original, *, req: Req, **kw: object) -> Any:
         ext.swap.preempted = None
 
 
-def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) -> Any:
+def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) -> object:
     """Keeps the KV of a preempted request; other requests are released as SGLang does it."""
     ext = runtime.current
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
@@ -42,7 +41,7 @@ def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) ->
         return _kept(original, req, tree, ext.swap.manager)
 
 
-def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> Any:
+def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> object:
     # The last token has no KV yet: the next step computes it, or is computing it now.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size
@@ -198,7 +197,7 @@ def _arrival(req: Req) -> float:
     return arrived
 
 
-def _held(tokens: int, _observer: Any) -> int:
+def _held(tokens: int, _observer: object) -> int:
     ext = runtime.current
     return tokens if ext is None or ext.swap is None else tokens + ext.swap.ahead.tokens
 

@@ -26,6 +26,8 @@ from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import stride_of
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.swap.metrics import SwapMetrics
 
@@ -93,7 +95,7 @@ class SwapPower(Power[Swap]):
             retraction_policy="priority",
         )
 
-    def serve(self, app: Any, manager: TokenizerManager, info: Mapping[str, Any]) -> None:
+    def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> None:
         by_priority = manager.server_args.enable_priority_scheduling
         api.install(app, manager, api.useless(self.section.policy, by_priority))
 
@@ -130,7 +132,7 @@ class SwapPower(Power[Swap]):
             adder.memory_budget.total_offset += self.ahead.growth
         return True
 
-    def resume(self, adder: PrefillAdder, req: Req) -> Any | None:
+    def resume(self, adder: PrefillAdder, req: Req) -> object | None:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         if (swapped := self.manager.get(req.rid)) is None:
@@ -245,5 +247,5 @@ class SwapPower(Power[Swap]):
         if self.priorities is not None:
             self.priorities.clear()
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, float]:
         return self.manager.describe()

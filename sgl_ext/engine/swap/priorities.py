@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from sgl_ext.config import Swap
 from sgl_ext.engine.core import hooks, runtime
@@ -59,7 +58,7 @@ class Priorities:
         self._known: dict[str, Candidate] = {}
         self._forwards = -1
 
-    def step(self, waiting: Iterable[Req], running: Iterable[Any], forwards: int) -> None:
+    def step(self, waiting: Iterable[Req], running: Iterable[Req], forwards: int) -> None:
         """Lets the policy set the levels of SGLang's requests, and makes them their priorities.
 
         Args:
@@ -68,7 +67,7 @@ class Priorities:
             forwards: forwards so far. Without a further one, the policy counts no further iteration
                 unless there is a new request.
         """
-        present: dict[str, tuple[Any, Candidate]] = {}
+        present: dict[str, tuple[Req, Candidate]] = {}
         for runs, reqs in ((False, waiting), (True, running)):
             for req in reqs:
                 one = getattr(req, _CANDIDATE, None)
@@ -125,7 +124,7 @@ def _priorities() -> Priorities | None:
     return None if swap is None else swap.priorities
 
 
-def _count(original: Original, kind: type, reqs: Collection[Req], *args: object) -> Any:
+def _count(original: Original, kind: type, reqs: Collection[Req], *args: object) -> object:
     if _priorities() is None:
         return original(kind, reqs, *args)
     with as_given(reqs):

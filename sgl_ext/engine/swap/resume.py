@@ -11,7 +11,14 @@ import numpy as np
 
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.requests import reserved
-from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
+from sgl_ext.engine.core.sglang_types import (
+    Node,
+    PrefillAdder,
+    RadixTree,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+)
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import penalties
 from sgl_ext.engine.step.admission import has_seat, planned
@@ -35,14 +42,14 @@ class Found(NamedTuple):
 
     tokens: int
     """Tokens in whole pages that the radix tree has on the device."""
-    node: Any
+    node: Node
     """Node of the tree that these tokens end with."""
     readable: bool | None
     """True if host memory has the rest of the swapped KV, or nothing was swapped; None if some is
     being copied; False if some is lost."""
 
 
-def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> Any | None:
+def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> object | None:
     """Resumes a swapped request if there is room for it.
 
     Returns:
@@ -142,7 +149,7 @@ def _goes_ahead(power: SwapPower, adder: PrefillAdder, pages: int) -> bool:
     return not power.ahead.adaptive.waits(size, running)
 
 
-def fitting(power: SwapPower, scheduler: Scheduler) -> list[Any]:
+def fitting(power: SwapPower, scheduler: Scheduler) -> list[Req]:
     """Takes the requests of :attr:`SwapPower.resuming` and returns those that memory suffices for.
 
     The others stay in the queue. The budget by which they were resumed is an estimate, and other
@@ -163,7 +170,7 @@ def fitting(power: SwapPower, scheduler: Scheduler) -> list[Any]:
     return reqs
 
 
-def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
+def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[ScheduleBatch]:
     """Yields the requests in SGLang's ``ScheduleBatch`` objects.
 
     Requests whose penalties depend on earlier tokens get a batch each; all others share one.
@@ -176,7 +183,7 @@ def batches(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iter
             yield from _batch(power, scheduler, [req])
 
 
-def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[Any]:
+def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Iterator[ScheduleBatch]:
     """Yields a batch in the state after a prefill: KV is in place, the last tokens are fed next.
 
     Leaves out requests whose load has failed; yields nothing if all loads have.
@@ -208,7 +215,7 @@ def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Itera
     yield batch
 
 
-def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[Any]:
+def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[Req]:
     """Loads the KV of all requests into their slots, and waits for it.
 
     Returns:
@@ -222,7 +229,7 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[A
     set_time_batch(reqs, "set_forward_entry_time")
     swap = power.manager
     page, table = scheduler.page_size, scheduler.req_to_token_pool.req_to_token
-    loads: list[tuple[Any, Swapped, Pages, list[Ticket]]] = []
+    loads: list[tuple[Req, Swapped, Pages, list[Ticket]]] = []
     for req in reqs:
         if (swapped := swap.get(req.rid)) is None:
             raise RuntimeError(f"{req.rid} came back without having been swapped")

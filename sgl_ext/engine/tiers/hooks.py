@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import Req, Scheduler
+from sgl_ext.engine.core.sglang_types import LinkerWrapper, MatchResult, Node, Req, Scheduler
 
 _IDLE_S = 0.001
 """Longest sleep of an idle scheduler while requests wait for I/O, in seconds."""
 
 
-def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: object) -> Any:
+def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: object) -> object:
     """Starts to load pages from lower tiers when their request arrives, not at its admission."""
     ext = runtime.current
     if ext is not None and ext.tiers is not None and ext.tiers.stack.lower:
@@ -29,7 +27,9 @@ def _sleep_while_waiting(_result: None, _scheduler: Scheduler) -> None:
         ext.tiers.stack.wait(_IDLE_S)
 
 
-def _match(original: Original, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
+def _match(
+    original: Original, wrapper: LinkerWrapper, key: object, req: Req, result: MatchResult
+) -> object:
     wrapper.hit_markers.pop(req.rid, None)
     if (ext := runtime.current) is not None:
         for power in ext.inside_out:
@@ -37,12 +37,12 @@ def _match(original: Original, wrapper: Any, key: Any, req: Req, result: Any) ->
     return original(wrapper, key, req, result)
 
 
-def _offloading(wrapper: Any, node: int, _transfers: Any) -> None:
+def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
     before = wrapper.cache.get_prefix_hash_values(node)
     wrapper.cache_linker.parent = bytes.fromhex(before[-1]) if before else None
 
 
-def _forget(_wrapper: Any, rid: str) -> None:
+def _forget(_wrapper: object, rid: str) -> None:
     if (ext := runtime.current) is not None:
         for power in ext.inside_out:
             power.forget(rid)

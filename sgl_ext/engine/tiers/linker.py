@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
-from sgl_ext.engine.core.sglang_types import ServerArgs, TreeCore
+from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
 from sgl_ext.errors import ExtError
 from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 _NODES = 1 << 16
 """Maximum number of nodes of the radix tree whose uses are counted."""
@@ -41,11 +44,11 @@ class TierLinker(UnifiedCacheLinker):
     def __init__(
         self,
         server_args: ServerArgs,  # noqa: ARG002  (SGLang's constructor)
-        params: Any,
+        params: CacheInitParams,
         *,
         components: set[ComponentType],
-        extra_config: Any = None,  # noqa: ARG002
-        forward_stream: Any = None,  # noqa: ARG002
+        extra_config: object = None,  # noqa: ARG002
+        forward_stream: object = None,  # noqa: ARG002
     ) -> None:
         self._page = params.page_size
         ext = runtime.current
@@ -81,7 +84,7 @@ class TierLinker(UnifiedCacheLinker):
         """Key of the last page before the next node that is offloaded; None if there is none."""
         self.layer_done_counter = self.stack.loads
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._uses: OrderedDict[Any, int] = OrderedDict()
+        self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -137,11 +140,11 @@ class TierLinker(UnifiedCacheLinker):
     def close(self) -> None:
         self.stack.close()
 
-    def used_in_device(self, tree: TreeCore, node: Any) -> None:
+    def used_in_device(self, tree: TreeCore, node: object) -> None:
         """Counts a use of the pages on the path to ``node``, which a request has on the device."""
         if not isinstance(node, int):  # the slot of a streaming session, which is not in the tree
             return
-        for step in tree.collect_path_info([node])[0]:
+        for step in tree.collect_path_info([Node(node)])[0]:
             uses = self._uses[step.node_id] = self._uses.pop(step.node_id, 1) + 1
             # Passed on at powers of two only, because some pages are used very often.
             if uses & (uses - 1) == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sgl_ext.config import Tiers
 from sgl_ext.engine.core.hooks import ActivationError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.tiers.linker import TierLinker
     from sgl_ext.engine.tiers.metrics import TierMetrics
     from sgl_ext.tiers.stack import TierStack
+    from sgl_ext.tiers.statistics import TierReport
 
 LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
 
@@ -105,7 +106,7 @@ class TiersPower(Power[Tiers]):
         """Disables the tiers, whose pages belong to the weights that the server started with."""
         self.stack.disable("an update of the model's weights began; restart to use them again")
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> Mapping[str, TierReport]:
         from sgl_ext.tiers.statistics import describe
 
         return describe(self.stack)
