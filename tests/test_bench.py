@@ -143,7 +143,6 @@ def test_a_missing_fio_is_named_before_anything_is_measured(
     for part in (
         memory_bench.memory_attention,
         memory_bench.memory_transfer,
-        memory_bench.memory_granularity,
     ):
         monkeypatch.setattr(part, "measure", measure)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What bench clusters makes of recorded activations."""
+"""Selectors of bench clusters on recorded activations."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import numpy as np
 import pytest
 from test_cluster_store import recorded_context
 
-from sgl_ext.bench.clusters.drift import _active
-from sgl_ext.bench.clusters.io import _Case, _least, _reads
 from sgl_ext.bench.clusters.mass import relative_mass
-from sgl_ext.bench.clusters.policies import _lru_hits, _ours_misses
 from sgl_ext.bench.clusters.samples import Layer
 from sgl_ext.bench.clusters.selectors import (
     EXACT,
-    INFLLM,
     OURS,
     POSITION,
-    PQCACHE,
     SELECTORS,
-    Clustered,
-    clustered,
-    top,
+    swarm,
 )
 from sgl_ext.clusters.activations import log_sum
 from sgl_ext.clusters.adaptation import distances
@@ -53,7 +46,7 @@ def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None
         chosen = selector.select(budget)
         assert chosen.shape == layer.mass.shape
         counts = chosen.sum(axis=1)
-        # Whole blocks of every device, or of positions.
+        # The budget is rounded to whole blocks of every device.
         assert (counts >= min(budget, len(layer.keys)) - 16).all()
         assert (counts <= budget + 8 * BLOCK).all()
         found = relative_mass(layer, chosen)
@@ -74,8 +67,7 @@ def test_what_is_best_is_found_best(layer: Layer) -> None:
 
 
 def test_a_cluster_is_cut_at_the_budget(layer: Layer) -> None:
-    selector = clustered("faithful")(layer)
-    assert isinstance(selector, Clustered)
+    selector = swarm(layer)
     for budget in (3, 10, 50):
         assert (selector.select(budget).sum(axis=1) == budget).all()
         for row, (which, entries) in enumerate(selector.chosen(budget)):
@@ -85,53 +77,6 @@ def test_a_cluster_is_cut_at_the_budget(layer: Layer) -> None:
             last = clusters.members[clusters.starts[which[-1]] : clusters.starts[which[-1] + 1]]
             others = set(entries.tolist()) - set(last.tolist())
             assert others <= set(chosen.tolist())
-
-
-def test_as_much_is_recovered_with_the_budget_that_is_found(layer: Layer) -> None:
-    names = (OURS, EXACT, INFLLM, PQCACHE)
-    selectors = {name: SELECTORS[name](layer) for name in names}
-    budget = round(0.1 * len(layer.keys))
-    best = float(layer.mass[top(layer.mass, budget)].sum())
-    case = _Case(layer, selectors, best, len(layer.queries))
-
-    def recovered(name: str, share: float) -> float:
-        chosen = selectors[name].select(max(round(share * len(layer.keys)), 1))
-        return float(layer.mass[chosen].sum()) / best
-
-    aim = recovered(OURS, 0.1)
-    for name in names[1:]:
-        share = _least([case], name, aim)
-        assert recovered(name, share) >= aim
-        assert recovered(name, max(share - 0.1, 0)) < aim
-
-
-@pytest.mark.parametrize("name", [OURS, EXACT, INFLLM])
-def test_what_is_chosen_is_read(name: str, layer: Layer) -> None:
-    case = _Case(layer, {name: SELECTORS[name](layer)}, 1.0, len(layer.queries))
-    chosen = case.selectors[name].select(round(0.1 * len(layer.keys)))
-    together = 16 if name == INFLLM else BLOCK
-    text = np.argsort(layer.profile.order) if name == OURS else np.arange(len(layer.keys))
-    for row, one in enumerate(_reads(name, case, 0.1, entry_bytes=1000)):
-        assert one.used == 1000 * chosen[row].sum()
-        assert one.unit_bytes % 4096 == 0
-        assert one.unit_bytes >= 1000 * together
-        wanted = {int(text[entry]) // together for entry in np.flatnonzero(chosen[row])}
-        assert {int(unit) - layer.number for unit in one.units} == wanted
-
-
-def test_hits_of_memories() -> None:
-    steps = [np.array(each) for each in ([1, 2], [2, 3], [1, 2], [4, 5], [2, 4])]
-    assert _lru_hits(steps, np.array([9, 1])) == 1 + 1 + 1 + 0 + 1
-    misses = _ours_misses(steps, np.array([0, 9, 0, 0, 0, 0]), 1)
-    assert [each.tolist() for each in misses[:2]] == [[2], [2, 3]]
-
-
-def test_what_a_query_activates_is_a_part_of_what_it_sees() -> None:
-    mass = np.random.default_rng(0).random((3, 50), np.float32)
-    active = _active(mass, np.array([20, 50, 30]))
-    assert active.sum(axis=1).tolist() == [2, 5, 3]
-    assert not active[0, 20:].any()
-    assert mass[1][active[1]].min() >= np.sort(mass[1])[-5]
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:

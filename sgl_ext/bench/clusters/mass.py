@@ -1,4 +1,4 @@
-"""How much of the attention to a context each way of choosing finds, below the server."""
+"""Share of the attention to a context that each selector finds, calculated from records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 from sgl_ext.bench.clusters.samples import Layer, Observed
 from sgl_ext.bench.clusters.selectors import (
     FAITHFUL,
-    INFLLM,
-    K_MEANS,
-    MEAN_KEYS,
     OURS,
-    QUEST,
     SELECTORS,
     Mask,
     top,
@@ -27,18 +23,19 @@ from sgl_ext.clusters.activations import attention_mass
 from sgl_ext.clusters.codes import Codes
 
 _BUDGETS = (0.1, 0.2)
-"""Of the middle."""
+"""Shares of the entries between sinks and window."""
 PER_HEAD = "ours, entry by entry, per KV head"
 _NAMES = (*SELECTORS, PER_HEAD)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Of one selector, all layers of one context.
+    """Result of one selector, of all layers of one context.
 
     Attributes:
-        mass: ``[budgets, layers, queries]``, relative to exact top-k of as many entries.
-        index: its share of the middle's KV.
+        mass: attention relative to exact top-k with the same number of entries,
+            ``[budgets, layers, queries]``.
+        index: bytes of the index relative to those of the KV between sinks and window.
     """
 
     mass: NDArray[np.float64]
@@ -46,7 +43,7 @@ class _Found:
 
 
 def relative_mass(layer: Layer, chosen: Mask) -> NDArray[np.float64]:
-    """Of each query: its attention to what was chosen, over that to as many of the best."""
+    """Returns each query's attention to its entries, relative to the best as many entries."""
     limit = layer.best[np.arange(len(chosen)), chosen.sum(axis=1) - 1]
     mass = np.where(chosen, layer.mass, 0).sum(axis=1, dtype=np.float64)
     found: NDArray[np.float64] = mass / limit
@@ -54,7 +51,7 @@ def relative_mass(layer: Layer, chosen: Mask) -> NDArray[np.float64]:
 
 
 def report_mass(report: Report, observed: Sequence[Observed], partial: Partial) -> None:
-    """Adds runs and figures: relative mass of all selectors at equal budgets."""
+    """Adds the relative mass of all selectors at equal budgets to the report."""
     by_context = [
         partial.find(f"mass, {each.sample.name}", partial_of(_all_layers, each))
         for each in observed
@@ -90,11 +87,6 @@ def _figures(
     figures["relative_mass_10_query_p10"] = float(np.percentile(queries, 10))
     figures["index_share"] = max(each.index for each in found[OURS])
     figures["relative_mass_10_faithful"] = at_10[FAITHFUL]
-    figures["relative_mass_10_over_blocks"] = at_10[OURS] - at_10[MEAN_KEYS]
-    # Whose index is larger than ours may be.
-    figures["relative_mass_10_over_representatives"] = at_10[OURS] - at_10[INFLLM]
-    figures["relative_mass_10_over_quest"] = at_10[OURS] - at_10[QUEST]
-    figures["relative_mass_10_over_k_means"] = at_10[OURS] - at_10[K_MEANS]
 
 
 def _masses(found: Sequence[_Found]) -> list[NDArray[np.float64]]:
@@ -102,12 +94,12 @@ def _masses(found: Sequence[_Found]) -> list[NDArray[np.float64]]:
 
 
 def _together(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Of all contexts: ``[budgets, layers, queries]``."""
+    """Returns the masses of all contexts, ``[budgets, layers, queries]``."""
     return np.concatenate(masses, axis=2)
 
 
 def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
-    """By selector, as JSON takes it."""
+    """Returns mass and index by selector, in the form of JSON."""
     layers = range(observed.profile.geometry.layers)
     mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _NAMES}
     index = dict.fromkeys(_NAMES, 0.0)
@@ -123,11 +115,11 @@ def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
 
 
 def _of_layer(layer: Layer) -> dict[str, _Found]:
-    """``[budgets, queries]`` and bytes of each selector."""
+    """Returns the mass ``[budgets, queries]`` and the bytes of the index by selector."""
     found = {}
     mine = SELECTORS[OURS](layer)
     asked = [round(share * len(layer.keys)) for share in _BUDGETS]
-    # As many for all others as ours gives with whole blocks of every device.
+    # Our selector rounds up to whole blocks of every device. The others get as many entries.
     budgets = [int(mine.select(budget).sum(axis=1).max()) for budget in asked]
     for name, make in SELECTORS.items():
         selector = mine if name == OURS else make(layer)
@@ -140,7 +132,7 @@ def _of_layer(layer: Layer) -> dict[str, _Found]:
 
 
 def _per_head(layer: Layer, budget: int) -> NDArray[np.float64]:
-    """As :func:`relative_mass`, where each KV head chooses entries of its own."""
+    """Returns :func:`relative_mass` of a selection by each KV head for itself."""
     codes, kv_heads = layer.profile.codes, layer.keys.shape[1]
     group = layer.queries.shape[1] // kv_heads
     found = np.zeros(len(layer.queries))

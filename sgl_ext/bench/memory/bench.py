@@ -1,6 +1,6 @@
-"""The floor under every power: where KV lies, how it is handed out, how its bytes move.
+"""Benchmark of the memory below the powers: attention over the slab, and transfers.
 
-The compute-bound parts run first, so that nothing of this process competes with them.
+The compute-bound part runs first, so that nothing of this process competes with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.memory import attention as memory_attention
-from sgl_ext.bench.memory import granularity as memory_granularity
 from sgl_ext.bench.memory import transfer as memory_transfer
 
 
@@ -18,5 +17,4 @@ def run(*, quick: bool, out: Path) -> Report:
     report = Report("memory", {"quick": quick})
     memory_attention.measure(report, quick=quick)
     memory_transfer.measure(report, quick=quick, out=out)
-    memory_granularity.measure(report, quick=quick)
     return report

@@ -1,5 +1,4 @@
-"""Engines that lend each other KV memory: how long requests can be, how soon they are answered,
-what it costs the one that lends, and what comes of it when one is killed or paused."""
+"""Benchmark of ``peer``: longest request, time to first token, and the cost for the worker."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report
-from sgl_ext.bench.peer.chaos import report_chaos
 from sgl_ext.bench.peer.context import report_context
 from sgl_ext.bench.peer.interference import report_interference
 from sgl_ext.bench.peer.resize import report_resize
 from sgl_ext.bench.peer.servers import PAGE, Lent
 from sgl_ext.bench.peer.ttft import TtftSizes, report_ttft
 
-PARTS = ("resize", "context", "ttft", "interference", "chaos")
+PARTS = ("resize", "context", "ttft", "interference")
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,11 @@ class _Sizes:
     """Tokens of local memory, for the longest request; the model has 8,192 positions."""
     ttft: TtftSizes
     rounds: int
-    """Of the worker's requests in each situation."""
-    chaos: int
-    """Rounds."""
+    """Rounds of the worker's requests in each situation."""
 
 
-_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3, 3)
-_WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, 10)
+_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3)
+_WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -46,13 +42,11 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     if "interference" in parts:
         setup = Lent(512, 6144, "direct")
         report_interference(report, setup, sizes.rounds, logs / "interference")
-    if "chaos" in parts:
-        report_chaos(report, sizes.chaos, logs / "chaos")
     return report
 
 
 def _contexts(local: int) -> dict[str, Lent]:
-    """By the figure that each is for."""
+    """Returns the sizes by the name of the figure that they are for."""
 
     def lent(factor: float) -> int:
         return int(factor * local) // PAGE * PAGE
