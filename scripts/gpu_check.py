@@ -1,6 +1,6 @@
 """Checks the Triton kernels on a GPU against their references and measures their bandwidth.
 
-Exit status: 0 all well, 1 a kernel is wrong, 2 asked or installed wrongly, 3 no GPU.
+Exit status: 0 all checks passed, 1 a check failed, 2 wrong arguments or missing packages, 3 no GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "kernels" / "triton"), str(ROOT)]
 
 GEOMETRIES = {"SmolLM2-135M": (16, 30, 2, 3, 64), "Llama-3-8B": (16, 32, 2, 8, 128)}
-"""``[page, layers, 2, kv_heads, head_dim]``; bf16."""
+"""Shape of a block by model, ``[page, layers, 2, kv_heads, head_dim]``, bfloat16."""
 GROUPS = (1, 4, 20, 64)
-"""Blocks of a group."""
+"""Numbers of blocks in a group."""
 TILES = (4096, 8192, 16384, 32768, 65536)
 WARPS = (4, 8, 16)
 CALLS = 8
-"""Calls that are timed together, so that the host runs ahead of the device where it can."""
+"""Number of calls that are timed together, so that the host can run ahead of the device."""
 
 Check = tuple[str, Callable[[], None]]
 
@@ -42,15 +42,17 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_check.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--cases", type=int, default=40, help="random slabs to check (default 40)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random slabs (default 0)")
-    parser.add_argument("--no-bandwidth", action="store_true", help="only check")
+    parser.add_argument(
+        "--cases", type=int, default=40, help="number of random slabs to check (default 40)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random slabs (default 0)")
+    parser.add_argument("--no-bandwidth", action="store_true", help="only run the checks")
     parser.add_argument(
         "--mib", type=int, default=1024, help="MiB moved by each measured call (default 1024)"
     )
-    parser.add_argument("--rounds", type=int, default=11, help="timed calls each (default 11)")
+    parser.add_argument("--rounds", type=int, default=11, help="samples of each call (default 11)")
     parser.add_argument(
-        "--sweep", action="store_true", help="also measure tile sizes and warps of the kernel"
+        "--sweep", action="store_true", help="also measure tile sizes and numbers of warps"
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument(
@@ -68,7 +70,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs the checks, then the measurements; prints a summary."""
     options = arguments()
-    # Read when the kernels are imported.
+    # The kernels read it when they are imported.
     os.environ["TRITON_INTERPRET"] = "1" if options.interpret else "0"
     try:
         import checks
@@ -129,7 +131,7 @@ def main() -> int:
 def listed_checks(
     options: argparse.Namespace, torch: Any, checks: Any, kernels: Any, device: Any
 ) -> list[Check]:
-    """What there is to check on this device, by name."""
+    """Returns the checks for this device, with their names."""
 
     def random_cases(on: Any, count: int) -> None:
         for number in range(count):
@@ -143,7 +145,7 @@ def listed_checks(
         for number in range(3):
             chance = random.Random(options.seed + number)  # noqa: S311
             checks.check(kernels, case, chance, device)
-            for _ in range(4):  # both pairings and other angles, by chance
+            for _ in range(4):  # random pairings and angles
                 checks.check_rotation(kernels, case, chance, device)
 
     def far(word: int) -> None:
@@ -198,7 +200,11 @@ def listed_checks(
 
 
 def check_graph(torch: Any, kernels: Any, device: Any) -> None:
-    """Operations on checked rows can be captured: they neither wait nor allocate."""
+    """Checks that operations on checked rows can be captured: they neither wait nor allocate.
+
+    Raises:
+        AssertionError: a replayed operation is wrong.
+    """
     slab = torch.randint(256, (8, 4, 3, 2, 2, 16), dtype=torch.uint8, device=device)
     blocks = kernels.check_blocks(slab, torch.tensor([5, 1, 7]), distinct=True)
     out = torch.zeros(3, 4, 2, 2, 16, dtype=torch.uint8, device=device)
@@ -218,14 +224,18 @@ def check_graph(torch: Any, kernels: Any, device: Any) -> None:
     graph.replay()
     torch.cuda.synchronize()
     if not torch.equal(out, slab[[5, 1, 7], :, 1]):
-        raise AssertionError("the captured gather left other bytes than the slab's")
+        raise AssertionError("the captured gather gave bytes that differ from the slab's")
     tokens = kv.flatten(0, 1)
     if not torch.equal(tokens[[0, 31]], tokens[[20, 3]]):
-        raise AssertionError("the captured rotation by no angle left other tokens than its sources")
+        raise AssertionError("the captured rotation by 0 gave tokens that differ from its sources")
 
 
 def check_lent(torch: Any, device: Any) -> None:
-    """Another process reads and writes the end of a slab; then other memory takes its place."""
+    """Checks that another process can use the end of a slab, and keeps it when it is replaced.
+
+    Raises:
+        AssertionError: a process does not see the memory that it should.
+    """
     from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory
 
     shape = (64, 16, 30, 2, 3, 64)  # blocks of SmolLM2-135M
@@ -236,7 +246,7 @@ def check_lent(torch: Any, device: Any) -> None:
     mapping.put(own.size, lent)
     flat = torch.as_tensor(mapping, device=device)
     if flat.data_ptr() != mapping.address:
-        raise AssertionError("torch has copied the mapping")
+        raise AssertionError("torch copied the mapping")
     slab = flat[own.size :][: 64 * block].view(torch.bfloat16).view(shape)
     slab.view(torch.int16).random_()
     before = slab.clone()
@@ -252,22 +262,22 @@ def check_lent(torch: Any, device: Any) -> None:
         socket.send_fds(here, [b"lent"], [descriptor])
         os.close(descriptor)
         if here.recv(7) != b"written":
-            raise AssertionError("the borrower has not written what it was lent")
+            raise AssertionError("the borrower did not write to the lent memory")
         if not torch.equal(slab.view(torch.int16), before.flip(0).view(torch.int16)):
-            raise AssertionError("the owner does not see what the borrower has written")
+            raise AssertionError("the owner does not see what the borrower wrote")
         mapping.put(own.size, CudaMemory.create(device.index, lent.size))
         flat[own.size :].zero_()
         torch.cuda.synchronize()
         here.sendall(b"replaced")
         if here.recv(4) != b"kept":
-            raise AssertionError("the borrower lost what it had mapped")
+            raise AssertionError("the borrower lost the memory that it had mapped")
     finally:
         here.close()
         process.join(60)
 
 
 def borrow(channel: socket.socket, device: int, size: int, shape: tuple[int, ...]) -> None:
-    """The other process of :func:`check_lent`: our kernels turn the order of blocks round."""
+    """Reverses the order of lent blocks, in the other process of :func:`check_lent`."""
     import sgl_ext_kernels as kernels
     import torch
 
@@ -295,21 +305,21 @@ def borrow(channel: socket.socket, device: int, size: int, shape: tuple[int, ...
 def measure(
     options: argparse.Namespace, torch: Any, checks: Any, kernels: Any, device: Any
 ) -> dict[str, float]:
-    """Prints the bandwidth tables; returns their figures in GB/s."""
+    """Prints the bandwidth tables and returns their figures, in GB/s."""
     figures: dict[str, float] = {}
     free = torch.cuda.mem_get_info(device)[0]
     moved = min(options.mib << 20, free // 12)
     print(
         f"\nGB/s of payload (each byte read once and written once), median of {options.rounds} "
         f"interleaved\nsamples of {CALLS} calls. 'numbers' checks and uploads the runs in each "
-        "call; 'checked' was\ngiven checked rows. The last column is relative to one "
+        "call; 'checked' is\ngiven checked rows. The last column is relative to one "
         "device-to-device copy of the bytes (in a\nsweep: to the best)."
     )
     for name, item in GEOMETRIES.items():
         block = 2 * item[0] * item[1] * item[2] * item[3] * item[4]
         for group in GROUPS:
             groups = max(1, moved // (group * block))
-            # Groups lie apart and in no order, as an allocator in use leaves them.
+            # Groups lie apart and in random order, as in an allocator in use.
             slab = torch.empty(groups * (2 * group), *item, dtype=torch.bfloat16, device=device)
             slab.view(torch.int64).random_()
             order = torch.randperm(groups, generator=torch.Generator().manual_seed(options.seed))
@@ -328,7 +338,7 @@ def measure(
 def measure_groups(
     options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
 ) -> dict[str, float]:
-    """Whole groups, against what torch offers for the same."""
+    """Measures gathers and scatters of whole groups against torch's operations for the same."""
     checked = kernels.check_runs(slab, runs, distinct=True)
     blocks = checked.numbers
     out = torch.zeros(len(blocks), *slab.shape[1:], dtype=slab.dtype, device=slab.device)
@@ -365,7 +375,7 @@ def measure_groups(
 def measure_parts(
     options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
 ) -> dict[str, float]:
-    """One layer of every block, and every token by itself, against torch's indexing."""
+    """Measures one layer of every block, and single tokens, against torch's indexing."""
     blocks = kernels.check_runs(slab, runs, distinct=True)
     page, layers = slab.shape[1:3]
     # Each call takes the next layer and buffer: one layer alone would stay in the L2 cache.
@@ -421,7 +431,10 @@ def measure_rotation(
     slab: Any,
     runs: Any,
 ) -> dict[str, float]:
-    """Tokens of the blocks of ``runs`` to all others: in order, and every token by itself."""
+    """Measures the rotation of the tokens of ``runs`` into the other blocks.
+
+    The tokens are moved in order, and in random order.
+    """
     slab.normal_()
     rotate, page = kernels.rotate, slab.shape[1]
     used = kernels.check_runs(slab, runs).numbers.cpu()
@@ -469,7 +482,7 @@ def measure_rotation(
 def sweep_gather(
     options: argparse.Namespace, torch: Any, kernels: Any, name: str, slab: Any, runs: Any
 ) -> dict[str, float]:
-    """Gathers groups of 20."""
+    """Measures the gather of groups for tile sizes and numbers of warps."""
     checked = kernels.check_runs(slab, runs)
     out = slab.new_empty(len(checked.numbers), *slab.shape[1:])
     size = out.numel() * out.element_size()
@@ -485,7 +498,7 @@ def sweep(
     module: Any,
     operation: Callable[[], None],
 ) -> dict[str, float]:
-    """Tile sizes and warps of the kernel of ``module``."""
+    """Measures an operation for tile sizes and numbers of warps of the kernel of ``module``."""
 
     def sample(tile: int, warps: int) -> Callable[[], None]:
         def call() -> None:
@@ -514,7 +527,7 @@ def compare(
     size: int,
     calls: dict[str, Callable[[], Any]],
 ) -> dict[str, float]:
-    """Times the calls interleaved, on the device's clock; prints and returns GB/s."""
+    """Times interleaved calls on the device's clock; prints and returns their GB/s."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the Triton kernels on this machine's GPU and measures their bandwidth. Needs this
-# repository, torch and Triton; not SGLang, no installation. See --help.
+# repository, torch and Triton, but neither SGLang nor an installation. See --help.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

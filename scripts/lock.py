@@ -1,7 +1,7 @@
-"""Rewrites the hashes of scripts/cpu.lock: to change a version, edit its line and run this.
+"""Rewrites the hashes of scripts/cpu.lock. To change a version, edit its line and run this script.
 
-Of each pinned release the index lists every file; those that Linux on x86-64 or aarch64 with
-Python 3.11 can install are kept. torch is in scripts/torch.lock, which says why.
+The index lists all files of a pinned release. The hashes of those that Linux on x86-64 or aarch64
+with Python 3.11 can install are kept. torch is in scripts/torch.lock, which gives the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tags() -> frozenset[Tag]:
 
 
 def installable(file: str, version: str, wanted: frozenset[Tag]) -> bool:
-    """Whether a file of the index is this release, as source or as a wheel for ``wanted``."""
+    """Returns whether a file is of this release and is a source or a wheel for ``wanted``."""
     if file.endswith((".tar.gz", ".zip")):
         return file.removesuffix(".tar.gz").removesuffix(".zip").endswith(f"-{version}")
     try:
@@ -47,14 +47,14 @@ def installable(file: str, version: str, wanted: frozenset[Tag]) -> bool:
 
 
 def hashes(files: list[dict[str, Any]], version: str, wanted: frozenset[Tag]) -> list[str]:
-    """SHA-256 of the installable files of a project's page."""
+    """Returns the SHA-256 hashes of the installable files of a project, sorted."""
     return sorted(
         file["hashes"]["sha256"] for file in files if installable(file["filename"], version, wanted)
     )
 
 
 def listed(name: str) -> list[dict[str, Any]]:
-    """The files that the index has of a project."""
+    """Returns the files of a project in the index."""
     request = urllib.request.Request(  # noqa: S310  # the index that pip reads
         f"{INDEX}/{canonicalize_name(name)}/", headers={"Accept": _JSON}
     )
@@ -64,7 +64,7 @@ def listed(name: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Keeps comments and pins as they are."""
+    """Rewrites the lock file; comments and pins stay as they are."""
     wanted, lines = tags(), []
     for line in LOCK.read_text().splitlines():
         if line.lstrip().startswith("--hash"):

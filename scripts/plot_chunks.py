@@ -1,7 +1,7 @@
-"""Draws the results of ``python -m sgl_ext.bench chunks``: ``plot_chunks.py FIGURE.svg JSON…``,
-of the whole bench or of its parts speed and methods.
+"""Draws the results of ``python -m sgl_ext.bench chunks``: ``plot_chunks.py FIGURE.svg JSON…``.
 
-Needs matplotlib (``pip install 'sgl-ext[plot]'``).
+The JSON files are those of the whole benchmark, or of its parts ``speed`` and ``methods``. Needs
+matplotlib (``pip install 'sgl-ext[plot]'``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TTFT = "ttft, chunks of 512, "
 
 
 def _pareto(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """Divergence against what is computed."""
+    """Draws the divergence over the computed share."""
     found = sorted((run for run in runs if run["what"] == _ACCURACY), key=lambda run: run["cost"])
     best: list[dict[str, Any]] = []
     for run in found:
@@ -50,7 +50,7 @@ def _pareto(axes: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def _speed(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """Time to first token against the prompt's length."""
+    """Draws the time to first token over the length of the prompt."""
     shown = {**_SHOWN, DEFAULT: DEFAULT}
     for system, label in shown.items():
         points = [

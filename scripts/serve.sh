@@ -31,15 +31,15 @@ find "$logs" -name 'serve-*.log' -mtime +7 -delete
 log=$logs/serve-$(date +%Y%m%d-%H%M%S)-$$.log
 (umask 077 && : >"$log")
 
-# SGLang kills every child of its process before it prints why it ends: the copy into the log is a
-# child of this shell, which waits for both, and passes on what it is told to end by.
+# SGLang kills every child of its process before it prints why it ends. The copy into the log is
+# therefore a child of this shell, which waits for both and passes on SIGTERM and SIGHUP.
 exec 3> >(exec tee -i "$log")
 copy=$!
 env --default-signal=INT,QUIT "${command[@]}" >&3 2>&1 3>&- &
 server=$!
 exec 3>&-
 trap 'kill -TERM "$server" 2>/dev/null || true' TERM HUP
-trap : INT QUIT  # a terminal sends them to the server, too
+trap : INT QUIT  # a terminal also sends them to the server
 printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
 ended() { ! kill -0 "$server" 2>/dev/null; }
 until ended; do wait "$server" || true; done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Serves two models on this machine's CPU, of which one borrows the other's idle KV memory:
-# SmolLM2-135M-Instruct on port 30000 (or $PORT), with 2,048 tokens of its own, and a small
-# untrained model of another geometry on the next port, which lends it what it does not need.
-# Ctrl-C ends both. Arguments go to the first one.
+# Serves two models on this machine's CPU, one of which borrows the other's idle KV memory:
+# SmolLM2-135M-Instruct on port 30000 (or $PORT), with own KV memory for 2,048 tokens, and a small
+# untrained model of another geometry on the next port, which lends memory that it does not need.
+# Ctrl-C ends both servers. Arguments go to the first one.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -38,6 +38,6 @@ serve --model-path "$master" --served-model-name SmolLM2-135M-Instruct --port "$
     --max-total-tokens 2048 \
     --ext-config "{\"peer\": {\"role\": \"master\", \"directory\": \"$directory\", \"capacity\": \"1GiB\"}}" \
     "$@"
-printf 'sgl_ext: two servers start (about a minute); then: %s\n' \
+printf 'sgl_ext: starting two servers (about a minute); then run: %s\n' \
     "$(dirname "$python")/sgl-ext top http://127.0.0.1:$port http://127.0.0.1:$((port + 1))" >&2
 wait -n

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock,
-# which pip checks against the hashes there, and this package.
-# Does nothing when that is already done; a run that was interrupted is repaired by the next one.
+# Prepares .venv for a machine without a GPU: the pinned packages of cpu.lock, whose hashes pip
+# checks, and this package.
+# Does nothing if the environment is up to date. The next run repairs an interrupted one.
 #
-#   SGL_EXT_VENV    where the virtual environment goes   (default: .venv beside this folder)
-#   SGL_EXT_PYTHON  the Python 3.11 to build it from     (default: python3.11, then python3)
+#   SGL_EXT_VENV    path of the virtual environment      (default: .venv beside this folder)
+#   SGL_EXT_PYTHON  the Python 3.11 to create it from    (default: python3.11, then python3)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -18,13 +18,13 @@ need_mib=5000
 say() { printf 'sgl_ext: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The stamp names everything the environment was made from; it is written last.
+# The stamp is a hash of all inputs of the environment. It is written last.
 stamp=$venv/.sgl_ext_setup
 native() { find "$root/kernels/native" -type f -print0 | sort -z | xargs -0 cat; }
 key=$({ cat "$lock" "$torch_lock" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; native; echo "$root"; } | sha256sum | cut -d' ' -f1)
 done_already() { [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$key" ]]; }
 
-# The remote tier's client is the one package that needs libraries of the system.
+# Only the client of the remote tier needs system libraries.
 missing_libraries() {
     local known package
     known=$(PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null) || return 0
@@ -32,7 +32,7 @@ missing_libraries() {
         [[ $known == *"${package#*:} "* ]] || printf ' %s' "${package%%:*}"
     done
 }
-# Only CI, whose machine is its own, gets system packages without being asked.
+# System packages are only installed on CI; elsewhere the command is printed.
 bring_libraries() {
     local packages install=(apt-get install -y --no-install-recommends)
     packages=$(missing_libraries)
@@ -41,7 +41,7 @@ bring_libraries() {
         say "installing$packages for the remote tier"
         read -ra packages <<<"$packages"
         apt-get update >/dev/null 2>&1 || true
-        DEBIAN_FRONTEND=noninteractive "${install[@]}" "${packages[@]}" >&2 || die "that failed"
+        DEBIAN_FRONTEND=noninteractive "${install[@]}" "${packages[@]}" >&2 || die "apt-get install failed"
         return 0
     fi
     say "the remote tier (Mooncake) needs system libraries; on Debian and Ubuntu, as root:" \
@@ -78,7 +78,7 @@ stopped() {
     die "set-up stopped at: $*. Full log: $log. Run this script again to continue."
 }
 quietly() { "$@" >>"$log" 2>&1 || stopped "$@"; }
-# Reads pip's output and names the number of packages it has got to.
+# Reads pip's output and prints the number of packages so far.
 count() {
     awk -v tty="$([[ -t 2 ]] && echo 1)" '
         /^ *(Collecting|Processing) / { n++; if (tty) printf "\rsgl_ext:       %d packages", n; else if (n % 25 == 0) print "sgl_ext:       " n " packages"; fflush() }
@@ -89,16 +89,16 @@ count() {
 rm -f "$stamp"
 step 1 "virtual environment in $venv"
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    # Only what is an environment, or nothing yet, is ours to replace.
+    # Only a virtual environment or an empty folder is replaced.
     [[ ! -e $venv || -f $venv/pyvenv.cfg || -z $(ls -A "$venv" 2>&1) ]] ||
-        die "$venv exists and is no virtual environment; move it, or set SGL_EXT_VENV to another place"
+        die "$venv exists and is not a virtual environment; move it, or set SGL_EXT_VENV to another place"
     rm -rf "$venv"
     "$python" -m venv "$venv" >&2 ||
         die "$python -m venv failed; on Debian and Ubuntu: apt-get install python3.11-venv"
 fi
 : >"$log"
 step 2 "PyTorch (CPU build)"
-# Some machines know the CPU build by themselves; everywhere else it is in PyTorch's own index.
+# The default index of some machines has the CPU build; otherwise it is in PyTorch's own index.
 pip install --no-deps -r "$torch_lock" >>"$log" 2>&1 ||
     quietly pip install --no-deps --extra-index-url "$torch_cpu_index" -r "$torch_lock"
 step 3 "SGLang and $(($(grep -c '==' "$lock") - 1)) pinned packages (about 1 GB, a few minutes)"

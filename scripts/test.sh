@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up, then lints, type-checks and tests. Arguments go to pytest instead of the
-# default run of everything: scripts/test.sh tests/test_config.py -k size
+# Sets everything up, then runs the linter, the type check and all tests. With arguments, runs only
+# pytest with them: scripts/test.sh tests/test_config.py -k size
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -12,15 +12,15 @@ export PATH=$bin:$PATH
 if (($# == 0)); then
     ruff check .
     ruff format --check .
-    # The type check and the model of the tests are one thread's work each.
+    # The type check and the preparation of the tests' model use one thread each.
     mypy &
     types=$!
     prepared=0
     "$bin/python" -m sgl_ext.models SmolLM2-135M-Instruct >/dev/null || prepared=$?
     wait "$types"
     ((prepared == 0)) || exit "$prepared"
-    # Engines of two workers share the cores: starting one is mostly one thread's work. Each file
-    # stays with one worker, which shares its servers.
+    # The engines of two workers share the cores, because the start of an engine mostly uses one
+    # thread. All tests of a file run in one worker, so that they share their servers.
     set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 fi
 exec "$bin/python" -m pytest "$@"

@@ -46,7 +46,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
             a tier has loaded nothing.
     """
     if config.restore is None or config.tiers is None:
-        raise ExtError("there is nothing to calibrate: give a configuration with a restore section")
+        raise ExtError("nothing to calibrate: the configuration has no restore section; add one")
     found: dict[str, dict[str, Any]] = {}
     loads: dict[str, LoadCost] = {}
     deadline = config.start_deadline
@@ -112,8 +112,8 @@ def _in_scratch(wanted: Tiers) -> Iterator[Tiers]:
             ]
         except OSError as error:
             raise ExtError(
-                f"cannot measure {error.filename or ssd.directories} ({error.strerror}); make it, "
-                "or let this user write there"
+                f"cannot create a temporary folder in {error.filename or ssd.directories} "
+                f"({error.strerror}); create the directory, or give this user write permission"
             ) from None
         there = ssd.model_copy(update={"directories": tuple(map(Path, scratch)), "keep_after": 1})
         yield Tiers(ssd=there, staging=wanted.staging, wait=wanted.wait)
@@ -129,7 +129,10 @@ def _load_cost(tier: str, samples: Sequence[tuple[int, float]]) -> LoadCost:
         ExtError: There are no samples.
     """
     if not samples:
-        raise ExtError(f"{tier} has given nothing back; a server's /metrics say why")
+        raise ExtError(
+            f"calibration loaded no page from the {tier} tier; start a server with this "
+            "configuration and check the failures of the tier in its /metrics"
+        )
     return LoadCost(0.0, statistics.median(seconds / tokens for tokens, seconds in samples))
 
 

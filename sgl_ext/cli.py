@@ -23,7 +23,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 _Config = Annotated[
     Optional[str],  # noqa: UP045  (typer reads it)
     typer.Option(
-        "--config", "--ext-config", metavar="FILE|JSON", help="As --ext-config of the server."
+        "--config",
+        "--ext-config",
+        metavar="FILE|JSON",
+        help="Configuration, in the format of the server's --ext-config.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -43,7 +46,7 @@ def doctor(
     model_path: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads it)
         typer.Option(
-            help="A model folder: a server is started on it, to see how far linked chunks are off."
+            help="Model folder. Starts a server on it to measure how far linked chunks diverge."
         ),
     ] = None,
 ) -> None:
@@ -66,7 +69,7 @@ def doctor(
 def calibrate(
     context: typer.Context,
     model_path: Annotated[
-        Path, typer.Option(help="A model folder, as --model-path of the server.")
+        Path, typer.Option(help="Model folder, as for the server's --model-path.")
     ],
     config: _Config = None,
 ) -> None:
@@ -80,26 +83,30 @@ def calibrate(
         raise typer.Exit(1) from None
     compute = profile.compute
     print(
-        f"computing: {1e3 * compute.overhead:.1f} ms a forward, {1e6 * compute.per_token:.1f} us a "
-        f"token, {1e9 * compute.per_pair:.2f} ns for each token before it"
+        f"compute: {1e3 * compute.overhead:.1f} ms per forward, {1e6 * compute.per_token:.1f} us "
+        f"per token, {1e9 * compute.per_pair:.2f} ns per pair of a token and a preceding token"
     )
     for tier, cost in profile.loads.items():
-        print(f"loading from {tier}: {1e6 * cost.per_token:.1f} us a token")
+        print(f"loading from {tier}: {1e6 * cost.per_token:.1f} us per token")
     for how, curve in profile.host.items():
-        figures = ", ".join(f"{1e3 * seconds:.0f} ms of {n}" for n, seconds in curve.items())
-        print(f"restoring from host memory by {how}: {figures} tokens")
+        figures = ", ".join(
+            f"{1e3 * seconds:.0f} ms for {n} tokens" for n, seconds in curve.items()
+        )
+        print(f"restoring from host memory by {how}: {figures}")
     print(f"wrote {path}")
 
 
 @app.command()
 def cluster(
-    record: Annotated[Path, typer.Argument(help="What a server has written down of a context.")],
+    record: Annotated[Path, typer.Argument(help="Record of a context that a server has written.")],
     directories: Annotated[
-        list[Path], typer.Argument(help="One for each device, as clusters.directories.")
+        list[Path], typer.Argument(help="Directories, one per device, as in clusters.directories.")
     ],
     name: Annotated[
         str,
-        typer.Option(help="Letters, digits, - and _: what its id is to begin with, behind stx-."),
+        typer.Option(
+            help="Start of the context's id, after stx-; up to 40 letters, digits, - and _."
+        ),
     ] = "",
 ) -> None:
     """Stores a recorded context on devices, so that requests can follow it."""
@@ -111,7 +118,10 @@ def cluster(
     from sgl_ext.clusters.job import store
 
     if not re.fullmatch("[A-Za-z0-9_-]{0,40}", name):
-        typer.echo(f"sgl_ext: --name {name!r} has to be up to 40 of A-Z a-z 0-9 _ -", err=True)
+        typer.echo(
+            f"sgl_ext: --name {name!r} is invalid; use up to 40 characters of A-Z a-z 0-9 _ -",
+            err=True,
+        )
         raise typer.Exit(1)
     id_ = new_id(name)
     try:
@@ -138,9 +148,10 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def top(
     urls: Annotated[
-        list[str] | None, typer.Argument(help="Of servers; http://127.0.0.1:30000 without any.")
+        list[str] | None,
+        typer.Argument(help="URLs of the servers; http://127.0.0.1:30000 if none is given."),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
 ) -> None:
     """Shows the tiers of running servers, and the memory that their engines lend each other."""
     from sgl_ext.top import watch

@@ -128,7 +128,10 @@ class ContextCache:
         try:
             return msgspec.json.decode(answer.content, type=type_)
         except msgspec.DecodeError as error:
-            raise ExtError(f"{url} gave no answer of a context cache: {error}") from None
+            raise ExtError(
+                f"{url} returned an answer that is not of the context cache: {error}; check the "
+                "URL of the server"
+            ) from None
 
 
 def _error(url: str, answer: requests.Response) -> ExtError:
@@ -146,7 +149,7 @@ def _error(url: str, answer: requests.Response) -> ExtError:
             found = answer.text
     if answer.status_code == 404:
         return ExtError(
-            f"{url} is not there: start that server with --enable-ext and a chunks section in its "
+            f"{url} was not found; start the server with --enable-ext and a chunks section in its "
             "--ext-config"
         )
     return ExtError(f"{url} answered {answer.status_code}: {str(found)[:_LONGEST_ECHO]}")

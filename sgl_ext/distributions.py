@@ -50,7 +50,7 @@ def read(meta: Mapping[str, Any], last: int) -> list[Distribution]:
     """
     tops = [found for found in meta["input_top_logprobs"] if found is not None][-last:]
     if len(tops) < last:
-        raise ExtError(f"the server told of {len(tops)} tokens, not of {last}")
+        raise ExtError(f"the server returned distributions of {len(tops)} tokens, expected {last}")
     return [{token: logprob for logprob, token, _ in found} for found in tops]
 
 
@@ -89,6 +89,6 @@ def distributions(
         )
         answer.raise_for_status()
     except requests.RequestException as error:
-        raise ExtError(f"{url} did not say what comes next: {error}") from None
+        raise ExtError(f"cannot get next-token distributions from {url}: {error}") from None
     meta: dict[str, Any] = answer.json()["meta_info"]
     return Told(read(meta, last), meta)

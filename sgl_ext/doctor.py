@@ -58,7 +58,9 @@ def as_json(checks: list[Check], config: ExtConfig) -> dict[str, Any]:
 def _python() -> Check:
     found = platform.python_version()
     if not found.startswith("3.11."):
-        return Check("Python", "note", found, "the pinned packages and tests are for 3.11")
+        return Check(
+            "Python", "note", found, "use 3.11, which the packages are pinned and tested for"
+        )
     return Check("Python", "ok", found)
 
 
@@ -83,8 +85,8 @@ def _accelerator() -> Check:
     except ImportError as error:
         return Check("accelerator", "fail", str(error), "run scripts/setup.sh")
     if inactive is None:
-        return Check("accelerator", "ok", "none; the CPU platform serves")
-    return Check("accelerator", "ok", f"the CPU platform stays out: {inactive}")
+        return Check("accelerator", "ok", "none; the CPU platform is active")
+    return Check("accelerator", "ok", f"the CPU platform is inactive: {inactive}")
 
 
 def _hooks() -> Check:
@@ -102,7 +104,7 @@ def _hooks() -> Check:
     found = last[-1] if last else f"exit code {result.returncode}"
     if result.returncode != 0:
         return Check("hooks", "fail", found, "reinstall with scripts/setup.sh")
-    return Check("hooks", "ok", f"every hook and seam fits; {found}")
+    return Check("hooks", "ok", f"all hooks and seams are available; {found}")
 
 
 def _memory() -> Check:
@@ -122,12 +124,12 @@ def _huge_pages() -> Check:
         finally:
             os.close(descriptor)
         if not shared.collapse(0, mapping.HUGE_PAGE):
-            return Check("huge pages", "ok", "shared memory gets them when asked")
+            return Check("huge pages", "ok", "available for shared memory on request")
     except (OSError, ExtError) as error:
         return Check("huge pages", "note", str(error), "free some memory")
     setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     return Check(
-        "huge pages", "note", "refused for shared memory; decode over the slab is slower",
+        "huge pages", "note", "not available for shared memory; decode over the KV slab is slower",
         f"use Linux 6.1 or later, or echo advise > {setting}",
     )  # fmt: skip
 

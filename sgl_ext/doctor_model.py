@@ -26,9 +26,7 @@ def linking(model: Path, config: ExtConfig) -> Check:
     ``chunks`` section.
     """
     if config.chunks is None:
-        return Check(
-            _NAME, "note", "not looked at", "give a configuration with a chunks section, too"
-        )
+        return Check(_NAME, "note", "skipped", "add a chunks section to the configuration")
     chosen = config.resolved()
     sections = json.dumps({name: chosen[name] for name in ("memory", "chunks")})
     arguments = ("--max-total-tokens", _TOKENS, "--enable-ext", "--ext-config", sections)
@@ -43,12 +41,13 @@ def linking(model: Path, config: ExtConfig) -> Check:
             answer.raise_for_status()
             found = answer.json()
     except ExtError as error:
-        return Check(_NAME, "fail", str(error), "see the last lines of what the server said")
+        return Check(_NAME, "fail", str(error), "see the last lines of the server's log")
     except requests.RequestException as error:
         return Check(_NAME, "fail", str(error), "try again")
     nats = found["nats"]
     return Check(
         _NAME, "ok",
-        f"{found['method']} diverges by {nats['divergence']:.3f} nats, of at most "
-        f"{config.chunks.largest_divergence:g}; a chunk in its own place by {nats['exact']:.4f}",
+        f"{found['method']} diverges by {nats['divergence']:.3f} nats (limit "
+        f"{config.chunks.largest_divergence:g}); a chunk at its original position by "
+        f"{nats['exact']:.4f}",
     )  # fmt: skip

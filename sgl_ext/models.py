@@ -167,7 +167,9 @@ def shortened(model: PackagedModel, layers: int) -> Path:
         logging.set_verbosity_error()  # transformers warns of every weight of the omitted layers
         config = AutoConfig.from_pretrained(whole)
         if not 1 <= layers <= config.num_hidden_layers:
-            raise ExtError(f"{model.name} has {config.num_hidden_layers} layers, not {layers}")
+            raise ExtError(
+                f"cannot shorten {model.name} to {layers} layers: it has {config.num_hidden_layers}"
+            )
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]

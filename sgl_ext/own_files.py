@@ -21,7 +21,9 @@ def open_own(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     try:
         status = os.fstat(opened)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it is no regular file of this user", str(file))
+            raise PermissionError(
+                errno.EPERM, "it is not a regular file that this user owns", str(file)
+            )
         if stat.S_IMODE(status.st_mode) != 0o600:
             os.fchmod(opened, 0o600)
     except BaseException:
@@ -39,5 +41,5 @@ def make_own_folder(folder: Path) -> None:
     folder.mkdir(0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "it is no directory of this user", str(folder))
+        raise PermissionError(errno.EPERM, "it is not a directory that this user owns", str(folder))
     folder.chmod(0o700)

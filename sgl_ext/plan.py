@@ -84,10 +84,13 @@ class PrefillPlan:
         at = 0
         for span in self.spans:
             if span.start != at or span.end <= span.start:
-                raise ValueError(f"the plan's tokens {at} on, then {span}: a gap, overlap or hole")
+                raise ValueError(
+                    f"the spans of a plan cover the tokens before {at}, but {span} follows; "
+                    "expected spans without gap or overlap, none of them empty"
+                )
             at = span.end
         if not self.spans or not isinstance(self.spans[-1].source, Compute):
-            raise ValueError(f"the last token of a plan is computed, not {self.spans[-1:]}")
+            raise ValueError(f"the last span of a plan must be computed, found {self.spans[-1:]}")
         self._starts = [span.start for span in self.spans]
 
     def __len__(self) -> int:

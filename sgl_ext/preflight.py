@@ -65,7 +65,7 @@ def _plugin() -> Check:
     names = {ep.name for ep in entry_points(group="sglang.srt.plugins")}
     if "sgl_ext" not in names:
         return Check(
-            "plugin", "fail", "SGLang does not see this package",
+            "plugin", "fail", "SGLang does not find the plugin of this package",
             "install it (pip install -e .) into the environment that runs SGLang",
         )  # fmt: skip
     needed = {"sgl_ext"} | ({cpu.PLATFORM_NAME} if _cpu_platform_serves() else set())
@@ -73,13 +73,14 @@ def _plugin() -> Check:
     missing = sorted(needed - {name.strip() for name in allowed.split(",")})
     if allowed and missing:
         return Check(
-            "plugin", "fail", f"SGLANG_PLUGINS={allowed} leaves out {', '.join(missing)}",
+            "plugin", "fail", f"SGLANG_PLUGINS={allowed} excludes {', '.join(missing)}",
             "add it, or unset the variable",
         )  # fmt: skip
     selected = os.environ.get("SGLANG_PLATFORM")
     if selected and selected != cpu.PLATFORM_NAME:
         return Check(
-            "plugin", "fail", f"SGLANG_PLATFORM={selected} shuts out this package's plugin",
+            "plugin", "fail",
+            f"SGLANG_PLATFORM={selected} excludes the platform plugin of this package",
             f"unset it, or set it to {cpu.PLATFORM_NAME}",
         )  # fmt: skip
     return Check("plugin", "ok", "registered with SGLang")
@@ -130,12 +131,12 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
             yield Check(name, "ok", f"off (needs {_NEEDS[name]})")
             continue
         section = present[name]
-        probed = "; --model-path looks at the model, too" if name == "chunks" else ""
+        probed = "; add --model-path to check the model" if name == "chunks" else ""
         yield Check(name, "ok", f"on{probed}")
         if isinstance(section, Restore) and not any(known(cache_dir() / PROFILES)):
             yield Check(
-                "restore profile", "note", "none: servers learn what computing and loading cost",
-                "sgl-ext calibrate --model-path … with this configuration",
+                "restore profile", "note", "none; servers measure costs while they run",
+                "run sgl-ext calibrate --model-path … with this configuration",
             )  # fmt: skip
         if isinstance(section, Tiers):
             yield from _tiers(section, config.swap)
@@ -160,7 +161,7 @@ def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
         asked = tiers.host.capacity
     if asked > (available := available_memory()):
         yield Check(
-            "host memory", "fail", f"{gib(asked)} asked, {gib(available)} available",
+            "host memory", "fail", f"{gib(asked)} requested, {gib(available)} available",
             f"lower {key}",
         )  # fmt: skip
 
@@ -185,8 +186,10 @@ def _peer_directory(peer: Peer) -> Check:
         if not peer.directory.exists():
             above = next(each for each in peer.directory.parents if each.exists())
             if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
-                return Check(name, "ok", "will be made")
-            return Check(name, "fail", f"cannot be made in {above}", "make it, or name another")
+                return Check(name, "ok", "will be created")
+            return Check(
+                name, "fail", f"cannot be created in {above}", "create it, or choose another"
+            )
         address(peer.directory)
         if peer.role == "master":
             lock(peer.directory).close()
@@ -199,22 +202,27 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     name = f"{section} directory {directory}"
     if not os.path.isdir(directory):  # noqa: PTH112  # also False for an invalid name
         if os.path.exists(directory):  # noqa: PTH110
-            return Check(name, "fail", "is no directory", "name one")
+            return Check(name, "fail", "is not a directory", "choose a directory")
         return Check(name, "fail", "does not exist", "create it")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(name, "fail", "not writable", "change its owner or mode")
     usage = shutil.disk_usage(directory)
     if capacity > usage.total:
         return Check(
-            name, "fail", f"capacity {gib(capacity)} on a disk of {gib(usage.total)}", "lower it"
+            name,
+            "fail",
+            f"capacity {gib(capacity)} on a disk of {gib(usage.total)}",
+            "lower the capacity",
         )
     found = f"{gib(usage.free)} free"
     try:
         direct = _takes_direct_io(directory)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Check(name, "note", "full", "KV that is there is served, and written over")
-        return Check(name, "fail", f"cannot be written: {error.strerror}", "change it")
+            return Check(name, "note", "full", "existing KV is served, and overwritten")
+        return Check(
+            name, "fail", f"cannot be written: {error.strerror}", "choose another directory"
+        )
     if not direct:
         return Check(name, "note", f"{found}, no O_DIRECT", "reads go through the page cache")
     return Check(name, "ok", f"{found}, O_DIRECT")

@@ -33,12 +33,12 @@ def states_of(url: str) -> list[State]:
         found = [state for state in states if "tiers" in state or "peer" in state]
     except (requests.RequestException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExtError(
-            f"cannot ask {url}/server_info: {error}; is a server running there?"
+            f"cannot query {url}/server_info: {error}; is a server running there?"
         ) from None
     if not found:
         raise ExtError(
-            f"the server at {url} has no tiers and no peers; start it with --enable-ext and a "
-            "section of these"
+            f"the server at {url} has neither tiers nor peers; start it with --enable-ext and a "
+            "tiers or peer section"
         )
     return found
 
@@ -88,8 +88,8 @@ def _tables(now: list[State], before: list[State], seconds: float) -> Group:
 
 def _peers(states: list[State]) -> Table:
     table = Table(
-        "scheduler", "role", "lent MiB", "used MiB", "of MiB", "lent", "reclaimed MiB", "remarks",
-        box=None, pad_edge=False,
+        "scheduler", "role", "lent MiB", "used MiB", "lendable MiB", "lent", "reclaimed MiB",
+        "remarks", box=None, pad_edge=False,
     )  # fmt: skip
 
     def mib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""What the tests of the CPU attention share."""
+"""Kit for tests of the CPU attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from sgl_ext.engine.cpu.trial import Geometry
 def geometries(
     *, groups: int, head_dims: list[int], windows: st.SearchStrategy[int]
 ) -> st.SearchStrategy[Geometry]:
-    """Small geometries of up to ``groups`` query heads per KV head, with and without a window."""
+    """Returns a strategy for small geometries, with and without a window.
+
+    A KV head has at most ``groups`` query heads.
+    """
     return st.builds(
         lambda kv_heads, group, head_dim, window, dtype: Geometry(
             kv_heads * group, kv_heads, head_dim, window, dtype

@@ -89,12 +89,13 @@ def _quick_starts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
+def trained_model() -> Path:
+    """The whole model, for tests that need answers which make sense."""
     return prepare(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
-def short_model() -> Path:
+def model() -> Path:
     """The model cut to its first six layers: answers are deterministic but make little sense."""
     return shortened(SMOLLM2, 6)
 
@@ -105,10 +106,12 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def extension(model: Path, logs: Path) -> Iterator[Server]:
+def extension(trained_model: Path, logs: Path) -> Iterator[Server]:
     """SGLang with ``--enable-ext`` and every section off, its memory checks strict."""
     strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve([System("extension", (*POOL, "--enable-ext"), strict)], model, logs) as (server,):
+    with serve([System("extension", (*POOL, "--enable-ext"), strict)], trained_model, logs) as (
+        server,
+    ):
         yield server
 
 
@@ -182,7 +185,6 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **(environment or {})}
         if sabotage:
-            env["PYTHONPATH"] = str(ROOT / "tests" / "sabotage")
             env["SABOTAGE"] = " ".join(sabotage)
         command = [*program, *POOL, "--model-path", model_path or str(model), *arguments]
         return template.run(command, env, timeout=240, folder=tmp_path_factory.mktemp("launch"))
@@ -190,11 +192,17 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run
 
 
-def refusal(result: subprocess.CompletedProcess[str]) -> str:
-    """The one line of ours that ended a start, which must have failed."""
+def refusal(result: subprocess.CompletedProcess[str], *, processes: int = 1) -> str:
+    """Returns the line of the extension that ended a start, which must have failed.
+
+    Args:
+        processes: number of processes that may print the line. The extension activates itself in
+            processes that have imported SGLang's scheduler: in a forked detokenizer, too.
+    """
     assert result.returncode != 0, result.stdout[-2000:]
     lines = [line for line in result.stderr.splitlines() if line.startswith("sgl_ext: ")]
-    assert len(lines) == 1, result.stderr[-3000:]
+    assert 1 <= len(lines) <= processes, result.stderr[-3000:]
+    assert len({*lines}) == 1, result.stderr[-3000:]
     return lines[0]
 
 

@@ -1,4 +1,4 @@
-"""What tests of the context cache share: its real routes on a real port, with no model behind."""
+"""Kit for tests of the context cache: its routes on a real port, without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sgl_ext.errors import ExtError
 
 
 class Manager:
-    """Stands for SGLang's ``TokenizerManager``: a letter is a token."""
+    """Stub of SGLang's ``TokenizerManager`` in which each character is a token."""
 
     model_config = SimpleNamespace(vocab_size=200)
     context_len = 100
@@ -45,12 +45,12 @@ class Manager:
 
 @dataclass
 class ContextServer:
-    """Its ``/generate`` answers with the request that SGLang would be handed."""
+    """Server whose ``/generate`` answers with the body that SGLang would receive."""
 
     url: str
     service: ContextService
     requests: list[tuple[str, bytes]] = field(default_factory=list)
-    """Method and path, and body, of all that came."""
+    """Received requests: method and path, and body."""
 
 
 @contextmanager

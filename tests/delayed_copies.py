@@ -1,4 +1,4 @@
-"""A transfer engine whose copies happen when the test's dice say so, in any order, or fail."""
+"""Transfer engine for tests whose copies are late, run in a random order, or fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_ext.memory.transfer import TransferEngine
 
 
 class DelayedTicket:
-    """What :class:`Ticket` is to its owner."""
+    """Ticket of a delayed copy, with the part of :class:`Ticket` that its owner uses."""
 
     seconds = 1e-6
 
@@ -41,7 +41,10 @@ class DelayedTicket:
             raise TransferCancelledError("cancelled")
 
     def cancel(self) -> bool:
-        """By the dice it has begun: then it goes on."""
+        """Cancels a pending copy with probability 1/2; otherwise it counts as begun and goes on.
+
+        Returns whether the copy was cancelled.
+        """
         if waiting := self.state == State.PENDING and self._engine.dice.random() < 0.5:
             self._engine.pending.remove(self)
             self._state = State.CANCELLED
@@ -56,11 +59,14 @@ class DelayedTicket:
 
 
 class DelayedEngine:
-    """Args:
-    failing: how many of 100 copies from the device fail.
+    """Transfer engine that keeps submitted copies pending until the test lets them run.
+
+    Args:
+        chance: source of all random choices.
+        failing: percentage of copies that fail; urgent copies (loads into the device) never do.
 
     Attributes:
-        real: which carries them out.
+        real: engine that performs the copies.
     """
 
     real: TransferEngine
@@ -76,7 +82,7 @@ class DelayedEngine:
         return ticket
 
     def let_happen(self, count: int) -> None:
-        """So many of the pending copies, if there are as many."""
+        """Runs ``count`` of the pending copies, chosen at random; all if there are fewer."""
         for _ in range(min(count, len(self.pending))):
             ticket = self.pending.pop(self.dice.randrange(len(self.pending)))
             spared = ticket.urgent or self.dice.randrange(100) >= self._failing

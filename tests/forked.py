@@ -39,6 +39,8 @@ _IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
+    "sgl_ext.engine.core.scheduler",
+    "sgl_ext.engine.launch.launcher",
 )
 _LATE = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
@@ -49,6 +51,7 @@ _LATE = {
 _EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
 """Prefixes of variables that are read at import time, or earlier."""
 _SPARES = 3
+_SABOTAGE = Path(__file__).parent / "sabotage.py"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -205,8 +208,12 @@ def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str
             os.close(handle)
 
 
-def _apply(environment: Mapping[str, str]) -> None:
-    """Sets the environment, and the constants that SGLang read from it at import time."""
+def _apply(environment: Mapping[str, str], *, child: bool = False) -> None:
+    """Sets the environment, and the constants that SGLang read from it at import time.
+
+    Args:
+        child: True in a child of the forked process, such as a scheduler.
+    """
     import numpy as np
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
@@ -217,6 +224,8 @@ def _apply(environment: Mapping[str, str]) -> None:
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     np.random.seed()
+    if "SABOTAGE" in environment:
+        runpy.run_path(str(_SABOTAGE), {"CHILD": child})
 
 
 _spares: list[tuple[int, socket.socket]] = []
@@ -296,7 +305,7 @@ def _popen(process_obj: Any, spawned: Any = context.SpawnProcess._Popen) -> Any:
 
 
 def _prepare(data: dict[str, Any], original: Any = spawn.prepare) -> None:
-    _apply(data.pop("environment", os.environ.copy()))
+    _apply(data.pop("environment", os.environ.copy()), child=True)
     original(data)
 
 

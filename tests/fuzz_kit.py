@@ -1,4 +1,4 @@
-"""Mutations of bytes for fuzz tests, and how many rounds they run."""
+"""Mutations of bytes for fuzz tests, and the number of mutated inputs of a test."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import random
 from collections.abc import Callable
 
 _REGION = 64
-"""Bytes that a mutation moves at most."""
+"""Maximum size of the region that a mutation adds, zeroes, removes or copies, in bytes."""
 
 
 def rounds(default: int) -> int:
-    """Mutated inputs of a test: ``SGL_EXT_ROUNDS``, or the default."""
+    """Returns the number of mutated inputs of a test: ``SGL_EXT_ROUNDS``, or the default."""
     return int(os.environ.get("SGL_EXT_ROUNDS", default))
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Returns the data with one mutation, which may leave it as it was."""
+    """Returns a copy of the data with one mutation, which may leave the bytes unchanged."""
     found = bytearray(data)
     rng.choice(_MUTATIONS if found else (_extend,))(found, rng)
     return bytes(found)

@@ -1,4 +1,4 @@
-"""Sends malformed requests to a server while another client asks as ever."""
+"""Fuzz test of a server with malformed requests, while another client sends valid ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sgl_ext.bench.harness.server import Server
 _CI, _MOST = 200, 2000
 _AT_ONCE = 4
 _PATIENCE_S = 30.0
-"""A client leaves then; a request that is whole may ask for thousands of tokens."""
+"""Timeout of a malformed request, in seconds; one that is valid by chance may ask for thousands of
+tokens."""
 _LEAK = re.compile(r"Traceback|site-packages|\.py\b|, line \d+")
 _ASKED = {
     "input_ids": [504, 3575, 282, 4649, 314],
@@ -26,10 +27,11 @@ _ASKED = {
 
 
 def bombard(server: Server, seed: str) -> Counter[int]:
-    """Asserts that no request ends the server, leaks its insides or disturbs another's answer.
+    """Asserts that no request ends the server, leaks internals or changes another client's answer.
 
     Returns:
-        How many malformed requests were answered with each status; 0 counts those that were left.
+        Number of malformed requests with each status; status 0 counts requests that timed out or
+        whose answer broke off.
     """
     count = min(rounds(_CI), _MOST)
     begin = server.log.stat().st_size

@@ -1,4 +1,4 @@
-"""Malformed HTTP requests as plain data, over every route of generation and of the extension."""
+"""Malformed HTTP requests as plain data, for the routes of generation and of the extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuzz_kit import mutate
 
 
 class Asked(NamedTuple):
-    """A request."""
+    """HTTP request."""
 
     method: str
     path: str
@@ -118,7 +118,7 @@ _NAMES = (
 
 
 class _Deep(NamedTuple):
-    """Arrays or objects within each other."""
+    """Nested arrays or objects, as the bytes that open and close a level."""
 
     levels: int
     opening: bytes = b"["
@@ -147,7 +147,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def _lethal() -> Iterator[Asked]:
-    """Requests that end a scheduler of SGLang's, or break its front, and that none may take."""
+    """Yields requests that end SGLang's scheduler or break its HTTP server, to be rejected."""
     few = {"max_new_tokens": 2}
     sampling: tuple[dict[str, Any], ...] = (
         {"max_new_tokens": "b"}, {"n": 1 << 40}, {"n": 0}, {"temperature": True},
@@ -183,7 +183,7 @@ def _lethal() -> Iterator[Asked]:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything within a value, its own excluded."""
+    """Returns the paths of all values that are nested in ``value``."""
     found: list[tuple[Any, ...]] = []
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs:
@@ -206,7 +206,7 @@ def _remove(body: Any, path: Sequence[Any]) -> None:
 
 
 def spoiled(template: Any, rng: random.Random) -> Any:
-    """Returns a copy with up to three values within replaced, or left out."""
+    """Returns a copy of ``template`` with up to three of its values replaced or removed."""
     body = copy.deepcopy(template)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if not (places := _places(body)):
@@ -220,11 +220,11 @@ def spoiled(template: Any, rng: random.Random) -> Any:
 
 
 def malformed(rng: random.Random) -> Asked:
-    """Returns a request with at least one thing about it that need not be right."""
+    """Returns a random request whose path, body, headers or method may be invalid."""
     if rng.random() < 0.12:
         path = rng.choice(_READ).format(rng.choice(_NAMES))
         return Asked(rng.choice(("GET", "GET", "DELETE", "POST", "PUT")), path, b"", {})
-    # The first routes take the most fields.
+    # The first routes have the most fields, so they are chosen more often.
     method, path, template = rng.choice((*_ROUTES, *_ROUTES[:7], *_ROUTES[:2], _ROUTES[23]))
     body = spoiled(template, rng)
     headers = _JSON
@@ -242,7 +242,7 @@ def malformed(rng: random.Random) -> Asked:
 
 
 def encoded(value: Any) -> bytes:
-    """Returns JSON."""
+    """Returns ``value``, which may contain :class:`_Deep`, as JSON."""
     if isinstance(value, _Deep):
         return value.opening * value.levels + b"1" + value.closing * value.levels
     if isinstance(value, dict):

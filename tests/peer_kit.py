@@ -1,5 +1,7 @@
-"""Light masters and workers: real memory, messages and blocks, "requests" that fill them with
-patterns and look whether these are still there; no model."""
+"""Masters and workers without a model, over real memory, messages and blocks.
+
+Their "requests" fill blocks with patterns, and later check that the patterns are still there.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
 MASTER = Layout(page=4, layers=3, kv_heads=1, head_dim=32, dtype="float32", fingerprint="master")
-"""Blocks of 3 KiB."""
+"""Layout of masters' memory, in blocks of 3 KiB."""
 WORKER = Layout(page=4, layers=5, kv_heads=1, head_dim=32, dtype="float32", fingerprint="worker")
-"""Blocks of 5 KiB."""
+"""Layout of workers' memory, in blocks of 5 KiB."""
 
 
 class Light:
-    """An engine whose requests are random, and hold random blocks for a while."""
+    """Engine with random requests, each of which holds a random number of blocks for a while."""
 
     def __init__(self, slab: Slab, groups: BlockGroups, seed: int) -> None:
         self.slab, self.groups = slab, groups
@@ -31,7 +33,7 @@ class Light:
         self.words = slab.layout.block_bytes // 8
         self.choose = random.Random(seed)  # noqa: S311
         self.requests: dict[int, tuple[int, list[int]]] = {}
-        """Owner -> its pattern and blocks."""
+        """Pattern and blocks of each request, by owner."""
         self.served = 0
 
     def block(self, number: int) -> np.ndarray:
@@ -63,7 +65,7 @@ class Light:
             assert (found == pattern + number).all(), (owner, number, found[0], pattern + number)
 
     def serve(self, most: int) -> None:
-        """Ends some requests, begins others, checks one."""
+        """Ends some requests, begins at most one, and checks one."""
         while self.requests and self.choose.random() < 0.5:
             self.end(self.choose.choice(list(self.requests)))
         if self.choose.random() < 0.7:
@@ -77,7 +79,11 @@ class Light:
 
 
 class LightWorker(Light):
-    """Half of its requests' needs it does not know before."""
+    """Engine of a worker.
+
+    The worker knows the need of waiting requests before they begin, but not that of the requests
+    that :meth:`serve` begins.
+    """
 
     def __init__(self, blocks: int, terms: Terms, seed: int = 0, process: object = None) -> None:
         slab = Slab.create(WORKER, 1 + blocks)
@@ -89,7 +95,7 @@ class LightWorker(Light):
             memory_page=PAGE, **options,
         )  # fmt: skip
         self.wanted = 0
-        """Blocks that requests wait for."""
+        """Number of blocks that the next request waits for; 0 if none waits."""
 
     @property
     def blocks(self) -> int:
@@ -114,7 +120,10 @@ class LightWorker(Light):
 
 
 class LightMaster(Light):
-    """Prefers its own blocks; when others are to be left, the requests in them begin anew."""
+    """Engine of a master, which prefers its own blocks.
+
+    Requests end when blocks that they hold are vacated.
+    """
 
     def __init__(
         self, blocks: int, beyond: int, lease: float, seed: int = 0, process: object = None
@@ -130,7 +139,7 @@ class LightMaster(Light):
             lease=lease, **options,
         )  # fmt: skip
         self.slow = False
-        """Whether requests stay in what they should leave."""
+        """True if requests stay in the blocks that are to be vacated."""
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
         map_memory(self.slab.mapping, region.offset, pid, extents)

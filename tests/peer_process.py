@@ -1,7 +1,7 @@
-"""A light master or worker as a process of its own: ``python peer_process.py ROLE DIRECTORY SEED``.
+"""Process with a light master or worker: ``python peer_process.py ROLE DIRECTORY SEED``.
 
-Says how it is whenever it is asked for a line; ends with an error if one of its requests has not
-found what it has written.
+Prints its status (:class:`Said`) whenever it reads a line. Ends with an error if a request finds
+other data in its blocks than it has written.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ TERMS = Terms("block", window=0.2, interval=0.02, deadline=0.3, lease=0.5)
 
 
 class Said(msgspec.Struct):
-    """How a process is."""
+    """Status of a process."""
 
     served: int
-    """Requests."""
+    """Number of requests that have ended."""
     other: int
-    """Blocks in others' memory, or bytes that others may be using."""
+    """Blocks in memory of workers (master), or bytes that the master may be using (worker)."""
     files: list[str]
-    """In memory: its own, and what others could map."""
+    """Names of the files in memory: its own KV, and on a worker all that others can map."""
     descriptors: int
     retired: int = 0
-    """Bytes that others may still have mapped."""
+    """Bytes of replaced memory that others may still have mapped."""
     large: int = 0
-    """Requests of unforeseen size that have got their memory."""
+    """Number of requests of unforeseen size that have received their memory."""
     waiting: float = 0.0
-    """Seconds that the next one waits already, without those when this process was stopped."""
+    """Seconds for which the next one has waited; a pause of the process counts at most 0.5 s."""
 
 
 def asked() -> bool:
-    """Whether the parent wants to know."""
+    """Returns whether the parent has asked for the status; exits if standard input is closed."""
     if not select.select([sys.stdin], [], [], 0)[0]:
         return False
     if not os.read(0, 4096):

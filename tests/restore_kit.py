@@ -86,6 +86,7 @@ class Machine:
         at = begin
         while at < tokens:
             self.restorer.advance()
+            self.restorer.check_integrity()
             if (plan := self.restorer.plan(rid, at, tokens)) is None:
                 time.sleep(1e-3)
                 continue
@@ -112,4 +113,5 @@ class Machine:
 
     def settle(self) -> None:
         until(lambda: self.restorer.advance() or not self.restorer._leaving)
+        self.restorer.check_integrity()
         self.host.check_integrity()

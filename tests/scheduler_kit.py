@@ -1,5 +1,7 @@
-"""A scheduler without a model: SGLang's own radix tree over our allocator, and requests that hold
-blocks of it."""
+"""Scheduler without a model, for tests.
+
+It has SGLang's own radix tree over the block group allocator, and requests that hold blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ ROWS, LONGEST = 8, 20_000
 
 
 class Req(SimpleNamespace):
-    """What our code looks at of SGLang's."""
+    """Request with the fields of SGLang's ``Req`` that the tested code reads."""
 
     def __init__(self, rid: str, prompt: int, answer: int = 16) -> None:
         super().__init__(
@@ -32,7 +34,7 @@ class Req(SimpleNamespace):
 
 
 class Batch:
-    """Requests that decode."""
+    """Batch of the requests that decode."""
 
     def __init__(self, scheduler: Scheduler, *reqs: Req) -> None:
         self.scheduler, self.reqs = scheduler, list(reqs)
@@ -46,7 +48,7 @@ class Batch:
 
 
 class Scheduler(SimpleNamespace):
-    """Has ``blocks`` blocks, and addresses for others."""
+    """Scheduler with ``blocks`` blocks of KV, and addresses for ``beyond`` further blocks."""
 
     def __init__(self, page: int, blocks: int, beyond: int = 0) -> None:
         from sgl_ext.engine.prefix_tree import prefix_tree
@@ -55,7 +57,7 @@ class Scheduler(SimpleNamespace):
         allocator = BlockGroupAllocator(
             size, page, torch.float32, "cpu", None, False, expected_tokens=page, beyond=beyond
         )
-        tree = prefix_tree(allocator, tree_core_backend="python")  # knows no threads
+        tree = prefix_tree(allocator, tree_core_backend="python")  # not bound to one thread
         table = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
         super().__init__(
             token_to_kv_pool_allocator=allocator, tree_cache=tree,
@@ -72,7 +74,11 @@ class Scheduler(SimpleNamespace):
         )  # fmt: skip
 
     def extend(self, req: Req, tokens: int) -> None:
-        """As SGLang's ``alloc_for_extend``, which ends the scheduler if there is no room."""
+        """Allocates slots for the next ``tokens`` tokens of a request.
+
+        Raises AssertionError if no slots are free. SGLang's ``alloc_for_extend`` ends the scheduler
+        in that case.
+        """
         allocator = self.token_to_kv_pool_allocator
         if not req.kv.holds_kv:
             rows = {other.kv.req_pool_idx for other in self.holders}
@@ -89,7 +95,7 @@ class Scheduler(SimpleNamespace):
         req.kv.kv_allocated_len += tokens
 
     def release(self, req: Req) -> None:
-        """It has given way."""
+        """Frees the blocks of a preempted request."""
         page = self.token_to_kv_pool_allocator.page_size
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         self.token_to_kv_pool_allocator.free(row[: req.kv.kv_allocated_len : page])
@@ -101,7 +107,7 @@ class Scheduler(SimpleNamespace):
         return self.__dict__.setdefault("_holders", [])
 
     def cache(self, first: int, blocks: int) -> None:
-        """Keeps so many blocks of tokens from ``first`` on, which nobody has locked."""
+        """Inserts ``blocks`` blocks of token ids from ``first`` on into the tree, unlocked."""
         from sgl_ext.engine.prefix_tree import insert
 
         page = self.token_to_kv_pool_allocator.page_size
@@ -110,7 +116,7 @@ class Scheduler(SimpleNamespace):
 
     @property
     def cached(self) -> int:
-        """Tokens."""
+        """Number of tokens in the tree."""
         return int(self.tree_cache.total_size()[0])
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:

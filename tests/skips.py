@@ -1,4 +1,4 @@
-"""Which tests may be skipped in CI (environment variable ``CI``), and why."""
+"""Skips of tests that are allowed in CI (environment variable ``CI``), with the reasons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ ALLOWED = {
     "this kernel refuses huge pages": "depends on the kernel of CI's machine",
     "this kernel does not count the memory of io_uring": "depends on the kernel, too",
 }
-"""Beginning of the reason that a test gives, and why CI may do without the test."""
+"""Beginning of the reason that a skipped test gives, and why CI may skip the test."""
 
 
 def unexpected(reasons: list[str]) -> list[str]:
-    """Those of pytest's reasons, ``Skipped: ...`` or plain, that are not in :data:`ALLOWED`."""
+    """Returns the reasons that are not in :data:`ALLOWED`, sorted and without duplicates.
+
+    Args:
+        reasons: pytest's reasons, with or without the prefix ``Skipped: ``.
+    """
     plain = [re.sub("^Skipped: ", "", reason) for reason in reasons]
     return sorted({reason for reason in plain if not reason.startswith(tuple(ALLOWED))})

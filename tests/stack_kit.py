@@ -1,4 +1,4 @@
-"""A stack over real copies between a slab and an arena; below it a tier that obeys the test."""
+"""Tier stack with real copies between a slab and an arena, and a tier that the test controls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = 64
 
 
 class Machine:
-    """A device pool, an arena and a stack; blocks hold the content of the keys put there."""
+    """Device pool, arena and stack; a block holds the content of the key that is stored in it."""
 
     def __init__(
         self,
@@ -38,8 +38,10 @@ class Machine:
         delayed: DelayedEngine | None = None,
         spare: int = 0,
     ) -> None:
-        """Args:
-        delayed: says when copies happen; as soon as they can without.
+        """Creates the pool, the arena and the stack.
+
+        Args:
+            delayed: engine that decides when copies happen; if None, they start at once.
         """
         self.layout = LAYOUTS[page]
         self.engine = TransferEngine()
@@ -86,7 +88,7 @@ class Machine:
         if not self.stack.load(rid, keys, blocks):
             return False
         index = self.stack.start()
-        counter = self.stack.loads  # which knows by now what the next forward depends on
+        counter = self.stack.loads  # start() has set its consumer for the next forward
         row = self.layout.token_bytes // self.layout.layers
         whole = np.array([content(key, self.layout) for key in keys])
         for layer in range(self.layout.layers):
@@ -100,7 +102,7 @@ class Machine:
         return self.right(keys, blocks)
 
     def shelve(self, keys: Sequence[Key]) -> None:
-        """Puts pages on the shelf as if another process had."""
+        """Puts pages on the shelf, as another process would."""
         for key in keys:
             page = np.zeros(self.arena.stride, np.uint8)
             page[: self.layout.block_bytes] = content(key, self.layout)
@@ -112,6 +114,7 @@ class Machine:
             assert time.monotonic() < deadline
             self.stack.wait(0.01)
             self.stack.poll()
+            self.stack.check_integrity()
 
     def settle(self, rid: str) -> None:
         self.until(lambda: self.stack.ready(rid))

@@ -1,4 +1,4 @@
-"""Admission of waiting requests: what they wait for, and what follows from it."""
+"""Tests of the admission of waiting requests: conditions, preemption, and rows of beam groups."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.power import Power
-from sgl_ext.engine.step import admission, beams
+from sgl_ext.engine.step import admission
 from sgl_ext.engine.swap import out, resume
 from sgl_ext.engine.swap.power import SwapPower
+from sgl_ext.engine.workarounds import beams
 
 ROWS = 4
 
 
 class Stub(Power[Any]):
-    """A power that records what it is asked, and answers what the test wants."""
+    """Power that records its calls, and returns what the test has set."""
 
     def __init__(self, name: str) -> None:
         super().__init__(ExtConfig(), None)
@@ -110,7 +111,7 @@ def admits(adder: Any, req: Any, *_args: Any) -> AddReqResult:
 
 
 def test_admission_waits_for_every_power(ext: Any, adder: Any) -> None:
-    """All powers are asked, for they begin to load what the request needs; none plans before."""
+    """Every power is asked, because the call starts its loads; none plans until all are ready."""
     req = request()
     for late in ext.inside_out:
         late.here = False
@@ -148,7 +149,7 @@ def test_powers_learn_whether_a_request_was_admitted(
         assert "make_room" not in power.calls
 
 
-def test_a_plan_does_not_outlive_a_deferral(ext: Any, inner: Stub, adder: Any) -> None:
+def test_a_deferred_request_drops_its_plan(ext: Any, inner: Stub, adder: Any) -> None:
     inner.result = AddReqResult.NO_TOKEN
     assert admission._admit(refuses, adder, request()) is AddReqResult.NO_TOKEN
     assert inner.calls[-1] == "deferred"
@@ -158,10 +159,10 @@ def test_a_plan_does_not_outlive_a_deferral(ext: Any, inner: Stub, adder: Any) -
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_request_that_is_alone_gets_what_powers_keep(
+def test_powers_concede_kept_kv_if_no_other_request_holds_memory(
     ext: Any, inner: Stub, adder: Any, alone: bool
 ) -> None:
-    """If no other request holds memory, none that ends would make room."""
+    """Otherwise the request would never fit, because no other request ends and frees memory."""
     adder.running_batch.is_empty = lambda: alone
     held = []
 
@@ -175,9 +176,7 @@ def test_a_request_that_is_alone_gets_what_powers_keep(
     assert inner.calls[-1] == ("considered", alone)
 
 
-def test_no_request_is_preempted_for_one_that_was_admitted(
-    ext: Any, inner: Stub, adder: Any
-) -> None:
+def test_no_request_is_preempted_for_an_admitted_request(ext: Any, inner: Stub, adder: Any) -> None:
     """SGLang's result says whether there is room for the next request."""
 
     def original(adder: Any, req: Any) -> AddReqResult:
@@ -190,7 +189,7 @@ def test_no_request_is_preempted_for_one_that_was_admitted(
 
 
 class Links:
-    """Chunks of requests; those of ``r`` are on their way."""
+    """Stub of the chunks of requests; those of request ``r`` are still being loaded."""
 
     def __init__(self) -> None:
         self.coming = {"r"}
@@ -230,7 +229,7 @@ def swap(ext: Any, swapped: dict[str, Any]) -> SwapPower:
 
 
 def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
-    """A request that is retracted is admitted again."""
+    """A request may be retracted, and is then admitted a second time."""
     ext.inside_out = [power := chunks(ext)]
     power.links.coming.clear()  # type: ignore[attr-defined]
     req = request()
@@ -240,14 +239,14 @@ def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
 
 
 @pytest.mark.parametrize(("readable", "tries"), [(True, True), (None, False), (False, True)])
-def test_requests_are_preempted_for_one_whose_kv_is_lost(
+def test_requests_are_preempted_unless_kv_is_still_being_copied(
     ext: Any,
     adder: Any,
     monkeypatch: pytest.MonkeyPatch,
     readable: bool | None,
     tries: bool,
 ) -> None:
-    """It is computed again; but no room is made for KV that is still on its way."""
+    """Lost KV is recomputed and needs room, but no room is made for KV that is still on its way."""
     ext.inside_out = [swap(ext, {"r": object()})]
     monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, readable))
     monkeypatch.setattr(resume, "lacking", lambda *_: 3.0)
@@ -257,10 +256,10 @@ def test_requests_are_preempted_for_one_whose_kv_is_lost(
     assert asked == [3.0] * tries
 
 
-def test_a_swapped_request_waits_for_no_chunks(
+def test_a_swapped_request_does_not_wait_for_chunks(
     ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV holds them; if that is lost, they are loaded then, and admission waits for them."""
+    """Its KV contains them. If that KV is lost, they are loaded and admission waits for them."""
     swapped: dict[str, Any] = {"r": SimpleNamespace(keys=(), tokens=16)}
     linking = chunks(ext)
     ext.inside_out = [swap(ext, swapped), linking]
@@ -277,7 +276,7 @@ def test_a_swapped_request_waits_for_no_chunks(
 
 
 def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
-    """An adder that may preempt ``running``, and records the places of those it releases."""
+    """Returns an adder that may preempt ``running``, and adds released indices to ``released``."""
     batch = SimpleNamespace(
         reqs=running, release_req=lambda at, _left: released.append(at),
         filter_batch=lambda **_kept: None,
@@ -288,8 +287,8 @@ def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
     )  # fmt: skip
 
 
-def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's release of a beam group's leader leaves the slots of its members behind."""
+def test_beam_groups_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's release of a beam group's leader leaves the slots of its members allocated."""
     from sglang.srt import runtime_context
 
     schedule = SimpleNamespace(schedule_low_priority_values_first=False)
@@ -311,7 +310,7 @@ def test_beams_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert released == [1]
 
 
-def test_sglang_preempts_no_beams_for_a_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempt_to_schedule_skips_beam_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers import schedule_policy
 
     schedule = SimpleNamespace(schedule_low_priority_values_first=False)
@@ -349,8 +348,8 @@ def leader(width: int) -> Any:
     )
 
 
-def test_rows_of_a_beam_group_are_promised_with_its_leader(ext: Any, adder: Any) -> None:
-    """SGLang ends the scheduler if a group finds no rows for its members after the prefill."""
+def test_rows_of_beam_members_are_reserved_with_their_leader(ext: Any, adder: Any) -> None:
+    """SGLang's scheduler ends if there are no rows for a group's members after the prefill."""
     has_seat: Callable[[Any], bool] = lambda req: admission.has_seat(ext, adder, req)  # noqa: E731
     plain = SimpleNamespace(beam_group=None, kv=SimpleNamespace(holds_kv=False))
     assert has_seat(leader(ROWS))

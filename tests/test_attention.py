@@ -1,4 +1,4 @@
-"""Our CPU attention equals stock ``torch_native`` on random rows of SGLang's real pool."""
+"""Our CPU attention equals stock ``torch_native`` on random rows of SGLang's KV pool."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def assert_equal(trial: AttentionTrial, rows: list[Row]) -> None:
 
 @given(GEOMETRIES, spans, st.integers(0, 2**16))
 @settings(max_examples=60, deadline=None)
-def test_extend(geometry: Geometry, lengths: list[tuple[int, int]], seed: int) -> None:
+def test_extend_matches_stock_attention(
+    geometry: Geometry, lengths: list[tuple[int, int]], seed: int
+) -> None:
     trial = AttentionTrial(geometry, [prefix + new for prefix, new in lengths], seed=seed)
     assert_equal(trial, [Row(request, *span) for request, span in enumerate(lengths)])
 
 
 @given(GEOMETRIES, st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
-def test_decode(geometry: Geometry, contexts: list[int], seed: int) -> None:
+def test_decode_matches_stock_attention(geometry: Geometry, contexts: list[int], seed: int) -> None:
     trial = AttentionTrial(geometry, contexts, seed=seed)
     rows = [Row(request, context - 1, 1) for request, context in enumerate(contexts)]
     query = trial.query(rows)
@@ -53,8 +55,10 @@ def test_decode(geometry: Geometry, contexts: list[int], seed: int) -> None:
 
 @given(GEOMETRIES, st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
-def test_rows_that_alias_one_request(geometry: Geometry, cuts: list[int], seed: int) -> None:
-    """A sequence cut into rows of one request attends as in one piece."""
+def test_rows_of_one_request_attend_as_a_single_row(
+    geometry: Geometry, cuts: list[int], seed: int
+) -> None:
+    """Splits a sequence into rows of one request and compares them with a single row."""
     trial = AttentionTrial(geometry, [sum(cuts)], seed=seed)
     starts = [sum(cuts[:index]) for index in range(len(cuts))]
     whole = [Row(0, 0, sum(cuts))]
@@ -69,18 +73,20 @@ def test_rows_that_alias_one_request(geometry: Geometry, cuts: list[int], seed: 
 
 @pytest.mark.parametrize("window", [None, 100, 700])
 @pytest.mark.parametrize("span", [(600, 1100), (1, sdpa.BLOCK), (0, sdpa.BLOCK + 1), (3000, 16)])
-def test_blocks(span: tuple[int, int], window: int | None) -> None:
+def test_extend_of_long_spans_matches_stock_attention(
+    span: tuple[int, int], window: int | None
+) -> None:
     geometry = Geometry(window=window, dtype=torch.float32)
     assert_equal(AttentionTrial(geometry, [sum(span)]), [Row(0, *span)])
 
 
 @given(st.integers(1, sdpa.BLOCK), st.integers(0, 2000), st.none() | st.integers(0, 900))
 @settings(max_examples=60, deadline=None)
-def test_the_band_hides_exactly_the_future_and_what_left_the_window(
+def test_causal_band_masks_future_and_out_of_window_keys(
     rows: int, prefix: int, window: int | None
 ) -> None:
     band = sdpa.CausalBand()
-    band.mask(1, 64, torch.float32, window)  # grown later
+    band.mask(1, 64, torch.float32, window)  # a narrow band, which the next call grows
     mask = band.mask(rows, prefix + rows, torch.float32, window)
     position = torch.arange(prefix, prefix + rows).unsqueeze(1)
     key = torch.arange(prefix + rows)
@@ -91,8 +97,8 @@ def test_the_band_hides_exactly_the_future_and_what_left_the_window(
     assert torch.equal(mask.isneginf(), ~seen)
 
 
-def test_the_work_is_new_tokens_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what reaches torch's kernel, because a clock would measure the machine."""
+def test_attention_work_is_new_tokens_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the work passed to torch's kernel, because times would depend on the machine."""
     work = []
     real = sdpa.scaled_dot_product_attention
 
@@ -112,8 +118,8 @@ def test_the_work_is_new_tokens_times_context(monkeypatch: pytest.MonkeyPatch) -
     assert sum(work) == 16 * geometry.heads * (16 + 64)
 
 
-def test_a_pool_of_its_own_for_sliding_windows() -> None:
-    """Layers with a window may have a smaller pool, where every token has another slot."""
+def test_separate_sliding_window_pool_matches_stock_attention() -> None:
+    """Checks a layer with a window in a smaller pool, where every token has another slot."""
     geometry = Geometry(window=20, dtype=torch.float32)
     plain = AttentionTrial(geometry, [90])
     tokens = plain.ours.token_to_kv_pool.size
@@ -149,15 +155,15 @@ def test_capped_logits_are_refused() -> None:
         trial.extend(trial.ours, trial.query(rows), rows)
 
 
-def test_a_batch_without_rows_is_refused() -> None:
+def test_a_batch_without_extend_lengths_is_refused() -> None:
     trial = AttentionTrial(Geometry(), [8])
     batch = trial._batch(ForwardMode.TARGET_VERIFY, [Row(0, 4, 4)])
     batch.extend_seq_lens = None
-    with pytest.raises(NotImplementedError, match="rows of a TARGET_VERIFY batch"):
+    with pytest.raises(NotImplementedError, match="does not support TARGET_VERIFY batches"):
         trial.ours.init_forward_metadata(batch)
 
 
-def test_the_registry_serves_our_backend() -> None:
+def test_the_registry_entry_torch_native_is_our_backend() -> None:
     from sglang.srt.layers.attention import attention_registry
 
     from sgl_ext.engine.cpu import attention

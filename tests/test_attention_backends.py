@@ -1,4 +1,4 @@
-"""Powers that change what attention reads are refused under backends that do not serve them."""
+"""Powers that change what attention reads are refused on backends that do not support them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUT = Layout(16, layers=1, kv_heads=2, head_dim=64, dtype="float32", fingerpr
 
 
 def made(kind: type, **fields: Any) -> Any:
-    """An instance that has these fields and nothing of its constructor's."""
+    """Returns an instance of ``kind`` that has these fields only; its constructor is not called."""
     backend = object.__new__(kind)
     backend.__dict__.update(fields)
     return backend
@@ -64,15 +64,15 @@ TRITON, FLASHINFER = made(TritonAttnBackend), made(FlashInferAttnBackend)
 STOCK = made(TorchNativeAttnBackend)
 
 
-def test_the_names_are_those_of_classes() -> None:
+def test_backend_class_names_match_the_classes() -> None:
     for name in _STORE_FIRST:
-        if "flashattention" not in name:  # whose module needs a compiled kernel
+        if "flashattention" not in name:  # its module needs a compiled kernel
             kind = pkgutil.resolve_name(name)
             assert f"{kind.__module__}.{kind.__qualname__}" == name
     assert pkgutil.resolve_name(OWN) is CpuAttnBackend
 
 
-def test_the_names_of_arguments_stand_for_these_classes() -> None:
+def test_store_first_names_are_sglang_attention_backends() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     assert set(_STORE_FIRST_NAMES) <= set(ATTENTION_BACKENDS)
@@ -93,12 +93,19 @@ def test_the_names_of_arguments_stand_for_these_classes() -> None:
             "prefill runs triton; use --attention-backend tor",
         ),
         ("torch_native", None, "triton", None, "clusters", "decode runs triton"),
-        ("flashinfer", None, None, "chunks", None, "and flashinfer is not known to; use --prefill"),
+        (
+            "flashinfer",
+            None,
+            None,
+            "chunks",
+            None,
+            "and flashinfer is not known to do so; use --pre",
+        ),
         ("flashinfer", "triton", None, "restore", None, None),
         ("flashinfer", None, None, None, None, None),
     ],
 )
-def test_what_the_arguments_name_is_refused_before_a_model_is_loaded(
+def test_arguments_that_name_unsupported_backends_are_refused(
     both: str | None, prefill: str | None, decode: str | None,
     store_first: str | None, own: str | None, refused: str | None,
 ) -> None:  # fmt: skip
@@ -109,7 +116,7 @@ def test_what_the_arguments_name_is_refused_before_a_model_is_loaded(
         require_names(view, store_first, own)
 
 
-def test_the_backends_of_both_phases_are_found() -> None:
+def test_running_returns_the_prefill_and_decode_backends() -> None:
     assert running(runner(TRITON)) == (TRITON, TRITON)
     assert running(runner(hybrid(STOCK, TRITON))) == (STOCK, TRITON)
     assert running(runner(STOCK, decode_attn_backend=TRITON)) == (STOCK, TRITON)
@@ -120,7 +127,7 @@ def test_the_backends_of_both_phases_are_found() -> None:
     [own(), STOCK, TRITON, made(TRTLLMHAAttnBackend), hybrid(STOCK, FLASHINFER)],
     ids=lambda backend: type(backend).__name__,
 )
-def test_backends_that_store_first_serve_rows(backend: Any) -> None:
+def test_backends_that_store_kv_first_are_accepted(backend: Any) -> None:
     require_store_first(runner(backend), "chunks")
 
 
@@ -132,7 +139,7 @@ def test_backends_that_store_first_serve_rows(backend: Any) -> None:
         (made(TboAttnBackend), "TboAttnBackend"),
     ],
 )
-def test_other_backends_are_refused_for_rows(backend: Any, named: str) -> None:
+def test_backends_not_known_to_store_kv_first_are_refused(backend: Any, named: str) -> None:
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner(backend)))
     tiers = {"tiers": {"host": {"capacity": "1MiB"}}}
     for kind in (ChunksPower, RestorePower):
@@ -149,22 +156,22 @@ def test_other_backends_are_refused_for_rows(backend: Any, named: str) -> None:
         (STOCK, "prefill runs TorchNativeAttnBackend"),
         (hybrid(own(), TRITON), "decode runs TritonAttnBackend"),
         (hybrid(TRITON, own()), "prefill runs TritonAttnBackend"),
-        (own("torch"), "is switched off or does not serve queries of float32"),
+        (own("torch"), "is disabled or does not support queries of float32"),
     ],
 )
-def test_other_backends_than_our_own_are_refused(backend: Any, found: str) -> None:
-    with pytest.raises(ExtError, match=f"{found}.*leave out clusters"):
+def test_require_own_refuses_all_but_the_compiled_cpu_attention(backend: Any, found: str) -> None:
+    with pytest.raises(ExtError, match=f"{found}.*remove clusters"):
         require_own(runner(backend), LAYOUT, 1.0, "clusters")
 
 
-def test_our_own_serves_what_it_is_compiled_for() -> None:
+def test_compiled_cpu_attention_is_accepted_for_supported_dtypes() -> None:
     require_own(runner(own()), LAYOUT, 1.0, "clusters")
     require_own(runner(hybrid(own(), own())), LAYOUT, 1.0, "clusters")
-    with pytest.raises(ExtError, match="queries of bfloat16 over KV of float32 with heads of 64"):
+    with pytest.raises(ExtError, match="queries of bfloat16 over KV of float32 with head_dim 64"):
         require_own(runner(own(), torch.bfloat16), LAYOUT, 1.0, "clusters")
 
 
-def test_stored_contexts_ask_what_runs() -> None:
+def test_stored_contexts_require_the_compiled_cpu_attention() -> None:
     model = torch.nn.Module()
     model.layer = RadixAttention(4, 64, 0.125, 2, 0)
     for backend in (own(), TRITON):
@@ -180,7 +187,7 @@ def test_stored_contexts_ask_what_runs() -> None:
 
 
 @pytest.mark.parametrize("name", ["ours", "gathering", "stock"])
-def test_rows_that_alias_a_request_see_what_the_forward_stores(name: str) -> None:
+def test_rows_that_alias_a_request_see_kv_of_the_same_forward(name: str) -> None:
     geometry = Geometry(dtype=torch.float32)
     outs = []
     for rows in ([Row(0, 8, 24)], [Row(0, 8, 10), Row(0, 18, 14)]):

@@ -1,4 +1,4 @@
-"""Memory that is put in the place of other memory gets its huge pages, too."""
+"""Tests of the backing of a slab with huge pages, also after lent memory is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_ext.memory.mapping import HUGE_PAGE
 from sgl_ext.memory.slab import Layout, Slab
 
 LAYOUT = Layout(4, layers=1, kv_heads=1, head_dim=128, dtype="float32", fingerprint="none")
-"""Blocks of 4 KiB."""
+"""Layout with blocks of 4 KiB."""
 BLOCKS, STEP = 4096, 512
 
 
@@ -27,8 +27,10 @@ def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
     return Slab.create(LAYOUT, BLOCKS)
 
 
-def test_what_is_replaced_is_backed_again(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When blocks there are used that a worker had lent."""
+def test_replaced_memory_is_backed_again_when_its_blocks_are_used(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks blocks that a worker had lent and that are allocated again."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(Slab, "back_with_huge_pages", lambda _, *at: asked.append(at) or 0)
     there = backing.Backing(slab)
@@ -52,7 +54,7 @@ def test_what_is_replaced_is_backed_again(slab: Slab, monkeypatch: pytest.Monkey
     assert there.close()
 
 
-def test_what_is_put_while_it_is_backed_is_not_taken_for_backed(
+def test_memory_replaced_during_backing_is_backed_again(
     slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
@@ -71,13 +73,15 @@ def test_what_is_put_while_it_is_backed_is_not_taken_for_backed(
     lendable.replace(slab.size)
     there.need(1)
     go_on.release()
-    assert begun.acquire(timeout=30)  # it is backed once more
+    assert begun.acquire(timeout=30)  # the same step is backed again
     go_on.release(10)
     assert asked == [(0, STEP), (0, STEP)]
     assert there.close()
 
 
-def test_a_refused_step_is_passed_over(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_kernel_refuses_is_skipped(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def back(_: Slab, start: int, _end: int) -> int:
@@ -93,7 +97,7 @@ def test_a_refused_step_is_passed_over(slab: Slab, monkeypatch: pytest.MonkeyPat
     assert there.close()
 
 
-def test_other_memory_lies_where_huge_pages_can(slab: Slab) -> None:
+def test_replacement_memory_is_aligned_for_huge_pages(slab: Slab) -> None:
     lendable = Lendable(slab.mapping, slab.fd, slab.name, 0, slab.size)
     for pages in (3, 700, 1024):
         lendable.replace(pages * 4096)

@@ -22,19 +22,19 @@ _CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def server(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # SGLang's beams want pages of one token. Six rows are few for groups of three.
     arguments = ("--max-total-tokens", "1024", "--page-size", "1", "--dtype", "float32")
     arguments += ("--max-running-requests", "6", "--chunked-prefill-size", "256")
     arguments += ("--enable-ext", "--ext-config", json.dumps(_CONFIG))
     folder = tmp_path_factory.mktemp("logs")
-    with serve([System("beams", arguments)], short_model, folder) as (running,):
+    with serve([System("beams", arguments)], model, folder) as (running,):
         yield running
 
 
 @pytest.fixture(scope="module")
-def prompts(short_model: Path) -> list[list[int]]:
-    return [each.prompts[0] for each in conversations(short_model, 6, turns=1, tokens=(100, 300))]
+def prompts(model: Path) -> list[list[int]]:
+    return [each.prompts[0] for each in conversations(model, 6, turns=1, tokens=(100, 300))]
 
 
 def ask(server: Server, prompt: list[int], beams: int, priority: int, tokens: int = 32) -> Any:

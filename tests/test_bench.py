@@ -1,4 +1,4 @@
-"""The benchmark harness: servers end with everything they had, results are whole."""
+"""Benchmark harness: start and end of servers, timing of requests, reports and progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sgl_ext.bench.memory import bench as memory_bench
 from sgl_ext.errors import ExtError
 
 
-def test_interleaving_alternates_who_is_first() -> None:
+def test_interleaving_rotates_the_first_sampler() -> None:
     order: list[str] = []
     first, second = interleaved(
         [lambda n: order.append("a") or n, lambda n: order.append("b") or -n], 4
@@ -34,7 +34,7 @@ def test_interleaving_alternates_who_is_first() -> None:
     assert "".join(order) == "abcbcacab"
 
 
-def test_a_report_is_written_whole(tmp_path: Path) -> None:
+def test_a_report_is_written_to_one_complete_file(tmp_path: Path) -> None:
     report = Report("name", {"quick": True}, {"ratio": 1.0}, [{"system": "a", "ms": 1.5}])
     written = json.loads(report.write(tmp_path / "new").read_text())
     assert written["schema"] == 1
@@ -46,14 +46,14 @@ def test_a_report_is_written_whole(tmp_path: Path) -> None:
     report.print()
 
 
-def test_summary() -> None:
+def test_summary_returns_scaled_percentiles() -> None:
     assert summary([], "ms") == {}
     assert summary([0.002], "ms", 1e3) == {"ms_p50": 2.0}
     percentiles = summary([float(n) for n in range(101)], "ms")
     assert percentiles == {"ms_p50": 50.0, "ms_p90": 90.0, "ms_p99": 99.0}
 
 
-def test_a_server_that_dies_is_reported_with_its_log(model: Path, tmp_path: Path) -> None:
+def test_a_server_that_exits_is_reported_with_its_log(model: Path, tmp_path: Path) -> None:
     broken = server.System("broken", ["--no-such-flag"])
     expected = pytest.raises(ExtError, match="unrecognized arguments: --no-such-flag")
     with expected, server.serve([broken], model, tmp_path):
@@ -81,7 +81,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(
     ready = server._wait_until_ready
 
     def wait(one: server.Server, give_up: float) -> None:
-        until(lambda: "loading" in log.read_text())  # it has come some way
+        until(lambda: "loading" in log.read_text())  # its child process is running
         assert len(set(psutil.Process().children(recursive=True)) - before) == 2
         ready(one, give_up)
 
@@ -101,7 +101,7 @@ def test_requests_are_timed(extension: server.Server) -> None:
     assert hot.cached_tokens > 50
 
 
-def test_a_request_that_fails_is_not_a_sample(extension: server.Server) -> None:
+def test_a_failed_request_raises_an_error(extension: server.Server) -> None:
     with pytest.raises(RequestError):
         run(extension.url, [Request([1] * 9000, 1)])  # longer than the model's context
     with pytest.raises(RequestError):
@@ -119,7 +119,7 @@ def test_a_request_that_fails_is_not_a_sample(extension: server.Server) -> None:
         (["tiers", "--part", "host"], "no part 'host'; its parts: none"),
     ],
 )
-def test_the_command_refuses_what_it_does_not_know(arguments: list[str], message: str) -> None:
+def test_the_command_rejects_unknown_benches_and_parts(arguments: list[str], message: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "sgl_ext.bench", *arguments],
         capture_output=True, text=True, timeout=60, check=False,
@@ -128,13 +128,13 @@ def test_the_command_refuses_what_it_does_not_know(arguments: list[str], message
     assert message in result.stderr
 
 
-def test_sharegpt_conversations_alternate() -> None:
+def test_sharegpt_conversations_have_several_text_turns() -> None:
     turns = next(data.sharegpt_conversations())
     assert len(turns) >= 2
     assert all(isinstance(turn, str) for turn in turns)
 
 
-def test_a_missing_fio_is_named_before_anything_is_measured(
+def test_missing_fio_is_reported_before_any_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measure(*_args: object, **_options: object) -> None:
@@ -150,7 +150,7 @@ def test_a_missing_fio_is_named_before_anything_is_measured(
         memory_bench.run(quick=True, out=tmp_path)
 
 
-def test_progress_is_said_every_ten_seconds_with_what_is_left(
+def test_progress_is_printed_every_ten_seconds_with_remaining_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = iter(range(0, 1000, 4))

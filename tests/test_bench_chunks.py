@@ -1,4 +1,4 @@
-"""What the bench of linked chunks counts, and how a broken-off run goes on."""
+"""Tests of the benchmark of linked chunks: computed share, and continued runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def meta(**more: object) -> dict[str, Any]:
     return {"ext": [{"power": "tiers"}, entry | more]}
 
 
-def test_what_is_computed_of_a_prompt() -> None:
+def test_computed_share_excludes_linked_and_prefix_tokens() -> None:
     assert computed_share(meta(), 100, layers=30) == pytest.approx(0.2)
-    # Two of 30 layers are computed of what is linked, too.
+    # CacheBlend also computes two of 30 layers of the linked tokens.
     share = computed_share(meta(method="blend-15"), 100, layers=30)
     assert share == pytest.approx(0.2 + 0.6 * 2 / 30)
 
 
-def test_findings_are_kept_when_a_run_is_broken_off(
+def test_results_survive_an_interrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def partial(**config: int) -> Partial:
@@ -33,7 +33,7 @@ def test_findings_are_kept_when_a_run_is_broken_off(
     path = tmp_path / "chunks.partial.jsonl"
     first = partial(questions=2)
     assert first.find("a", lambda: [1.0]) == [1.0]
-    path.write_text(path.read_text() + '["b", [0.')  # killed while it wrote
+    path.write_text(path.read_text() + '["b", [0.')  # killed during a write
     again = partial(questions=2)
     assert "b" not in again
     assert again.find("a", lambda: pytest.fail("found already")) == [1.0]

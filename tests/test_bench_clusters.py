@@ -1,4 +1,4 @@
-"""Selectors of bench clusters on recorded activations."""
+"""Selectors of ``bench clusters`` on a recorded context of random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def layer() -> Layer:
-    """Keys and queries that lie in a few directions each."""
+    """Returns a layer of a recorded context, which is the input of the selectors."""
     recorded = recorded_context()
     options = Options(subspaces=4, window=40).fitted(len(recorded.tokens), BLOCK)
     keys, queries = recorded.keys(1), recorded.queries[1, -30:]
@@ -38,7 +38,7 @@ def layer() -> Layer:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None:
+def test_selectors_fill_the_budget_and_mass_grows_with_it(name: str, layer: Layer) -> None:
     selector = SELECTORS[name](layer)
     assert selector.index_bytes > 0
     before = np.zeros(len(layer.queries))
@@ -57,7 +57,7 @@ def test_every_selector_gives_what_is_asked_for(name: str, layer: Layer) -> None
     np.testing.assert_allclose(relative_mass(layer, chosen), 1, rtol=1e-5)
 
 
-def test_what_is_best_is_found_best(layer: Layer) -> None:
+def test_exact_selector_is_optimal_and_ours_beats_position(layer: Layer) -> None:
     mass = {
         name: relative_mass(layer, SELECTORS[name](layer).select(40)).mean() for name in SELECTORS
     }
@@ -66,7 +66,7 @@ def test_what_is_best_is_found_best(layer: Layer) -> None:
     assert max(mass.values()) <= 1 + 1e-6
 
 
-def test_a_cluster_is_cut_at_the_budget(layer: Layer) -> None:
+def test_swarm_cuts_its_last_cluster_at_the_budget(layer: Layer) -> None:
     selector = swarm(layer)
     for budget in (3, 10, 50):
         assert (selector.select(budget).sum(axis=1) == budget).all()
@@ -84,7 +84,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
     return 1 - (one & other).sum() / either if either else 1.0
 
 
-def test_distances_of_columns() -> None:
+def test_distances_are_jaccard_distances_of_columns() -> None:
     chance = np.random.default_rng(1)
     one, other = chance.random((40, 5)) < 0.2, chance.random((40, 7)) < 0.3
     other[:, 2] = one[:, 3] = False

@@ -1,4 +1,4 @@
-"""The parts of the peer benchmark that need no servers."""
+"""Parts of the peer benchmark that need no servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.peer import resize as peer_resize
 
 
-def test_lending_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resize_report_covers_free_blocks_and_whole_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peer_resize, "_REPEATS", 3)
     monkeypatch.setattr(peer_resize, "_WHOLE_REPEATS", 3)
     report = Report("peer", {})

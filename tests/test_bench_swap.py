@@ -1,4 +1,4 @@
-"""What bench swap makes of what it measures."""
+"""Tests of the swap benchmark: its metrics, its systems and its workload."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from sgl_ext.bench.swap.bench import _largest
 from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
 from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
 from sgl_ext.bench.swap.systems import HICACHE, OURS, PER_PAGE, STOCK, WITHOUT, Link, systems
-from sgl_ext.config import ExtConfig
+from sgl_ext.config import ExtConfig, SwapExperiment
+from sgl_ext.config.swap import EXPERIMENT
 
 
-def test_time_away_is_no_time_in_service() -> None:
+def test_gaps_while_preempted_are_not_gaps_in_service() -> None:
     ticks = [at * 0.05 for at in range(100)]
     steady = Heard("steady", 0.0, 10, ticks)
     away = Heard("away", 0.0, 10, ticks[:20] + [t + 0.001 for t in ticks[60:]])
     gaps = gaps_in_service([steady, away])
     assert len(gaps) == 99 + 58
     assert max(gaps) < 0.06
-    # All stand still for a second: that is in service.
+    # A pause of all requests for one second counts as a gap in service.
     late = [t + (t > 2.0) for t in ticks]
     assert max(gaps_in_service([Heard("one", 0, 1, late), Heard("two", 0, 1, late)])) > 1
 
@@ -35,7 +36,7 @@ def test_largest_load_within_a_bound(p95: list[float], most: float) -> None:
     assert _largest([0.5, 0.7, 0.9, 1.1], p95, bound) == pytest.approx(most, abs=0.001)
 
 
-def test_the_link_stands_to_an_iteration_as_in_the_paper() -> None:
+def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:
     config = Link(iteration=0.05, pages=20, page_bytes=1_000_000).config()
     assert 20 * 60 / config["operations_per_second"] == pytest.approx(1.16 * 0.05)
     assert 20 * 1e6 / config["bytes_per_second"] == pytest.approx(0.15 * 0.05, rel=1e-3)
@@ -45,13 +46,16 @@ def test_every_system_can_be_configured() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     names = (STOCK, HICACHE, "recompute", PER_PAGE, OURS, *WITHOUT)
-    policy = {"policy": "random", "quantum": 25}
+    policy = {"trace": "random", "quantum": 25}
     made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000))
     assert [each.name for each in made] == list(names)
     for each in made[2:]:
         config = ExtConfig.model_validate(json.loads(each.arguments[-1]))
         assert config.swap is not None
         assert config.swap.quantum == 25
+        experiment = SwapExperiment.model_validate_json(each.environment[EXPERIMENT])
+        assert experiment.trace == "random"
+        assert experiment.wait is (each.name in (PER_PAGE, "ours, swap-out waits"))
     for each in made[:2]:
         assert "--enable-ext" not in each.arguments
         args = prepare_server_args(["--model-path", "none", *each.arguments])

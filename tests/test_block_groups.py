@@ -1,4 +1,4 @@
-"""The block group allocator: placement by example, everything else against a model of sets."""
+"""Block group allocator: placement by example, the rest against a model of sets of blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks_of(runs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def fragmented(holes: list[int], **options: int) -> BlockGroups:
-    """Free holes of these lengths, in this order, one used block behind each."""
+    """Returns an allocator with free runs of these lengths in order, a used block after each."""
     groups = BlockGroups(sum(holes) + len(holes), **options)
     one(groups, None, groups.blocks)
     position = groups.first
@@ -50,7 +50,7 @@ def test_the_first_group_has_the_expected_size() -> None:
     assert BlockGroups(10, page=1).expected == 1000
     assert one(groups, 7, 5) == [(1, 5)]
     assert groups.unused_runs() == {7: (6, 58)}
-    assert one(groups, 8, 100) == [(64, 100)]  # more than expected: as asked
+    assert one(groups, 8, 100) == [(64, 100)]  # larger than expected: the requested size
     assert groups.available == 10_000 - 105
 
 
@@ -62,23 +62,23 @@ def test_a_request_grows_in_place() -> None:
     assert one(groups, 0, 10) == [(9, 10)]
 
 
-def test_an_exhausted_group_is_extended_where_it_ends() -> None:
+def test_an_exhausted_group_is_extended_at_its_end() -> None:
     groups = BlockGroups(10_000)
     one(groups, 0, 100)
     assert groups.append([0]) == [101]
     assert groups.unused_runs() == {0: (102, 62)}
     one(groups, 1, 100)
-    assert one(groups, 0, 70) == [(102, 62), (264, 8)]  # then elsewhere: owner 1 is behind
+    assert one(groups, 0, 70) == [(102, 62), (264, 8)]  # then elsewhere: blocks of owner 1 follow
 
 
-def test_without_owner_nothing_is_kept() -> None:
+def test_an_allocation_without_owner_has_no_unused_part() -> None:
     groups = BlockGroups(1000)
     one(groups, None, 5)
     assert groups.unused_runs() == {}
     assert groups.free_runs() == [(6, 995)]
 
 
-def test_unused_parts_shrink_with_what_is_available() -> None:
+def test_unused_parts_shrink_with_the_available_blocks() -> None:
     groups = BlockGroups(100)
     for owner in range(4):
         one(groups, owner, 1)
@@ -92,13 +92,13 @@ def test_unused_parts_shrink_with_what_is_available() -> None:
     assert groups.append([0]) is None
 
 
-def test_lower_addresses_come_first_while_much_is_available() -> None:
+def test_low_addresses_are_preferred_while_many_blocks_are_available() -> None:
     groups = fragmented([20, 10, 30])
     assert one(groups, None, 8) == [(1, 8)]
     assert one(groups, None, 25) == [(33, 25)]
 
 
-def test_the_best_fit_comes_first_while_little_is_available() -> None:
+def test_the_best_fit_is_preferred_while_few_blocks_are_available() -> None:
     groups = BlockGroups(1000)
     one(groups, None, 1000)
     for hole in ((1, 20), (100, 10), (200, 30), (300, 10)):
@@ -108,7 +108,7 @@ def test_the_best_fit_comes_first_while_little_is_available() -> None:
     assert one(groups, None, 25) == [(200, 25)]
 
 
-def test_unused_parts_are_lent_before_a_request_is_scattered() -> None:
+def test_unused_parts_are_split_before_a_request_is_fragmented() -> None:
     groups = BlockGroups(100, expected_tokens=16 * 40)
     one(groups, 0, 2)
     assert groups.unused_runs() == {0: (3, 38)}
@@ -125,7 +125,7 @@ def test_a_large_request_takes_the_largest_groups() -> None:
     assert groups.free_runs() == [(3, 1), (21, 4)]
 
 
-def test_all_or_nothing() -> None:
+def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     groups = BlockGroups(100)
     one(groups, 0, 10)
     before = copy.deepcopy((groups.free_runs(), groups.unused_runs(), groups.available))
@@ -159,12 +159,12 @@ def test_freed_blocks_merge() -> None:
         ([(5, 10), (30, 2)], "cannot release 2 blocks from 30: block 31 is not in use"),
         ([(5, 10), (14, 1)], "block 14 is not in use; was it released twice"),
         ([(20, 1), (20, 1)], "block 20 is not in use"),
-        ([(1, 3), (0, 1)], "cannot release 1 blocks from 0: blocks 1 to 100 exist"),
-        ([(95, 7)], "blocks 1 to 100 exist"),
-        ([(7, -1)], "blocks 1 to 100 exist"),
+        ([(1, 3), (0, 1)], "cannot release 1 blocks from 0: the pool has blocks 1 to 100"),
+        ([(95, 7)], "the pool has blocks 1 to 100"),
+        ([(7, -1)], "the pool has blocks 1 to 100"),
     ],
 )
-def test_a_wrong_release_changes_nothing(runs: list[tuple[int, int]], problem: str) -> None:
+def test_an_invalid_release_changes_nothing(runs: list[tuple[int, int]], problem: str) -> None:
     groups = BlockGroups(100)
     one(groups, 0, 30)
     before = copy.deepcopy((groups.free_runs(), groups.unused_runs(), groups.available))
@@ -184,7 +184,7 @@ def test_blocks_can_be_freed_before_their_owner_ends() -> None:
     groups.release([(6, 15)])  # up to the unused part
     groups.check_integrity()
     assert groups.available == 10_000
-    assert groups.append([0]) == [21]  # still the owner's
+    assert groups.append([0]) == [21]  # the unused part still belongs to the owner
     groups.close(0)
     groups.close(0)
     groups.check_integrity()
@@ -193,12 +193,12 @@ def test_blocks_can_be_freed_before_their_owner_ends() -> None:
         groups.release(runs)
 
 
-def test_blocks_outlive_their_owner() -> None:
+def test_blocks_stay_in_use_after_their_owner_is_closed() -> None:
     groups = BlockGroups(10_000)
     one(groups, 0, 20)
     groups.close(0)
     assert groups.free_runs() == [(21, 9980)]
-    assert one(groups, 0, 1) == [(21, 1)]  # another request in the same row
+    assert one(groups, 0, 1) == [(21, 1)]  # another request in the same request pool row
     groups.release([(1, 21)])
     assert groups.available == 10_000
 
@@ -214,7 +214,9 @@ def test_the_tail_can_be_removed_and_added() -> None:
     groups.grow(70)
     assert groups.free_runs() == [(41, 70)]
     groups.grow(10)
-    with pytest.raises(ValueError, match="cannot grow by 1 blocks: 120 of at most 120 exist"):
+    with pytest.raises(
+        ValueError, match="cannot grow by 1 blocks: the pool has 120 of at most 120"
+    ):
         groups.grow(1)
     with pytest.raises(ValueError, match="cannot shrink by -1 blocks"):
         groups.shrink(-1)
@@ -222,7 +224,7 @@ def test_the_tail_can_be_removed_and_added() -> None:
     groups.check_integrity()
 
 
-def test_unused_parts_in_the_tail_are_given_up() -> None:
+def test_shrinking_removes_unused_parts_in_the_tail() -> None:
     groups = BlockGroups(100, expected_tokens=160)
     one(groups, 0, 3)
     one(groups, 1, 3)
@@ -243,7 +245,7 @@ def test_unused_parts_in_the_tail_are_given_up() -> None:
     groups.check_integrity()
 
 
-def test_resizing_does_not_touch_the_pool() -> None:
+def test_resizing_does_not_touch_the_block_states() -> None:
     groups = BlockGroups(1_000_000, capacity=1_000_100)
     usage = groups._state
     before = bytes(usage)
@@ -254,7 +256,7 @@ def test_resizing_does_not_touch_the_pool() -> None:
     assert groups.free_runs() == [(1, 999_500)]
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_frees_all_blocks_and_unused_parts() -> None:
     groups = BlockGroups(100, capacity=200)
     one(groups, 0, 10)
     groups.grow(50)
@@ -267,14 +269,14 @@ def test_clear_forgets_everything() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"blocks": -1}, "-1 blocks do not fit a capacity"),
-        ({"blocks": 5, "capacity": 4}, "5 blocks do not fit a capacity of 4"),
+        ({"blocks": -1}, "-1, must not be negative"),
+        ({"blocks": 5, "capacity": 4}, "5, must not be negative or exceed the capacity of 4"),
         ({"blocks": 5, "page": 0}, r"page \(0\)"),
         ({"blocks": 5, "expected_tokens": 0}, r"expected_tokens \(0\)"),
         ({"blocks": 5, "first": -1}, r"first \(-1\)"),
     ],
 )
-def test_the_pool_is_checked(arguments: dict[str, int], problem: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         BlockGroups(**arguments)
 
@@ -338,7 +340,7 @@ def break_starts(groups: BlockGroups) -> None:
         break_starts,
     ],
 )
-def test_the_integrity_check_sees(sabotage: object) -> None:
+def test_check_integrity_detects_corrupted_state(sabotage: object) -> None:
     groups = BlockGroups(100)
     one(groups, 0, 5)
     one(groups, None, 5)
@@ -350,7 +352,7 @@ def test_the_integrity_check_sees(sabotage: object) -> None:
 
 
 class Model:
-    """Drives an allocator and a set of blocks in use side by side; compares after every step."""
+    """Model of an allocator: a set of blocks in use, which is compared with it after each step."""
 
     def __init__(self, blocks: int, capacity: int, expected: int) -> None:
         self.real = BlockGroups(blocks, page=1, capacity=capacity, expected_tokens=expected)
@@ -402,7 +404,7 @@ class Model:
 
     def release(self, blocks: list[int]) -> None:
         runs = [(block, 1) for block in blocks]
-        for position in range(len(runs) - 1, 0, -1):  # neighbours in one run
+        for position in range(len(runs) - 1, 0, -1):  # merges adjacent blocks into one run
             (start, _), (behind, length) = runs[position - 1 : position + 1]
             if behind == start + 1:
                 runs[position - 1 : position + 1] = [(start, length + 1)]
@@ -470,7 +472,7 @@ class Model:
             self.last[owner] = blocks[-1]
 
     def _next_blocks(self, request: tuple[int | None, int]) -> range | tuple[int]:
-        """Where the request's first block must lie: behind its last one, if that is possible."""
+        """Returns where the request's first block may lie: after its last one, if possible."""
         owner = request[0]
         if owner is not None and owner in self.last:
             unused = self.real.unused_runs().get(owner)
@@ -483,7 +485,7 @@ class Model:
         return range(1, self.end + 1)
 
     def _most_runs(self, request: tuple[int | None, int]) -> int:
-        """The fewest pieces that hold a request that has no group yet."""
+        """Returns the most runs allowed: for a request without a group, the fewest possible."""
         owner, blocks = request
         if owner in self.last:
             return blocks
@@ -503,7 +505,7 @@ class Model:
 LIVES, OPERATIONS = 40, 1000
 
 
-def test_withdrawn_blocks_leave_unused_parts_and_free_groups() -> None:
+def test_withdrawn_blocks_are_removed_from_unused_parts_and_free_groups() -> None:
     groups = BlockGroups(100, page=1, expected_tokens=20)
     one(groups, 7, 5)
     assert groups.unused_runs() == {7: (6, 15)}
@@ -515,7 +517,7 @@ def test_withdrawn_blocks_leave_unused_parts_and_free_groups() -> None:
     assert groups.withdraw(4, 6) == 2
     with pytest.raises(ValueError, match="block 10 is withdrawn"):
         groups.release([(10, 1)])
-    with pytest.raises(ValueError, match="no blocks 90 to 101"):
+    with pytest.raises(ValueError, match="blocks 90 to 101 do not exist"):
         groups.withdraw(90, 102)
     groups.clear()
     groups.check_integrity()
@@ -526,9 +528,9 @@ def test_withdrawn_blocks_leave_unused_parts_and_free_groups() -> None:
     assert groups.free_runs() == [(1, 100)]
 
 
-def test_near_blocks_come_first() -> None:
+def test_near_blocks_are_preferred() -> None:
     groups = BlockGroups(100, page=1, expected_tokens=10, near=40)
-    groups.withdraw(41, 42)  # near and far groups never touch
+    groups.withdraw(41, 42)  # near and far free groups never merge
     one(groups, None, 40)
     groups.release([(3, 2), (20, 4)])
     assert one(groups, 1, 4) == [(20, 4)]
@@ -545,8 +547,10 @@ def test_near_blocks_come_first() -> None:
     largest=st.sampled_from([3, 8, 47]),
 )
 @settings(max_examples=LIVES, derandomize=True, deadline=None)
-def test_random_lives(seed: int, blocks: int, expected: int, owners: int, largest: int) -> None:
-    """40,000 operations in all, on pools that are nearly full most of the time."""
+def test_random_operations_agree_with_the_model(
+    seed: int, blocks: int, expected: int, owners: int, largest: int
+) -> None:
+    """Runs 40,000 operations in total, on pools that are nearly full most of the time."""
     choose = random.Random(seed)  # noqa: S311
     model = Model(blocks, blocks + 8, expected)
     for _ in range(OPERATIONS):
@@ -562,7 +566,7 @@ def test_random_lives(seed: int, blocks: int, expected: int, owners: int, larges
             model.append(choose.sample(range(owners), choose.randrange(owners + 1)))
         elif action < 0.72:
             model.release(choose.sample(sorted(model.in_use), some))
-        elif action < 0.85:  # a stretch of what is in use, or more than that
+        elif action < 0.85:  # a range: its blocks in use, or all of its blocks
             start = choose.randrange(1, blocks)
             stretch = range(start, min(start + some, model.end + 1))
             only = action < 0.83
@@ -582,8 +586,8 @@ def test_random_lives(seed: int, blocks: int, expected: int, owners: int, larges
         model.check()
 
 
-def test_many_holes_of_one_length() -> None:
-    """Free groups of one length come and go by the hundred: stale index entries are dropped."""
+def test_stale_index_entries_of_free_groups_are_dropped() -> None:
+    """Creates and fills hundreds of free groups of one length."""
     choose = random.Random(0)  # noqa: S311
     groups = BlockGroups(3000, page=1, expected_tokens=1)
     one(groups, None, 3000)

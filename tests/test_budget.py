@@ -1,4 +1,4 @@
-"""SGLang's budget of a prefill counts what is computed, and one prompt at a time is cut."""
+"""Tests of SGLang's prefill budget: it counts computed tokens, and cuts one prompt at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def select(adder: Any, rid: str, admission: Any, **kw: Any) -> Any:
     return _select(lambda *_args, **_kw: admission, adder, SimpleNamespace(rid=rid), **kw)
 
 
-def test_a_part_ends_where_the_budget_does() -> None:
+def test_a_part_of_a_prompt_ends_where_the_budget_ends() -> None:
     found = select(adder(64), "linked", Admission(0, 352, is_chunked=True))
     assert (found.extend_len, found.extend_len + found.replay_len) == (352, 52)
     found = select(adder(40), "linked", Admission(0, 340, is_chunked=True))
@@ -60,8 +60,8 @@ def test_a_part_ends_where_the_budget_does() -> None:
     assert found.extend_len == 320
 
 
-def test_a_part_ends_where_its_plan_is_decided_to() -> None:
-    """Though the budget would have it whole; SGLang takes it for a prompt that was cut."""
+def test_a_part_of_a_prompt_ends_at_the_stop_of_its_plan() -> None:
+    """It ends there even if the budget allows all of it; for SGLang the prompt is chunked."""
     runtime.current.plans["restored"] = PrefillPlan([Span(0, 480, Compute())], stop=96)
     found = select(adder(4096), "restored", Admission(0, 480, is_chunked=False))
     assert (found.extend_len, found.is_chunked, found.max_new_tokens) == (96, True, 0)
@@ -72,15 +72,15 @@ def test_a_part_ends_where_its_plan_is_decided_to() -> None:
 
 
 @pytest.mark.parametrize("rid", ["linked", "plain"])
-def test_nobody_is_admitted_behind_one_who_was_cut(rid: str) -> None:
-    """There is a little of the budget left, and no memory reserved for the rest of that one."""
+def test_no_request_is_admitted_behind_a_chunked_prompt(rid: str) -> None:
+    """Some budget is left, but no memory is reserved for the rest of the chunked prompt."""
     cut = adder(12, new_chunked_req="other")
     for chunked in (True, False):
         admission = Admission(0, 8, is_chunked=chunked)
         assert select(cut, rid, admission) is AddReqResult.OTHER
 
 
-def test_beside_one_that_goes_on_there_is_room_for_small_plain_ones() -> None:
+def test_only_whole_unplanned_prompts_join_a_continued_prompt() -> None:
     whole, part = Admission(0, 8, is_chunked=False), Admission(0, 16, is_chunked=True)
     assert select(adder(40), "plain", whole, has_chunked_req=True) is whole
     assert select(adder(40), "plain", part, has_chunked_req=True) is AddReqResult.OTHER
@@ -90,7 +90,7 @@ def test_beside_one_that_goes_on_there_is_room_for_small_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 64, 352])
-def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> None:
+def test_the_unused_part_of_a_budget_credit_is_returned(taken: int) -> None:
     budget = adder(64)
     req = SimpleNamespace(
         rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480,
@@ -110,11 +110,11 @@ def test_what_a_part_does_not_take_of_the_budget_is_given_back(taken: int) -> No
     assert budget.rem_input_tokens == 1000 + taken - PLAN.computed(0, taken)
     assert budget.log_input_tokens == PLAN.computed(0, taken)
     assert budget.log_hit_tokens == taken - PLAN.computed(0, taken)
-    # Nobody is given the memory of the rest, and of the answer.
+    # The memory of the rest and of the answer stays reserved.
     assert budget.memory_budget.total_offset == (480 - taken + 7 if taken else 0)
 
 
-def test_a_limit_is_of_computed_tokens() -> None:
+def test_the_limit_of_a_chunked_request_counts_computed_tokens() -> None:
     limited = adder(512, chunked_req_limit=64)
     req = SimpleNamespace(rid="linked", prefix_len=0, full_untruncated_fill_ids=[0] * 480)
     _continue(lambda adder, _req: adder.chunked_req_limit, limited, req)
@@ -124,7 +124,7 @@ def test_a_limit_is_of_computed_tokens() -> None:
 
 @pytest.mark.parametrize("retracted", [False, True])
 def test_linked_tokens_are_logged_as_cached(retracted: bool) -> None:
-    """SGLang's own method charges what :func:`_charge` says; no log has a negative number."""
+    """SGLang's own method applies the charge of :func:`_charge`; no logged number is negative."""
     found = adder(512, rem_dllm_tokens=None, dllm_config=None, exact_chunk_fill=False)
     found.memory_budget.reserve = lambda *_args, **_kw: None
     found.ceil_paged_tokens, found.per_req_token_overhead = int, 0
@@ -137,5 +137,5 @@ def test_linked_tokens_are_logged_as_cached(retracted: bool) -> None:
     assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)
     again = (found.reprocessed_log_input_tokens, found.reprocessed_log_hit_tokens)
     assert again == ((180, 300) if retracted else (0, 0))
-    _log(None, found, 0, 480, 7, retracted, replay_len=100)  # a replay of SGLang's
+    _log(None, found, 0, 480, 7, retracted, replay_len=100)  # SGLang's own replay
     assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)

@@ -139,7 +139,7 @@ def test_logprobs_begin_behind_what_is_linked(server: Server, texts: list[str]) 
     body |= {"return_logprob": True}
     refused = post(server, "/generate", **body, logprob_start_len=0)
     assert refused.status_code == 400
-    least = int(re.search(r"begin at (\d+) or later", refused.text)[1])  # type: ignore[index]
+    least = int(re.search(r"set logprob_start_len to (\d+) or more", refused.text)[1])  # type: ignore[index]
     for start in (least, least + 1):
         answer = post(server, "/generate", **body, logprob_start_len=start)
         assert answer.status_code == 200, answer.text
@@ -163,7 +163,7 @@ def test_what_only_the_server_says_is_not_taken_from_users(server: Server) -> No
 def test_what_does_not_fit_the_pool_is_refused(server: Server) -> None:
     answer = post(server, "/ext/context_cache", chunks=[[9] * 4069], method="naive")
     assert answer.status_code == 400
-    assert "less than 4096 in all: split it" in answer.text
+    assert "fewer than 4096 tokens in total: split" in answer.text
     # Long ones among them do not keep others from being primed.
     more = {"cache_salt": "long"}
     create(server, [9] * 1500, method="naive", **more)
@@ -244,7 +244,7 @@ def test_the_doctor_asks_a_server(
     monkeypatch.setattr(doctor_model.server, "serve", serve)
     check = linking(model, load({"chunks": {"method": "lego-16"}}))
     assert check.verdict == "ok"
-    assert re.match(r"lego-16 diverges by 0\.\d+ nats, of at most 0.5", check.found)
+    assert re.match(r"lego-16 diverges by 0\.\d+ nats \(limit 0.5\)", check.found)
     assert linking(model, load(None)).verdict == "note"
 
 

@@ -1,4 +1,4 @@
-"""The client of the context cache, against its real routes over HTTP."""
+"""Client of the context cache, against its real routes over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def cache(server: ContextServer) -> Iterator[ContextCache]:
         cache.delete(context.id)
 
 
-def test_contexts_live_and_go(cache: ContextCache, server: ContextServer) -> None:
+def test_contexts_are_created_listed_and_deleted(
+    cache: ContextCache, server: ContextServer
+) -> None:
     text, ids = cache.create(["chunk", [5, 6, 7]], ttl=60)
     assert text == ContextInfo(text.id, 5, 500, "lego-2", text.expires_in)
     assert text.expires_in is not None
@@ -49,14 +51,16 @@ def test_contexts_live_and_go(cache: ContextCache, server: ContextServer) -> Non
 
 @pytest.mark.parametrize("act", [ContextCache.get, ContextCache.delete])
 @pytest.mark.parametrize("id_", ["ctx-none", "a?b#é %"])
-def test_unknown_contexts(
+def test_unknown_contexts_raise(
     cache: ContextCache, act: Callable[[ContextCache, str], object], id_: str
 ) -> None:
-    with pytest.raises(UnknownContextError, match=re.escape(f"no context {id_!r}: ")):
+    with pytest.raises(UnknownContextError, match=re.escape(f"context {id_!r} not found: ")):
         act(cache, id_)
 
 
-def test_tenants(cache: ContextCache, server: ContextServer) -> None:
+def test_contexts_are_visible_to_their_own_tenant_only(
+    cache: ContextCache, server: ContextServer
+) -> None:
     mine = ContextCache(server.url, cache_salt="my & own")
     (context,) = mine.create(["chunk"])
     assert [found.id for found in mine.list()] == [context.id]
@@ -69,7 +73,7 @@ def test_tenants(cache: ContextCache, server: ContextServer) -> None:
     mine.delete(context.id)
 
 
-def test_only_what_is_given_is_sent(cache: ContextCache, server: ContextServer) -> None:
+def test_create_sends_only_the_given_arguments(cache: ContextCache, server: ContextServer) -> None:
     split = {"by": "tokens", "tokens": 2}
     cache.create(["chunk"])
     ContextCache(server.url, cache_salt="s").create(
@@ -89,7 +93,9 @@ def test_only_what_is_given_is_sent(cache: ContextCache, server: ContextServer) 
     ]
 
 
-def test_parts_are_what_the_server_takes(cache: ContextCache, server: ContextServer) -> None:
+def test_server_accepts_the_parts_that_name_contexts(
+    cache: ContextCache, server: ContextServer
+) -> None:
     (context,) = cache.create(["chunk"])
     for named in (part(context), part(context.id)):
         body = {"text": [named, {"type": "text", "text": "and"}]}
@@ -102,12 +108,12 @@ def test_parts_are_what_the_server_takes(cache: ContextCache, server: ContextSer
     [
         ({"chunks": [""]}, "^chunk 0 is empty$"),
         ({"chunks": ["a", [3, 999]]}, "^chunk 1 has the token ids"),
-        ({"chunks": ["a"], "method": "magic"}, "^no link method 'magic'"),
+        ({"chunks": ["a"], "method": "magic"}, "^unknown link method 'magic'"),
         ({"chunks": []}, "/ext/context_cache answered 422: .*at least 1 item"),
         ({"chunks": ["a"], "ttl": -1}, "answered 422: .*greater than 0"),
     ],
 )
-def test_what_the_server_refuses(
+def test_refusals_of_the_server_raise_with_its_reason(
     cache: ContextCache, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ExtError, match=message) as caught:
@@ -115,7 +121,7 @@ def test_what_the_server_refuses(
     assert not isinstance(caught.value, UnknownContextError)
 
 
-def test_keys() -> None:
+def test_requests_need_the_api_key_of_the_server() -> None:
     with context_server(api_key="secret") as server:
         assert ContextCache(server.url, "secret").list() == ()
         for key in (None, "guessed"):
@@ -125,7 +131,7 @@ def test_keys() -> None:
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server of something else, which answers everything alike."""
+    """Yields the URL of a server of another kind, which answers all GET requests alike."""
     status, body = request.param
 
     class Handler(BaseHTTPRequestHandler):
@@ -148,22 +154,22 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ((404, b'{"detail": "Not Found"}'), "start that server with --enable-ext"),
-        ((404, b"<html>"), "start that server with --enable-ext"),
+        ((404, b'{"detail": "Not Found"}'), "start the server with --enable-ext"),
+        ((404, b"<html>"), "start the server with --enable-ext"),
         ((400, b'{"object": "error", "message": "no such thing"}'), "answered 400: no such thing"),
         ((500, b"Internal Server Error"), "answered 500: Internal Server Error"),
-        ((200, b"<html>"), "gave no answer of a context cache"),
-        ((200, b'{"contexts": [{"id": 3}]}'), "gave no answer of a context cache: Expected `str`"),
+        ((200, b"<html>"), "an answer that is not of the context cache"),
+        ((200, b'{"contexts": [{"id": 3}]}'), "not of the context cache: Expected `str`"),
     ],
     indirect=["other"],
 )
-def test_servers_of_something_else(other: str, message: str) -> None:
+def test_answers_of_other_servers_raise(other: str, message: str) -> None:
     with pytest.raises(ExtError, match=message) as caught:
         ContextCache(other).list()
     assert not isinstance(caught.value, UnknownContextError)
 
 
-def test_no_server() -> None:
+def test_an_unreachable_server_raises() -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as taken:
         url = f"http://127.0.0.1:{taken.server_port}"
     with pytest.raises(ExtError, match=f"no answer from {url}.*is a server running there"):

@@ -1,4 +1,4 @@
-"""Where entries lie, which are selected, which device reads them, and what stays in memory."""
+"""Placement and selection of entries, choice of replicas, and blocks that stay in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def some_clusters(entries: int, most: int, seed: int) -> Clusters:
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.floats(0.001, 1.0), seeds)
-def test_every_device_gives_its_best_blocks(
+def test_best_blocks_are_selected_on_every_device(
     entries: int, block: int, devices: int, share: float, seed: int
 ) -> None:
     both = np.random.default_rng(seed).random((2, entries), np.float32)
@@ -47,7 +47,7 @@ def test_every_device_gives_its_best_blocks(
         assert min((sums[b] for b in mine), default=1.0) >= max(left, default=0.0) - 1e-5
 
 
-def test_all_of_it_is_all_of_it() -> None:
+def test_full_share_selects_all_and_ties_select_the_lowest_blocks() -> None:
     scores = np.random.default_rng(0).random(43, np.float32)
     assert best_blocks(scores[None], 1.0, block=5, devices=4).tolist() == [[*range(9)]]
     equal = np.zeros((1, 40), np.float32)
@@ -58,7 +58,7 @@ def test_all_of_it_is_all_of_it() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 120), st.integers(1, 9), st.integers(1, 130), seeds)
-def test_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: int) -> None:
+def test_best_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: int) -> None:
     clusters = some_clusters(entries, most, seed)
     scores = np.random.default_rng(seed).random(len(clusters), np.float32)
     chosen, found = best_clusters(scores, clusters, budget)
@@ -76,7 +76,7 @@ def test_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: in
     st.integers(1, 3000), st.sampled_from([96, 768, 1536, 4096, 5000]), st.integers(1, 9),
     st.integers(1, 5),
 )  # fmt: skip
-def test_blocks_have_places_of_their_own(
+def test_blocks_do_not_overlap_and_are_balanced_over_devices(
     entries: int, entry_bytes: int, devices: int, layers: int
 ) -> None:
     blocks = Blocks(entries, entry_bytes, devices, layers)
@@ -98,7 +98,7 @@ def test_blocks_have_places_of_their_own(
 
 @pytest.mark.parametrize("devices", range(1, 9))
 @pytest.mark.parametrize("most", [4, 8, 16, 24, 32])
-def test_replicas_are_read_from_all_devices_alike(devices: int, most: int) -> None:
+def test_replica_reads_are_balanced_over_devices(devices: int, most: int) -> None:
     clusters = some_clusters(1500, most, most)
     replicas = stripe(clusters, devices)
     stored = np.bincount(replicas.device, minlength=devices)
@@ -127,7 +127,7 @@ def test_replicas_are_read_from_all_devices_alike(devices: int, most: int) -> No
     assert np.mean(loads[True]) <= np.mean(loads[False])
 
 
-def test_what_saves_most_for_its_size_is_kept() -> None:
+def test_cost_effectiveness_favors_small_and_frequent_clusters() -> None:
     frequency, sizes = np.array([10.0, 10.0, 1.0]), np.array([1, 16, 1])
     found = cost_effectiveness(frequency, sizes, latency=8e-5, per_entry=1e-6)
     assert found[0] > found[1] > 0
@@ -136,7 +136,7 @@ def test_what_saves_most_for_its_size_is_kept() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 9), st.floats(0.1, 1.0), seeds)
-def test_new_entries_join_all_that_are_near(
+def test_new_entries_join_all_clusters_within_the_radius(
     steps: int, new: int, old: int, radius: float, seed: int
 ) -> None:
     chance = np.random.default_rng(seed)
@@ -154,7 +154,7 @@ def test_new_entries_join_all_that_are_near(
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 30), st.integers(0, 12), st.integers(1, 25), seeds)
-def test_what_is_asked_often_stays_in_memory(
+def test_most_frequently_activated_blocks_stay_in_memory(
     blocks: int, capacity: int, steps: int, seed: int
 ) -> None:
     chance = np.random.default_rng(seed)
@@ -180,7 +180,7 @@ def test_what_is_asked_often_stays_in_memory(
         assert held == set(hot.held.tolist())
         for block in coming:
             assert counts[block] > min(counts[other] for other in gone)
-        # Nobody outside who was asked is wanted more than anybody inside.
+        # No activated block outside memory has a higher frequency than any block in memory.
         outside = [counts[b] for b in activated.tolist() if b not in held]
         assert max(outside, default=-99) <= min(counts[b] for b in held)
         assert all(hot.held[hot.place[block]] == block for block in held)

@@ -1,4 +1,4 @@
-"""Contexts on devices: what was written is read, and nothing else is taken for it."""
+"""Tests of stored contexts on devices: they read back as written, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def directories(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_every_entry_lies_where_it_should(directories: list[Path]) -> None:
+def test_every_entry_is_stored_at_its_place(directories: list[Path]) -> None:
     recorded, heard = recorded_context(), []
     build(recorded, "a", directories, OPTIONS, lambda done, of: heard.append((done, of)))
     assert heard == [(1, 3), (2, 3), (3, 3)]
@@ -79,7 +79,7 @@ def test_every_entry_lies_where_it_should(directories: list[Path]) -> None:
         assert 0 < layer.often.max() <= 90
 
 
-def test_the_index_tells_what_is_attended_to(directories: list[Path]) -> None:
+def test_codes_of_the_index_find_the_most_attended_entries(directories: list[Path]) -> None:
     recorded = recorded_context()
     build(recorded, "a", directories, OPTIONS)
     stored = Stored.open("a", directories, GEOMETRY)
@@ -95,9 +95,9 @@ def test_the_index_tells_what_is_attended_to(directories: list[Path]) -> None:
     assert np.take_along_axis(exact, top, axis=1).sum() > 0.75 * best
 
 
-def test_queries_are_profiled_by_what_they_see(directories: list[Path]) -> None:
+def test_profile_counts_only_entries_that_queries_see(directories: list[Path]) -> None:
     recorded = recorded_context()
-    recorded.seen[:] = 4 + 100  # none sees more
+    recorded.seen[:] = 4 + 100  # no query sees more tokens
     build(recorded, "a", directories, OPTIONS)
     stored = Stored.open("a", directories, GEOMETRY)
     for layer in stored.layers:
@@ -116,11 +116,11 @@ def test_a_recorded_context_is_read_back(tmp_path: Path) -> None:
         assert (getattr(found, name) == getattr(recorded, name)).all()
     (tmp_path / "other").write_bytes(b"nothing of the kind" * 9)
     for name in ("other", "missing"):
-        with pytest.raises(ExtError, match="is no context of sgl_ext"):
+        with pytest.raises(ExtError, match="is not a context file of sgl_ext"):
             Recorded.load(tmp_path / name)
 
 
-def test_numbers_are_read_in_their_dtype() -> None:
+def test_as_float32_converts_bytes_of_each_dtype() -> None:
     import torch
 
     numbers = torch.randn(5, 8)
@@ -130,19 +130,19 @@ def test_numbers_are_read_in_their_dtype() -> None:
         assert (as_float32(raw, name) == typed.float().numpy()).all()
 
 
-def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> None:
+def test_changed_or_missing_contexts_are_refused(directories: list[Path]) -> None:
     build(recorded_context(), "a", directories, OPTIONS)
 
     def refused(match: str, geometry: Geometry = GEOMETRY, name: str = "a") -> None:
         with pytest.raises(ExtError, match=match):
             Stored.open(name, directories, geometry)
 
-    refused("there is no stored context 'b'", name="b")
+    refused("stored context 'b' not found", name="b")
     refused(
-        "not of this model .fingerprint: expected another, found a model",
+        "not stored for this model .fingerprint: expected another, found a model",
         replace(GEOMETRY, fingerprint="another"),
     )
-    with pytest.raises(ExtError, match="lies on 3 devices, 2 directories"):
+    with pytest.raises(ExtError, match="is stored on 3 devices, but 2 directories"):
         Stored.open("a", directories[:2], GEOMETRY)
     swapped = [directories[0], directories[2], directories[1]]
     with pytest.raises(ExtError, match=r"No such file.*store it again"):
@@ -150,12 +150,12 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
     file = block_file(directories[1], "a", 1)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    refused(r"has [\d,]+ B, not [\d,]+; store it again")
+    refused(r"has [\d,]+ B, expected [\d,]+ B; store it again")
     file.write_bytes(whole)
     index = index_file(directories[0], "a")
     contents = index.read_bytes()
     index.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
-    refused("is not what was written; store the context again")
+    refused(r"is damaged .*; store the context again")
     index.write_bytes(contents)
     file.unlink()
     refused("No such file or directory")
@@ -164,7 +164,7 @@ def test_what_is_not_what_was_written_is_refused(directories: list[Path]) -> Non
     assert not [path for each in directories for path in each.iterdir()]
 
 
-def test_what_has_not_come_to_be_is_swept_away(directories: list[Path]) -> None:
+def test_sweep_removes_incomplete_contexts(directories: list[Path]) -> None:
     build(recorded_context(), "stx-a", directories, OPTIONS)
 
     def files() -> set[str]:
@@ -184,7 +184,7 @@ def test_what_has_not_come_to_be_is_swept_away(directories: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("named", ["first is empty", "another order"])
-def test_what_lies_in_directories_that_are_named_wrongly_stays(
+def test_sweep_keeps_contexts_if_the_directories_are_wrong(
     named: str, directories: list[Path], tmp_path: Path
 ) -> None:
     build(recorded_context(), "stx-a", directories, OPTIONS)
@@ -197,18 +197,18 @@ def test_what_lies_in_directories_that_are_named_wrongly_stays(
     assert before == [{path.name for path in each.iterdir()} - {"stx-lock"} for each in directories]
 
 
-def test_files_are_the_users_alone(directories: list[Path]) -> None:
+def test_files_are_private_to_the_user(directories: list[Path]) -> None:
     build(recorded_context(), "stx-a", directories, OPTIONS)
     files = [path for each in directories for path in each.iterdir()]
     assert len(files) == 4
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_an_error_ends_what_is_to_come(
+def test_an_error_in_one_layer_cancels_the_remaining_layers(
     directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = replace_layers(recorded_context(), 40)
-    recorded.kv[0, 5] = 255  # no numbers
+    recorded.kv[0, 5] = 255  # NaN
     done: list[int] = []
     one = dataclasses.replace(OPTIONS, threads=1)
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_an_error_ends_what_is_to_come(
 
 
 def replace_layers(recorded: Recorded, layers: int) -> Recorded:
-    """The first layer as often as that."""
+    """Returns the context with its first layer repeated ``layers`` times."""
     return Recorded(
         replace(recorded.geometry, layers=layers), recorded.tokens,
         recorded.kv[:1].repeat(layers, axis=0), recorded.queries[:1].repeat(layers, axis=0),
@@ -228,7 +228,7 @@ def replace_layers(recorded: Recorded, layers: int) -> Recorded:
     )  # fmt: skip
 
 
-def test_a_device_that_writes_little_at_a_time(
+def test_short_writes_are_continued(
     directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.pwrite
@@ -242,7 +242,7 @@ def test_a_device_that_writes_little_at_a_time(
 
 
 @pytest.mark.parametrize("at", ["allocate", "write", "index"])
-def test_nothing_is_left_of_what_could_not_be_stored(
+def test_a_failed_build_leaves_no_files(
     at: str, directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_args: object) -> None:
@@ -250,18 +250,18 @@ def test_nothing_is_left_of_what_could_not_be_stored(
 
     name = {"allocate": "os.posix_fallocate", "write": "os.pwrite", "index": "os.fsync"}[at]
     monkeypatch.setattr(name, full)
-    match = "has no room for" if at == "allocate" else "No space left on device"
+    match = "has not enough free space" if at == "allocate" else "No space left on device"
     with pytest.raises(ExtError, match=match):
         build(recorded_context(), "a", directories, OPTIONS)
     assert not [path for each in directories for path in each.iterdir()]
 
 
-def test_what_cannot_be_stored_is_refused(directories: list[Path]) -> None:
+def test_short_or_existing_contexts_are_refused(directories: list[Path]) -> None:
     with pytest.raises(ExtError, match="has 68 tokens, of which 68 stay in memory"):
         build(recorded_context(tokens=68), "a", directories, OPTIONS)
     build(recorded_context(tokens=200), "a", directories, OPTIONS)
     before = index_file(directories[0], "a").read_bytes()
-    with pytest.raises(ExtError, match="File exists"):  # and it stays what it is
+    with pytest.raises(ExtError, match="File exists"):  # the existing context is unchanged
         build(recorded_context(), "a", directories, OPTIONS)
     assert index_file(directories[0], "a").read_bytes() == before
     Stored.open("a", directories, GEOMETRY)
@@ -318,7 +318,7 @@ def test_blocks_are_read_from_all_devices(engine: TransferEngine, directories: l
     reader.close()
 
 
-def test_a_device_that_fails_is_named(engine: TransferEngine, directories: list[Path]) -> None:
+def test_read_errors_name_the_device(engine: TransferEngine, directories: list[Path]) -> None:
     build(recorded_context(), "a", directories, OPTIONS)
     stored = Stored.open("a", directories, GEOMETRY)
     numbers = np.arange(stored.about.blocks.blocks)
@@ -326,7 +326,9 @@ def test_a_device_that_fails_is_named(engine: TransferEngine, directories: list[
     slow = Reader(engine, devices_of(engine, directories, 1 << 16), stored)
     reading = slow.reading(0, numbers, area.ctypes.data)
     reading.begin(Priority.NORMAL)
-    with pytest.raises(DeviceError, match=r"device 0 gave [\d,]+ of [\d,]+ B of a context in time"):
+    with pytest.raises(
+        DeviceError, match=r"device 0 returned [\d,]+ of [\d,]+ B of a context before"
+    ):
         reading.wait(0.01)
     engine.wait_any([*reading._tickets], 30)
     reader = Reader(engine, devices_of(engine, directories), stored)

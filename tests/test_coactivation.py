@@ -1,4 +1,4 @@
-"""Clusters of entries against the algorithm as the paper writes it, over all pairs."""
+"""Clusters of entries, compared with the algorithm of the paper over all pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_ext.clusters.clustering import Clusters, Mode, cluster
 
 
 def activations_of(active: NDArray[np.bool_]) -> Activations:
-    """From ``[queries, entries]``."""
+    """Returns the activations of a matrix ``[queries, entries]``."""
     queries, entries = active.shape
     padded = np.zeros((entries, -(-queries // 64) * 64), bool)
     padded[:, :queries] = active.T
@@ -33,7 +33,7 @@ def all_distances(active: NDArray[np.bool_]) -> NDArray[np.float32]:
 def reference(
     active: NDArray[np.bool_], radius: float, most: int, copies: int, *, pairwise: bool
 ) -> list[list[int]]:
-    """Algorithm 1 with sets and a matrix."""
+    """Returns the clusters of Algorithm 1, from a matrix of all distances."""
     distance = all_distances(active)
     limit = np.float32(radius)
     entries = active.shape[1]
@@ -73,7 +73,7 @@ shapes = st.tuples(st.integers(1, 130), st.integers(1, 24))
 
 @settings(deadline=None, max_examples=150)
 @given(arrays(bool, shapes), st.floats(0.05, 1.0), st.integers(1, 6), st.integers(1, 3))
-def test_clusters_are_those_of_the_paper(
+def test_clusters_equal_those_of_the_reference(
     active: NDArray[np.bool_], radius: float, most: int, copies: int
 ) -> None:
     entries = active.shape[1]
@@ -107,12 +107,12 @@ def reference_blocks(active: NDArray[np.bool_], block: int) -> list[int]:
 
 @settings(deadline=None, max_examples=150)
 @given(arrays(bool, shapes), st.integers(1, 6))
-def test_blocks_take_the_nearest(active: NDArray[np.bool_], block: int) -> None:
+def test_blocks_equal_those_of_the_reference(active: NDArray[np.bool_], block: int) -> None:
     found = _clusters.blocks(activations_of(active).bits, block, 999)
     assert found.tolist() == reference_blocks(active, block)
 
 
-def test_blocks_of_many_are_looked_for_among_some() -> None:
+def test_blocks_with_a_small_window_hold_mostly_coactivated_entries() -> None:
     chance = np.random.default_rng(8)
     group = chance.permutation(np.repeat(np.arange(60), 10))
     wanted = chance.random((256, 60)) < chance.uniform(0.05, 0.3, 60)
@@ -123,7 +123,7 @@ def test_blocks_of_many_are_looked_for_among_some() -> None:
     assert same.count(1) > 0.9 * len(same)
 
 
-def test_a_checksum_sees_every_byte() -> None:
+def test_checksums_depend_on_every_bit() -> None:
     chance = np.random.default_rng(9)
     rows = chance.integers(0, 256, (3, 77), np.uint8)
     rows[2] = rows[0]
@@ -139,7 +139,7 @@ def test_a_checksum_sees_every_byte() -> None:
     assert len(set(_clusters.checksums(zeros).tolist())) == 2
 
 
-def test_blocks_are_of_those_that_go_together() -> None:
+def test_blocks_hold_entries_that_are_activated_together() -> None:
     chance = np.random.default_rng(6)
     group = chance.permutation(np.repeat(np.arange(25), 10))
     wanted = chance.random((256, 25)) < 0.1
@@ -149,9 +149,9 @@ def test_blocks_are_of_those_that_go_together() -> None:
         assert len(set(group[block])) == 1
 
 
-def test_a_radius_has_so_many_neighbours() -> None:
+def test_radius_contains_the_given_number_of_neighbours() -> None:
     chance = np.random.default_rng(1)
-    topics = chance.random((40, 12)) < 0.2  # of 40 queries
+    topics = chance.random((40, 12)) < 0.2  # activations of 12 topics by 40 queries
     active = topics[:, chance.integers(0, 12, 200)] ^ (chance.random((40, 200)) < 0.05)
     activations = activations_of(active)
     for neighbours in (4, 8, 16):
@@ -160,10 +160,10 @@ def test_a_radius_has_so_many_neighbours() -> None:
             np.median(_clusters.density(activations.bits, limit, 2)[activations.frequency > 0])
             for limit in (radius, radius - 1e-4)
         )
-        assert nearer <= neighbours <= near  # many are equally far
+        assert nearer <= neighbours <= near  # many entries are at the same distance
 
 
-def test_those_that_go_together_are_found() -> None:
+def test_clusters_hold_entries_that_are_activated_together() -> None:
     chance = np.random.default_rng(2)
     group = chance.permutation(np.repeat(np.arange(30), 10))
     wanted = chance.random((256, 30)) < 0.1
@@ -173,7 +173,7 @@ def test_those_that_go_together_are_found() -> None:
     assert len(found) == 30
 
 
-def test_queries_activate_what_they_attend_to_most() -> None:
+def test_queries_activate_the_entries_with_most_attention() -> None:
     chance = np.random.default_rng(3)
     mass = chance.random((70, 50), np.float32)
     activations = Activations.of([mass[:3], mass[3:66], mass[66:]], 0.1)
@@ -183,11 +183,11 @@ def test_queries_activate_what_they_attend_to_most() -> None:
         assert set(np.flatnonzero(bits[:, query])) == set(np.argsort(mass[query])[-5:])
     assert activations.frequency.sum() == 70 * 5
     assert Activations.of([mass[:, :1]], 0.1).frequency.tolist() == [70]
-    mass[:, 2:] = 0  # what has nothing is not activated, be there too little else
+    mass[:, 2:] = 0  # entries without attention are not activated, even if too few others are
     assert Activations.of([mass], 0.1).frequency.tolist() == [70, 70] + [0] * 48
 
 
-def test_mass_is_what_attention_pays() -> None:
+def test_attention_mass_equals_the_softmax_summed_over_heads() -> None:
     chance = np.random.default_rng(4)
     queries = chance.normal(size=(5, 6, 8)).astype(np.float32)
     keys = chance.normal(size=(40, 2, 8)).astype(np.float32) * 3
@@ -208,22 +208,22 @@ def test_mass_is_what_attention_pays() -> None:
     np.testing.assert_allclose(attention_mass(queries, keys, 0.5, nothing).sum(1), 6.0, rtol=1e-5)
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_input_is_rejected() -> None:
     bits = np.zeros((3, 1), np.uint64)
     order = np.array([3], np.int32)
-    with pytest.raises(ValueError, match="entry 3 of 3"):
+    with pytest.raises(ValueError, match="entry 3 is not one of 3"):
         _clusters.distances(bits, 3)
-    with pytest.raises(ValueError, match="entry 3 of 3"):
+    with pytest.raises(ValueError, match="entry 3 is not one of 3"):
         _clusters.cluster(bits, order, 0.5, 4, 4, pairwise=True)
-    with pytest.raises(ValueError, match="a block has an entry"):
+    with pytest.raises(ValueError, match="block must be at least 1"):
         _clusters.blocks(bits, 0, 8)
-    with pytest.raises(ValueError, match="among as many at least"):
+    with pytest.raises(ValueError, match="window at least block"):
         _clusters.blocks(bits, 4, 3)
-    with pytest.raises(ValueError, match="a cluster has a member"):
+    with pytest.raises(ValueError, match="most and copies must be at least 1"):
         _clusters.cluster(bits, order, 0.5, 0, 4, pairwise=True)
 
 
-def test_many_entries() -> None:
+def test_clusters_of_many_entries_respect_size_and_copy_limits() -> None:
     chance = np.random.default_rng(5)
     active = chance.random((640, 4096)) < 0.08
     found = cluster(activations_of(active), threads=2)

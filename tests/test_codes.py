@@ -1,4 +1,4 @@
-"""What codes of keys tell of the attention to them."""
+"""Tests of codes of keys, from which the attention to the keys is estimated."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_mass_is_the_softmax_over_the_centroids(
 
 
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20))
-def test_the_nearest_bfloat16(values: list[float]) -> None:
+def test_bfloat16_rounds_to_nearest(values: list[float]) -> None:
     given_ = torch.tensor(values)
     bits, wide = bfloat16(given_.numpy())
     assert torch.equal(torch.from_numpy(wide), given_.bfloat16().float())
@@ -58,7 +58,7 @@ def test_the_nearest_bfloat16(values: list[float]) -> None:
 
 
 def sample(entries: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and queries, some of whose directions matter more than others."""
+    """Returns keys and queries, some of whose directions matter more than others."""
     chance = np.random.default_rng(seed)
     mix = chance.normal(size=(2, 16, 16)) * np.geomspace(1, 0.02, 16)
     keys = np.einsum("nkd,kde->nke", chance.normal(size=(entries, 2, 16)), mix)
@@ -66,16 +66,16 @@ def sample(entries: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return keys.astype(np.float32), asked.astype(np.float32)
 
 
-def test_few_keys_are_known_exactly() -> None:
+def test_codes_of_as_many_keys_as_centroids_are_nearly_exact() -> None:
     keys, queries = sample(CENTROIDS)
     codes = Codes.of(keys, queries, subspaces=4)
     beside = np.zeros(queries.shape[:2], np.float32)
     exact = attention_mass(queries, keys, 0.25, beside)
-    # Centroids are in 16 bits.
+    # Centroids are rounded to 16 bits.
     np.testing.assert_allclose(codes.mass(queries, 0.25, beside), exact, rtol=0.05, atol=1e-3)
 
 
-def test_what_queries_do_not_look_at_costs_no_precision() -> None:
+def test_precision_goes_to_the_directions_that_queries_use() -> None:
     keys, queries = sample(2000)
     beside = np.full(queries.shape[:2], -np.inf, np.float32)
     exact = attention_mass(queries, keys, 1.0, beside)
@@ -86,14 +86,14 @@ def test_what_queries_do_not_look_at_costs_no_precision() -> None:
         best = np.sort(exact, axis=1)[:, -100:].sum()
         return float(np.take_along_axis(exact, top, axis=1).sum() / best)
 
-    # Queries that look everywhere alike make the metric that of the keys.
+    # Isotropic queries reduce the metric to that of the keys.
     alike = np.random.default_rng(1).normal(size=queries.shape).astype(np.float32)
     ours, plain = recovered(Codes.of(keys, queries, 4)), recovered(Codes.of(keys, alike, 4))
     assert ours > 0.93
     assert ours > plain + 0.02
 
 
-def test_codes_are_a_small_part_of_the_keys() -> None:
+def test_codes_take_less_than_six_percent_of_the_kv() -> None:
     chance = np.random.default_rng(2)
     keys = chance.normal(size=(8192, 3, 64)).astype(np.float32)
     codes = Codes.of(keys[:300], chance.normal(size=(64, 9, 64)).astype(np.float32))
@@ -102,7 +102,7 @@ def test_codes_are_a_small_part_of_the_keys() -> None:
     assert of_all < 0.06 * (2 * keys.astype(np.float16).nbytes)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     good: dict[str, tuple[type, tuple[int, ...]]] = {
         "codes": (np.uint8, (2, 5, 4)), "centroids": (np.uint16, (2, 8, 256)),
         "projection": (np.float32, (2, 8, 8)), "mean": (np.float32, (2, 8)),
@@ -120,13 +120,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ("projection", (1, 8, 8)), ("mean", (2, 4)), ("queries", (1, 3, 8)),
         ("queries", (1, 4, 4)), ("beside", (1, 3)), ("beside", (2, 4)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="different shapes"):
+        with pytest.raises(ValueError, match=r"shapes of .* do not match"):
             mass(**{name: shape})
 
 
-def test_large_keys_and_queries_that_look_nowhere() -> None:
+def test_estimates_are_finite_for_large_or_equal_keys_and_zero_queries() -> None:
     keys, queries = sample(600)
-    keys += 300 * np.eye(16, dtype=np.float32)[3]  # as of models with a bias
+    keys += 300 * np.eye(16, dtype=np.float32)[3]  # as in models with a bias
     asked = queries + 300 * np.eye(16, dtype=np.float32)[3]
     beside = np.full(queries.shape[:2], 90_000.0 * 0.25, np.float32)
     exact = attention_mass(asked, keys, 0.25, beside)
@@ -144,7 +144,7 @@ def test_large_keys_and_queries_that_look_nowhere() -> None:
     )  # fmt: skip
 
 
-def test_threads_change_nothing() -> None:
+def test_mass_does_not_depend_on_the_number_of_threads() -> None:
     keys, queries = sample(900)
     codes, beside = Codes.of(keys, queries, 4), np.zeros((3, 6), np.float32)
     one = codes.mass(queries[:3], 0.25, beside, threads=1)
@@ -153,7 +153,7 @@ def test_threads_change_nothing() -> None:
     np.testing.assert_allclose(np.concatenate(alone), one, rtol=1e-5)
 
 
-def test_subspaces_have_as_much_to_tell() -> None:
+def test_variance_is_balanced_over_subspaces() -> None:
     from sgl_ext.clusters.codes import _balanced
 
     variance = np.array([0.9, 0.8, 0.7, 0.6, 0.05, 0.04, 0.03, 0.02], np.float32)
@@ -168,11 +168,11 @@ def test_subspaces_have_as_much_to_tell() -> None:
     st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 48, 64]), st.integers(0, 20),
     st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 1.0, 10.0]), st.integers(0, 99),
 )  # fmt: skip
-def test_blocks_are_chosen_beside_what_is_seen_anyway(
+def test_chosen_blocks_account_for_tokens_that_are_seen_anyway(
     kv_heads: int, group: int, head_dim: int, near: int, rows: int, narrow: bool, spread: float,
     seed: int,
 ) -> None:  # fmt: skip
-    """Heads that look at what is near have less to say, so that it has to be right."""
+    """A head's attention to near tokens reduces its weight in the choice, so it must be exact."""
     chance = torch.Generator().manual_seed(seed)
     dtype = torch.bfloat16 if narrow else torch.float32
     queries = spread * torch.randn(rows, kv_heads * group, head_dim, generator=chance)
@@ -199,14 +199,14 @@ def test_blocks_are_chosen_beside_what_is_seen_anyway(
     best = _clusters.best_blocks(scores, 3, 2, 2)
     assert found.shape == best.shape == (rows, 4)
     assert (np.diff(found) > 0).all()
-    # Of blocks that are alike either may be taken.
+    # Of blocks with equal scores, any may be chosen.
     np.testing.assert_allclose(
         np.take_along_axis(sums, found, 1).sum(1), np.take_along_axis(sums, best, 1).sum(1),
         rtol=1e-3, atol=1e-6,
     )  # fmt: skip
 
 
-def test_what_choosing_refuses() -> None:
+def test_choose_refuses_invalid_shapes_slots_and_blocks() -> None:
     chance = np.random.default_rng(0)
     codes = Codes.of(
         chance.normal(size=(30, 2, 16)).astype(np.float32),
@@ -225,21 +225,21 @@ def test_what_choosing_refuses() -> None:
         )  # fmt: skip
 
     assert choose().shape == (2, 4)
-    with pytest.raises(ValueError, match="different shapes"):
+    with pytest.raises(ValueError, match=r"shapes of .* do not match"):
         choose(queries[:, :3].copy())
-    with pytest.raises(ValueError, match="do not fit each other"):
+    with pytest.raises(ValueError, match="one start and one length per row"):
         choose(queries[:1].copy())
-    with pytest.raises(ValueError, match="more slots than there are"):
+    with pytest.raises(ValueError, match="slots that do not exist"):
         choose(lengths=lengths + 4)
-    with pytest.raises(ValueError, match="more slots than there are"):
+    with pytest.raises(ValueError, match="slots that do not exist"):
         choose(starts=starts + 2, lengths=lengths + 2)
-    with pytest.raises(ValueError, match="more slots than there are"):
+    with pytest.raises(ValueError, match="slots that do not exist"):
         choose(starts=starts - 1)
-    with pytest.raises(ValueError, match="a block has an entry"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         choose(block=0)
 
 
-def test_slots_of_rows() -> None:
+def test_table_lists_the_slots_of_each_row() -> None:
     first = np.array([[10, 20], [30, 10]])
     slots, starts, lengths = np.array([5, 6, 7]), np.array([0, 1]), np.array([1, 2])
 
@@ -253,5 +253,5 @@ def test_slots_of_rows() -> None:
     ]
     assert table(np.array([3, 0, 1, 2]))[0] == [900, 121, 110, 111, 120, 901, 902, 5, 0]
     for text in ([0, 1, 2], [0, 1, 2, 4], [0, 1, 2, -1]):
-        with pytest.raises(ValueError, match="the order of the text"):
+        with pytest.raises(ValueError, match="text must have one valid index"):
             table(np.array(text))

@@ -1,4 +1,4 @@
-"""Text with contexts becomes token ids and a composition."""
+"""Composition of text with context marks into token ids and linked chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenize(text: str, first: bool) -> list[int]:
     return ([1] if first else []) + [ord(letter) for letter in text]
 
 
-def test_a_prompt_of_both() -> None:
+def test_text_and_contexts_become_tokens_and_linked_chunks() -> None:
     text = f"ab{mark('ctx-bare')}{mark('ctx-primed')}c{mark('ctx-bare')}d"
     assert marked(text)
     prompt = compose(text, context_of=context_of, tokenize=tokenize, longest=99)
@@ -50,7 +50,7 @@ def without_bos(text: str, _first: bool) -> list[int]:
     return tokenize(text, False)
 
 
-def test_a_bare_chunk_at_the_beginning_is_exact() -> None:
+def test_a_chunk_without_prefix_is_exact_at_the_beginning() -> None:
     text = f"{mark('ctx-bare')}x"
     prompt = compose(text, context_of=context_of, tokenize=without_bos, longest=99)
     assert prompt.tokens == [10, 11, 12, 13, 120]
@@ -58,20 +58,20 @@ def test_a_bare_chunk_at_the_beginning_is_exact() -> None:
     assert prompt.composition.chunks == (LinkedChunk(0, 4, 0, ()),)
 
 
-def test_a_prompt_begins_as_others_do() -> None:
+def test_a_leading_chunk_follows_bos_or_recomputes_its_first_token() -> None:
     text = f"{mark('ctx-bare')}x"
     prompt = compose(text, context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.tokens == [1, 10, 11, 12, 13, 120]
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(1, 4, 0, (0, 1)),)
-    # Without a token for it, the first one of all is computed.
+    # Without a BOS token, the first token of the chunk is recomputed.
     text = f"{mark('ctx-late')}x"
     prompt = compose(text, context_of=context_of, tokenize=without_bos, longest=99)
     assert prompt.composition is not None
     assert prompt.composition.chunks == (LinkedChunk(0, 3, 0, (0, 2)),)
 
 
-def test_namespaces_follow_from_what_is_linked_where() -> None:
+def test_namespaces_depend_on_linked_chunks_and_their_positions() -> None:
     texts = [
         f"ab{mark('ctx-bare')}c",
         f"ab{mark('ctx-bare')}d",  # the same chunks in the same places
@@ -101,7 +101,7 @@ def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
     assert len({both.until(count).extra_key for count in range(1, 5)}) == 4
 
 
-def test_text_alone_is_itself() -> None:
+def test_text_without_marks_has_no_composition() -> None:
     prompt = compose("plain", context_of=context_of, tokenize=tokenize, longest=99)
     assert prompt.composition is None
     for other in ("\ue0c0ctx-a", "\ue0c0 \ue0c1", "\ue0c0\ue0c1", "\ue0c0ctx-é\ue0c1"):
@@ -109,14 +109,15 @@ def test_text_alone_is_itself() -> None:
         assert ids_in(other + mark("ctx-a") + mark("ctx-b")) == ["ctx-a", "ctx-b"]
 
 
-def test_a_prompt_names_so_many_contexts() -> None:
-    text = 1001 * mark("ctx-bare") + "x"
-    assert compose(text[:-1], context_of=context_of, tokenize=tokenize, longest=9999).composition
+def test_a_prompt_with_too_many_contexts_is_refused() -> None:
+    most = 1000 * mark("ctx-bare") + "x"
+    assert compose(most, context_of=context_of, tokenize=tokenize, longest=9999).composition
+    text = 1001 * mark("ctx-bare")
     with pytest.raises(ExtError, match="more than 1000 contexts"):
         compose(text, context_of=context_of, tokenize=tokenize, longest=9999)
 
 
-def test_an_unknown_id_is_nobodys() -> None:
+def test_an_unknown_context_raises() -> None:
     with pytest.raises(UnknownContextError):
         compose(mark("ctx-other"), context_of=context_of, tokenize=tokenize, longest=99)
 

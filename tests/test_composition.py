@@ -1,4 +1,4 @@
-"""A prompt of chunks becomes a plan that links what there is and computes the rest."""
+"""Composition of a prompt from chunks; its plan links available KV and computes the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
 
 
 @given(prompts(), st.integers(0, 60), st.sampled_from([0, 15]))
-def test_what_another_prompt_has_comes_first(
+def test_kv_of_another_prompt_is_linked_as_the_lead(
     prompt: tuple[Composition, int, list[int]], lead: int, blend: int
 ) -> None:
     composition, length, found = prompt
@@ -45,7 +45,7 @@ def test_what_another_prompt_has_comes_first(
 
 
 @given(prompts())
-def test_what_is_there_is_linked_and_the_rest_computed(
+def test_available_tokens_are_linked_and_the_rest_is_computed(
     prompt: tuple[Composition, int, list[int]],
 ) -> None:
     composition, length, found = prompt
@@ -66,45 +66,45 @@ def test_what_is_there_is_linked_and_the_rest_computed(
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([], "has chunks, and this one has none"),
-        ([LinkedChunk(0, 0, 0)], "chunk 0 lies at 0 .. -1"),
-        ([LinkedChunk(-1, 2, 0)], "chunk 0 lies at -1 .. 0"),
-        ([LinkedChunk(0, 5, 0), LinkedChunk(4, 2, 0)], "chunk 1 lies at 4 .. 5"),
-        ([LinkedChunk(5, 5, 0)], "the prompt's last token is computed"),
-        ([LinkedChunk(0, 5, 1)], "preparation 1 of 1"),
-        ([LinkedChunk(0, 5, 0, (), 100)], "blends 100 per cent"),
+        ([], "the composition has no chunks"),
+        ([LinkedChunk(0, 0, 0)], "chunk 0 covers tokens 0 .. -1"),
+        ([LinkedChunk(-1, 2, 0)], "chunk 0 covers tokens -1 .. 0"),
+        ([LinkedChunk(0, 5, 0), LinkedChunk(4, 2, 0)], "chunk 1 covers tokens 4 .. 5"),
+        ([LinkedChunk(5, 5, 0)], "its last token must be computed"),
+        ([LinkedChunk(0, 5, 1)], "preparation 1, but the composition has 1"),
+        ([LinkedChunk(0, 5, 0, (), 100)], "blends 100 percent"),
         ([LinkedChunk(0, 5, 0, (5,))], r"recomputes \(5,\)"),
         ([LinkedChunk(0, 5, 0, (2, 1))], r"recomputes \(2, 1\)"),
     ],
 )
-def test_what_cannot_be_is_refused(chunks: list[LinkedChunk], message: str) -> None:
+def test_invalid_compositions_are_refused(chunks: list[LinkedChunk], message: str) -> None:
     composition = Composition("naive", "chunks", ((),), tuple(chunks))
     with pytest.raises(ValueError, match=message):
         composition.check(10, composition.extra_key)
 
 
 @pytest.mark.parametrize("key", [None, "", "ext:link:0", "user"])
-def test_linked_kv_never_goes_where_exact_kv_lies(key: str | None) -> None:
+def test_linked_kv_is_refused_under_any_other_extra_key(key: str | None) -> None:
     composition = Composition("naive", "chunks", ((),), (LinkedChunk(0, 5, 0),))
-    with pytest.raises(ValueError, match="others would take it for exact"):
+    with pytest.raises(ValueError, match="other requests would reuse it as exact KV"):
         composition.check(10, key)
 
 
-def test_from_where_on_all_is_computed() -> None:
+def test_computed_from_is_the_end_of_the_last_linked_span() -> None:
     def found(*chunks: LinkedChunk) -> int:
         return Composition("any", "ns", ((),), chunks).computed_from
 
     assert found(LinkedChunk(3, 10, 0)) == 13
     assert found(LinkedChunk(3, 10, 0, (0, 1))) == 13
     assert found(LinkedChunk(3, 10, 0, (8, 9))) == 11
-    # What comes before the first chunk may be linked, too.
+    # Tokens before the first chunk may be linked, too.
     assert found(LinkedChunk(3, 10, 0, tuple(range(10)))) == 3
     assert found(LinkedChunk(0, 2, 0, (0, 1))) == 0
     assert found(LinkedChunk(0, 4, 0), LinkedChunk(9, 2, 0, (0, 1))) == 4
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 1), (1, 0), (9, 1)])
-def test_what_cannot_be_asked_of_a_chunk(length: int, count: int) -> None:
+def test_invalid_selections_are_refused(length: int, count: int) -> None:
     Selection("chunks", 8, (1, 2), (), 3).check(10)
-    with pytest.raises(ValueError, match=f"{count} tokens of a chunk of {length} behind 2"):
+    with pytest.raises(ValueError, match=f"{count} tokens of a chunk of {length} tokens after"):
         Selection("chunks", length, (1, 2), (), count).check(10)

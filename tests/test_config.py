@@ -1,4 +1,4 @@
-"""Configuration: what is accepted, what is in force, what an error says."""
+"""Tests of the configuration: accepted values, resolved values and error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, SwapBaseline, load
+from sgl_ext.config import EXAMPLES, SECTIONS, ExtConfig, load
 from sgl_ext.config.source import ConfigError
 from sgl_ext.config.values import EmulatedDevice
 
@@ -33,7 +33,7 @@ def test_everything_is_off_by_default() -> None:
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES.items())
-def test_what_switches_a_section_on_is_said(name: str, example: str) -> None:
+def test_errors_show_an_example_that_enables_the_section(name: str, example: str) -> None:
     outer, _, inner = name.partition(".")
     for wrong in (True, "on", []):
         message = error_of({outer: {inner: wrong} if inner else wrong})
@@ -52,14 +52,14 @@ def test_what_switches_a_section_on_is_said(name: str, example: str) -> None:
     ("written", "size"),
     [("4GiB", 4 << 30), ("4 GiB", 4 << 30), ("1.5MiB", 3 << 19), ("10GB", 10**10), (4096, 4096)],
 )
-def test_sizes(written: object, size: int) -> None:
+def test_sizes_are_parsed(written: object, size: int) -> None:
     config = load({"swap": {"capacity": written}})
     assert config.swap is not None
     assert config.swap.capacity == size
 
 
 @pytest.mark.parametrize("written", ["4 gibs", "400", "", -1, 0, True, 1.5, None, [1]])
-def test_wrong_sizes(written: object) -> None:
+def test_invalid_sizes_are_refused(written: object) -> None:
     message = error_of({"swap": {"capacity": written}})
     assert "'swap.capacity'" in message
     assert repr(written) in message
@@ -68,26 +68,26 @@ def test_wrong_sizes(written: object) -> None:
 @pytest.mark.parametrize(
     ("written", "seconds"), [("250ms", 0.25), ("10 min", 600), ("1.5h", 5400), (3, 3), (0.5, 0.5)]
 )
-def test_times(written: object, seconds: float) -> None:
+def test_times_are_parsed(written: object, seconds: float) -> None:
     assert load({"start_deadline": written}).start_deadline == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     "written", ["250", "250 parsecs", "ms", -1, 0, True, float("inf"), 1e10, None]
 )
-def test_wrong_times(written: object) -> None:
+def test_invalid_times_are_refused(written: object) -> None:
     assert "'start_deadline'" in error_of({"start_deadline": written})
 
 
 @given(st.integers(1, 1 << 50), st.floats(1e-6, 1e6))
-def test_what_is_described_can_be_read_back(size: int, seconds: float) -> None:
+def test_a_resolved_configuration_can_be_loaded_again(size: int, seconds: float) -> None:
     config = load({"swap": {"capacity": size}, "start_deadline": seconds})
     again = load(json.dumps(config.resolved()))
     assert again.swap == config.swap
     assert again.start_deadline == pytest.approx(config.start_deadline)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_yaml_and_json_files_are_loaded(tmp_path: Path) -> None:
     content = {"tiers": {"ssd": {"directories": [str(tmp_path)], "capacity": "1GiB"}}}
     for name, text in (("c.yaml", yaml.safe_dump(content)), ("c.json", json.dumps(content))):
         (tmp_path / name).write_text(text)
@@ -96,7 +96,7 @@ def test_files(tmp_path: Path) -> None:
     assert load(tmp_path / "empty.yaml") == ExtConfig()
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     assert "No such file" in error_of(tmp_path / "missing.yaml")
     assert "not a regular file" in error_of(tmp_path)
     assert "not a regular file" in error_of("/dev/zero")
@@ -115,11 +115,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "'swap' is given twice" in error_of(tmp_path / "twice.yaml")
 
 
-def test_a_home_that_nobody_has() -> None:
+def test_an_unknown_home_directory_is_refused() -> None:
     assert "cannot read the configuration file ~nobody-here/c" in error_of("~nobody-here/c.yaml")
 
 
-def test_yaml_anchors_and_merges(tmp_path: Path) -> None:
+def test_yaml_anchors_and_merge_keys_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("tiers:\n  host: &size {capacity: 1GiB}\nswap:\n  <<: *size\n")
     config = load(tmp_path / "c.yaml")
     assert config.swap is not None
@@ -132,7 +132,7 @@ def test_unknown_keys_get_a_suggestion() -> None:
     assert "unknown key 'tiers.host.colour' (known keys: capacity, emulate, link)" in message
 
 
-def test_every_problem_is_named_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     message = error_of({"teirs": {}, "peer": {"role": "boss"}, "swap": {}})
     assert "'teirs'" in message
     assert "'peer.role': Input should be 'master' or 'worker', found 'boss'" in message
@@ -140,7 +140,7 @@ def test_every_problem_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("source", ["{", '{"a": 1, "a": 2}', "[1]", '{"tiers": [1]}'])
-def test_what_is_not_a_mapping_of_sections(source: str) -> None:
+def test_sources_that_are_no_mapping_of_sections_are_refused(source: str) -> None:
     assert error_of(source)
 
 
@@ -149,7 +149,7 @@ def test_what_is_not_a_mapping_of_sections(source: str) -> None:
     ["start_deadline: 2020-13-45", "a: !!int abc", "a: !!timestamp abc", "? [a]\n: 1",
      "a: " + "9" * 5000, "[" * 100_000, "a: [\nb: ]\n- c", "a: &x {b: *x}"],
 )  # fmt: skip
-def test_whatever_is_in_a_file_is_one_line(tmp_path: Path, content: str) -> None:
+def test_errors_about_malformed_files_have_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
     message = error_of(path)
@@ -157,35 +157,35 @@ def test_whatever_is_in_a_file_is_one_line(tmp_path: Path, content: str) -> None
     assert len(message) < 1000
 
 
-def test_an_empty_section_is_neither_on_nor_off(tmp_path: Path) -> None:
+def test_a_null_section_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("chunks:\n")
     for source in (tmp_path / "c.yaml", '{"chunks": null}'):
-        assert "the section is empty: write {} to switch it on" in error_of(source)
+        assert "the section is empty: write {} to enable it" in error_of(source)
     assert load({"chunks": {}}).sections() == {"chunks": load({"chunks": {}}).chunks}
 
 
-def test_deep_and_marked_inline_json() -> None:
+def test_deep_inline_json_is_refused_and_a_byte_order_mark_is_ignored() -> None:
     assert "not JSON" in error_of('{"a":' * 100_000)
     assert load("\ufeff{}") == ExtConfig()
 
 
 @pytest.mark.parametrize("master", ["", "host", ":50051", "host:port", "a b:1"])
-def test_a_master_without_a_port_is_refused(master: str) -> None:
+def test_a_master_address_without_host_and_port_is_refused(master: str) -> None:
     assert "tiers.remote.master" in error_of({"tiers": {"remote": {"master": master}}})
 
 
-def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]
     message = error_of({"tiers": {"ssd": {"directories": directories, "capacity": "1GiB"}}})
-    assert "the same directory is named twice" in message
-    assert "the same directory is named twice" in error_of(
+    assert "the same directory is given twice" in message
+    assert "the same directory is given twice" in error_of(
         {"clusters": {"directories": directories}}
     )
-    assert "a directory has no name" in error_of({"clusters": {"directories": [""]}})
+    assert "a directory has an empty path" in error_of({"clusters": {"directories": [""]}})
     ssd = {"directories": [str(tmp_path)], "capacity": "1GiB"}
     message = error_of({"tiers": {"ssd": ssd}, "clusters": {"directories": [str(tmp_path)]}})
-    assert f"tiers.ssd and clusters both name {tmp_path}; give each its own" in message
+    assert f"tiers.ssd and clusters both use {tmp_path}; give each its own" in message
 
 
 @pytest.mark.parametrize(
@@ -198,21 +198,21 @@ def test_one_directory_twice_is_refused(tmp_path: Path) -> None:
         ({"ageing": 0}, "'restore.ageing'"),
     ],
 )
-def test_bad_restoring(restore: dict[str, object], message: str) -> None:
+def test_invalid_restore_options_are_refused(restore: dict[str, object], message: str) -> None:
     tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
     with pytest.raises(ConfigError, match=re.escape(message)):
         load({"tiers": tiers, "restore": restore})
 
 
-def test_sections_that_lack_something_or_exclude_each_other() -> None:
-    assert "restore needs something to restore from: give a tiers" in error_of({"restore": {}})
-    assert "no tier is given; name one of host, ssd, remote" in error_of({"tiers": {}})
+def test_incomplete_or_conflicting_sections_are_refused() -> None:
+    assert "restore requires a tiers section to restore from" in error_of({"restore": {}})
+    assert "no tier is given; add host, ssd or remote" in error_of({"tiers": {}})
     both = {"clusters": {"directories": ["/tmp/c"]}, "chunks": {}}
-    assert "leave out clusters, or the others" in error_of(both)
+    assert "remove clusters, or remove chunks and restore" in error_of(both)
 
 
 @pytest.mark.parametrize("device", [{"bytes_per_second": -5}, {"bytes_per_second": 0}, {}])
-def test_devices_that_cannot_be_emulated(device: dict[str, object]) -> None:
+def test_emulated_devices_need_a_positive_rate(device: dict[str, object]) -> None:
     ssd = {"directories": ["/ssd"], "capacity": "1GiB", "emulate": device}
     with pytest.raises(ConfigError, match=r"tiers[.]ssd[.]emulate[.]bytes_per_second"):
         load({"tiers": {"ssd": ssd}})
@@ -224,10 +224,10 @@ def sections_in(annotation: object) -> list[type[BaseModel]]:
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted keys of a section, those of nested sections included."""
+    """Yields the dotted keys of a section, including the keys of nested sections."""
     for name, field in model.model_fields.items():
         nested = sections_in(field.annotation)
-        if nested and nested[0] not in (EmulatedDevice, SwapBaseline):
+        if nested and nested[0] is not EmulatedDevice:
             yield from keys_of(nested[0], f"{prefix}{name}.")
         else:
             yield prefix + name

@@ -1,4 +1,4 @@
-"""The context cache over HTTP, and contexts in the bodies of SGLang's routes; no model runs."""
+"""HTTP API of the context cache, and contexts in the bodies of SGLang's routes, without a model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def create(client: TestClient, *chunks: object, **more: object) -> list[dict[str
     return contexts
 
 
-def test_contexts_are_computed_named_listed_and_deleted(
+def test_contexts_are_computed_looked_up_listed_and_deleted(
     client: TestClient, manager: Manager
 ) -> None:
     text, ids = create(client, "chunk", [5, 6, 7], ttl=60)
@@ -91,10 +91,10 @@ def test_long_texts_are_split(client: TestClient, manager: Manager) -> None:
     assert computed == [b"abc", b"def", b"gh", b"\7\x08\t"]
     answer = client.post("/ext/context_cache", json={"chunks": ["a"], "split": {"by": "tokens"}})
     assert answer.status_code == 400
-    assert "needs the tokens of a part" in answer.json()["error"]["message"]
+    assert "requires tokens, the maximum tokens of a part" in answer.json()["error"]["message"]
 
 
-def test_others_go_on_while_a_long_text_is_split(service: ContextService) -> None:
+def test_a_short_text_is_split_before_a_long_one_ends(service: ContextService) -> None:
     how, done = Split(by="paragraph", tokens=50), []
 
     async def parts(name: str, text: str) -> None:
@@ -112,11 +112,11 @@ def test_others_go_on_while_a_long_text_is_split(service: ContextService) -> Non
     ("body", "message"),
     [
         ({"chunks": ["x" * 400_000], "split": {"by": "paragraph", "tokens": 4}}, "more than 1024"),
-        ({"chunks": ["x" * (1 << 22)], "prefix": "p"}, "have 4194305 characters; create contexts"),
-        ({"chunks": ["x"] * 11}, "11 chunks at once, and the server keeps 10"),
+        ({"chunks": ["x" * (1 << 22)], "prefix": "p"}, "have 4194305 characters, but a request"),
+        ({"chunks": ["x"] * 11}, "11 chunks were given at once, but the server keeps at most 10"),
     ],
 )
-def test_too_much_at_once(
+def test_too_many_parts_characters_or_chunks_are_rejected(
     client: TestClient, manager: Manager, body: dict[str, Any], message: str
 ) -> None:
     answer = client.post("/ext/context_cache", json=body)
@@ -130,11 +130,11 @@ def test_splitting_has_a_deadline(client: TestClient, monkeypatch: pytest.Monkey
     body = {"chunks": ["x" * 100], "split": {"by": "paragraph", "tokens": 8}}
     answer = client.post("/ext/context_cache", json=body)
     assert answer.status_code == 400
-    assert "splitting has taken more than 0 s" in answer.json()["error"]["message"]
+    assert "splitting took more than 0 s" in answer.json()["error"]["message"]
 
 
 class Slow:
-    """A tokenizer that takes a while."""
+    """Tokenizer whose calls take a millisecond or more."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -152,9 +152,9 @@ def slow() -> Iterator[tuple[Slow, splitting.Splitting]]:
         yield tokenizer, splitting.Splitting(tokenizer, tokenizing, 1 << 20)
 
 
-def test_a_long_step_shares_with_others(slow: tuple[Slow, splitting.Splitting]) -> None:
+def test_long_steps_take_turns_on_the_tokenizer(slow: tuple[Slow, splitting.Splitting]) -> None:
     tokenizer, splitter = slow
-    how = Split(by="paragraph", tokens=400)  # the whole of it is one step
+    how = Split(by="paragraph", tokens=400)  # each text is one step
 
     async def both() -> None:
         texts = ("a " * 4000, "b " * 4000)
@@ -165,7 +165,7 @@ def test_a_long_step_shares_with_others(slow: tuple[Slow, splitting.Splitting]) 
     assert turns > len(tokenizer.read) // 4
 
 
-def test_a_step_that_nobody_waits_for_comes_to_its_end(
+def test_a_cancelled_step_makes_at_most_one_more_tokenizer_call(
     slow: tuple[Slow, splitting.Splitting],
 ) -> None:
     tokenizer, splitter = slow
@@ -181,16 +181,16 @@ def test_a_step_that_nobody_waits_for_comes_to_its_end(
 
     asyncio.run(left())
     before = len(tokenizer.read)
-    splitter._threads.shutdown()  # waits for all that is left to do
+    splitter._threads.shutdown()  # waits for the remaining work
     assert len(tokenizer.read) <= before + 1
 
 
-def test_parts_are_never_longer_than_can_be_computed(client: TestClient) -> None:
+def test_part_sizes_are_reduced_to_the_longest_computable_chunk(client: TestClient) -> None:
     made = create(client, "x" * 150, split={"by": "tokens", "tokens": 1000})
     assert [context["tokens"] for context in made] == [67, 67, 16]
 
 
-def test_work_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_cancelled_when_its_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_gone, "LOOK_S", 0.01)
     ended = []
 
@@ -219,7 +219,7 @@ def test_work_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [True]
 
 
-def test_a_primed_default_needs_company(manager: Manager) -> None:
+def test_a_primed_default_falls_back_without_other_chunks(manager: Manager) -> None:
     service = ContextService(
         manager, method="primed", limit=10, page=16, token_bytes=100, pool=1000
     )
@@ -229,11 +229,11 @@ def test_a_primed_default_needs_company(manager: Manager) -> None:
     assert (second.method, second.before) == ("primed", (1, *b"one"))
     (asked,) = asyncio.run(service.create(["two"], method="naive"))
     assert asked.method == "naive"
-    with pytest.raises(ExtError, match="computed behind others of its kind"):
+    with pytest.raises(ExtError, match="computed after other chunks of its kind"):
         asyncio.run(service.create(["one"], method="primed", salt="nobody"))
 
 
-def test_other_tenants_see_nothing(client: TestClient) -> None:
+def test_contexts_are_invisible_to_other_tenants(client: TestClient) -> None:
     (mine,) = create(client, "chunk", cache_salt="mine")
     for query in ("", "?cache_salt=other"):
         unknown = client.get(f"/ext/context_cache/ctx-none{query}").json()["error"]["message"]
@@ -249,13 +249,15 @@ def test_other_tenants_see_nothing(client: TestClient) -> None:
     [
         ({"chunks": [""]}, "chunk 0 is empty"),
         ({"chunks": ["a", []]}, "chunk 1 is empty"),
-        ({"chunks": ["x" * 90]}, "chunk 0 has 90 tokens.*take less than 100 in all: split it"),
-        ({"chunks": [[3, 200, -1]]}, r"token ids \[200, -1\]; the vocabulary ends at 200"),
-        ({"chunks": ["a"], "method": "magic"}, "no link method 'magic'"),
-        ({"chunks": ["a"], "method": ""}, "no link method ''"),
+        ({"chunks": ["x" * 90]}, "chunk 0 has 90 tokens.*fewer than 100 tokens in total: split"),
+        ({"chunks": [[3, 200, -1]]}, r"token ids \[200, -1\]; expected ids below .* 200,"),
+        ({"chunks": ["a"], "method": "magic"}, "unknown link method 'magic'"),
+        ({"chunks": ["a"], "method": ""}, "unknown link method ''"),
     ],
 )
-def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: str) -> None:
+def test_invalid_chunks_are_rejected_with_400(
+    client: TestClient, manager: Manager, body: Any, message: str
+) -> None:
     answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
@@ -273,12 +275,12 @@ def test_bad_chunks(client: TestClient, manager: Manager, body: Any, message: st
         {"chunks": ["a"], "ttl": True},
     ],
 )
-def test_what_is_no_request(client: TestClient, body: Any) -> None:
+def test_malformed_bodies_are_rejected_with_422(client: TestClient, body: Any) -> None:
     assert client.post("/ext/context_cache", json=body).status_code == 422
 
 
 @pytest.mark.parametrize("more", [{"chunks": ["\ud800"]}, {"cache_salt": "\ud800"}])
-def test_half_a_character(client: TestClient, more: Any) -> None:
+def test_lone_surrogates_are_rejected_with_422(client: TestClient, more: Any) -> None:
     body = {"chunks": ["a"], **more}
     answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
     assert answer.status_code == 422
@@ -286,7 +288,7 @@ def test_half_a_character(client: TestClient, more: Any) -> None:
         CreateContexts.model_validate(body)
 
 
-def test_parts_become_marks(client: TestClient) -> None:
+def test_context_parts_become_marks(client: TestClient) -> None:
     (context,) = create(client, "chunk")
     part = {"type": "ext_context", "id": context["id"]}
     same = {"type": "text", "text": "chunk"}
@@ -340,7 +342,7 @@ def test_marks_become_a_composition(client: TestClient, service: ContextService)
     assert (plain.text, plain.input_ids) == ("plain", None)
 
 
-def test_a_list_of_prompts(client: TestClient, service: ContextService) -> None:
+def test_each_prompt_of_a_list_is_linked(client: TestClient, service: ContextService) -> None:
     (context,) = create(client, "chunk")
     request = GenerateReqInput(
         text=[f"a{mark(context['id'])}b", "plain"],
@@ -360,17 +362,17 @@ def test_a_list_of_prompts(client: TestClient, service: ContextService) -> None:
     assert second == {"max_new_tokens": 3, "custom_params": {"mine": 1}}
     request.normalize_batch_and_arguments()
     texts = [f"a{mark(context['id'])}b", f"{mark(context['id'])}"]
-    with pytest.raises(ExtError, match="begin at 5 or later"):
+    with pytest.raises(ExtError, match="logprob_start_len to 5 or more"):
         service.link(GenerateReqInput(text=texts, return_logprob=True, logprob_start_len=[7, 1]))
-    with pytest.raises(ExtError, match="no context"):
+    with pytest.raises(ExtError, match=r"context .* not found"):
         service.link(GenerateReqInput(text=texts, cache_salt=["", "other"]))
 
 
-def test_a_chat_whose_contexts_got_lost(service: ContextService) -> None:
+def test_a_marked_chat_without_marks_is_rejected(service: ContextService) -> None:
     chat = GenerateReqInput(
         input_ids=[*b"plain"], sampling_params={"custom_params": {MARKED: True}}
     )
-    with pytest.raises(ExtError, match="the contexts of this chat are not in its prompt"):
+    with pytest.raises(ExtError, match="the prompt of this chat does not contain its contexts"):
         service.link(chat)
 
 
@@ -379,23 +381,23 @@ def test_a_chat_whose_contexts_got_lost(service: ContextService) -> None:
     [
         (
             {"return_logprob": True, "logprob_start_len": 0},
-            "begin at 6 or later",
+            "logprob_start_len to 6 or more",
         ),
         (
             {"return_logprob": True, "logprob_start_len": [0, 1]},
-            "logprob_start_len of .* is one int or 1 of them",
+            "logprob_start_len of .* one int or a list of 1",
         ),
-        ({"lora_path": "adapter"}, "no lora_path: contexts are of the base model"),
-        ({"input_ids": [1, 2]}, "no input_ids: its tokens are those of its text"),
-        ({"input_embeds": [[0.5]]}, "no input_embeds: its tokens are those of its text"),
-        ({"session_params": {"id": "s"}}, "no session_params: a session goes on from tokens"),
-        ({"sampling_params": [{}, {}]}, "sampling_params of .* is one dict or 1 of them"),
-        ({"sampling_params": {"custom_params": "x"}}, "custom_params of .* is an object"),
-        ({"token_indices_to_pool": [1]}, "no token_indices_to_pool: linked tokens have no"),
-        ({"cache_salt": "other"}, "no context"),
+        ({"lora_path": "adapter"}, "not support lora_path: contexts belong to the base"),
+        ({"input_ids": [1, 2]}, "not support input_ids: its tokens are"),
+        ({"input_embeds": [[0.5]]}, "not support input_embeds: its tokens"),
+        ({"session_params": {"id": "s"}}, "not support session_params: a session"),
+        ({"sampling_params": [{}, {}]}, "sampling_params of .* one dict or a list of 1"),
+        ({"sampling_params": {"custom_params": "x"}}, "custom_params of .* must be an object"),
+        ({"token_indices_to_pool": [1]}, "not support token_indices_to_pool: linked"),
+        ({"cache_salt": "other"}, "context .* not found"),
     ],
 )
-def test_what_a_linked_prompt_does_not_have(
+def test_invalid_options_of_a_linked_prompt_are_rejected(
     client: TestClient, service: ContextService, more: dict[str, Any], message: str
 ) -> None:
     (context,) = create(client, "chunk")
@@ -404,7 +406,7 @@ def test_what_a_linked_prompt_does_not_have(
 
 
 @pytest.mark.parametrize("nothing", [{"lora_path": ""}, {"lora_path": [None]}, {"input_ids": []}])
-def test_what_a_client_leaves_out(
+def test_empty_options_count_as_absent(
     client: TestClient, service: ContextService, nothing: dict[str, Any]
 ) -> None:
     (context,) = create(client, "chunk")
@@ -412,21 +414,23 @@ def test_what_a_client_leaves_out(
     assert [one.id for one in service.link(request)] == [context["id"]]
 
 
-def test_a_prompt_ends_where_the_model_does(client: TestClient, service: ContextService) -> None:
+def test_a_prompt_longer_than_the_context_length_is_rejected(
+    client: TestClient, service: ContextService
+) -> None:
     (context,) = create(client, "x" * 40)
     service.link(GenerateReqInput(text=2 * mark(context["id"]) + "b"))
-    with pytest.raises(ExtError, match="more than the 100 tokens that the model takes"):
+    with pytest.raises(ExtError, match="exceeds the maximum length of 100 tokens"):
         service.link(GenerateReqInput(text=1000 * mark(context["id"]) + "b"))
 
 
 @pytest.mark.parametrize("ids", [[1 << 40], [[1]], "abc", None, [-1]])
-def test_what_users_say_of_marks_is_not_believed(service: ContextService, ids: Any) -> None:
+def test_the_marked_parameter_from_a_client_is_rejected(service: ContextService, ids: Any) -> None:
     request = GenerateReqInput(input_ids=ids, sampling_params={"custom_params": {MARKED: True}})
-    with pytest.raises(ExtError, match="what the server itself says of chats; leave it out"):
+    with pytest.raises(ExtError, match="is reserved for the server; omit it"):
         service.link(request)
 
 
-def test_marks_in_chats_are_read_however_they_are_written(client: TestClient) -> None:
+def test_marks_in_chats_are_found_escaped_or_unescaped(client: TestClient) -> None:
     (context,) = create(client, "chunk")
     body = {"messages": [{"role": "user", "content": mark(context["id"])}]}
     for ascii_ in (True, False):
@@ -441,19 +445,21 @@ def test_marks_in_chats_are_read_however_they_are_written(client: TestClient) ->
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"cache_salt": ["a"]}, "the cache_salt of a prompt with contexts is a text, not"),
-        ({"custom_params": "x"}, "custom_params is an object, not 'x'"),
-        ({"text": [{"type": "text", "text": None}]}, "a part of text is a text"),
-        ({"text": [{"type": "text", "text": "a"}, 5]}, "a part of text is a text.* not 5"),
-        ({"text": [{"type": "image", "text": "a"}]}, "a part of text is a text"),
+        ({"cache_salt": ["a"]}, "the cache_salt of a prompt with contexts must be a string"),
+        ({"custom_params": "x"}, "custom_params must be an object, found 'x'"),
+        ({"text": [{"type": "text", "text": None}]}, "a part of text must be a string"),
+        ({"text": [{"type": "text", "text": "a"}, 5]}, "a part of text must be a string.* found 5"),
+        ({"text": [{"type": "image", "text": "a"}]}, "a part of text must be a string"),
         (
             {"text": [{"type": "ext_context", "id": True}]},
-            "the id of a context is .* not True",
+            "the id of a context must be .* found True",
         ),
-        ({"text": [{"type": "ext_context"}]}, "the id of a context is .* not None"),
+        ({"text": [{"type": "ext_context"}]}, "the id of a context must be .* found None"),
     ],
 )
-def test_parts_that_are_none(client: TestClient, more: dict[str, Any], message: str) -> None:
+def test_malformed_parts_are_rejected_with_400(
+    client: TestClient, more: dict[str, Any], message: str
+) -> None:
     (context,) = create(client, "chunk")
     parts = [{"type": "ext_context", "id": context["id"]}]
     body = {"messages": [{"role": "user", "content": parts}], **more}
@@ -462,14 +468,16 @@ def test_parts_that_are_none(client: TestClient, more: dict[str, Any], message: 
     assert re.search(message, answer.json()["error"]["message"])
 
 
-def test_bodies_are_read_wherever_the_server_is_mounted(client: TestClient) -> None:
+def test_bodies_are_read_below_a_root_path(client: TestClient) -> None:
     (context,) = create(client, "chunk")
     body = {"text": [{"type": "ext_context", "id": context["id"]}]}
     below = TestClient(client.app, root_path="/below")
     assert below.post("/below/generate", json=body).json() == {"text": mark(context["id"])}
 
 
-def test_the_largest_bodies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_above_the_size_limit_are_passed_on_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sgl_ext.engine.chunks.middleware._LARGEST_BODY", 10)
     coming = [{"body": b"0123456789", "more_body": True}] * 2 + [{"body": b"0"}]
     waiting = iter(coming)
@@ -483,7 +491,7 @@ def test_the_largest_bodies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-def test_a_context_that_is_not_there(client: TestClient, path: str) -> None:
+def test_an_unknown_context_is_answered_with_404(client: TestClient, path: str) -> None:
     (context,) = create(client, "chunk", cache_salt="mine")
     parts = [{"type": "ext_context", "id": context["id"]}]
     body = {"text": parts, "messages": [{"role": "user", "content": parts}]}
@@ -494,7 +502,7 @@ def test_a_context_that_is_not_there(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("levels", [255, 900])
-def test_a_body_that_is_nested_too_deeply(client: TestClient, levels: int) -> None:
+def test_deeply_nested_bodies_are_rejected_with_400(client: TestClient, levels: int) -> None:
     deep = b"[" * levels + b"]" * levels
     body = b'{"text": [{"type": "text", "text": "a"}], "custom_labels": ' + deep + b"}"
     answer = client.post("/generate", content=body, headers=JSON)

@@ -1,4 +1,4 @@
-"""Contexts whose KV had to go are computed again, where that is of use."""
+"""Tests of the renewal of contexts, which recomputes evicted KV that prompts use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgl_ext.errors import ExtError
 
 
 class Server:
-    """Computes one context at a time; ``computed`` says which."""
+    """Server that computes one context at a time, and lists the results in ``computed``."""
 
     def __init__(self) -> None:
         self.contexts = Contexts(100, lambda: 0.0)
@@ -46,7 +46,7 @@ def play(scene: Callable[[Server], object]) -> None:
     asyncio.run(run())
 
 
-def test_what_is_missed_is_computed_once() -> None:
+def test_a_missed_context_is_computed_once() -> None:
     async def scene(server: Server) -> None:
         one, two, three = (server.create() for _ in range(3))
         server.renewal.answered([three], missing=False)
@@ -58,7 +58,7 @@ def test_what_is_missed_is_computed_once() -> None:
     play(scene)
 
 
-def test_what_nobody_found_since_waits_for_a_second_miss() -> None:
+def test_an_unused_renewed_context_waits_for_a_second_miss() -> None:
     async def scene(server: Server) -> None:
         context = server.create()
 
@@ -70,7 +70,7 @@ def test_what_nobody_found_since_waits_for_a_second_miss() -> None:
         assert [await miss() for _ in range(4)] == [1, 1, 2, 2]
         server.renewal.answered([context], missing=True)
         await server.settle()
-        server.renewal.answered([context], missing=False)  # of use
+        server.renewal.answered([context], missing=False)  # a prompt has found it
         assert await miss() == 4
 
     play(scene)
@@ -91,7 +91,7 @@ def test_a_deleted_context_is_not_computed() -> None:
     play(scene)
 
 
-def test_one_that_cannot_be_computed_keeps_no_other_from_it(
+def test_a_failed_renewal_does_not_prevent_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scene(server: Server) -> None:
@@ -100,7 +100,7 @@ def test_one_that_cannot_be_computed_keeps_no_other_from_it(
         server.renewal.answered([one, two], missing=True)
         await server.settle()
         assert server.computed == [two]
-        assert f"{one.id} is not renewed: no room" in caplog.text
+        assert f"{one.id} was not renewed: no room" in caplog.text
         server.fails = lambda _: False
         server.renewal.answered([one], missing=True)
         await server.settle()

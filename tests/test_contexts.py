@@ -21,7 +21,7 @@ class Clock:
 
 
 class Tenants(RuleBasedStateMachine):
-    """Against a list that is searched from end to end."""
+    """Random calls of the registry, compared with a list that is searched linearly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_ids_cannot_be_guessed() -> None:
     assert min(map(len, ids)) >= 25
 
 
-def test_nothing_is_left_of_the_expired() -> None:
+def test_expired_contexts_leave_no_entries() -> None:
     clock = Clock()
     contexts = Contexts(limit=10, clock=clock)
     for n in range(100):
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_the_expired() -> None:
     assert not contexts._expiry
 
 
-def test_what_contexts_were_computed_behind_is_kept_once() -> None:
+def test_contexts_with_equal_prefixes_share_one_copy() -> None:
     contexts = Contexts(limit=100, clock=Clock())
     behind = list(range(1000))
     one, other = (contexts.create((n,), method="primed", before=list(behind)) for n in range(2))
@@ -128,7 +128,7 @@ def test_what_contexts_were_computed_behind_is_kept_once() -> None:
     assert not contexts._sharing
 
 
-def test_contexts_that_are_deleted_long_before_they_expire() -> None:
+def test_expiry_heap_stays_small_when_contexts_are_deleted() -> None:
     contexts = Contexts(limit=10, clock=Clock())
     kept = contexts.create((0,), method="naive", ttl=1000)
     for n in range(1000):

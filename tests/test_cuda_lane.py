@@ -1,4 +1,4 @@
-"""The CUDA lane over a runtime of the tests' own, which holds, counts and fails on request."""
+"""CUDA lane over a fake CUDA runtime that holds, counts and fails copies on request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def fake(cudart: Path) -> Iterator[ctypes.CDLL]:
     fake.fake_hold(0)
 
 
-def test_cuda_copies_both_shapes(engine: TransferEngine, cudart: Path, fake: ctypes.CDLL) -> None:
+def test_cuda_lane_copies_pitched_and_contiguous_rows(
+    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL
+) -> None:
     src, dst = memory(engine, MIB, seed=18), memory(engine, MIB)
     lane = engine.cuda_lane(library=cudart, group_bytes=64 * KIB)
     assert lane.library == str(cudart)
@@ -49,7 +51,7 @@ def test_cuda_copies_both_shapes(engine: TransferEngine, cudart: Path, fake: cty
     assert fake.fake_events() == 0
 
 
-def test_cuda_bulk_in_flight_is_bounded_and_overtaken(
+def test_cuda_bulk_copies_in_flight_are_bounded_and_overtaken(
     engine: TransferEngine, cudart: Path, fake: ctypes.CDLL
 ) -> None:
     src, dst = memory(engine, 4096, seed=19), memory(engine, 4096)
@@ -58,7 +60,7 @@ def test_cuda_bulk_in_flight_is_bounded_and_overtaken(
     before = fake.fake_executed_count()
     rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(1000)]
     bulk = engine.submit(rows, lane, Priority.BULK)
-    assert wait_until(lambda: fake.fake_outstanding() == 8)  # two groups of four, no more
+    assert wait_until(lambda: fake.fake_outstanding() == 8)  # at most two groups of four
     urgent_at = dst.ctypes.data + 2000
     urgent = engine.submit(one(src.ctypes.data, urgent_at, 8), lane, Priority.URGENT)
     assert wait_until(lambda: fake.fake_outstanding() == 9)
@@ -67,12 +69,12 @@ def test_cuda_bulk_in_flight_is_bounded_and_overtaken(
     urgent.wait(DEADLINE_S)
     bulk.wait(DEADLINE_S)
     order = [fake.fake_executed(i) for i in range(before, fake.fake_executed_count())]
-    assert order.index(urgent_at) == 0  # not behind the thousand
+    assert order.index(urgent_at) == 0  # not behind the 1,000 bulk copies
     assert fake.fake_most_outstanding() <= 9
 
 
 @pytest.mark.parametrize("where", ["copy", "event", "record"])
-def test_cuda_errors_reach_their_ticket(
+def test_cuda_errors_fail_their_ticket_only(
     engine: TransferEngine, cudart: Path, fake: ctypes.CDLL, where: str
 ) -> None:
     src, dst = memory(engine, 4096, seed=20), memory(engine, 4096)
@@ -89,11 +91,13 @@ def test_cuda_errors_reach_their_ticket(
         failed.wait(DEADLINE_S)
     assert caught.value.errno == 700
     assert caught.value.op == (2 if where == "copy" else 0)
-    engine.submit(rows, lane).wait(DEADLINE_S)  # the next one is not concerned
+    engine.submit(rows, lane).wait(DEADLINE_S)  # the next ticket is not affected
     assert np.array_equal(src[:8], dst[:8])
 
 
-def test_cuda_close_waits_for_what_was_dispatched(cudart: Path, fake: ctypes.CDLL) -> None:
+def test_cuda_close_waits_for_dispatched_and_cancels_other_copies(
+    cudart: Path, fake: ctypes.CDLL
+) -> None:
     with TransferEngine() as engine:
         src, dst = memory(engine, 4096, seed=21), memory(engine, 4096)
         lane = engine.cuda_lane(library=cudart, dispatches=2)
@@ -110,10 +114,12 @@ def test_cuda_close_waits_for_what_was_dispatched(cudart: Path, fake: ctypes.CDL
     assert fake.fake_streams() == 0
 
 
-def test_a_missing_cuda_runtime_is_named(engine: TransferEngine, cudart: Path) -> None:
+def test_missing_cuda_runtime_or_device_is_named_in_the_error(
+    engine: TransferEngine, cudart: Path
+) -> None:
     with pytest.raises(ExtError, match=r"no CUDA runtime could be opened \(.*nowhere.so"):
         engine.cuda_lane(library="/nowhere.so")
-    with pytest.raises(ExtError, match=r"libm.so.6 is no CUDA runtime: it has no cudaGetDevice"):
+    with pytest.raises(ExtError, match=r"libm.so.6 is not a CUDA runtime: it lacks cudaGetDevice"):
         engine.cuda_lane(library="libm.so.6")
     with pytest.raises(ExtError, match=r"there is no CUDA device 7; .* finds 1"):
         engine.cuda_lane(7, library=cudart)

@@ -1,6 +1,6 @@
-"""A device's memory lent from process to process, over a driver of the tests' own.
+"""Tests of device memory that one process lends to another, with a fake CUDA driver.
 
-``scripts/gpu_check.sh`` runs the same on a GPU.
+``scripts/gpu_check.sh`` checks this on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _bytes(mapping: CudaMapping, offset: int, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(raw, np.uint8)
 
 
-def test_what_a_borrower_writes_is_its_owners_until_it_is_replaced(
+def test_owner_and_borrower_share_memory_until_it_is_replaced(
     library: str, fake: ctypes.CDLL
 ) -> None:
     owner = CudaMapping(0, 3 * STEP, library=library)
@@ -58,7 +58,7 @@ def test_what_a_borrower_writes_is_its_owners_until_it_is_replaced(
     os.close(descriptor)
     _bytes(borrower, 2 * STEP + 7, 3)[:] = 5
     assert _bytes(owner, STEP + 7, 3).tolist() == [5, 5, 5]
-    # The owner has its room back at once; what the other one still uses harms nobody.
+    # The owner reclaims its addresses at once; the borrower keeps the old memory.
     owner.put(STEP, CudaMemory.create(0, 2 * STEP, library=library))
     _bytes(owner, STEP + 7, 3)[:] = 9
     assert _bytes(borrower, 2 * STEP + 7, 3).tolist() == [5, 5, 5]
@@ -69,33 +69,39 @@ def test_what_a_borrower_writes_is_its_owners_until_it_is_replaced(
     assert fake.fake_handles() == 2
 
 
-def test_pieces_are_whole(library: str, fake: ctypes.CDLL) -> None:
+def test_pieces_are_mapped_and_replaced_only_as_a_whole(library: str, fake: ctypes.CDLL) -> None:
     mapping = CudaMapping(0, 3 * STEP + 1, library=library)
     assert mapping.size == 4 * STEP
     mapping.put(STEP, CudaMemory.create(0, 2 * STEP, library=library))
     one = CudaMemory.create(0, STEP, library=library)
     for offset in (STEP, 2 * STEP):
-        with pytest.raises(ValueError, match="would cut what lies at"):
+        with pytest.raises(ValueError, match="contain only a part of the piece"):
             mapping.put(offset, one)
     for offset in (-STEP, 4 * STEP, 3 * STEP + 1):
-        with pytest.raises(ValueError, match="are not within"):
+        with pytest.raises(ValueError, match="are outside the mapping"):
             mapping.put(offset, one)
     assert fake.fake_mapped() == 1
     mapping.put(0, one)
-    mapping.put(3 * STEP, one)  # memory may lie at several addresses
+    mapping.put(3 * STEP, one)  # a piece may be mapped at several addresses
     _bytes(mapping, 0, 1)[0] = 3
     assert _bytes(mapping, 3 * STEP, 1)[0] == 3
     mapping.put(0, CudaMemory.create(0, 4 * STEP, library=library))
     assert fake.fake_mapped() == 1
 
 
-def test_errors_say_what_was_asked(library: str, fake: ctypes.CDLL, tmp_path: Path) -> None:
+def test_errors_name_the_operation_and_the_driver_error(
+    library: str, fake: ctypes.CDLL, tmp_path: Path
+) -> None:
     assert granularity(0, library=library) == STEP
-    with pytest.raises(CudaMemoryError, match=r"device 7 lends memory: CUDA_ERROR_INVALID_DEVICE"):
+    with pytest.raises(
+        CudaMemoryError, match=r"granularity of device 7: CUDA_ERROR_INVALID_DEVICE"
+    ):
         CudaMapping(7, STEP, library=library)
-    with pytest.raises(CudaMemoryError, match=r"take 2,147,483,648 B of device 0: .*OUT_OF_MEMORY"):
+    with pytest.raises(
+        CudaMemoryError, match=r"allocate 2,147,483,648 B on device 0: .*OUT_OF_MEMORY"
+    ):
         CudaMemory.create(0, 2 << 30, library=library)
-    with pytest.raises(CudaMemoryError, match="the CUDA driver cannot lend memory"):
+    with pytest.raises(CudaMemoryError, match="the CUDA driver cannot share memory"):
         CudaMemory.create(0, STEP, library=str(tmp_path / "none.so"))
     read, write = os.pipe()
     try:
@@ -118,11 +124,11 @@ def test_errors_say_what_was_asked(library: str, fake: ctypes.CDLL, tmp_path: Pa
         with pytest.raises(CudaMemoryError, match=said):
             mapping.put(0, memory)
         fake.fake_fail(error)
-        with pytest.raises(CudaMemoryError, match="lend"):
+        with pytest.raises(CudaMemoryError, match="export"):
             memory.descriptor()
     mapping.put(0, memory)
     fake.fake_fail(1)
-    with pytest.raises(CudaMemoryError, match="from their addresses"):
+    with pytest.raises(CudaMemoryError, match="unmap"):
         mapping.drop(0, STEP)
     mapping.drop(0, STEP)
 
@@ -136,7 +142,7 @@ def _borrow(library: str, channel: socket.socket) -> None:
     channel.sendall(b"x")
 
 
-def test_another_process_borrows(library: str, fake: ctypes.CDLL) -> None:
+def test_another_process_maps_lent_memory(library: str, fake: ctypes.CDLL) -> None:
     mapping = CudaMapping(0, STEP, library=library)
     mapping.put(0, lent := CudaMemory.create(0, STEP, library=library))
     mine = _bytes(mapping, 0, STEP)

@@ -1,4 +1,4 @@
-"""The hooks on SGLang, and the order in which powers surround a step of its scheduler."""
+"""Hooks on SGLang, and the order in which the powers surround a step of its scheduler."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NAMES = tuple(kind.name for kind in ORDER)
 
 
 @pytest.mark.parametrize("hooks", [HOOKS, launcher.HOOKS], ids=["scheduler", "launcher"])
-def test_each_place_is_hooked_once(hooks: Any) -> None:
+def test_each_target_is_hooked_once(hooks: Any) -> None:
     counts = Counter(hook.target for hook in hooks)
     assert not [target for target, count in counts.items() if count > 1]
     assert all(hook.why for hook in hooks)
 
 
 class Step:
-    """A step in which a peer puts a follower aside, and a prompt that is prefilled is interrupted.
+    """Step in which a peer sets a follower aside and restoration interrupts a chunked prefill.
 
-    The powers are the real ones, over stubs of what they own.
+    The powers are real; the objects that they own are stubs.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ class Step:
     def run(self, order: Sequence[str]) -> None:
         ext = runtime.ExtRuntime(ExtConfig())
         for name in order:
-            if name not in ("tiers", "chunks"):  # they take no part in a step
+            if name not in ("tiers", "chunks"):  # these do not take part in a step
                 ext.add(self.power(name, ext))
         self._monkeypatch.setattr(runtime, "current", ext)
 
@@ -114,7 +114,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Step:
     return Step(monkeypatch)
 
 
-def test_a_step_forgets_no_request(step: Step) -> None:
+def test_swap_and_clusters_see_every_request_of_a_step(step: Step) -> None:
     step.run(NAMES)
     everyone = {"follower", "waits", "prefilled"}
     assert step.followed == step.ranked == everyone
@@ -124,27 +124,32 @@ def test_a_step_forgets_no_request(step: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "forgotten"),
-    [("restore", "swap", "prefilled"), ("peer", "clusters", "follower")],
+    ("inner", "outer", "seen", "forgotten"),
+    [("restore", "swap", "ranked", "prefilled"), ("peer", "clusters", "followed", "follower")],
 )
-def test_another_order_forgets_one(step: Step, inner: str, outer: str, forgotten: str) -> None:
-    """The priority of a prompt that is interrupted, or the context of a follower that waits for
-    memory, which is why :data:`ORDER` is as it is."""
+def test_another_order_hides_a_request_from_a_power(
+    step: Step, inner: str, outer: str, seen: str, forgotten: str
+) -> None:
+    """Shows the reasons for :data:`ORDER`.
+
+    In another order, swap forgets the priority of an interrupted prompt, or clusters forget the
+    context of a follower that waits for memory.
+    """
     swapped = {inner: outer, outer: inner}
     step.run([swapped.get(name, name) for name in NAMES])
-    assert forgotten not in (step.ranked & step.followed)
+    assert {"follower", "waits", "prefilled"} - getattr(step, seen) == {forgotten}
 
 
 def test_swap_owns_a_request_before_chunks_do() -> None:
-    """The KV of a swapped request holds its chunks, which need not be linked again."""
+    """Avoids linking chunks again that are part of the KV of a swapped-out request."""
     order = [name for name in NAMES if name in ("swap", "chunks")]
     ext: Any = runtime.ExtRuntime(ExtConfig())
     ext.inside_out = [SimpleNamespace(name=name, owns=lambda _req: True) for name in order]
     assert ext.owner(SimpleNamespace()).name == "swap"
 
 
-def test_polling_takes_the_keywords_of_a_prefill_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that is called before a method gets all of its arguments."""
+def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls the hook as a prefill server does: a hook before a method gets all of its arguments."""
     (hook,) = (each for each in HOOKS if each.function is dispatch._poll)
     name = hook.target.rpartition(".")[2]
     original = getattr(Scheduler, name)

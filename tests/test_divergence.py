@@ -1,4 +1,4 @@
-"""The divergence of what servers say of their next tokens."""
+"""Tests of the KL divergence between next-token distributions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = st.lists(st.integers(1, 1000), min_size=8, max_size=8)
 
 
 @given(WEIGHTS, WEIGHTS, st.integers(1, 7))
-def test_it_is_kl_and_of_the_likeliest_never_more(
+def test_divergence_is_kl_and_a_lower_bound_for_top_tokens(
     one: list[int], other: list[int], count: int
 ) -> None:
     right, found = logprobs(one), logprobs(other)

@@ -1,4 +1,4 @@
-"""``sgl-ext doctor`` and ``describe``."""
+"""Commands ``sgl-ext doctor`` and ``sgl-ext describe``, and the checks before a start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hooks_check() -> preflight.Check:
 
 @pytest.fixture(autouse=True)
 def _once(monkeypatch: pytest.MonkeyPatch, hooks_check: preflight.Check) -> None:
-    """Importing SGLang in a process of its own takes seconds: one real result serves all."""
+    """Reuses one real result of the hooks check, which imports SGLang and takes seconds."""
     monkeypatch.setattr(doctor, "_hooks", lambda: hooks_check)
 
 
@@ -42,10 +42,10 @@ def test_this_machine_runs_the_default_configuration() -> None:
     assert {"Python", "torch", "SGLang", "accelerator", "hooks", "huge pages", "native parts",
             "io_uring", "shared memory", *SECTIONS} <= set(names)  # fmt: skip
     hooks = next(check for check in report["checks"] if check["name"] == "hooks")
-    assert hooks["found"] == "every hook and seam fits; platform NativeCpuPlatform"
+    assert hooks["found"] == "all hooks and seams are available; platform NativeCpuPlatform"
 
 
-def test_a_directory_that_is_not_there_would_not_run(tmp_path: Path) -> None:
+def test_a_missing_directory_fails_the_check(tmp_path: Path) -> None:
     config = {"clusters": {"directories": [str(tmp_path), "/nope"]}}
     result = CliRunner().invoke(app, ["doctor", "--config", json.dumps(config)])
     assert result.exit_code == 1
@@ -58,23 +58,23 @@ def test_a_directory_that_is_not_there_would_not_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tiers_would_run(tmp_path: Path) -> None:
+def test_usable_tiers_pass_the_checks(tmp_path: Path) -> None:
     ssd = {"directories": [str(tmp_path)], "capacity": "1MiB"}
     checks = doctor.examine(load({"tiers": {"ssd": ssd, "host": {"capacity": "1MiB"}}}))
     assert doctor.would_run(checks)
     assert {check.name: check for check in checks}["tiers"].found == "on"
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_capacities_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ssd = {"directories": [str(tmp_path)], "capacity": "4000TiB"}
     config = load({"tiers": {"ssd": ssd}, "swap": {"capacity": "4000TiB"}})
     verdicts = {check.name: check for check in doctor.examine(config)}
     assert "on a disk of" in verdicts[f"tiers directory {tmp_path}"].found
-    assert "asked" in verdicts["host memory"].found
+    assert "requested" in verdicts["host memory"].found
     assert verdicts["host memory"].todo == "lower swap.capacity and tiers.host.capacity"
 
 
-def test_a_profile_that_is_missing_or_of_another_version_is_noted(
+def test_a_missing_or_outdated_restore_profile_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cache_dir", lambda: tmp_path)
@@ -92,37 +92,37 @@ def test_a_profile_that_is_missing_or_of_another_version_is_noted(
 
 
 @pytest.mark.parametrize("role", ["master", "worker"])
-def test_a_peer_directory_that_others_reach_would_not_run(tmp_path: Path, role: str) -> None:
+def test_a_peer_directory_must_be_private_and_have_one_master(tmp_path: Path, role: str) -> None:
     tmp_path.chmod(0o755)
     peer = {"role": role, "directory": str(tmp_path), "capacity": "1MiB"}
-    with pytest.raises(ExtError, match=r"mode 0755.*: chmod 700 it"):
+    with pytest.raises(ExtError, match=r"mode 0755.*: run chmod 700 on it"):
         preflight.require(load({"peer": peer}))
     tmp_path.chmod(0o700)
     preflight.require(load({"peer": peer}))
     with directory.lock(tmp_path):
         if role == "worker":
             return preflight.require(load({"peer": peer}))
-        with pytest.raises(ExtError, match="has a master already"):
+        with pytest.raises(ExtError, match="already has a master"):
             preflight.require(load({"peer": peer}))
     return None
 
 
-def test_a_peer_directory_that_cannot_be_made_would_not_run(tmp_path: Path) -> None:
+def test_a_peer_directory_that_cannot_be_created_fails_the_check(tmp_path: Path) -> None:
     def verdict(directory: Path) -> preflight.Check:
         config = load({"peer": {"role": "worker", "directory": str(directory)}})
         return list(preflight._sections(config))[-2]
 
-    assert verdict(tmp_path / "a" / "b").found == "will be made"
+    assert verdict(tmp_path / "a" / "b").found == "will be created"
     assert "too long for a socket" in verdict(tmp_path / ("d" * 300)).found
     (tmp_path / "file").touch()
-    assert verdict(tmp_path / "file" / "b").found == f"cannot be made in {tmp_path}/file"
+    assert verdict(tmp_path / "file" / "b").found == f"cannot be created in {tmp_path}/file"
     assert not (tmp_path / "a").exists()
     ssd = {"directories": [str(tmp_path / ("d" * 300))]}
     with pytest.raises(ExtError, match="does not exist: create it"):
         preflight.require(load({"clusters": ssd}))
 
 
-def test_everything_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_all_failures_are_reported_in_one_line(tmp_path: Path) -> None:
     ssd = {"directories": ["/nope"], "capacity": "1MiB"}
     config = load({"tiers": {"ssd": ssd, "host": {"capacity": "4000TiB"}}})
     with pytest.raises(ExtError) as refused:
@@ -133,13 +133,15 @@ def test_everything_that_fails_is_one_line(tmp_path: Path) -> None:
     assert line.endswith("lower tiers.host.capacity")
 
 
-def test_an_arena_says_what_to_lower() -> None:
+def test_an_arena_that_does_not_fit_names_the_option_to_lower() -> None:
     layout = Layout(16, 1 << 20, 1 << 10, 1 << 10, "float32", "")
     with pytest.raises(ExtError, match=r"lower tiers\.host\.capacity"):
         Arena(layout, 1 << 20)
 
 
-def test_a_client_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_client_that_cannot_be_loaded_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     remote = {"remote": {"master": "127.0.0.1:1"}}
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "no_mooncake"))
     verdicts = {check.name: check for check in doctor.examine(load({"tiers": remote}))}
@@ -149,36 +151,36 @@ def test_a_client_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_writable_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     config = load({"clusters": {"directories": [str(tmp_path)]}})
     verdicts = {check.name: check for check in doctor.examine(config)}
     assert verdicts[f"clusters directory {tmp_path}"].found == "not writable"
 
 
-def test_another_sglang_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sglang_version_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_sglang", lambda: "0.5.24")
     assert not doctor.would_run(doctor.examine(load(None)))
 
 
-def test_a_plugin_that_is_left_out_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excluded_plugin_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for allowed, missing in (("sgl_ext", "sgl_ext_cpu"), ("x, sgl_ext_cpu", "sgl_ext")):
         monkeypatch.setenv("SGLANG_PLUGINS", allowed)
         verdicts = {check.name: check for check in doctor.examine(load(None))}
         assert verdicts["plugin"].verdict == "fail"
-        assert verdicts["plugin"].found.endswith(f"leaves out {missing}")
+        assert verdicts["plugin"].found.endswith(f"excludes {missing}")
     monkeypatch.delenv("SGLANG_PLUGINS")
     monkeypatch.setenv("SGLANG_PLATFORM", "vendor")
     verdicts = {check.name: check for check in doctor.examine(load(None))}
     assert verdicts["plugin"].verdict == "fail"
 
 
-def test_describe_prints_what_would_be_in_force() -> None:
+def test_describe_prints_the_resolved_configuration() -> None:
     result = CliRunner().invoke(app, ["describe", "--config", '{"start_deadline": "2min"}'])
     assert yaml.safe_load(result.stdout) == load({"start_deadline": 120}).resolved()
 
 
-def test_a_bad_configuration_is_one_line_and_exit_code_2() -> None:
+def test_an_invalid_configuration_gives_one_line_and_exit_code_2() -> None:
     for command in ("describe", "doctor"):
         result = CliRunner().invoke(app, [command, "--config", '{"teirs": {}}'])
         assert result.exit_code == 2

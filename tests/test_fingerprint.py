@@ -1,4 +1,4 @@
-"""Whose KV it is: everything that changes KV changes the fingerprint, and nothing else."""
+"""Fingerprint of a model: everything that changes its KV changes the fingerprint, nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def swap_rows(made: nn.Module) -> None:
     made[0].weight[[0, 1]] = made[0].weight[[1, 0]]
 
 
-def test_equal_models_agree() -> None:
+def test_equal_models_have_equal_fingerprints() -> None:
     assert fingerprint(model(), IDENTITY) == fingerprint(model(), dict(reversed(IDENTITY.items())))
     assert len(fingerprint(model(), IDENTITY)) == 16
 
@@ -41,19 +41,19 @@ def test_equal_models_agree() -> None:
         lambda made: made.append(nn.Linear(1, 1)),
     ],
 )
-def test_another_model_differs(change: Callable[[nn.Module], object]) -> None:
+def test_changed_models_have_different_fingerprints(change: Callable[[nn.Module], object]) -> None:
     changed = model()
     change(changed)
     assert fingerprint(changed, IDENTITY) != fingerprint(model(), IDENTITY)
 
 
-def test_another_configuration_or_rank_differs() -> None:
+def test_other_configurations_and_ranks_have_different_fingerprints() -> None:
     other = {**IDENTITY, "config": {"rope_theta": 1e6}}
     rank = {**IDENTITY, "tensor_parallel": [1, 2]}
     assert len({fingerprint(model(), identity) for identity in (IDENTITY, other, rank)}) == 3
 
 
-def test_strided_and_large_tensors() -> None:
+def test_fingerprint_covers_strided_and_large_tensors() -> None:
     made = nn.Module()
     made.register_buffer("view", torch.arange(20, dtype=torch.int16).view(4, 5).t())
     same = nn.Module()

@@ -1,6 +1,7 @@
-"""Mutated files, messages, parameters and configurations: the documented error, or nothing.
+"""Fuzz tests: mutated inputs raise the documented error, or none.
 
-``SGL_EXT_ROUNDS`` says how many inputs there are of each kind.
+The inputs are files, messages, parameters and configurations; ``SGL_EXT_ROUNDS`` sets the number of
+each kind.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from sgl_ext.tiers.ssd import SsdTier
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """What is wrong is said each time."""
+    """Disables warnings, because each invalid input logs one."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
 
 def inputs(count: int, *examples: Any, parse: Callable[[bytes], Any]) -> Iterator[bytes]:
-    """Examples with bytes changed, and with other values in other shapes.
+    """Yields examples with changed bytes, and examples with replaced or removed values.
 
     Args:
-        parse: plain data of an example.
+        parse: returns the plain data of an example.
     """
     rng = random.Random(23)  # noqa: S311
     plain = [parse(example) for example in examples]
@@ -70,7 +71,7 @@ def packed(value: Any) -> Any:
     return msgspec.to_builtins(value, builtin_types=(bytes,))
 
 
-def test_messages_of_peers() -> None:
+def test_mutated_peer_messages_raise_misunderstood_error_or_round_trip() -> None:
     memory = (Extent("slab-1", 5, 0, 4 * PAGE), Extent("slab-2", 6, PAGE, PAGE))
     messages = (
         Lend(b"worker", 1, b"master", 3, 2 * PAGE, 77, memory, True),
@@ -97,7 +98,7 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def test_restore_profiles(tmp_path: Path) -> None:
+def test_mutated_restore_profiles_raise_no_error(tmp_path: Path) -> None:
     path = save(PROFILE, tmp_path)
     assert path == path_of(PROFILE.subject, tmp_path)
     for data in inputs(3000, path.read_bytes(), parse=json.loads):
@@ -117,7 +118,7 @@ CONFIGURATION = """\
 
 
 @pytest.mark.parametrize("written", ["yaml", "json"])
-def test_configurations(tmp_path: Path, written: str) -> None:
+def test_mutated_configurations_raise_only_config_error(tmp_path: Path, written: str) -> None:
     path = tmp_path / "config.yaml"
     for data in inputs(750, CONFIGURATION.encode(), parse=json.loads):
         source: Any = data.decode("latin-1").replace("\0", " ")
@@ -129,7 +130,10 @@ def test_configurations(tmp_path: Path, written: str) -> None:
 
 
 def asked(data: bytes) -> Any:
-    """A request as schedulers see it, with what a client says in its ``custom_params``."""
+    """Returns a request as schedulers see it, with ``data`` as its ``custom_params``.
+
+    Returns None if ``data`` is not JSON.
+    """
     try:
         params = json.loads(data)
     except (ValueError, RecursionError):
@@ -145,7 +149,7 @@ COMPOSED = Composition(
 )
 
 
-def test_parameters_of_requests() -> None:
+def test_mutated_request_parameters_raise_only_value_error() -> None:
     params = {
         COMPOSITION: msgspec.to_builtins(COMPOSED),
         SELECTION: msgspec.to_builtins(Selection("ext:chunk", 100, (1,), (2,), 16)),
@@ -161,7 +165,7 @@ def test_parameters_of_requests() -> None:
                 read(request)
 
 
-def test_bodies_of_requests() -> None:
+def test_mutated_request_bodies_raise_only_validation_error() -> None:
     bodies = (
         b'{"chunks": ["a", [5, 6]], "method": "lego-2", "split": {"by": "tokens", "tokens": 4},'
         b' "prefix": "p", "ttl": 5.0, "cache_salt": "s"}',
@@ -178,7 +182,7 @@ def test_bodies_of_requests() -> None:
                 model.model_validate(body)
 
 
-def test_layouts_of_ssd_tiers(tmp_path: Path) -> None:
+def test_mutated_layout_files_of_ssd_tiers_are_rewritten(tmp_path: Path) -> None:
     Folder(tmp_path, LAYOUT).close()
     (layout,) = tmp_path.glob("*/layout.json")
     whole = layout.read_bytes()
@@ -188,8 +192,10 @@ def test_layouts_of_ssd_tiers(tmp_path: Path) -> None:
         assert layout.read_bytes() == whole or json.loads(data) == json.loads(whole)
 
 
-def test_pages_of_ssd_tiers(tmp_path: Path, engine: TransferEngine) -> None:
-    """A slot with a good seal may say anything that is no page."""
+def test_mutated_page_files_of_ssd_tiers_never_yield_wrong_pages(
+    tmp_path: Path, engine: TransferEngine
+) -> None:
+    """The seal of a slot may be valid although its trailer describes no page."""
     host, (disk,) = arena(engine, 8), directories(tmp_path, 1)
     rng = random.Random(7)  # noqa: S311
 
@@ -201,7 +207,7 @@ def test_pages_of_ssd_tiers(tmp_path: Path, engine: TransferEngine) -> None:
     tier.close()
     pages = folder(disk) / "pages"
     whole = pages.read_bytes()
-    for number in range(rounds(1000) // 4):
+    for number in range(rounds(250)):
         data = bytearray(mutate(whole, rng))
         if number % 2:
             at = rng.randrange(6) * host.stride + host.stride - TRAILER.itemsize
@@ -214,6 +220,6 @@ def test_pages_of_ssd_tiers(tmp_path: Path, engine: TransferEngine) -> None:
             trailer["seal"] = seals(trailer)
         pages.write_bytes(data)
         tier = opened()
-        get(tier, host, *range(6))  # what it gives is right
+        get(tier, host, *range(6))  # checks that loaded pages are right
         assert all(put(tier, host, 100 + number % 7))
         tier.close()

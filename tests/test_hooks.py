@@ -1,7 +1,8 @@
-"""Applying hooks and proving it, against a stand-in for SGLang's functions."""
+"""Application and verification of hooks, on a stand-in for SGLang's functions."""
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import types
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ class Host:
 
 @pytest.fixture(autouse=True)
 def host() -> Iterator[types.ModuleType]:
-    """A fresh module ``sgl_ext_test_host`` and a registry that forgets what the test did."""
+    """Yields a fresh module ``sgl_ext_test_host``; restores SGLang's registry afterwards."""
     module = types.ModuleType("sgl_ext_test_host")
     namespace = dict(vars(Host))
     for name in ("__dict__", "__weakref__"):
@@ -51,7 +52,7 @@ def hook(name: str) -> Hook:
     return Hook(f"sgl_ext_test_host.Host.{name}", "after", doubling, "a test")
 
 
-def test_methods_of_every_kind(host: types.ModuleType) -> None:
+def test_hooks_apply_to_methods_classmethods_and_staticmethods(host: types.ModuleType) -> None:
     apply([hook("method"), hook("make"), hook("static")])
     assert (host.Host().method(1), host.Host.make(1), host.Host.static(1)) == (4, 6, 8)
 
@@ -73,8 +74,8 @@ def test_missing_targets_and_seams_are_all_named() -> None:
     assert "Host.method" not in message
 
 
-def test_ours_goes_around_what_another_plugin_patched_first(host: types.ModuleType) -> None:
-    """SGLang's registry alone would skip a target it has patched before, silently."""
+def test_apply_wraps_a_target_that_another_plugin_has_patched(host: types.ModuleType) -> None:
+    """Hooks a target that is already patched; SGLang's registry alone would skip it silently."""
     HookRegistry.register(hook("method").target, lambda result, *_: result + 10, HookType.AFTER)
     HookRegistry.apply_hooks()
     apply([hook("method")])
@@ -83,8 +84,8 @@ def test_ours_goes_around_what_another_plugin_patched_first(host: types.ModuleTy
     assert host.Host().method(1) == (2 + 10) * 2
 
 
-def test_registering_leaves_applying_to_sglang(host: types.ModuleType) -> None:
-    """Applied early, ours would shut out every plugin that is loaded later."""
+def test_register_leaves_applying_to_sglang(host: types.ModuleType) -> None:
+    """Checks that hooks are not applied early, which would shut out plugins loaded later."""
     register([hook("method")])
     assert host.Host().method(1) == 2
     with pytest.raises(ActivationError, match=r"Host\.method"):
@@ -95,13 +96,46 @@ def test_registering_leaves_applying_to_sglang(host: types.ModuleType) -> None:
     assert host.Host().method(1) == 2 * 2 + 10
 
 
-def test_a_patched_target_without_our_function_is_not_taken_for_ours() -> None:
+def test_verify_refuses_a_target_patched_only_by_another_plugin() -> None:
     HookRegistry.register(hook("method").target, lambda result, *_: result, HookType.AFTER)
     HookRegistry.apply_hooks()
     with pytest.raises(ActivationError, match=r"Host\.method"):
         verify([hook("method")])
 
 
-def test_accepts_looks_at_the_signature() -> None:
+def test_accepts_checks_the_signature() -> None:
     assert accepts("sgl_ext_test_host.Host.method", "x")()
     assert not accepts("sgl_ext_test_host.Host.method", "y")()
+
+
+def test_hooked_functions_are_replaced_where_they_were_imported(host: types.ModuleType) -> None:
+    host.function = lambda x: x + 4  # type: ignore[attr-defined]
+    importer = types.ModuleType("sgl_ext_test_importer")
+    importer.alias = host.function  # type: ignore[attr-defined]
+    sys.modules[importer.__name__] = importer
+    try:
+        apply([Hook("sgl_ext_test_host.function", "after", doubling, "a test")])
+        assert importer.alias(1) == 10
+    finally:
+        del sys.modules[importer.__name__]
+
+
+def test_no_module_of_sglang_holds_a_hooked_method() -> None:
+    """Shows that :func:`apply` need not search for methods."""
+    from sgl_ext.engine.core import scheduler
+    from sgl_ext.engine.launch import launcher, server_args
+
+    methods = {}
+    for each in (*scheduler.HOOKS, *launcher.HOOKS, *server_args.HOOKS):
+        owner = pkgutil.resolve_name(each.target.rpartition(".")[0])
+        if isinstance(owner, type):
+            methods[id(getattr(owner, each.target.rpartition(".")[2]))] = each.target
+    assert len(methods) > 50
+    held = [
+        (name, methods[id(value)])
+        for name, module in list(sys.modules.items())
+        if name.startswith("sglang.") and isinstance(module, types.ModuleType)
+        for value in list(vars(module).values())
+        if id(value) in methods
+    ]
+    assert held == []

@@ -1,4 +1,4 @@
-"""Host memory's index against a plain model, under random lives; and what goes first."""
+"""Index of host memory against a plain model under random operations; order of eviction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put(host: HostPages, names: list[bytes]) -> np.ndarray:
     return pages
 
 
-def test_what_is_published_is_found_up_to_the_first_gap() -> None:
+def test_lookup_finds_published_pages_up_to_the_first_miss() -> None:
     host = HostPages(8)
     pages = put(host, keys(1, 2, 3))
     assert pages.tolist() == [0, 1, 2]
@@ -37,7 +37,7 @@ def test_what_is_published_is_found_up_to_the_first_gap() -> None:
     assert host.places(keys(3, 1)).tolist() == [2, 0]
 
 
-def test_of_one_prompt_the_tail_goes_first() -> None:
+def test_tail_of_a_prompt_is_evicted_first() -> None:
     host = HostPages(4)
     put(host, keys(1, 2, 3, 4))
     put(host, keys(9))
@@ -48,7 +48,7 @@ def test_of_one_prompt_the_tail_goes_first() -> None:
     assert host.missing(keys(1, 2, 3, 9, 8, 7)) == [2, 3]
 
 
-def test_pinned_pages_stay_and_too_much_is_refused() -> None:
+def test_pinned_pages_stay_and_oversized_reservations_are_refused() -> None:
     host = HostPages(4)
     put(host, keys(1, 2, 3))
     host.pin(host.places(keys(1, 2)))
@@ -60,7 +60,7 @@ def test_pinned_pages_stay_and_too_much_is_refused() -> None:
     assert host.lookup(keys(1, 2)) == 2
 
 
-def test_a_page_that_came_twice_is_held_once() -> None:
+def test_page_published_twice_is_held_once() -> None:
     host = HostPages(4)
     put(host, keys(1, 2))
     again = put(host, keys(2, 3))
@@ -70,7 +70,7 @@ def test_a_page_that_came_twice_is_held_once() -> None:
 
 
 @pytest.mark.parametrize("tier", [0, 7])
-def test_what_is_seen_again_is_worth_keeping_once(tier: int) -> None:
+def test_reused_pages_are_worth_keeping_until_they_are_copied(tier: int) -> None:
     host = HostPages(2)
     pages = put(host, keys(1, 2))
     assert host.worth_keeping(pages, 1, tier).all()
@@ -82,13 +82,13 @@ def test_what_is_seen_again_is_worth_keeping_once(tier: int) -> None:
     assert host.worth_keeping(pages, 2, 3).any()
     host.mark_copied(pages[:1], tier, False)
     assert host.worth_keeping(pages, 2, tier).any()
-    put(host, keys(3, 4))  # both must go
+    put(host, keys(3, 4))  # evicts both pages
     pages = put(host, keys(2))
-    assert host.worth_keeping(pages, 2, tier).tolist() == [True]  # it is remembered
+    assert host.worth_keeping(pages, 2, tier).tolist() == [True]  # its use count is kept
 
 
 @pytest.mark.parametrize("leaves", ["flushed", "evicted"])
-def test_uses_are_remembered(leaves: str) -> None:
+def test_use_counts_survive_flushes_and_evictions(leaves: str) -> None:
     host = HostPages(2)
     put(host, keys(1, 2))
     host.use(keys(1))
@@ -108,8 +108,8 @@ def test_uses_are_remembered(leaves: str) -> None:
 
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 40))
 @settings(max_examples=LIVES, derandomize=True, deadline=None)
-def test_random_lives(seed: int, capacity: int) -> None:
-    """30,000 operations in all against a dict of pages and counters of pins."""
+def test_random_operations_match_the_model(seed: int, capacity: int) -> None:
+    """Compares 30,000 operations in total with a dict of pages and counters of pins."""
     choose = random.Random(seed)  # noqa: S311
     host = HostPages(capacity)
     model: dict[bytes, int] = {}
@@ -159,7 +159,7 @@ def test_random_lives(seed: int, capacity: int) -> None:
         assert [name in model for name in names] == [not host.missing([name]) for name in names]
 
 
-def test_what_follows_lies_next_to_what_it_follows() -> None:
+def test_pages_of_a_sequence_get_adjacent_slots() -> None:
     host = HostPages(64)
     last = {}
     for turn in range(3):
@@ -172,7 +172,7 @@ def test_what_follows_lies_next_to_what_it_follows() -> None:
     host.check_integrity()
 
 
-def test_room_that_is_kept_goes_to_who_needs_it() -> None:
+def test_slots_kept_for_growth_serve_other_reservations() -> None:
     host = HostPages(16)
     first = host.reserve(2, behind=-1)
     assert first is not None
@@ -185,7 +185,7 @@ def test_room_that_is_kept_goes_to_who_needs_it() -> None:
     host.check_integrity()
 
 
-def test_many_sequences_are_forgotten() -> None:
+def test_number_of_sequences_with_kept_slots_is_bounded() -> None:
     host = HostPages(256)
     for number in range(200):
         pages = host.reserve(1, behind=-1)

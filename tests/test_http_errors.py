@@ -1,4 +1,4 @@
-"""What a client is told of requests that cannot be served: the reason, and no path or traceback."""
+"""Tests of HTTP error answers, which contain the reason and neither a path nor a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_ext.engine.front.errors import _anthropic, _openai, install
 
 
 class Body(BaseModel):
-    """What the routes take."""
+    """Request body of the routes."""
 
     number: int
 
@@ -43,7 +43,7 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/messages"])
-def test_a_body_of_another_shape(client: TestClient, path: str) -> None:
+def test_an_invalid_body_gets_400_without_internals(client: TestClient, path: str) -> None:
     answer = client.post(path, json={"number": ["secret"]})
     assert answer.status_code == 400
     assert "valid integer" in answer.text
@@ -53,7 +53,7 @@ def test_a_body_of_another_shape(client: TestClient, path: str) -> None:
         assert answer.json()["message"] == "body.number: Input should be a valid integer"
 
 
-def test_what_a_route_raises_for_a_value(
+def test_errors_for_unexpected_values_get_400_and_one_log_line(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -78,17 +78,17 @@ def test_what_a_route_raises_for_a_value(
         ("POST", "/ext/stored_contexts", "clusters"),
     ],
 )
-def test_routes_of_a_section_that_is_off(
+def test_routes_of_a_disabled_section_get_404_with_the_reason(
     client: TestClient, method: str, path: str, section: str
 ) -> None:
     answer = client.request(method, path, json={})
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert error["code"] == 404
-    assert f"belongs to the section {section}, which is off; start the server" in error["message"]
+    assert f"requires the section {section}, which is not enabled; start the" in error["message"]
 
 
-def test_routes_of_a_section_that_is_on_are_left_alone(client: TestClient) -> None:
+def test_no_route_is_added_for_an_enabled_section(client: TestClient) -> None:
     answer = client.post("/ext/priority", json={})
     assert answer.status_code == 404
     assert answer.json() == {"detail": "Not Found"}
@@ -97,7 +97,7 @@ def test_routes_of_a_section_that_is_on_are_left_alone(client: TestClient) -> No
 @pytest.mark.parametrize(
     ("error", "code"), [(TypeError("no"), 400), (ValueError("no"), 400), (RuntimeError("no"), 500)]
 )
-def test_what_sglang_catches_itself(error: Exception, code: int) -> None:
+def test_client_errors_that_sglang_catches_get_400(error: Exception, code: int) -> None:
     told: list[dict[str, Any]] = []
 
     def respond(_serving: object, message: str, **kw: Any) -> None:
@@ -118,7 +118,7 @@ def test_what_sglang_catches_itself(error: Exception, code: int) -> None:
     assert told == [{"message": "overloaded", "status_code": 503}]
 
 
-def test_the_log_has_the_place_of_a_clients_error(
+def test_a_client_error_is_logged_with_its_place_and_no_traceback(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert client is not None

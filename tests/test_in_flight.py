@@ -1,4 +1,4 @@
-"""Blocks are given away while something is copied, and nobody writes into them too early."""
+"""Blocks in flight: the next owner of a block waits for the copies that still touch it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
 
 
-def test_only_what_conflicts_is_waited_for() -> None:
+def test_wait_considers_only_copies_of_the_given_blocks() -> None:
     flight, one, other = BlocksInFlight(10), Copy(), Copy()
     flight.begin(blocks(1, 2, 3), one)
     flight.begin(blocks(7, 8), other)
@@ -50,7 +50,7 @@ def test_only_what_conflicts_is_waited_for() -> None:
     assert flight.pending == 0
 
 
-def test_the_later_of_two_copies_may_end_first() -> None:
+def test_an_earlier_copy_is_awaited_after_a_later_one_has_ended() -> None:
     flight, one, other = BlocksInFlight(10), Copy(), Copy()
     flight.begin(blocks(1, 2), one)
     flight.begin(blocks(2, 3), other)
@@ -64,7 +64,7 @@ def test_the_later_of_two_copies_may_end_first() -> None:
     assert flight.pending == 0
 
 
-def test_who_waits_goes_on_when_the_copy_ends() -> None:
+def test_wait_returns_when_the_copy_ends() -> None:
     flight, copy = BlocksInFlight(4), Copy()
     flight.begin(blocks(0), copy)
     threading.Timer(0.05, copy.end).start()
@@ -72,14 +72,14 @@ def test_who_waits_goes_on_when_the_copy_ends() -> None:
     assert copy.poll()
 
 
-def test_a_failed_copy_touches_nothing_any_more() -> None:
+def test_wait_returns_when_the_copy_fails() -> None:
     flight, copy = BlocksInFlight(4), Copy()
     flight.begin(blocks(0), copy)
     threading.Timer(0.05, copy.end, [OSError("failed")]).start()
     flight.wait(blocks(0), 60.0)
 
 
-def test_the_last_copy_of_a_block_counts() -> None:
+def test_wait_includes_the_last_copy_of_a_block() -> None:
     flight, first, last = BlocksInFlight(4), Copy(), Copy()
     flight.begin(blocks(0, 1), first)
     flight.begin(blocks(1, 2), last)
@@ -89,7 +89,7 @@ def test_the_last_copy_of_a_block_counts() -> None:
         flight.wait(blocks(1), 0.0)
 
 
-def test_what_is_over_is_forgotten() -> None:
+def test_finished_copies_are_forgotten() -> None:
     flight = BlocksInFlight(4)
     for _ in range(1000):
         copy = Copy()

@@ -1,4 +1,4 @@
-"""When a prompt gives way between two parts, and what SGLang sees of it."""
+"""Tests of the interruption of a prompt between two parts, and of SGLang's view of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _request(rid: str, tokens: int, answer: int = 16, **more: Any) -> Any:
 
 
 class Setup:
-    """A scheduler that goes on with one prompt while another one waits."""
+    """Scheduler that continues one prompt while another request waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.restorer = _Restorer()
@@ -79,7 +79,7 @@ class Setup:
         self.scheduler.waiting_queue.append(req)
 
     def step(self) -> bool:
-        """Whether the prompt has given way."""
+        """Runs a step; returns whether the prompt was interrupted."""
 
         def plan(scheduler: Any, _running: Any) -> str:
             assert self.long not in scheduler.waiting_queue
@@ -94,12 +94,12 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup(monkeypatch)
 
 
-def test_it_is_queued_as_one_that_was_accepted(setup: Setup) -> None:
+def test_an_interrupted_request_is_queued_like_a_retracted_one(setup: Setup) -> None:
     assert setup.step()
-    assert setup.released == [("long", "long")]  # what is restored of it stays
+    assert setup.released == [("long", "long")]  # its restored KV is kept
     assert setup.power.interrupted is None
     assert setup.scheduler.waiting_queue == [setup.short, setup.long]
-    assert setup.counts == [1]  # SGLang keeps the place of one that gave way
+    assert setup.counts == [1]  # the limit of queued requests does not apply
     assert setup.long.retraction_count == 0
     assert setup.restorer.interrupted == 1
     assert not setup.running.batch_is_full
@@ -109,7 +109,7 @@ def test_it_is_queued_as_one_that_was_accepted(setup: Setup) -> None:
     "why",
     ["nobody comes first", "it is not in the queue", "no room", "prompt logprobs", "not cached"],
 )
-def test_it_goes_on_if_nothing_is_won(setup: Setup, why: str) -> None:
+def test_a_prompt_is_not_interrupted_without_benefit(setup: Setup, why: str) -> None:
     match why:
         case "nobody comes first":
             setup.restorer.first = None

@@ -1,4 +1,4 @@
-"""Our allocator behind SGLang's interface, beside SGLang's own: everything observable agrees."""
+"""Equivalence of our allocator with SGLang's own, behind the same interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator, runs_of
 
 OPERATIONS = 1000
-"""Of one seed and page; the policy below it has its own hundred thousand."""
+"""Operations for each seed and page size; ``test_block_groups`` has more for the policy alone."""
 
 
 def stock(size: int, page: int) -> PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator:
@@ -30,13 +30,17 @@ def ours(size: int, page: int, first_group: int = 40) -> BlockGroupAllocator:
 
 @dataclass
 class Side:
-    """One allocator and the slots that it gave to each request."""
+    """Allocator and the slots that each request has from it."""
 
     allocator: BlockGroupAllocator | PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def extend(self, requests: dict[int, int]) -> bool:
-        """``requests``: new tokens by row."""
+        """Allocates slots for new tokens; returns False if there is too little room.
+
+        Args:
+            requests: number of new tokens, by row.
+        """
         before = [self.rows.get(row, torch.empty(0, dtype=torch.int64)) for row in requests]
         prefix = torch.tensor([len(slots) for slots in before])
         new = list(requests.values())
@@ -74,7 +78,7 @@ class Side:
         return torch.no_grad()
 
     def check(self) -> None:
-        """No slot is used twice, none is padding, pages are whole, and the count is right."""
+        """Checks that slots are unique and no padding, pages whole, and the free count right."""
         page, size = self.allocator.page_size, self.allocator.size
         pages = []
         for slots in self.rows.values():
@@ -93,7 +97,7 @@ class Side:
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_operations_on_both(page: int, seed: int) -> None:
+def test_random_operations_match_sglangs_allocator(page: int, seed: int) -> None:
     random = Random(seed)  # noqa: S311
     size = page * 60
     sides = [Side(ours(size, page)), Side(stock(size, page))]
@@ -103,7 +107,7 @@ def test_the_same_operations_on_both(page: int, seed: int) -> None:
         match random.choice(["extend", "extend", "decode", "decode", "decode", "free", "group"]):
             case "extend":
                 chosen = random.sample(running, min(len(running), random.randrange(3)))
-                # SGLang extends behind whole pages, or in the middle of a request's last one.
+                # SGLang extends after whole pages, or within a request's last page.
                 requests = {r: random.randrange(1, 3 * page + 2) for r in chosen}
                 requests |= {row + i: random.randrange(1, 5 * page) for i in range(2)}
                 row += 2
@@ -156,7 +160,7 @@ def test_a_request_decodes_into_one_run(page: int) -> None:
     assert len(runs_of(np.unique(theirs.rows[1][::page].numpy() // page))) == 41
 
 
-def test_slots_without_a_request() -> None:
+def test_slots_are_allocated_without_naming_a_request() -> None:
     allocator = ours(160, 16)
     slots = allocator.alloc(48)
     assert slots.tolist() == list(range(16, 64))
@@ -168,7 +172,7 @@ def test_slots_without_a_request() -> None:
     assert allocator.alloc(16).tolist() == list(range(16, 32))
 
 
-def test_a_batch_that_does_not_match_the_call_is_not_used() -> None:
+def test_owners_that_do_not_match_the_call_are_ignored() -> None:
     allocator = ours(64, 1)
     with allocator.serving(lambda: ([1], [3])):
         assert len(allocator.alloc(5)) == 5
@@ -176,7 +180,7 @@ def test_a_batch_that_does_not_match_the_call_is_not_used() -> None:
     assert allocator.available_size() == 59
 
 
-def test_freeing_twice_is_an_error() -> None:
+def test_freeing_twice_raises() -> None:
     allocator = ours(64, 1)
     slots = allocator.alloc(4)
     allocator.free(slots)
@@ -193,7 +197,7 @@ def test_freeing_twice_is_an_error() -> None:
     assert paged.available_size() == 32
 
 
-def test_the_highest_block_is_announced_once() -> None:
+def test_a_new_highest_block_is_reported_once() -> None:
     allocator = ours(64, 1)
     told: list[int] = []
     allocator.on_allocate = told.append
@@ -204,6 +208,6 @@ def test_the_highest_block_is_announced_once() -> None:
     assert told == [11, 14]
 
 
-def test_runs() -> None:
+def test_runs_of_returns_maximal_runs() -> None:
     assert runs_of(np.array([3, 4, 5, 9, 11, 12])) == [(3, 3), (9, 1), (11, 2)]
     assert runs_of(np.array([], dtype=np.int64)) == []

@@ -1,4 +1,4 @@
-"""Resizing under a scheduler: refusals change nothing, and every count follows."""
+"""Resizing of a scheduler's blocks: refusals change nothing, and every count is updated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scheduler() -> SimpleNamespace:
 
 
 def counts(scheduler: SimpleNamespace) -> set[int]:
-    """All that SGLang believes the size to be."""
+    """Returns every value of the pool size that SGLang holds, in tokens."""
     allocator = scheduler.token_to_kv_pool_allocator
     copies = {getattr(scheduler, name).max_total_num_tokens for name in HOLDERS}
     return copies | {
@@ -44,7 +44,7 @@ def counts(scheduler: SimpleNamespace) -> set[int]:
     }
 
 
-def test_every_count_follows(scheduler: SimpleNamespace) -> None:
+def test_every_count_is_updated(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     assert resizer.shrink(8)
     assert counts(scheduler) == {12 * PAGE}
@@ -54,7 +54,7 @@ def test_every_count_follows(scheduler: SimpleNamespace) -> None:
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (60, 55)
 
 
-def test_blocks_in_use_stay(scheduler: SimpleNamespace) -> None:
+def test_blocks_in_use_are_not_removed(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     slots = scheduler.token_to_kv_pool_allocator.alloc(3 * PAGE)
     assert resizer.tail_free == BLOCKS - 3
@@ -63,11 +63,11 @@ def test_blocks_in_use_stay(scheduler: SimpleNamespace) -> None:
     assert scheduler.max_total_num_tokens == BLOCKS * PAGE
     scheduler.token_to_kv_pool_allocator.free(slots)
     assert not resizer.shrink(BLOCKS)
-    assert not resizer.shrink(BLOCKS - 1)  # no input would be short enough
+    assert not resizer.shrink(BLOCKS - 1)  # no input would fit
     assert resizer.shrink(BLOCKS - 2)
 
 
-def test_what_is_promised_is_accepted(scheduler: SimpleNamespace) -> None:
+def test_promised_blocks_raise_the_limits_of_requests(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     resizer.promise(BLOCKS)
     assert resizer.shrink(15)
@@ -81,7 +81,7 @@ def test_what_is_promised_is_accepted(scheduler: SimpleNamespace) -> None:
     assert clip(30, 99, **options) == 0
 
 
-def test_blocks_that_are_copied_are_not_removed(scheduler: SimpleNamespace) -> None:
+def test_blocks_are_not_removed_during_a_copy(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     in_flight = SimpleNamespace(pending=1)
     scheduler.token_to_kv_pool_allocator.in_flight = in_flight
@@ -90,7 +90,7 @@ def test_blocks_that_are_copied_are_not_removed(scheduler: SimpleNamespace) -> N
     assert resizer.shrink(2)
 
 
-def test_blocks_beyond_come_and_go() -> None:
+def test_blocks_beyond_the_pool_are_added_and_withdrawn() -> None:
     scheduler = scheduler_of(beyond=30)
     resizer = KVResizer(scheduler)
     assert counts(scheduler) == {BLOCKS * PAGE}
@@ -110,7 +110,7 @@ def test_blocks_beyond_come_and_go() -> None:
     assert counts(scheduler) == {(BLOCKS + 5) * PAGE}
 
 
-def test_bad_counts_change_nothing(scheduler: SimpleNamespace) -> None:
+def test_invalid_counts_change_nothing(scheduler: SimpleNamespace) -> None:
     resizer = KVResizer(scheduler)
     with pytest.raises(ValueError, match="cannot shrink by -1"):
         resizer.shrink(-1)
@@ -123,10 +123,10 @@ def test_bad_counts_change_nothing(scheduler: SimpleNamespace) -> None:
     assert counts(scheduler) == {BLOCKS * PAGE}
 
 
-def test_what_cannot_follow_is_refused_before_anything(scheduler: SimpleNamespace) -> None:
+def test_schedulers_that_cannot_be_resized_are_refused(scheduler: SimpleNamespace) -> None:
     del scheduler.load_inquirer
-    with pytest.raises(ExtError, match="no size in load_inquirer"):
+    with pytest.raises(ExtError, match="no max_total_num_tokens in load_inquirer"):
         KVResizer(scheduler)
     scheduler.token_to_kv_pool_allocator = object()
-    with pytest.raises(ExtError, match="runs on object, which cannot change its size"):
+    with pytest.raises(ExtError, match="the allocator object, which cannot be resized"):
         KVResizer(scheduler)

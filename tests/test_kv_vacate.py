@@ -1,4 +1,4 @@
-"""Ranges of blocks are left: in SGLang's own radix tree, and of requests that run."""
+"""Tests of vacating ranges of KV blocks: eviction from SGLang's radix tree, and retraction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE, BLOCKS = 4, 100
 
 
 class Tree:
-    """SGLang's, over our allocator."""
+    """SGLang's radix tree over a :class:`BlockGroupAllocator`."""
 
     def __init__(self, backend: str) -> None:
         from sgl_ext.engine.prefix_tree import prefix_tree
@@ -26,7 +26,10 @@ class Tree:
         self.cache = prefix_tree(self.allocator, tree_core_backend=backend)
 
     def insert(self, *blocks: int) -> None:
-        """A sequence of blocks of equal tokens each, of which what is known is not kept twice."""
+        """Inserts a sequence of blocks, given by one id for all tokens of each block.
+
+        A prefix that is cached already keeps its slots.
+        """
         from sgl_ext.engine.prefix_tree import insert
 
         slots = self.allocator.alloc(len(blocks) * PAGE)
@@ -40,7 +43,7 @@ class Tree:
         return self.cache.match_prefix(MatchPrefixParams(key=key_of(self._tokens(blocks))))
 
     def kept(self, *blocks: int) -> list[int]:
-        """Where the longest known prefix lies."""
+        """Returns the KV blocks that hold the longest cached prefix of ``blocks``."""
         core = self.cache.tree_core
         node = self.match(*blocks).last_device_node
         slots = core.collect_full_device_indices(node, self.cache.root_node_handle(None))
@@ -57,15 +60,15 @@ class Tree:
 @pytest.fixture(params=["rust", "python"])
 def tree(request: pytest.FixtureRequest) -> Tree:
     tree = Tree(request.param)
-    tree.insert(1, 2, 3, 4)  # blocks 1 to 4
-    tree.insert(1, 2, 5, 6)  # 7 and 8 behind 1 and 2
+    tree.insert(1, 2, 3, 4)  # in KV blocks 1 to 4
+    tree.insert(1, 2, 5, 6)  # in KV blocks 1, 2, 7 and 8
     tree.insert(7, 8)
     assert tree.kept(1, 2, 3, 4) == [1, 2, 3, 4]
     assert tree.kept(1, 2, 5, 6) == [1, 2, 7, 8]
     return tree
 
 
-def test_only_what_lies_there_goes(tree: Tree) -> None:
+def test_only_nodes_in_the_range_are_evicted(tree: Tree) -> None:
     where = tree.kept(7, 8)
     tree.evict(7, 9)
     left = [] if set(where) & {7, 8} else where
@@ -74,7 +77,7 @@ def test_only_what_lies_there_goes(tree: Tree) -> None:
     assert tree.kept(7, 8) == left
 
 
-def test_what_is_behind_goes_along(tree: Tree) -> None:
+def test_descendants_are_evicted_with_their_node(tree: Tree) -> None:
     before = tree.kept(7, 8)
     tree.evict(2, 3)
     assert tree.kept(1, 2, 3, 4) == []
@@ -83,13 +86,13 @@ def test_what_is_behind_goes_along(tree: Tree) -> None:
     assert tree.allocator.groups.withdraw(1, 5) == 0
 
 
-def test_all_can_go(tree: Tree) -> None:
+def test_all_nodes_can_be_evicted(tree: Tree) -> None:
     tree.evict(1, 1 + BLOCKS)
     assert tree.cache.total_size()[0] == 0
     assert tree.allocator.groups.withdraw(1, 1 + BLOCKS) == 0
 
 
-def test_what_is_locked_stays(tree: Tree) -> None:
+def test_locked_nodes_are_kept(tree: Tree) -> None:
     lock = tree.cache.lock(tree.match(1, 2, 3, 4).last_device_node)
     tree.evict(1, 1 + BLOCKS)
     assert tree.kept(1, 2, 3, 4) == [1, 2, 3, 4]
@@ -113,9 +116,9 @@ class Batch:
         self.reqs = [self.reqs[at] for at in keep_indices]
 
 
-def test_requests_that_hold_a_block_give_way() -> None:
+def test_requests_that_hold_a_block_are_retracted() -> None:
     table = torch.tensor([[8, 9, 40, 41], [12, 13, 0, 44], [40, 41, 42, 0], [40, 0, 0, 0]])
-    lengths = [4, 2, 3, 1]  # what is behind is not theirs
+    lengths = [4, 2, 3, 1]  # later slots of a row do not belong to its request
     reqs = [
         SimpleNamespace(
             name=row,

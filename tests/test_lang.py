@@ -1,4 +1,4 @@
-"""Chunks in frontend programs: SGLang's interpreter, a backend that records, real contexts."""
+"""Chunks in frontend programs, with SGLang's interpreter, recording backends and real contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ID = "ctx-0123456789-_abcdefghij"
 
 
 class Recorder(BaseBackend):  # type: ignore[misc]
-    """Keeps the prompts that it is given, and answers each alike."""
+    """Backend that records its prompts and gives the same answer to each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Recorder(BaseBackend):  # type: ignore[misc]
 
 
 class Endpoint(Recorder):
-    """One that knows, as SGLang's ``RuntimeEndpoint`` does, where its server is."""
+    """Recorder that has the URL of a server, as SGLang's ``RuntimeEndpoint`` has."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def ask(s: Any, document: str, question: str) -> None:
     s += sgl.gen("answer")
 
 
-def test_ids_are_linked_as_they_are() -> None:
+def test_a_context_id_becomes_its_mark() -> None:
     backend = Recorder()
     state = ask.run(ID, " Well?", backend=backend)
     assert state["answer"] == "answer"
@@ -78,7 +78,7 @@ def test_ids_are_linked_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("use_thread", "stream"), [(True, False), (False, False), (True, True)])
-def test_texts_are_put_into_the_cache_once(
+def test_a_text_is_put_into_the_context_cache_once(
     server: ContextServer, use_thread: bool, stream: bool
 ) -> None:
     backend = Endpoint(server.url)
@@ -91,7 +91,7 @@ def test_texts_are_put_into_the_cache_once(
     assert backend.prompts == [f"Read this. {marked} One?", f"Read this. {marked} Two?"]
 
 
-def test_each_backend_has_contexts_of_its_own(server: ContextServer) -> None:
+def test_each_backend_has_its_own_contexts(server: ContextServer) -> None:
     with context_server(api_key="secret") as other:
         here, there = Endpoint(server.url), Endpoint(other.url, "secret")
         for backend in (here, there, here, there):
@@ -101,7 +101,7 @@ def test_each_backend_has_contexts_of_its_own(server: ContextServer) -> None:
         assert there.prompts == [f"Read this. {mark(only_id(other))}?"] * 2
 
 
-def test_the_backend_that_sglang_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_work_with_the_runtime_endpoint_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     with context_server(api_key="secret") as server:
         backend = sgl.RuntimeEndpoint(server.url, api_key="secret")
         monkeypatch.setattr(sgl.global_config, "default_backend", backend)
@@ -109,7 +109,7 @@ def test_the_backend_that_sglang_brings(monkeypatch: pytest.MonkeyPatch) -> None
         assert state["answer"] == f"Read this. {mark(only_id(server))}?"
 
 
-def test_methods(server: ContextServer) -> None:
+def test_each_link_method_has_its_own_context(server: ContextServer) -> None:
     @sgl.function  # type: ignore[untyped-decorator]
     def program(s: Any) -> None:
         s += chunk("doc") + chunk("doc", "naive") + chunk("doc", method="naive") + "?"
@@ -122,7 +122,7 @@ def test_methods(server: ContextServer) -> None:
     assert backend.prompts == [mark(own.id) + mark(naive.id) * 2 + "?"]
 
 
-def test_roles_and_forks(server: ContextServer) -> None:
+def test_chunks_work_within_roles_and_forks(server: ContextServer) -> None:
     @sgl.function  # type: ignore[untyped-decorator]
     def program(s: Any) -> None:
         s += sgl.system(chunk("rules"))
@@ -142,7 +142,7 @@ def test_roles_and_forks(server: ContextServer) -> None:
     assert sorted(backend.prompts) == sorted(f"{start}{part}ASSISTANT:" for part in parts)
 
 
-def test_a_batch_creates_a_context_once(server: ContextServer) -> None:
+def test_a_batch_creates_each_context_once(server: ContextServer) -> None:
     @sgl.function  # type: ignore[untyped-decorator]
     def program(s: Any, document: str, question: str) -> None:
         s += "These are the rules, which all of the programs of this batch begin with. "
@@ -155,12 +155,12 @@ def test_a_batch_creates_a_context_once(server: ContextServer) -> None:
     states = program.run_batch(arguments, backend=backend, num_threads=8)
     assert [state["answer"] for state in states] == ["answer"] * 24
     assert sorted(map(str, texts(server))) == ["doc 0", "doc 1", "doc 2", "rules"]
-    # What is asked for ahead of a batch ends before its first chunk.
+    # The common prefix that SGLang requests before a batch ends before its first chunk.
     assert [prefix.endswith("begin with. ") for prefix in backend.prefixes] == [True]
     assert len(set(backend.prompts)) == 24
 
 
-def test_what_the_server_has_dropped_is_created_again(server: ContextServer) -> None:
+def test_a_context_that_the_server_dropped_is_created_again(server: ContextServer) -> None:
     backend = Endpoint(server.url)
     ask.run("doc", "?", backend=backend).sync()
     first = only_id(server)
@@ -168,12 +168,12 @@ def test_what_the_server_has_dropped_is_created_again(server: ContextServer) -> 
     ask.run("doc", "?", backend=backend).sync()
     second = only_id(server)
     assert first != second
-    assert [
+    assert all(
         mark(id_) in prompt for id_, prompt in zip((first, second), backend.prompts, strict=True)
-    ]
+    )
 
 
-def test_programs_that_come_to_a_text_together(
+def test_concurrent_programs_create_one_context_for_a_text(
     server: ContextServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = server.service.create
@@ -195,38 +195,38 @@ def test_programs_that_come_to_a_text_together(
 
 
 def failed(run: Callable[[], Any]) -> Any:
-    """The error of a program, which SGLang also warns of."""
+    """Returns the error of a program, and asserts that SGLang warns of it."""
     with pytest.warns(UserWarning, match="Error in stream_executor"):
         state = run()
         state.sync()
     return state.error()
 
 
-def test_programs_end_with_what_went_wrong(server: ContextServer) -> None:
+def test_evaluation_failures_become_errors_of_the_program(server: ContextServer) -> None:
     error = failed(lambda: ask.run("doc", "?", backend=Recorder()))
     assert isinstance(error, ExtError)
-    assert "runs on Recorder; create a context and name its id" in str(error)
+    assert "runs on Recorder; create a context and give its id" in str(error)
     backend = Endpoint(server.url)
     error = failed(lambda: ask.run("x" * 1000, "?", backend=backend))
     assert isinstance(error, ExtError)
     assert "chunk 0 has 1000 tokens" in str(error)
     assert not isinstance(error, UnknownContextError)
-    # The next one is asked for anew.
+    # The next program on this backend is not affected.
     assert ask.run("doc", "?", backend=backend)["answer"] == "answer"
 
 
-def test_what_is_no_chunk() -> None:
+def test_invalid_chunks_are_rejected() -> None:
     with pytest.raises(ExtError, match="cannot be empty"):
         chunk("")
-    with pytest.raises(ExtError, match=f"{ID} is prepared .* leave 'naive' out"):
+    with pytest.raises(ExtError, match=f"{ID} is already prepared .* omit 'naive'"):
         chunk(ID, method="naive")
-    with pytest.raises(TypeError, match="a text or an id, not 3"):
+    with pytest.raises(TypeError, match="a text or the id of a context, found 3"):
         chunk(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="f-string"):
         f"{chunk('text')}"
 
 
-def test_the_module_alone_imports_no_sglang() -> None:
+def test_the_module_imports_neither_torch_nor_sglang() -> None:
     program = "import sys, sgl_ext.lang; print({'torch', 'sglang'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

@@ -1,4 +1,4 @@
-"""A forward through layer buffers reads and leaves what one over the whole pool does."""
+"""Tests of forwards through layer buffers, which read and leave the same KV as over the pool."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OWN, BEYOND = 8, 48
 
 
 class Engine:
-    """A pool of which some blocks are another's, and forwards over it."""
+    """KV pool with own and borrowed blocks, and a layer stream over it."""
 
     def __init__(self, buffers: int, **options: object) -> None:
         self.slab = Slab.create(LAYOUT, OWN, beyond=BEYOND)
         lender = Slab.create(LAYOUT, 24)
-        self.lender = lender  # keeps the file
+        self.lender = lender  # keeps the file open
         lendable = Lendable(lender.mapping, lender.fd, lender.name, 0, lender.size)
         block = LAYOUT.block_bytes
         end = (OWN + 16 + lendable.size // block) * block // PAGE * PAGE
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def forward(engine: Engine, table: torch.Tensor, contexts: list[int], new: torch.Tensor) -> None:
-    """As an attention backend: what it sees of each layer is compared with what was written."""
+    """Runs a forward like an attention backend, and verifies the KV that each layer reads."""
     stream, layers = engine.stream, LAYOUT.layers
     stream.begin(table, list(range(len(contexts))), contexts, new)
     boundary = OWN * LAYOUT.page
@@ -78,7 +78,7 @@ def forward(engine: Engine, table: torch.Tensor, contexts: list[int], new: torch
         assert torch.equal(engine.tokens[new, layer, 1], values)
 
 
-def test_layers_come_and_new_tokens_go_home(engine: Engine) -> None:
+def test_layers_are_loaded_and_new_tokens_are_stored(engine: Engine) -> None:
     first, last = engine.blocks[0], engine.blocks[-1]
     engine.tokens[: OWN * 4] = torch.randn(OWN * 4, 5, 2, 2, 16)
     engine.tokens[first * 4 : (last + 1) * 4] = torch.randn((last - first + 1) * 4, 5, 2, 2, 16)
@@ -87,11 +87,11 @@ def test_layers_come_and_new_tokens_go_home(engine: Engine) -> None:
     table[1] = engine.slots(1, 2, first, first + 5, first + 4, 4)
     forward(engine, table, [20, 18], torch.tensor([4 * last + 3, 4 * first + 16, 4 * first + 17]))
     assert engine.stream.forward_bytes == (15 + 3) * 5 * 256
-    forward(engine, table, [8, 8], torch.tensor([3, 4]))  # nothing of the other's
+    forward(engine, table, [8, 8], torch.tensor([3, 4]))  # no borrowed blocks
     assert not engine.stream.active
 
 
-def test_a_forward_that_failed_leaves_nothing_behind(engine: Engine) -> None:
+def test_a_failed_forward_does_not_affect_the_next_one(engine: Engine) -> None:
     first = engine.blocks[0]
     engine.tokens[first * 4 : first * 4 + 8] = 1.0
     table = engine.slots(first, first + 1).to(torch.int32).unsqueeze(0)
@@ -103,7 +103,7 @@ def test_a_forward_that_failed_leaves_nothing_behind(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "slow", [{"link": EmulatedDevice(bytes_per_second=64 << 10)}, {"busy_rate": 64 << 10}]
 )
-def test_a_slow_way_is_waited_for(slow: dict[str, object]) -> None:
+def test_a_forward_waits_for_a_slow_link(slow: dict[str, object]) -> None:
     engine = Engine(2, **slow)
     engine.stream.sparing = "busy_rate" in slow
     first = engine.blocks[0]

@@ -1,4 +1,4 @@
-"""Imports point down: only ``sgl_ext.engine`` imports SGLang, and policy imports no torch."""
+"""Import layers: only ``sgl_ext.engine`` imports SGLang, and policy does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ POWERS = {"chunks", "restore", "swap", "peer", "clusters"}
 POLICY = {"plan", "config"}
 POLICY |= {"restore", "swap", "peer", "clusters"}
 POLICY |= {f"memory/{module}" for module in ("block_groups", "free_groups")}
-"""Modules and packages that decide: plain data in, plain data out."""
+"""Modules and packages of policy, whose input and output are plain data."""
+PURE = {"plan", "memory/tickets", "memory/block_groups", "memory/free_groups"}
+PURE |= {f"restore/{name}" for name in (
+    "boundaries", "channels", "costs", "host_prefixes", "parts", "pointers", "policies", "request",
+    "restorer",
+)}  # fmt: skip
+PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
+PURE |= {f"tiers/{name}" for name in ("demotion", "host", "slots", "stack", "staging", "waiting")}
+PURE |= {f"peer/{name}" for name in ("lending", "loan", "need", "regions")}
+"""Policy that a simulator drives: it has no clock, thread or I/O of its own."""
+_MECHANISM = {"os", "socket", "subprocess", "pathlib", "concurrent.futures.ThreadPoolExecutor"}
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of everything ``path`` imports, anywhere in it."""
+    """Returns the dotted names of all that ``path`` imports, at any nesting depth."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -38,7 +48,7 @@ def starts_with(names: set[str], prefix: str) -> set[str]:
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes that run: all but those under ``if TYPE_CHECKING``."""
+    """Yields all nodes except those under ``if TYPE_CHECKING``, which do not run."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -47,7 +57,7 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def dependencies() -> dict[str, set[str]]:
-    """The modules that each module imports, anywhere in it, by their dotted names."""
+    """Returns the modules of the package that each module imports, by their dotted names."""
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in MODULES
@@ -65,12 +75,12 @@ def dependencies() -> dict[str, set[str]]:
     return found
 
 
-def test_no_module_depends_on_itself() -> None:
-    TopologicalSorter(dependencies()).prepare()  # raises CycleError, with the circle
+def test_modules_have_no_import_cycles() -> None:
+    TopologicalSorter(dependencies()).prepare()  # raises CycleError, which names the cycle
 
 
-def test_only_the_list_of_powers_names_them() -> None:
-    """Neither another power nor what all share imports a power's package."""
+def test_only_core_powers_imports_several_powers() -> None:
+    """Checks that no other power and no shared module of the engine imports a power's package."""
     for name, imports in dependencies().items():
         _, _, module = name.partition("sgl_ext.engine.")
         if module and module != "core.powers":
@@ -80,11 +90,11 @@ def test_only_the_list_of_powers_names_them() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_layers(path: Path) -> None:
+def test_modules_import_only_lower_layers(path: Path) -> None:
     names = imported(path)
     name = str(path.relative_to(PACKAGE)).removesuffix(".py")
     part = name.partition("/")[0]
-    if part != "engine" and name != "bench/harness/load_generator":  # SGLang's own, as a function
+    if part != "engine" and name != "bench/harness/load_generator":  # wraps SGLang's own
         assert not starts_with(names, "sglang")
     if {part, name} & POLICY:
         assert not starts_with(names, "torch") | starts_with(names, "sgl_ext.engine")
@@ -93,7 +103,19 @@ def test_layers(path: Path) -> None:
             assert not starts_with(names, f"sgl_ext.{other}")
 
 
-def test_looking_imports_neither_torch_nor_sglang() -> None:
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_policy_has_no_clock_thread_or_io(name: str) -> None:
+    path = PACKAGE / f"{name}.py"
+    names = imported(path)
+    for module in _MECHANISM:
+        assert not starts_with(names, module)
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Call)]  # fmt: skip
+    assert not [call for call in calls if call.startswith("time.")]
+    assert not {"threading.Thread", "threading.Timer", "open"} & {*calls}
+
+
+def test_cli_imports_neither_torch_nor_sglang() -> None:
     program = "import sys, sgl_ext.cli; print({'torch', 'sglang'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

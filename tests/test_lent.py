@@ -1,4 +1,4 @@
-"""Memory of one process in another: mapped, replaced, kept, given back."""
+"""Memory that one process lends to another: mapped, replaced, kept, given back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = 8
 
 
 class Owner:
-    """Memory of which all but the first page can be lent; each byte says its page."""
+    """Owner of memory that can be lent except its first page; each byte is its page number."""
 
     def __init__(self, pages: int = PAGES) -> None:
         self.name = unique_name("sgl_ext-test")
@@ -46,7 +46,7 @@ def owner() -> Iterator[Owner]:
 
 
 def room(pages: int = PAGES) -> Mapping:
-    """A page of its own, then addresses."""
+    """Returns a mapping of one page of memory and of addresses for ``pages`` further pages."""
     fd = create("sgl_ext-test", PAGE)
     try:
         return Mapping(fd, PAGE, writable=True, reach=(1 + pages) * PAGE)
@@ -55,13 +55,13 @@ def room(pages: int = PAGES) -> Mapping:
 
 
 def borrow(owner: Owner) -> np.ndarray:
-    """What a process that maps all that is lendable sees."""
+    """Maps all memory that the owner can lend and returns it as uint8 ``[size]``."""
     mapping = room()
     map_memory(mapping, PAGE, os.getpid(), owner.lendable.extents)
     return np.asarray(mapping)[PAGE : PAGE + owner.lendable.size]
 
 
-def test_whole_pages_are_lendable(owner: Owner) -> None:
+def test_only_whole_pages_are_lendable(owner: Owner) -> None:
     assert owner.lendable.extents == (Extent(owner.name, owner.fd, PAGE, (PAGES - 1) * PAGE),)
     uneven = Lendable(owner.mapping, owner.fd, owner.name, PAGE, 4 * PAGE + 5)
     assert (uneven.size, uneven.end) == (3 * PAGE, 4 * PAGE)
@@ -69,32 +69,32 @@ def test_whole_pages_are_lendable(owner: Owner) -> None:
         assert Lendable(owner.mapping, owner.fd, owner.name, start, 4 * PAGE + 5).extents == ()
 
 
-def test_both_see_the_same_memory(owner: Owner) -> None:
+def test_owner_and_borrower_share_memory(owner: Owner) -> None:
     borrowed = borrow(owner)
     assert borrowed[::PAGE].tolist() == [1, 2, 3, 4, 5, 6, 7]
     borrowed[3 * PAGE] = 40
     assert owner.pages() == [0, 1, 2, 3, 40, 5, 6, 7]
 
 
-def test_replaced_memory_stays_with_who_has_mapped_it(owner: Owner) -> None:
+def test_replaced_memory_stays_with_its_borrower(owner: Owner) -> None:
     borrowed = borrow(owner)
     owner.lendable.replace(2 * PAGE + 1)
     assert owner.pages() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert owner.lendable.size == 7 * PAGE
     assert owner.lendable.retired == 3 * PAGE
-    borrowed[5 * PAGE] = 60  # of a page that has been replaced
+    borrowed[5 * PAGE] = 60  # in a page that has been replaced
     borrowed[0] = 10
     assert owner.pages() == [0, 10, 2, 3, 4, 0, 0, 0]
     owner.bytes[7 * PAGE] = 99
     assert borrowed[::PAGE].tolist() == [10, 2, 3, 4, 5, 60, 7]
-    again = borrow(owner)  # two files now
+    again = borrow(owner)  # the memory has two files now
     assert again[::PAGE].tolist() == [10, 2, 3, 4, 0, 0, 99]
     again[4 * PAGE] = 55
     assert owner.pages() == [0, 10, 2, 3, 4, 55, 0, 99]
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2), (7, 1), (1, 7), (9, 9)])
-def test_memory_is_replaced_again_and_again(owner: Owner, sizes: tuple[int, ...]) -> None:
+def test_memory_can_be_replaced_repeatedly(owner: Owner, sizes: tuple[int, ...]) -> None:
     before = psutil.Process().num_fds()
     for pages in sizes:
         owner.bytes[PAGE:] = 5
@@ -110,7 +110,7 @@ def test_memory_is_replaced_again_and_again(owner: Owner, sizes: tuple[int, ...]
     assert psutil.Process().num_fds() == before + len(files)
 
 
-def test_discarded_memory_is_free(owner: Owner) -> None:
+def test_discard_frees_replaced_memory(owner: Owner) -> None:
     def taken() -> int:
         return os.fstat(owner.fd).st_blocks * 512
 
@@ -122,7 +122,7 @@ def test_discarded_memory_is_free(owner: Owner) -> None:
     assert owner.pages() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
-def test_what_cannot_be_replaced_stays(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replacement_changes_nothing(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_args: object) -> int:
         raise ExtError("there is none")
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_replaced_stays(owner: Owner, monkeypatch: pytest.MonkeyP
         ({"size": 0}, "whole pages"),
     ],
 )
-def test_what_is_not_as_it_is_said_to_be_is_refused(
+def test_extents_that_do_not_match_the_memory_are_refused(
     owner: Owner, change: dict[str, object], reason: str
 ) -> None:
     wrong = msgspec.structs.replace(owner.lendable.extents[0], **change)
@@ -156,7 +156,7 @@ def test_what_is_not_as_it_is_said_to_be_is_refused(
     assert psutil.Process().num_fds() == before
 
 
-def test_a_number_that_is_another_file_by_now(tmp_path: Path) -> None:
+def test_descriptors_of_other_files_are_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     loose = os.memfd_create("sgl_ext-loose")
@@ -164,7 +164,9 @@ def test_a_number_that_is_another_file_by_now(tmp_path: Path) -> None:
     opened = [os.open(tmp_path, os.O_RDONLY), os.open(fifo, os.O_RDWR), *os.pipe(), loose]
     try:
         for fd in opened:
-            with pytest.raises(LentMemoryError, match=r"is .*, not |cannot be opened|can shrink"):
+            with pytest.raises(
+                LentMemoryError, match=r"is .*, expected |cannot be opened|could shrink"
+            ):
                 map_memory(room(), PAGE, os.getpid(), [Extent("sgl_ext-loose", fd, 0, PAGE)])
     finally:
         for fd in opened:
@@ -183,7 +185,10 @@ for line in sys.stdin:
 
 @pytest.fixture
 def other() -> Iterator[Callable[[str], str]]:
-    """Another process with an ``owner``."""
+    """Yields a function that evaluates an expression in another process with an ``owner``.
+
+    The expression ``die`` kills the process instead.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", OTHER.format(tests=str(Path(__file__).parent))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -205,7 +210,7 @@ def other() -> Iterator[Callable[[str], str]]:
         process.kill()
 
 
-def test_memory_outlives_its_owner(other: Callable[[str], str]) -> None:
+def test_mapped_memory_outlives_its_owner(other: Callable[[str], str]) -> None:
     pid = int(other("__import__('os').getpid()"))
     extents = msgspec.json.decode(
         other("__import__('msgspec').json.encode(owner.lendable.extents).decode()"),
@@ -218,11 +223,11 @@ def test_memory_outlives_its_owner(other: Callable[[str], str]) -> None:
     assert other("owner.pages()") == "[0, 77, 2, 3, 4, 5, 6, 7]"
     other("die")
     assert borrowed[::PAGE].tolist() == [77, 2, 3, 4, 5, 6, 7]
-    with pytest.raises(LentMemoryError, match="has it ended"):
+    with pytest.raises(LentMemoryError, match="check whether the process has ended"):
         map_memory(room(), PAGE, pid, extents)
 
 
-def test_addresses_without_memory_are_kept() -> None:
+def test_dropped_addresses_stay_reserved_and_unmapped() -> None:
     mapping = room()
     for offset, size in ((0, 0), (1, PAGE), (PAGES * PAGE, 2 * PAGE), (-PAGE, PAGE)):
         with pytest.raises(ValueError, match="whole pages"):
@@ -238,4 +243,4 @@ def test_addresses_without_memory_are_kept() -> None:
     if child == 0:
         faulthandler.disable()
         os._exit(int(bytes_[3 * PAGE]))
-    assert os.waitpid(child, 0)[1] == signal.SIGSEGV  # and no other's memory
+    assert os.waitpid(child, 0)[1] == signal.SIGSEGV  # no other memory is mapped there

@@ -1,4 +1,4 @@
-"""Link methods by name."""
+"""Tests of the names of link methods."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from sgl_ext.errors import ExtError
         ("primed+offline-16", Preparation.PRIMED, Recompute.OFFLINE, 16),
     ],
 )
-def test_names(name: str, preparation: Preparation, recompute: Recompute, amount: int) -> None:
+def test_names_are_parsed_and_printed(
+    name: str, preparation: Preparation, recompute: Recompute, amount: int
+) -> None:
     method = link_method(name)
     assert method == LinkMethod(preparation, recompute, amount)
     assert str(method) == name
 
 
 @pytest.mark.parametrize("name", ["", "lego", "lego--1", "lego-016", "blend-0", "Full"])
-def test_no_such_method(name: str) -> None:
-    with pytest.raises(ExtError, match=r"no link method .*primed\+offline-K"):
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ExtError, match=r"unknown link method .*primed\+offline-K"):
         link_method(name)

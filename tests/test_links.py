@@ -1,4 +1,7 @@
-"""Chunks that are linked where they were computed give SGLang's own answers."""
+"""Linked chunks in an engine: answers, reports, other tiers, and state after failures.
+
+A chunk that is linked where it was computed gives the answers of SGLang without links.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,7 @@ def main():
     model, page, chunk, pool, state, config, options, script = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=page, max_total_tokens=pool, dtype="float32",
                     log_level="warning", chunked_prefill_size=chunk, enable_ext=True,
+                    skip_tokenizer_init=True,
                     ext_config=config, **options)
     engine.collective_rpc("probe", path=state, start=True)
 
@@ -108,14 +112,14 @@ def play(
     environment: Mapping[str, str] | None = None,
     **options: object,
 ) -> list[Step]:
-    """What the engine says to each group of requests, and its state after it."""
+    """Returns the engine's answers to each group of requests, and its state after the group."""
     asked = [str(model), page, chunk, pool, str(tmp_path / "state"), config or {}, options, script]
     return run_program(tmp_path, PROGRAM, asked, **CHECKED, **(environment or {}))[0]
 
 
 @pytest.fixture(scope="module")
 def texts(model: Path) -> list[list[int]]:
-    """Token ids of real text, each a few hundred tokens."""
+    """Returns the token ids of real texts, at most 300 of each."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -133,7 +137,10 @@ def linked(
 
 
 def same(one: Step, other: Step) -> None:
-    """Tokens, and logprobs but for what another number of tokens in a matrix product changes."""
+    """Asserts that two answers have the same tokens and nearly the same logprobs.
+
+    The number of tokens in a matrix product may change logprobs slightly.
+    """
     ids, logprobs, *_ = one["answers"][0]
     other_ids, other_logprobs, *_ = other["answers"][0]
     assert ids == other_ids
@@ -142,7 +149,7 @@ def same(one: Step, other: Step) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine of one page size said, by the name of each step."""
+    """Answers of an engine with one page size by the name of the step, and parts of the prompts."""
 
     page: int
     prefix: list[int]
@@ -204,26 +211,26 @@ def run(
     return Run(page, prefix, first, second, question, named)
 
 
-def test_where_it_was_computed_a_chunk_is_exact(run: Run) -> None:
+def test_a_chunk_linked_where_it_was_computed_is_exact(run: Run) -> None:
     here = run.answers["here"]
     same(here, run.answers["stock"])
     assert sum(here["computed"]) == len(run.prefix) + len(run.question)
 
 
-def test_the_next_turn_finds_what_was_linked(run: Run) -> None:
+def test_the_next_turn_hits_the_linked_prefix(run: Run) -> None:
     next_turn = run.answers["next turn"]
     prompt = len(run.prefix) + len(run.first) + len(run.question)
     assert next_turn["answers"][0][2] >= prompt // run.page * run.page
     same(next_turn, run.answers["next turn alone"])
 
 
-def test_a_turn_that_adds_a_chunk_finds_the_turn_before(run: Run) -> None:
+def test_a_turn_that_adds_a_chunk_reuses_the_turn_before(run: Run) -> None:
     added, alone = run.answers["added"], run.answers["added alone"]
     same(added, alone)
     (told,) = added["answers"][0][3]
     (of_alone,) = alone["answers"][0][3]
     prompt = len(run.prefix) + len(run.first) + len(run.question)
-    # The next turn, which went on with the same words, is under the same composition.
+    # "next turn" has the same composition and continues with the question, too.
     assert told["prefix"] == (prompt + len(run.question)) // run.page * run.page
     assert (told["linked"], told["missing"]) == (len(run.second), 0)
     assert of_alone["linked"] == len(run.first) + len(run.second)
@@ -231,14 +238,14 @@ def test_a_turn_that_adds_a_chunk_finds_the_turn_before(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["recomputed", "absent"])
-def test_what_is_not_linked_is_computed(run: Run, name: str) -> None:
+def test_tokens_that_are_not_linked_are_computed(run: Run, name: str) -> None:
     found = run.answers[name]
     same(found, run.answers["stock of both"])
     prompt = len(run.prefix) + len(run.second) + len(run.first) + len(run.question)
     assert sum(found["computed"]) == prompt
 
 
-def test_blending_computes_what_changes_most(run: Run) -> None:
+def test_blending_recomputes_a_share_and_reduces_the_error(run: Run) -> None:
     stock = run.answers["stock of both"]
     far, near, nearest = (
         distance(run.answers[name], stock) for name in ("naive", "blended", "nearly all")
@@ -248,8 +255,8 @@ def test_blending_computes_what_changes_most(run: Run) -> None:
     share = 15 * chunks // 100
     (told,) = run.answers["blended"]["answers"][0][3]
     assert (told["recomputed"], told["missing"]) == (share, 0)
-    if run.page == 1:  # in one piece
-        # The first layers of all tokens; of the others so many.
+    if run.page == 1:  # the prompt is one chunk of the prefill
+        # First all tokens, in the first layers; then the rest and the share, in the others.
         assert sum(run.answers["blended"]["computed"]) == chunks + rest + rest + share
 
 
@@ -258,10 +265,10 @@ def test_blending_computes_what_changes_most(run: Run) -> None:
     st.lists(st.sampled_from([0, 3, 16]), min_size=12, max_size=12),
     st.integers(0, 600),
 )
-def test_what_is_told_of_a_request_adds_up(
+def test_reported_numbers_of_tokens_add_up(
     lengths: list[int], amounts: list[int], prefix: int
 ) -> None:
-    """Whatever prefix it has: after a retraction that may be more than its prompt."""
+    """Covers any cached prefix: after a retraction, it may be longer than the prompt."""
     chunks, at = [], 5
     for length, amount in zip(lengths, amounts, strict=False):
         recompute = tuple(range(min(amount, length + 1)))
@@ -281,7 +288,7 @@ def test_what_is_told_of_a_request_adds_up(
     assert none["recomputed"] + none["missing"] == behind
 
 
-def test_a_batch_may_hold_all_kinds(run: Run) -> None:
+def test_a_batch_can_mix_blended_plain_and_linked_requests(run: Run) -> None:
     for found, name in zip(
         run.answers["together"]["answers"], ("blended", "stock of both", "naive"), strict=True
     ):
@@ -290,13 +297,13 @@ def test_a_batch_may_hold_all_kinds(run: Run) -> None:
         assert found[1] == pytest.approx(logprobs, abs=1e-3)
 
 
-def test_nothing_is_kept_for_those_who_have_ended(run: Run) -> None:
+def test_finished_requests_leave_no_state(run: Run) -> None:
     for each in run.answers.values():
         assert (each["plans"], each["held"], each["protected"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("tier", ["host", "ssd"])
-def test_what_the_device_forgot_is_linked_from_other_tiers(
+def test_chunks_evicted_from_the_device_are_linked_from_other_tiers(
     tier: str, model: Path, texts: list[list[int]], tmp_path: Path
 ) -> None:
     page = 16
@@ -307,7 +314,7 @@ def test_what_the_device_forgot_is_linked_from_other_tiers(
         LinkedChunk(len(prefix) + len(second), len(first), 1),
     ]
     preparations = [[], prefix + second]
-    # What the disk is too busy for, or too slow at the moment, an SSD tier leaves out.
+    # An SSD tier leaves out pages for which its disk is too busy or too slow at the moment.
     rounds = 1 if tier == "host" else 3
     script: list[list[Step]] = [[{"ids": prompt, "extra_key": "stock"}]]
     for again in range(rounds):
@@ -323,7 +330,7 @@ def test_what_the_device_forgot_is_linked_from_other_tiers(
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
     tiers = {
         "host": {"host": {"capacity": "1GiB"}},
-        # More than it takes for a request, and less than the flood.
+        # More than one request needs, and less than the requests that flood the device.
         "ssd": {"ssd": ssd, "staging": "64MiB"},
     }
     config = {"tiers": tiers[tier]}
@@ -344,11 +351,13 @@ def test_what_the_device_forgot_is_linked_from_other_tiers(
         assert found["hits"] == of_chunk + lead // page
 
 
-def test_nothing_is_left_of_what_goes_wrong(
+def test_retracted_aborted_and_flushed_requests_leave_no_state(
     model: Path, texts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Requests that are retracted, that are aborted between the parts of their prefill, and whose
-    chunks are flushed; while others decode in the same batches."""
+    """Retracts requests, aborts requests between the parts of their prefill, and flushes chunks.
+
+    Other requests decode in the same batches meanwhile.
+    """
     prefix, first, second, question = texts[0][:50], texts[1], texts[2], texts[3][:40]
     prompt = prefix + first + question
     whole = [LinkedChunk(len(prefix), len(first), 0)]
@@ -372,7 +381,7 @@ def test_nothing_is_left_of_what_goes_wrong(
             [{"ids": prompt, "extra_key": "stock", **long}],
             prepare,
             [
-                {"ids": several, **long},  # the others arrive meanwhile
+                {"ids": several, **long},  # the others arrive while it runs
                 linked(prompt, whole, [prefix], "one") | long,
                 linked(several, chunks, [prefix], "two") | long,
                 linked(prompt, whole, [prefix], "three") | long,
@@ -404,5 +413,5 @@ def test_nothing_is_left_of_what_goes_wrong(
 
 
 def distance(one: Step, other: Step) -> float:
-    """Of the logprobs of the first token."""
+    """Returns the difference between the logprobs of the first tokens."""
     return abs(one["answers"][0][1][0] - other["answers"][0][1][0])

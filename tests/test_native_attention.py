@@ -1,4 +1,4 @@
-"""The compiled attention: exact where it must be, as near to fp64 as torch's, and never silent."""
+"""Tests of the compiled attention: exactness, error against fp64, fallbacks and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sgl_ext.errors import ExtError
 
 ISAS = _attention.isas()
 HEAD_DIMS = [16, 32, 48, 64, 80, 96, 128, 256]
-# Below this an error is rounding in the last places, where either path may have the luck.
+# Smaller errors are rounding in the last digits, where either path may be nearer by chance.
 NOISE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 
 GEOMETRIES = geometries(groups=9, head_dims=HEAD_DIMS, windows=st.integers(0, 80))
@@ -32,7 +32,7 @@ GEOMETRIES = geometries(groups=9, head_dims=HEAD_DIMS, windows=st.integers(0, 80
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], list[Row]]:
-    """Contexts of some requests, and rows over any of them, at any place."""
+    """Draws context lengths of some requests, and rows at any position of any of them."""
     contexts = draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
     rows = []
     for _ in range(draw(st.integers(1, 5))):
@@ -51,7 +51,7 @@ def threads() -> Iterator[None]:
 
 
 def poison_other_slots(trial: AttentionTrial) -> None:
-    """What no row of the batch names must not be seen, whatever it holds."""
+    """Fills the slots that no request has with NaN, because no row may read them."""
     table = trial.ours.req_to_token_pool.req_to_token
     pool = trial.ours.token_to_kv_pool
     named = torch.zeros(pool.k_buffer[0].shape[0], dtype=torch.bool)
@@ -61,7 +61,7 @@ def poison_other_slots(trial: AttentionTrial) -> None:
 
 
 def reference(trial: AttentionTrial, query: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """Attention in fp64, ``[tokens, heads * head_dim]``."""
+    """Returns the attention in fp64, ``[tokens, heads * head_dim]``."""
     geometry = trial.geometry
     pool, table = trial.ours.token_to_kv_pool, trial.ours.req_to_token_pool.req_to_token
     group = geometry.heads // geometry.kv_heads
@@ -99,7 +99,7 @@ def assert_as_good_as_torch(
 @pytest.mark.parametrize("isa", ISAS)
 @given(GEOMETRIES, batches(), st.sampled_from(["layer-major", "block-major"]), st.integers(0, 999))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_error_against_fp64(
+def test_error_against_fp64_is_as_small_as_torchs(
     isa: str, geometry: Geometry, batch: tuple[list[int], list[Row]], layout: str, seed: int
 ) -> None:
     contexts, rows = batch
@@ -113,13 +113,13 @@ def test_error_against_fp64(
 @pytest.mark.parametrize(
     ("window", "rows"),
     [
-        (None, [Row(0, 2899, 1), Row(0, 700, 1)]),  # ranges of keys, merged
+        (None, [Row(0, 2899, 1), Row(0, 700, 1)]),  # results of ranges of keys are merged
         (None, [Row(0, 2884, 16)]),
         (None, [Row(0, 0, 700)]),  # several blocks of queries
         (1000, [Row(0, 2000, 300), Row(0, 2899, 1)]),
     ],
 )
-def test_error_of_long_rows(
+def test_error_of_long_rows_is_as_small_as_torchs(
     isa: str, dtype: torch.dtype, window: int | None, rows: list[Row]
 ) -> None:
     trial = AttentionTrial(Geometry(6, 2, 64, window, dtype), [2900], kernels=isa)
@@ -129,7 +129,7 @@ def test_error_of_long_rows(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_layouts_give_the_same_bits(isa: str, dtype: torch.dtype) -> None:
+def test_both_layouts_give_bitwise_equal_outputs(isa: str, dtype: torch.dtype) -> None:
     for rows in ([Row(0, 1499, 1), Row(1, 30, 1)], [Row(0, 1450, 50), Row(1, 0, 31)]):
         outputs = []
         for layout in ("layer-major", "block-major"):
@@ -143,7 +143,7 @@ def test_both_layouts_give_the_same_bits(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("window", [None, 333])
-def test_a_row_depends_on_no_other_row_and_on_no_thread(isa: str, window: int | None) -> None:
+def test_a_row_is_independent_of_other_rows_and_thread_count(isa: str, window: int | None) -> None:
     trial = AttentionTrial(Geometry(window=window), [1500, 700], kernels=isa)
     rows = [
         Row(0, 1499, 1), Row(0, 1400, 90), Row(1, 0, 300), Row(0, 899, 1), Row(1, 690, 10),
@@ -175,7 +175,7 @@ def test_a_query_may_be_a_slice_of_a_wider_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [[Row(0, 299, 1)], [Row(0, 250, 50)]])
 def test_large_logits_do_not_overflow(isa: str, dtype: torch.dtype, rows: list[Row]) -> None:
-    # A scale that is no power of two: products with it are rounded. Keys of equal weight.
+    # The scale is not a power of two, so products with it are rounded. All keys are equal.
     trial = AttentionTrial(Geometry(head_dim=48, dtype=dtype), [300], kernels=isa)
     query = trial.query(rows) * 1e15
     trial.ours.token_to_kv_pool.k_buffer[0][:] = 1e15
@@ -234,13 +234,13 @@ def uses_native(trial: AttentionTrial, monkeypatch: pytest.MonkeyPatch) -> bool:
         (Geometry(4, 2, 24), False),
     ],
 )
-def test_what_the_kernels_do_not_take_goes_to_torch(
+def test_unsupported_geometries_fall_back_to_torch(
     geometry: Geometry, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert uses_native(AttentionTrial(geometry, [8]), monkeypatch) is native
 
 
-def test_values_of_another_size_than_keys_go_to_torch() -> None:
+def test_unsupported_tensors_and_scales_are_not_served() -> None:
     query, keys = torch.zeros(1, 4, 32), torch.zeros(9, 2, 32)
     assert NativeAttention.serves(query, keys, keys.clone(), 1.0)
     assert not NativeAttention.serves(query, keys, torch.zeros(9, 2, 16), 1.0)
@@ -249,7 +249,7 @@ def test_values_of_another_size_than_keys_go_to_torch() -> None:
     assert not NativeAttention.serves(query, keys, keys, -1.0)
 
 
-def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_selects_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_attention.ATTENTION, "torch")
     assert not uses_native(AttentionTrial(Geometry(), [8]), monkeypatch)
     monkeypatch.setenv(native_attention.ATTENTION, "portable")
@@ -275,10 +275,10 @@ def test_without_the_compiled_module_torch_serves_with_one_warning(
     finally:
         native_attention._imported.cache_clear()
     (warning,) = caplog.messages
-    assert "torch's serves in its place" in warning
+    assert "torch's attention is used instead" in warning
 
 
-def test_kernels_of_every_name_and_torchs_threads() -> None:
+def test_every_isa_can_be_selected_and_torchs_openmp_is_used() -> None:
     assert ISAS[-1] == "portable"
     for isa in ISAS:
         assert _attention.Attention("bfloat16", 4, 2, 64, 0.125, None, isa).isa == isa
@@ -291,15 +291,17 @@ def test_kernels_of_every_name_and_torchs_threads() -> None:
     ("arguments", "message"),
     [
         (("float16", 4, 2, 64, 1.0), "dtype 'float16'"),
-        (("float32", 4, 3, 64, 1.0), "4 heads are not whole groups of 3"),
+        (("float32", 4, 3, 64, 1.0), "4 heads are not a multiple of 3"),
         (("float32", 4, 2, 24, 1.0), "head_dim 24"),
-        (("float32", 4, 2, 64, 0.0), "scale 0.* is not above 0"),
+        (("float32", 4, 2, 64, 0.0), "scale 0.*; expected a finite number above 0"),
         (("float32", 4, 2, 64, math.nan), "scale .*nan"),
         (("float32", 4, 2, 64, 1.0, -1), "window -1"),
-        (("float32", 4, 2, 64, 1.0, None, "sse9"), "'sse9' is not among those of this machine"),
+        (("float32", 4, 2, 64, 1.0, None, "sse9"), "'sse9' is not supported on this machine"),
     ],
 )
-def test_operators_that_cannot_be(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_operator_arguments_are_refused(
+    arguments: tuple[object, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         _attention.Attention(*arguments)
 
@@ -310,22 +312,22 @@ TABLE = torch.arange(1, 21, dtype=torch.int32).view(2, 10)
 @pytest.mark.parametrize(
     ("requests", "contexts", "queries", "message"),
     [
-        ([2], [5], [1], "row 0 of the batch names request 2 of a table of 2"),
-        ([-1], [5], [1], "names request -1"),
+        ([2], [5], [1], "row 0 of the batch references request 2 of a table of 2"),
+        ([-1], [5], [1], "references request -1"),
         ([0, 1], [5, 11], [1, 1], "row 1 of the batch has a context of 11 tokens; .* holds 10"),
         ([0], [5], [6], "has 6 queries in a context of 5"),
         ([0], [5], [-1], "has -1 queries"),
         ([0], [5, 5], [1], "1 requests, 2 contexts and 1 query counts"),
     ],
 )
-def test_rows_that_cannot_be(
+def test_invalid_rows_are_refused(
     requests: list[int], contexts: list[int], queries: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         batch_of(TABLE, requests, contexts, queries)
 
 
-def test_slots_and_queries_that_are_not_there() -> None:
+def test_slots_and_queries_out_of_range_are_refused() -> None:
     attention = NativeAttention()
     batch = batch_of(TABLE, [1, 0], [10, 4], [2, 1])
     assert (batch.tokens, batch.last_slot) == (3, 20)
@@ -339,12 +341,12 @@ def test_slots_and_queries_that_are_not_there() -> None:
         )
     with pytest.raises(ValueError, match="row 0 of the batch has slot -5"):
         batch_of(TABLE - 6, [0], [10], [1])
-    with pytest.raises(ValueError, match="reads rows of int32"):
+    with pytest.raises(ValueError, match="expected contiguous rows of int32"):
         batch_of(TABLE.long(), [0], [10], [1])
 
 
 def test_threads_share_a_batch() -> None:
-    """Each meets layer shapes for which another makes the plan, or uses one, at that moment."""
+    """Each thread meets layer shapes whose plan another one makes or uses at the same moment."""
     torch.set_num_threads(1)
     attention, count, rounds = NativeAttention(), 4, 40
     table = torch.randperm(400, dtype=torch.int32).view(4, 100)
@@ -373,7 +375,7 @@ def test_threads_share_a_batch() -> None:
         assert list(pool.map(forwards, range(count))) == [[]] * count
 
 
-def test_an_idle_forward() -> None:
+def test_an_empty_batch_gives_an_empty_output() -> None:
     batch = batch_of(TABLE, [], [], [])
     keys = torch.zeros(20, 1, 16)
     out = NativeAttention().attend(batch, torch.zeros(0, 1, 16), keys, keys, scale=1.0)
@@ -383,7 +385,7 @@ def test_an_idle_forward() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [([900, 3], [1, 1]), ([900, 40], [300, 7]), ([64], [64])])
-def test_slots_that_lie_elsewhere_give_the_same_bits(
+def test_slots_outside_the_pool_give_bitwise_equal_outputs(
     isa: str, dtype: torch.dtype, shape: tuple[list[int], list[int]]
 ) -> None:
     contexts, queries = shape

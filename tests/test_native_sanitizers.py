@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from sgl_ext.packages import cache_dir, directory_lock
+
+SOURCES = ROOT / "kernels" / "native"
 BUILD_DEADLINE_S = 300
 TEST_DEADLINE_S = 120
 
@@ -22,8 +27,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("sanitizer", sorted(OPTIONS))
-def test_native_sanitizers(sanitizer: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    build = tmp_path_factory.mktemp(sanitizer)
+def test_native_code_under_sanitizers(sanitizer: str) -> None:
     environment = {
         **os.environ,
         **OPTIONS[sanitizer],
@@ -38,11 +42,18 @@ def test_native_sanitizers(sanitizer: str, tmp_path_factory: pytest.TempPathFact
         assert result.returncode == 0, output[-8000:]
         return output
 
-    configure = ["-S", str(ROOT / "kernels" / "native"), "-B", str(build), "-G", "Ninja"]
-    configure += ["-DSGL_EXT_TESTS=ON", f"-DSGL_EXT_SANITIZE={sanitizer}"]
-    configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DPython_EXECUTABLE={sys.executable}"]
-    run("cmake", *configure, timeout=BUILD_DEADLINE_S)
-    run("cmake", "--build", str(build), "--target", "transfer_tests", timeout=BUILD_DEADLINE_S)
+    # A build is kept in the user's cache until a source, the compiler or the interpreter changes.
+    build = cache_dir() / "sanitizers" / f"{sanitizer}-{digest(run)}"
+    complete = build / "complete"
+    with directory_lock(build):
+        if not complete.exists():
+            configure = ["-S", str(SOURCES), "-B", str(build), "-G", "Ninja"]
+            configure += ["-DSGL_EXT_TESTS=ON", f"-DSGL_EXT_SANITIZE={sanitizer}"]
+            configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DPython_EXECUTABLE={sys.executable}"]
+            run("cmake", *configure, timeout=BUILD_DEADLINE_S)
+            target = ["--build", str(build), "--target", "transfer_tests"]
+            run("cmake", *target, timeout=BUILD_DEADLINE_S)
+            complete.touch()
     tests = ["ctest", "--test-dir", str(build), "-R", "^transfer_", "--output-on-failure"]
     tests += ["--no-tests=error"]
     # The shadow memory of older sanitizers collides with the addresses that newer kernels choose
@@ -51,3 +62,14 @@ def test_native_sanitizers(sanitizer: str, tmp_path_factory: pytest.TempPathFact
     if shutil.which("setarch") and not subprocess.run([*fixed_addresses, "true"]).returncode:
         tests = [*fixed_addresses, *tests]
     assert "100% tests passed" in run(*tests, timeout=TEST_DEADLINE_S)
+
+
+def digest(run: Callable[..., str]) -> str:
+    """Returns a digest of what a build is made from."""
+    found = hashlib.sha256(f"{ROOT} {sys.executable}".encode())
+    for file in sorted(SOURCES.rglob("*")):
+        if file.is_file():
+            found.update(f"{file.relative_to(SOURCES)}\0".encode() + file.read_bytes())
+    for command in ("cmake", os.environ.get("CXX", "c++")):
+        found.update(run(command, "--version", timeout=60).encode())
+    return found.hexdigest()[:16]

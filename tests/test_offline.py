@@ -79,5 +79,5 @@ def test_an_engine_links_contexts(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_without_chunks() -> None:
-    with pytest.raises(ExtError, match="this engine links no chunks"):
+    with pytest.raises(ExtError, match="chunks are not enabled on this engine"):
         contexts_of(SimpleNamespace(server_args=SimpleNamespace()))

@@ -1,4 +1,4 @@
-"""Every block of KV has one owner, and a scheduler that finds two ends before it answers."""
+"""Ownership checks of KV blocks: a block with two owners raises before it is computed with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ext.config import SwapBaseline, load
+from sgl_ext.config import SwapExperiment, load
 from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
@@ -36,7 +36,7 @@ PROMPT, ANSWER = 480, 40
 
 
 class Engine(SimpleNamespace):
-    """SGLang's radix tree, request pool and requests over our allocator; no model."""
+    """SGLang's radix tree, request pool and requests over our allocator, without a model."""
 
     def __init__(self) -> None:
         size = BLOCKS * PAGE
@@ -55,14 +55,14 @@ class Engine(SimpleNamespace):
         )  # fmt: skip
 
     def request(self, rid: str, **options: Any) -> Req:
-        """With its prompt, and all of its answer but the last token, generated."""
+        """Returns a request with a prompt and ``ANSWER`` generated tokens."""
         params = SamplingParams(max_new_tokens=2 * ANSWER, temperature=0)
         req = Req(rid, "", array("q", range(PROMPT)), params, **options)
         req.output_ids.extend(range(1000, 1000 + ANSWER))
         return req
 
     def start(self, req: Req, end: int) -> None:
-        """Gives the request a row: its prefix, which is the tree's, and slots of its own."""
+        """Gives the request a row: the tree's slots of its prefix, then its own up to ``end``."""
         tree, pool, allocator = self.tree_cache, self.req_to_token_pool, self.allocator
         req.kv.req_pool_idx = pool.alloc_rows(1)[0]
         req.lock = tree.lock(req.last_node)
@@ -79,7 +79,7 @@ class Engine(SimpleNamespace):
         return allocator
 
     def check_integrity(self) -> None:
-        """What the tree has is in use, and nothing is counted twice."""
+        """Checks that the tree's blocks are in use, and the integrity of the block groups."""
         self.allocator.groups.check_integrity()
         assert self.allocator.unused(self.tree_cache.path_device_indices(self.deepest())) is None
 
@@ -89,7 +89,7 @@ class Engine(SimpleNamespace):
 
 
 class Host:
-    """Host memory that has lost the last page of what was swapped out."""
+    """Tier stack whose host memory has no page of the swapped requests."""
 
     def __init__(self) -> None:
         self.in_flight = SimpleNamespace(waited_seconds=0.0)
@@ -119,7 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     stack: Any = Host()
     power = SwapPower(config, config.swap)
     power.ext, power.resuming = ext, []
-    power.manager = SwapManager(stack, 4, SwapBaseline())
+    power.manager = SwapManager(stack, 4, SwapExperiment())
     power.ahead = SwapAhead(stack, Adaptive())
     ext.slab = object()
     ext.add(power)
@@ -128,15 +128,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 
 def sibling_answers(engine: Engine) -> None:
-    """One with the same prompt and answer has ended: the tree has both on the device."""
+    """Inserts the prompt and answer of an ended request with the same tokens into the tree."""
     slots = engine.allocator.alloc(PROMPT + ANSWER // PAGE * PAGE)
     ids = array("q", [*range(PROMPT), *range(1000, 1000 + ANSWER)])[: len(slots)]
     engine.tree_cache.insert(InsertParams(key=RadixKey(ids), value=slots))
 
 
-def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine) -> None:
-    """SGLang looks no further than the prompt where logprobs are wanted; a sibling's answer lies
-    behind it on the device. The request is computed again from where SGLang's look-up ends."""
+def test_a_failed_resume_leaves_the_request_unchanged(engine: Engine) -> None:
+    """Resumes a request whose partial last page is lost, so that it is recomputed.
+
+    The request wants logprobs, so SGLang's look-up ends with the prompt, although the tree has the
+    same answer of another request after it. The request is recomputed from the end of that look-up.
+    """
     sibling_answers(engine)
     tree = engine.tree_cache
     req = engine.request("r", return_logprob=True)
@@ -168,9 +171,11 @@ def test_what_cannot_be_read_back_changes_nothing_of_its_request(engine: Engine)
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool) -> None:
-    """A resumed request adopts the answer pages that a sibling keeps on the device. If memory runs
-    out afterwards, it stays in the queue and holds no lock and no pages."""
+def test_a_resumed_request_adopts_a_prefix_beyond_its_prompt(engine: Engine, room: bool) -> None:
+    """Resumes a request whose first answer pages the tree has on the device.
+
+    If memory is exhausted afterwards, the request stays in the queue and holds no lock or pages.
+    """
     sibling_answers(engine)
     tree, power = engine.tree_cache, runtime.current.swap
     swap = power.manager
@@ -217,8 +222,8 @@ def test_a_prefix_behind_the_prompt_is_adopted_as_one(engine: Engine, room: bool
     engine.check_integrity()
 
 
-def test_the_trees_own_blocks_are_no_duplicates(engine: Engine) -> None:
-    """A request whose prefix is longer than the part that it takes for the tree's."""
+def test_a_protected_length_below_the_prefix_raises(engine: Engine) -> None:
+    """Checks a request whose prefix is longer than the part that it takes for the tree's."""
     sibling_answers(engine)
     req = engine.request("r")
     req.init_next_round_input(engine.tree_cache)
@@ -226,24 +231,24 @@ def test_the_trees_own_blocks_are_no_duplicates(engine: Engine) -> None:
     adder: Any = SimpleNamespace(tree_cache=engine.tree_cache)
     ownership.check_admitted(adder, req)
     req.kv.cache_protected_len = PROMPT
-    with pytest.raises(TwoOwnersError, match="takes 480 for the tree"):
+    with pytest.raises(TwoOwnersError, match="counts 480 as owned by the radix tree"):
         ownership.check_admitted(adder, req)
-    with pytest.raises(TwoOwnersError, match="takes 480 for the tree"):
+    with pytest.raises(TwoOwnersError, match="counts 480 as owned by the radix tree"):
         ownership.check_resumed(req)
     engine.start(req, PROMPT + ANSWER)
-    engine.allocator.free_group_begin()  # as when a batch's results are processed
-    with pytest.raises(TwoOwnersError, match="the radix tree still has it"):
+    engine.allocator.free_group_begin()  # as SGLang does while it processes the results of a batch
+    with pytest.raises(TwoOwnersError, match="the radix tree still owns it"):
         engine.tree_cache.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
 
 
-def test_a_tree_without_external_cache(engine: Engine) -> None:
+def test_check_admitted_accepts_a_tree_without_external_cache(engine: Engine) -> None:
     req = engine.request("r")
     req.init_next_round_input(engine.tree_cache)
     adder: Any = SimpleNamespace(tree_cache=SimpleNamespace())
     ownership.check_admitted(adder, req)
 
 
-def test_a_batch_with_blocks_of_two_owners_does_not_run(engine: Engine) -> None:
+def test_a_batch_with_a_block_of_two_owners_raises(engine: Engine) -> None:
     sibling_answers(engine)
     req = engine.request("r")
     req.init_next_round_input(engine.tree_cache)
@@ -258,7 +263,7 @@ def test_a_batch_with_blocks_of_two_owners_does_not_run(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_block_is_freed_once(engine: Engine, grouped: bool) -> None:
+def test_freeing_a_block_twice_raises(engine: Engine, grouped: bool) -> None:
     allocator = engine.allocator
     slots = allocator.alloc(2 * PAGE)
     twice = torch.cat((slots, slots[PAGE : PAGE + 1]))
@@ -277,7 +282,7 @@ def test_a_block_is_freed_once(engine: Engine, grouped: bool) -> None:
             allocator.free(slots[:PAGE])
 
 
-def test_every_place_is_hooked() -> None:
+def test_checks_are_hooked_into_insert_and_run_batch() -> None:
     targets = {hook.target for hook in (*ownership.HOOKS, *dispatch.HOOKS)}
     assert any(target.endswith("UnifiedRadixCache.insert") for target in targets)
     assert any(target.endswith("Scheduler.run_batch") for target in targets)

@@ -126,13 +126,13 @@ def test_models_of_other_pools(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in result.stdout.splitlines() if line[:2] == '["']
     assert len(lines) == len(script), result.stderr[-3000:]
     for (pool, config, said), section in zip(lines, list(sections) * len(MODELS), strict=True):
-        because = f"the slab does not serve the pool {pool}"
+        because = f"the KV slab does not support the pool {pool}"
         if section == "nothing":
             assert json.loads(said) == {"layout": "layer_major", "because": because}
         else:
             assert said.startswith("sgl_ext: "), (pool, config, said, result.stderr[-3000:])
             assert "\n" not in said
-            assert because.removeprefix("the slab ") in said
+            assert because.removeprefix("the KV slab ") in said
 
 
 OTHERS = {
@@ -154,7 +154,7 @@ def built(request: pytest.FixtureRequest) -> Any:
             is_draft_worker=False,
             model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[model])),
         ),
-        f"the slab does not serve the pool {pool} of {model}",
+        f"the KV slab does not support the pool {pool} of {model}",
     )
 
 
@@ -166,7 +166,7 @@ def test_a_pool_without_a_hook_of_its_own_is_named(
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load(config)))
     assert kv_memory._pools_built(pools, configurator) is pools
     assert ext.describe_memory() == {"layout": "layer_major", "because": because}
-    with pytest.raises(ActivationError, match=f"and {because}: leave out peer"):
+    with pytest.raises(ActivationError, match=f"but {because}; remove the peer section"):
         dispatch._ready(dict, SimpleNamespace())
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load({})))
     configurator.is_draft_worker = True  # whose pool is not the model's
@@ -184,8 +184,8 @@ def test_a_layout_is_what_was_asked_for(
     monkeypatch.setattr(activation, "commanded", True)
     if layout == "layer_major":
         kv_memory._pools_built(pools, configurator)
-        assert ext.layer_major_because == "the configuration asks for it"
+        assert ext.layer_major_because == "the configuration selects the layer-major layout"
     else:
-        served = because.removeprefix("the slab ")
-        with pytest.raises(SystemExit, match=f"sgl_ext: the block-major layout {served};"):
+        served = because.removeprefix("the KV slab ")
+        with pytest.raises(SystemExit, match=f"sgl_ext: the block-major KV layout {served};"):
             kv_memory._pools_built(pools, configurator)

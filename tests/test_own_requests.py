@@ -1,4 +1,4 @@
-"""Requests that the extension makes of its own server."""
+"""Requests that the extension sends to its own server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from sgl_ext.engine.core.own_requests import OwnRequests
 
 
-def test_a_request_that_nobody_waits_for_is_aborted() -> None:
+def test_cancelled_request_is_aborted() -> None:
     aborted: list[str] = []
 
     class Manager:

@@ -1,4 +1,4 @@
-"""Fetching and converting: verified, repaired after an interruption, one sentence on failure."""
+"""Tests of the download and conversion of models: verification, repair and error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A registry of one package; the list names what was downloaded."""
+    """Yields the requirements that were downloaded from a fake registry of one package."""
     downloads: list[str] = []
 
     def download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
@@ -61,21 +61,21 @@ def test_a_file_is_downloaded_once(registry: list[str]) -> None:
     assert registry == ["a-package==1.0"]
 
 
-def test_a_file_of_a_source_distribution(registry: list[str]) -> None:
+def test_a_file_is_extracted_from_a_source_distribution(registry: list[str]) -> None:
     path = packages.fetch(SDIST_FILE)
     assert path.read_bytes() == CONTENT
     assert packages.fetch(SDIST_FILE) == path
     assert registry == ["a-package==1.0"]
 
 
-def test_bytes_that_a_disk_lost_are_fetched_again(registry: list[str]) -> None:
+def test_a_corrupted_file_is_downloaded_again(registry: list[str]) -> None:
     path = packages.fetch(FILE)
     path.write_bytes(b"W" + CONTENT[1:])
     assert packages.fetch(FILE).read_bytes() == CONTENT
     assert len(registry) == 2
 
 
-def test_another_file_than_asked_for_is_refused(registry: list[str]) -> None:
+def test_a_file_with_another_checksum_is_refused(registry: list[str]) -> None:
     with pytest.raises(ExtError, match="expected 0000"):
         packages.fetch(replace(FILE, sha256="0000"))
 
@@ -84,13 +84,13 @@ def test_a_full_disk_is_refused_before_the_download(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
-    with pytest.raises(ExtError, match="needs 0 MB, 0 MB are free; free some"):
+    with pytest.raises(ExtError, match="needs 0 MB, but 0 MB are free; free some"):
         packages.fetch(FILE)
     assert registry == []
     assert list(cache.rglob("*.bin")) == []
 
 
-def test_a_disk_that_fills_up_leaves_nothing(
+def test_a_disk_that_fills_up_leaves_no_partial_file(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     def full(*_args: object) -> None:
@@ -104,27 +104,27 @@ def test_a_disk_that_fills_up_leaves_nothing(
     ]
 
 
-def test_what_a_killed_download_left_is_removed(registry: list[str], cache: Path) -> None:
+def test_scratch_files_of_a_killed_download_are_removed(registry: list[str], cache: Path) -> None:
     stale = cache / "packages" / FILE.sha256[:16] / ".scratch-killed"
     stale.mkdir(parents=True)
     packages.fetch(FILE)
     assert not stale.exists()
 
 
-def test_no_registry_is_one_sentence(cache: Path) -> None:
+def test_a_failed_download_raises_ext_error(cache: Path) -> None:
     for file in (FILE, SDIST_FILE):
         with pytest.raises(ExtError, match="cannot download no-such-package-of-sgl-ext==1"):
             packages.fetch(replace(file, requirement="no-such-package-of-sgl-ext==1"))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
-def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+def test_an_unwritable_cache_is_refused(cache: Path) -> None:
     cache.mkdir(mode=0o500)
     with pytest.raises(ExtError, match="set SGL_EXT_CACHE"):
         packages.fetch(FILE)
 
 
-def test_a_cache_that_is_a_file(cache: Path) -> None:
+def test_a_cache_path_that_is_a_file_is_refused(cache: Path) -> None:
     cache.write_text("")
     with pytest.raises(ExtError, match="cannot write the cache"):
         packages.fetch(FILE)
@@ -143,7 +143,7 @@ def test_an_interrupted_conversion_is_repaired(
     with pytest.raises(KeyboardInterrupt):
         models.prepare(model)
     assert not (cache / "models" / "A-Model").exists()
-    # A folder without the mark of completion, as an unclean shutdown could leave it.
+    # An unclean shutdown could leave a folder without the marker of completion.
     (cache / "models" / "A-Model").mkdir()
     monkeypatch.setattr(models, "_convert", lambda _, target: (target / "config.json").touch())
     folder = models.prepare(model)
@@ -163,7 +163,7 @@ def test_parts_of_a_model_are_joined(
     assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["Parts"]
 
 
-def test_the_command_prints_one_sentence(cache: Path) -> None:
+def test_the_command_prints_an_error_in_one_line(cache: Path) -> None:
     cache.write_text("")
     result = subprocess.run(
         [sys.executable, "-m", "sgl_ext.models", "SmolLM2-135M-Instruct"],

@@ -1,6 +1,6 @@
-"""Masters and workers as processes that are killed and paused at any moment.
+"""Tests of masters and workers as processes that are killed and paused at random moments.
 
-``SGL_EXT_ROUNDS`` says how often (default: 12; the long run takes 200).
+``SGL_EXT_ROUNDS`` sets the number of rounds (default: 12; the long run takes 200).
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "12"))
 PROGRAM = Path(__file__).with_name("peer_process.py")
 DEADLINE_S = 60.0
 LONGEST_WAIT_S = TERMS.deadline + 30.0
-"""Of a worker for its own memory; that it is less at leisure, the tests of one clock show."""
+"""Longest wait of a worker for its own memory, in seconds, with slack for a busy machine.
+
+``test_peer_pairs.py`` tests shorter waits on a simulated clock.
+"""
 
 
 class Peer:
-    """One process."""
+    """Process of a master or a worker."""
 
     def __init__(self, role: str, directory: Path, seed: int) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process)
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), role, str(directory), str(seed)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
@@ -65,7 +68,7 @@ class Peer:
         self._more("served", "it serves nobody")
 
     def has_its_memory(self) -> None:
-        """Waits until a worker has got memory that it did not know to need."""
+        """Waits until a worker has got memory for one more request of unforeseen size."""
         self._more("large", "it waits for its own memory")
 
     def _more(self, what: str, otherwise: str) -> None:
@@ -77,7 +80,7 @@ class Peer:
 
     @property
     def mapped(self) -> set[str]:
-        """Names of the KV memory that the process has mapped, whoever it belongs to."""
+        """Names of the KV memory that the process has mapped, its own and that of others."""
         maps = Path(f"/proc/{self.process.pid}/maps").read_text()
         return set(re.findall(r"/memfd:(sgl_ext-kv-\w+) ", maps))
 
@@ -98,14 +101,16 @@ def peers(tmp_path: Path) -> Iterator[dict[str, Peer]]:
 
 
 def lending(peers: dict[str, Peer]) -> None:
-    """Waits until both workers lend, and the master uses it."""
+    """Waits until both workers lend memory and the master uses lent memory."""
     end = time.monotonic() + DEADLINE_S
     while not all(peer.ask().other for peer in peers.values()):
         assert time.monotonic() < end, {name: peer.ask() for name, peer in peers.items()}
         time.sleep(0.01)
 
 
-def test_nobody_reads_what_another_has_written(peers: dict[str, Peer], tmp_path: Path) -> None:
+def test_requests_stay_intact_when_peers_are_killed_or_paused(
+    peers: dict[str, Peer], tmp_path: Path
+) -> None:
     choose = random.Random(ROUNDS)  # noqa: S311
     lending(peers)
     for seed in range(1, 1 + ROUNDS):
@@ -115,7 +120,7 @@ def test_nobody_reads_what_another_has_written(peers: dict[str, Peer], tmp_path:
             peers[name].end()
             time.sleep(choose.random() * 0.3)
             peers[name] = Peer(name.split()[0], tmp_path / "peers", seed)
-        else:  # past the deadline and the lease, or not
+        else:  # for longer than the deadline and the lease, or not
             peers[name].process.send_signal(signal.SIGSTOP)
             time.sleep(choose.random() * 1.2)
             if choose.random() < 0.5:
@@ -127,7 +132,7 @@ def test_nobody_reads_what_another_has_written(peers: dict[str, Peer], tmp_path:
 
 
 def progress(peers: dict[str, Peer]) -> None:
-    """Each serves, and has its memory when it needs it."""
+    """Waits until each process serves requests, and each worker gets memory that it needs."""
     for name, peer in peers.items():
         peer.progresses()
         if name != "master":
@@ -135,7 +140,7 @@ def progress(peers: dict[str, Peer]) -> None:
 
 
 def settled(peers: dict[str, Peer]) -> None:
-    """Waits until nothing is left of memory that was replaced, or of processes that have ended."""
+    """Waits until no memory is mapped that was replaced or belongs to processes that have ended."""
     end = time.monotonic() + DEADLINE_S
     while True:
         said = {name: peer.ask() for name, peer in peers.items()}
@@ -157,5 +162,5 @@ def test_a_directory_has_one_master(peers: dict[str, Peer], tmp_path: Path) -> N
     second = Peer("master", tmp_path / "peers", 1)
     assert second.process.wait(DEADLINE_S) != 0
     error = second.errors()
-    assert f"has a master already (process {peers['master'].process.pid})" in error
+    assert f"already has a master (process {peers['master'].process.pid})" in error
     lending(peers)

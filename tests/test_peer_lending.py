@@ -1,4 +1,4 @@
-"""How much a worker lends: units, Algorithm 1 in bytes, what of late was needed, who gets where."""
+"""Policy of lending: units, Algorithm 1 in bytes, the window of recent needs, and regions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def units_of(worker: Layout, master: Layout) -> ElasticUnits:
 @pytest.mark.parametrize(
     ("model", "megabytes"), [(LWM, 0.5), (QWEN3_8B, 0.141), (QWEN3_14B, 0.156), (QWEN3_32B, 0.25)]
 )
-def test_bytes_of_a_token_are_those_of_table_2(model: Layout, megabytes: float) -> None:
+def test_bytes_per_token_match_table_2(model: Layout, megabytes: float) -> None:
     assert round(model.block_bytes / model.page / 2**20, 3) == megabytes
 
 
@@ -62,11 +62,11 @@ def test_bytes_of_a_token_are_those_of_table_2(model: Layout, megabytes: float) 
         (LWM, SMOLLM2, ElasticUnits(worker=45, master=1024)),
     ],
 )
-def test_units_of_known_models(worker: Layout, master: Layout, units: ElasticUnits) -> None:
+def test_elastic_units_of_known_models(worker: Layout, master: Layout, units: ElasticUnits) -> None:
     assert units_of(worker, master) == units
 
 
-def test_the_papers_element_counts_give_the_same_units_for_one_dtype() -> None:
+def test_element_counts_give_the_same_units_for_one_dtype() -> None:
     def elements(model: Layout) -> int:  # Eq. 6-7
         return model.layers * model.page * model.kv_heads * model.head_dim
 
@@ -87,17 +87,18 @@ def test_units_have_equal_bytes_and_are_minimal(worker: Layout, master: Layout) 
     assert units_of(master, worker) == units[::-1]
 
 
-def test_units_out_of_proportion_give_way_to_pages() -> None:
+def test_auto_lends_pages_if_whole_units_are_too_large() -> None:
     lwm, smollm2 = LWM.block_bytes, SMOLLM2.block_bytes
     assert choose_unit(lwm, smollm2, 360 << 24, PAGE, "auto") == Unit(360 << 20, True, 0)
     assert choose_unit(lwm, smollm2, 360 << 23, PAGE, "auto") == Unit(PAGE, False, smollm2)
     assert choose_unit(lwm, smollm2, 1, PAGE, "unit") == Unit(360 << 20, True, 0)
     assert choose_unit(lwm, smollm2, 360 << 30, PAGE, "block") == Unit(PAGE, False, smollm2)
-    assert choose_unit(6, 10, 1 << 30, PAGE, "auto").size == 15 * PAGE  # of both blocks, and pages
+    # A whole unit is a multiple of both blocks and of a page.
+    assert choose_unit(6, 10, 1 << 30, PAGE, "auto").size == 15 * PAGE
 
 
 def lending(unit: int, *, size: int = 90, blocks: int = 100, block: int = 10) -> Lending:
-    """Blocks of 10 bytes and 16 tokens, one of them before the pool."""
+    """Returns a policy for blocks of ``block`` bytes and 16 tokens, one of them before the pool."""
     return Lending(size * block, blocks * block, block, 16, 1, Unit(unit, False, 0))
 
 
@@ -105,16 +106,16 @@ def lending(unit: int, *, size: int = 90, blocks: int = 100, block: int = 10) ->
     ("lent", "need", "left"),
     [
         (900, 9 * 16, 900),  # nine blocks stay: exactly full
-        (900, 9 * 16 + 1, 880),  # one block short: a whole unit of two
+        (900, 9 * 16 + 1, 880),  # one block is missing: a whole unit of two returns
         (900, 11 * 16, 880),
         (900, 11 * 16 + 1, 860),
         (900, 10**6, 0),
         (100, 10**6, 0),
         (0, 10**6, 0),
-        (860, 9 * 16, 860),  # it never lends more here
+        (860, 9 * 16, 860),  # scale_up never lends more
     ],
 )
-def test_scale_up_is_algorithm_1(lent: int, need: int, left: int) -> None:
+def test_scale_up_follows_algorithm_1(lent: int, need: int, left: int) -> None:
     assert lending(20).scale_up(lent, need) == left
 
 
@@ -123,15 +124,15 @@ def test_scale_up_is_algorithm_1(lent: int, need: int, left: int) -> None:
     [
         (0, 99 * 16, 0, 0),
         (0, 10**6, 0, 0),
-        (0, 98 * 16, 0, 0),  # one to spare: no whole unit
+        (0, 98 * 16, 0, 0),  # one block to spare: less than a unit
         (0, 97 * 16, 0, 20),
         (0, 50 * 16, 0, 480),
-        (0, 0, 0, 900),  # not more than may be lent
-        (0, 0, 50, 480),  # in use
-        (600, 50 * 16, 0, 600),  # it takes nothing back here
+        (0, 0, 0, 900),  # limited to the lendable memory
+        (0, 0, 50, 480),  # 50 blocks are in use
+        (600, 50 * 16, 0, 600),  # scale_down never reclaims
     ],
 )
-def test_scale_down_is_algorithm_1(lent: int, need: int, used: int, more: int) -> None:
+def test_scale_down_follows_algorithm_1(lent: int, need: int, used: int, more: int) -> None:
     assert lending(20).scale_down(lent, need, used) == more
 
 
@@ -142,7 +143,7 @@ def test_scale_down_is_algorithm_1(lent: int, need: int, used: int, more: int) -
     lent=st.integers(0, 100),
     used=st.integers(0, 120),
 )
-def test_steps_suffice_and_are_minimal(
+def test_scaling_suffices_and_is_minimal(
     unit: int, block: int, need: int, lent: int, used: int
 ) -> None:
     policy = lending(unit, block=block)
@@ -158,25 +159,25 @@ def test_steps_suffice_and_are_minimal(
     assert not fits or down + unit > policy.size
 
 
-def test_the_window_forgets() -> None:
+def test_need_window_drops_old_needs() -> None:
     window = NeedWindow(60)
     assert window.largest(0) == 0
     window.add(500, 0)
     window.add(100, 30)
     window.add(200, 40)
     assert window.largest(60) == 500  # sixty seconds old: still in the window
-    assert window.largest(60.5) == 200  # the 100 before it was hidden by it
+    assert window.largest(60.5) == 200  # the larger, later need has replaced the 100
     assert window.largest(100.5) == 0
 
 
-def test_time_does_not_go_back() -> None:
+def test_need_window_refuses_invalid_times_and_needs() -> None:
     window = NeedWindow(60)
     window.add(5, 10)
     with pytest.raises(ValueError, match="time went from 10 to 9"):
         window.add(7, 9)
     with pytest.raises(ValueError, match="time went from 10 to nan"):
         window.largest(math.nan)
-    with pytest.raises(ValueError, match="0 tokens or more"):
+    with pytest.raises(ValueError, match="expected 0 or more tokens"):
         window.add(-1, 11)
     assert window.largest(10) == 5
     with pytest.raises(ValueError, match="must be positive"):
@@ -186,7 +187,7 @@ def test_time_does_not_go_back() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans())), st.integers(1, 60)
 )
-def test_the_window_is_the_maximum_over_it(
+def test_need_window_returns_the_maximum_of_recent_needs(
     steps: list[tuple[int, int, bool]], seconds: int
 ) -> None:
     window, seen, now = NeedWindow(seconds), [], 0
@@ -199,7 +200,7 @@ def test_the_window_is_the_maximum_over_it(
         assert window.largest(now) == max(recent, default=0)
 
 
-def test_a_region_ends_with_a_block_and_a_page() -> None:
+def test_regions_end_where_a_block_and_a_page_end() -> None:
     regions = Regions(10, 1000, 6144, PAGE)  # two blocks are three pages
     first = regions.take(7 * PAGE)
     assert first == Region(12, 16, 16 * 6144 - 7 * PAGE, 7 * PAGE)
@@ -221,7 +222,7 @@ def test_a_region_ends_with_a_block_and_a_page() -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, derandomize=True, deadline=None)
-def test_regions_never_touch(block: int, first: int, seed: int) -> None:
+def test_regions_are_separated_by_at_least_a_block(block: int, first: int, seed: int) -> None:
     choose = random.Random(seed)  # noqa: S311
     end = first + 40 * PAGE
     regions = Regions(first, end, block, PAGE)

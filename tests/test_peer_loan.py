@@ -1,5 +1,7 @@
-"""Every order in which messages are lost, doubled and overtaken, and either side ends: nobody uses
-memory that its owner takes for its own."""
+"""Loans of memory under every order of lost, duplicated and reordered messages.
+
+Either side may end at any time. No master uses memory that the worker uses itself.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ GRANTS, WIRE, SESSIONS = 2, 2, 2
 
 
 def memory(generation: int) -> tuple[Extent, ...]:
-    """Each generation of a worker's memory is another file."""
+    """Returns one generation of a worker's memory; each generation is a different file."""
     return (Extent(name=str(generation), fd=generation, offset=0, size=max(SIZES)),)
 
 
 def _copy(value: Any) -> Any:
-    """Shallow, and faster than ``copy.copy``: there are a million of them."""
+    """Returns a shallow copy, faster than ``copy.copy``: the test makes a million of them."""
     twin = object.__new__(type(value))
     twin.__dict__.update(vars(value))
     return twin
@@ -46,15 +48,18 @@ def _fixed(value: object) -> object:
 
 
 class World:
-    """One worker, the masters that there have been, and what is on its way between them."""
+    """State of one worker, of all masters so far, and of the messages in transit."""
 
     def __init__(self) -> None:
         self.generation = self.grants = self.masters = 0
         self.lender = Lender(b"worker", 1, memory(0))
         self.borrowers: tuple[Borrower | None, ...] = (None,)
-        """By master; all but the last one have been replaced."""
+        """Loan of each master; None before it has heard the worker and after it has ended.
+
+        All masters but the last have been replaced.
+        """
         self.dead: frozenset[int] = frozenset()
-        """Masters whose process has ended."""
+        """Indices of the masters whose process has ended."""
         self.wire: frozenset[Lend | Keep] = frozenset()
 
     def state(self) -> object:
@@ -63,7 +68,7 @@ class World:
         return self.generation, self.grants, *known, self.dead, self.wire
 
     def copy(self) -> World:
-        """As deep as anything changes."""
+        """Returns a copy that shares with this object only what never changes."""
         world = _copy(self)
         world.lender = _copy(self.lender)
         world.lender._open = self.lender._open.copy()
@@ -71,12 +76,12 @@ class World:
         return world
 
     def replace_memory(self) -> None:
-        """The worker ends the session, with other memory if a master may be using its own."""
+        """Ends the worker's session, with new memory if a master may be using the old memory."""
         self.generation += self.lender.bound > 0
         self.lender.end(memory(self.generation))
 
     def die(self, at: int) -> None:
-        """A master's process ends, and the worker sees it: its memory stays what it is."""
+        """Ends a master's process. The worker notices it, and keeps its memory."""
         self.dead |= {at}
         self.borrowers = (*self.borrowers[:at], None, *self.borrowers[at + 1 :])
         if self.lender.master == bytes([at]):
@@ -104,11 +109,11 @@ class World:
                     world.lender.grant(size)
                     world.grants += 1
                     yield world
-        if self.lender.master:  # a lease or a deadline has passed
+        if self.lender.master:  # a lease or a deadline has expired
             world = self.copy()
             world.replace_memory()
             yield world
-        if len(self.borrowers) < 2:  # the master ends and another one begins, or seems to
+        if len(self.borrowers) < 2:  # another master replaces this one, or appears to
             world = self.copy()
             world.borrowers = (*world.borrowers, None)
             yield world
@@ -141,7 +146,7 @@ class World:
             lost = self.copy()
             lost.wire -= {message}
             yield lost
-            for left in (self.wire, lost.wire):  # it may come once more
+            for left in (self.wire, lost.wire):  # a message may arrive again
                 for at in range(len(self.borrowers)) if isinstance(message, Lend) else (0,):
                     world = self.copy()
                     world.wire = left
@@ -158,7 +163,7 @@ class World:
                 assert borrower.used <= self.lender.bound, vars(borrower)
 
     def settle(self) -> None:
-        """When messages arrive and the master leaves, both agree."""
+        """Checks that both sides agree once messages arrive and the master has left the excess."""
         at = len(self.borrowers) - 1
         if at in self.dead:
             return
@@ -173,7 +178,7 @@ class World:
         assert borrower.size == self.lender.granted
 
 
-def test_nobody_uses_what_is_not_lent_in_any_order_of_events() -> None:
+def test_no_master_uses_unlent_memory_in_any_order_of_events() -> None:
     start = World()
     seen = {start.state()}
     todo = [start]
@@ -189,8 +194,8 @@ def test_nobody_uses_what_is_not_lent_in_any_order_of_events() -> None:
     assert len(seen) > 80_000
 
 
-def test_more_grants_than_messages_are_on_their_way() -> None:
-    """A worker that changes its mind faster than it is heard."""
+def test_bound_covers_all_grants_until_the_latest_is_kept() -> None:
+    """Changes the grant several times before the master receives a message."""
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
     assert not lender.hear(borrower.message)
@@ -203,7 +208,7 @@ def test_more_grants_than_messages_are_on_their_way() -> None:
     assert lender.settled
 
 
-def test_what_is_not_there_is_not_lent() -> None:
+def test_invalid_grants_and_uses_are_refused() -> None:
     lender = Lender(b"worker", 1, memory(0))
     with pytest.raises(ValueError, match="no master"):
         lender.grant(PAGE)
@@ -213,11 +218,11 @@ def test_what_is_not_there_is_not_lent() -> None:
             lender.grant(size)
     lender.grant(2 * PAGE)
     borrower = Borrower(b"master", 2, 1, lender.message)
-    with pytest.raises(ValueError, match=f"{3 * PAGE:,} B are more than the {2 * PAGE:,} B"):
+    with pytest.raises(ValueError, match=f"{3 * PAGE:,} B exceed the {2 * PAGE:,} B"):
         borrower.used = 3 * PAGE
 
 
-def test_a_silent_worker_is_left_until_it_is_heard() -> None:
+def test_memory_of_a_silent_worker_is_left_until_its_next_message() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
     lender.hear(borrower.message)
@@ -236,32 +241,32 @@ def wrong(message: Lend | Keep, **fields: object) -> bytes:
     return msgspec.msgpack.encode({**plain, **fields})
 
 
-def test_messages_survive_the_wire_and_others_are_told_apart() -> None:
+def test_messages_round_trip_and_invalid_data_is_refused() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
     for message in (lender.message, borrower.message):
         assert decode(encode(message)) == message
     for data, reason in (
-        (b"", "no message"),
-        (b"\xc1", "no message"),
-        (b"\x91" * 3000, "no message"),
-        (b"\x81\xa1a" * 3000, "no message"),
-        (b"\x81\xa1a" + b"\x91" * 3000, "no message"),
-        (wrong(lender.message, worker=b"w" * 65), "no message"),
+        (b"", "invalid message"),
+        (b"\xc1", "invalid message"),
+        (b"\x91" * 3000, "invalid message"),
+        (b"\x81\xa1a" * 3000, "invalid message"),
+        (b"\x81\xa1a" + b"\x91" * 3000, "invalid message"),
+        (wrong(lender.message, worker=b"w" * 65), "invalid message"),
         (encode(replace(lender.message, protocol=7)), "protocol 7"),
-        (wrong(lender.message, size="much"), "no message"),
-        (wrong(lender.message, size=3 * PAGE), "no message"),
-        (wrong(lender.message, size=1), "no message"),
-        (wrong(lender.message, number=-1), "no message"),
-        (wrong(lender.message, pid=0), "no message"),
-        (wrong(borrower.message, block=0), "no message"),
-        (encode(lender.message).replace(b"size", b"\xff\xffze"), "no message"),
+        (wrong(lender.message, size="much"), "invalid message"),
+        (wrong(lender.message, size=3 * PAGE), "invalid message"),
+        (wrong(lender.message, size=1), "invalid message"),
+        (wrong(lender.message, number=-1), "invalid message"),
+        (wrong(lender.message, pid=0), "invalid message"),
+        (wrong(borrower.message, block=0), "invalid message"),
+        (encode(lender.message).replace(b"size", b"\xff\xffze"), "invalid message"),
     ):
         with pytest.raises(MisunderstoodError, match=reason):
             decode(data)
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, 7])
-def test_every_protocol_understands_a_refusal(protocol: int) -> None:
-    with pytest.raises(RefusedError, match="does not understand this one: it is too old"):
+def test_refusals_of_any_protocol_version_are_understood(protocol: int) -> None:
+    with pytest.raises(RefusedError, match=r"does not understand the messages .*: it is too old"):
         decode(encode(Refusal("it is too old", protocol)))

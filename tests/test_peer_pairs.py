@@ -1,4 +1,4 @@
-"""Masters and workers together, in one process and on one clock: who has which memory, when."""
+"""Tests of which side uses lent memory, with master and worker in one process and on one clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 60
 
 
 class Alive:
-    """A process that is an object here."""
+    """Fake process; a test sets whether it is dead."""
 
     dead = False
 
@@ -27,7 +27,7 @@ class Alive:
 
 
 class Lives(list[Alive]):
-    """All that were asked for, in turn."""
+    """Factory of fake processes, which lists them in order of creation."""
 
     def __call__(self, pid: int) -> Alive:
         self.append(Alive())
@@ -35,7 +35,7 @@ class Lives(list[Alive]):
 
 
 class Pair:
-    """A master, a worker, and messages that come at once, or not at all."""
+    """Master and worker whose messages arrive at once, or not at all while ``deaf`` is set."""
 
     def __init__(self, terms: Terms = TERMS, beyond: int = 400) -> None:
         self.master_lives, self.worker_lives = Lives(), Lives()
@@ -68,17 +68,17 @@ class Pair:
         return self.worker.worker.lent
 
 
-def test_an_idle_worker_lends_all_that_it_may() -> None:
+def test_an_idle_worker_lends_all_lendable_memory() -> None:
     pair = Pair()
     pair.step(times=4)
     assert pair.lent == pair.worker.memory.size
     assert pair.worker.worker.used == pair.lent
     assert pair.worker.blocks == 1
     assert pair.master.groups.blocks == 20 + pair.lent // MASTER.block_bytes
-    assert pair.master.begin(70)  # three blocks of which are its own
+    assert pair.master.begin(70)  # more blocks than its own 20
 
 
-def test_who_lends_and_has_requests_is_spared() -> None:
+def test_a_worker_that_has_requests_is_spared() -> None:
     pair = Pair()
     pair.step(times=4)
     assert not pair.master.master.sparing
@@ -88,13 +88,13 @@ def test_who_lends_and_has_requests_is_spared() -> None:
     pair.worker.end(next(iter(pair.worker.requests)))
     pair.step()
     assert not pair.master.master.sparing
-    pair.worker.wanted = BLOCKS  # all comes back
+    pair.worker.wanted = BLOCKS  # all lent memory is reclaimed
     pair.step(times=4)
     assert pair.lent == 0
     assert not pair.master.master.sparing
 
 
-def test_what_is_needed_comes_back() -> None:
+def test_a_worker_reclaims_the_memory_that_it_needs() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -104,13 +104,13 @@ def test_what_is_needed_comes_back() -> None:
     pair.step(times=2)
     assert pair.worker.held == 30
     assert pair.master.groups.blocks < before
-    assert pair.master.requests  # the others stay where they are
+    assert pair.master.requests  # requests in the other blocks stay
     pair.worker.end(next(iter(pair.worker.requests)))
-    pair.step(times=25)  # a need is expected again for 20 seconds
+    pair.step(times=25)  # a past need is expected to recur for 20 s
     assert pair.master.groups.blocks == before
 
 
-def test_a_master_that_does_not_leave_loses_nothing_but_the_worker_has_memory() -> None:
+def test_memory_that_the_master_does_not_leave_in_time_is_replaced() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -124,7 +124,7 @@ def test_a_master_that_does_not_leave_loses_nothing_but_the_worker_has_memory() 
     assert pair.worker.worker.counts.replaced == 1
     assert pair.worker.memory.retired > 0
     pair.step(times=10)
-    assert pair.lent == 0  # nothing new while the old is not left
+    assert pair.lent == 0  # nothing is lent while the replaced memory is in use
     pair.master.slow = False
     pair.step(times=4)
     assert pair.worker.memory.retired == 0
@@ -134,13 +134,13 @@ def test_a_master_that_does_not_leave_loses_nothing_but_the_worker_has_memory() 
     assert pair.lent == pair.worker.memory.size
 
 
-def test_a_master_that_is_not_heard_of_and_comes_back() -> None:
+def test_a_paused_master_leaves_reclaimed_memory_when_it_resumes() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
         pass
     pair.deaf = True
-    for _ in range(11):  # paused: it does not even step
+    for _ in range(11):  # the paused master makes no steps
         pair.now += 1
         pair.worker.step(pair.now)
     assert pair.lent == 0
@@ -154,7 +154,7 @@ def test_a_master_that_is_not_heard_of_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("how", ["dead", "silent"])
-def test_a_worker_that_ends_or_falls_silent_is_left(how: str) -> None:
+def test_the_master_leaves_memory_of_a_dead_or_silent_worker(how: str) -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -169,12 +169,12 @@ def test_a_worker_that_ends_or_falls_silent_is_left(how: str) -> None:
     assert pair.master.groups.blocks == 20
     pair.check()
     if how == "silent":
-        pair.step(12)  # the lease has passed for the worker too
+        pair.step(12)  # the lease has expired for the worker, too
         pair.step(times=4)
         assert pair.lent == pair.worker.memory.size
 
 
-def test_a_master_that_ends_returns_everything_at_once() -> None:
+def test_the_memory_of_a_dead_master_is_reclaimed_at_once() -> None:
     pair = Pair()
     pair.step(times=4)
     pair.master_lives[0].dead = True
@@ -184,7 +184,7 @@ def test_a_master_that_ends_returns_everything_at_once() -> None:
     assert pair.worker.worker.counts.replaced == 0
 
 
-def test_another_master_takes_over() -> None:
+def test_a_new_master_takes_over_without_harm_to_old_requests() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -196,7 +196,7 @@ def test_another_master_takes_over() -> None:
     while pair.master.begin(10):
         pass
     pair.check()
-    for owner in old.requests:  # it was taken for alive
+    for owner in old.requests:  # it counts as alive, so its memory was replaced
         old.check(owner)
     assert pair.worker.memory.retired > 0
     pair.master_lives[0].dead = True
@@ -204,7 +204,7 @@ def test_another_master_takes_over() -> None:
     assert pair.worker.memory.retired == 0
 
 
-def test_a_clean_leave() -> None:
+def test_all_memory_is_returned_when_either_side_closes() -> None:
     pair = Pair()
     pair.step(times=4)
     pair.worker.worker.close()
@@ -221,22 +221,22 @@ def test_a_clean_leave() -> None:
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 100), (1, 8 * PAGE), (-PAGE, 8 * PAGE), (8 * PAGE, -PAGE)]
 )
-def test_memory_that_is_no_pages_is_refused(offset: int, size: int) -> None:
+def test_lent_memory_that_is_not_whole_pages_is_refused(offset: int, size: int) -> None:
     pair = Pair()
     master, name = pair.master.master, b""
-    for number in (0, 1):  # a worker says what it lends when it has been answered
+    for number in (0, 1):  # a worker lends only after the master has answered
         lend = replace(pair.worker.worker.message, worker=b"other", master=name, number=number)
         plain = msgspec.to_builtins(lend, builtin_types=(bytes,))
         plain["memory"] = [["other", 3, offset, size]]
         plain["size"] = number * max(size, 0)
-        with pytest.raises(MisunderstoodError, match=r"no message: .* not pages"):
+        with pytest.raises(MisunderstoodError, match=r"invalid message: .* expected whole pages"):
             master.hear(decode(msgspec.msgpack.encode(plain)), pair.now)
         master.step(pair.now)
         name = next((keep.master for keep in master.messages()), b"")
     assert master.borrowed == 0
 
 
-def test_names_that_nobody_has_are_bounded_and_forgotten(
+def test_workers_are_limited_in_number_and_forgotten_when_silent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pair = Pair()
@@ -247,17 +247,17 @@ def test_names_that_nobody_has_are_bounded_and_forgotten(
     for number in range(5000):
         pair.master.master.hear(replace(invented, worker=b"%d" % number), pair.now)
     assert len(pair.master.master.loans) == 64
-    assert len(pair.worker_lives) == 64  # descriptors
+    assert len(pair.worker_lives) == 64  # a real process object holds a descriptor
     (record,) = caplog.records
     assert "64 workers lend to this master" in record.getMessage()
     pair.step(times=4)
     assert pair.lent == lent
-    pair.step(times=12)  # the lease of names that are heard no more
+    pair.step(times=12)  # the leases of silent workers expire
     assert len(pair.master.master.loans) == 1
     assert pair.lent == lent
 
 
-def test_a_master_without_addresses_refuses_and_says_why() -> None:
+def test_a_master_without_addresses_refuses_with_the_reason() -> None:
     pair = Pair(beyond=1)
     pair.step(times=4)
     assert pair.lent == 0
@@ -268,7 +268,7 @@ def test_a_master_without_addresses_refuses_and_says_why() -> None:
     assert pair.worker.worker.counts.replaced == 0
 
 
-def test_a_master_takes_as_much_as_it_can() -> None:
+def test_a_master_borrows_up_to_its_capacity() -> None:
     pair = Pair(beyond=40)
     pair.step(times=4)
     assert 80 << 10 < pair.lent <= 40 * MASTER.block_bytes
@@ -280,7 +280,7 @@ def test_a_master_takes_as_much_as_it_can() -> None:
     assert pair.worker.held == 50
 
 
-def test_a_refusal_of_an_earlier_offer_does_not_count() -> None:
+def test_a_refusal_of_an_earlier_grant_is_ignored() -> None:
     pair = Pair(beyond=1)
     pair.step(times=2)
     (keep,) = pair.master.master.messages()
@@ -296,8 +296,8 @@ def test_a_refusal_of_an_earlier_offer_does_not_count() -> None:
     assert pair.lent == pair.worker.memory.size
 
 
-def test_needs_that_fall_while_they_are_met() -> None:
-    """What came back in a step is the pool's before more is lent in the same one."""
+def test_memory_is_lent_again_if_the_need_falls_during_a_reclaim() -> None:
+    """Checks that reclaimed blocks are in the pool before the same step lends more."""
     pair = Pair(Terms(granularity="block", window=2, interval=1, deadline=50, lease=100))
     pair.step(times=4)
     while pair.master.begin(10):
@@ -312,31 +312,32 @@ def test_needs_that_fall_while_they_are_met() -> None:
     assert pair.lent == pair.worker.memory.size
 
 
-def test_who_leaves_a_little_at_every_question_is_not_late() -> None:
+def test_a_master_that_meets_each_of_many_reclaims_is_not_late() -> None:
     pair = Pair(Terms(granularity="block", window=99, interval=1, deadline=5, lease=100))
     pair.step(times=4)
     while pair.master.begin(2):
         pass
     for blocks in range(1, 50):
         pair.worker.wanted = blocks
-        pair.worker.worker.step(blocks * WORKER.page, pair.now)  # asks before it is answered
+        # The worker reclaims again before the master answers.
+        pair.worker.worker.step(blocks * WORKER.page, pair.now)
         pair.step(0.25)
         for owner in list(pair.worker.requests):
             pair.worker.end(owner)
     assert pair.worker.worker.counts.replaced == 0
 
 
-def test_whole_units_move() -> None:
+def test_granularity_unit_lends_whole_units() -> None:
     pair = Pair(Terms(granularity="unit", window=20, interval=1, deadline=5, lease=10))
     pair.step(times=4)
-    unit = 60 << 10  # of blocks of 3 and 5 KiB, and pages
+    unit = 60 << 10  # common multiple of blocks of 3 and 5 KiB, and of pages
     assert pair.lent == pair.worker.memory.size // unit * unit
     assert unit % WORKER.block_bytes == unit % MASTER.block_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_lives(seed: int) -> None:
-    """Requests of both sides, lost messages, pauses, ends: each finds what it has written."""
+def test_random_events_keep_the_data_of_all_requests(seed: int) -> None:
+    """Runs requests on both sides with lost messages, pauses and new masters, and checks data."""
     choose = random.Random(seed)  # noqa: S311
     pair = Pair()
     pair.worker.choose.seed(seed)

@@ -21,10 +21,10 @@ def test_a_process_is_alive_until_it_ends() -> None:
     assert not Process(child.pid).alive()
 
 
-def test_a_process_without_a_descriptor_is_not_taken_for_ended(
+def test_a_process_without_a_descriptor_counts_as_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker would reuse memory that its master still writes."""
+    """Prevents a worker from reusing memory that its master still writes."""
 
     def none_left(_pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -92,7 +92,7 @@ def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
 def pair(
     request: pytest.FixtureRequest,
     worker_system: System,
-    model: Path,
+    trained_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
@@ -106,7 +106,7 @@ def pair(
         System("master", ("--max-total-tokens", str(LOCAL), *COMMON, *ours)),
         worker_system,
     ]
-    with serve(systems, model, tmp_path_factory.mktemp("logs")) as servers:
+    with serve(systems, trained_model, tmp_path_factory.mktemp("logs")) as servers:
         pair = Pair(*servers)
         until("the worker lends nothing", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
         yield pair

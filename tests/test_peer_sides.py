@@ -1,4 +1,4 @@
-"""Lending on schedulers without a model: who waits, who gives way, what is evicted, how it ends."""
+"""Tests of lending on schedulers without a model: waiting, retraction, eviction and closing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENT = {"deadline": "60s", "lease": "60s"}
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A side on a scheduler of its own."""
+    """Yields a function that opens a side on a new scheduler."""
     sides: list[PeerSide] = []
 
     def open_(role: str, page: int, blocks: int, beyond: int = 0, **options: object) -> Any:
@@ -49,9 +49,9 @@ def worker_of(opened: Callable[..., Any], page: int, blocks: int) -> tuple[Worke
 
 
 def talk(side: WorkerSide, scheduler: Scheduler, master: LightMaster, times: int = 4) -> None:
-    """Steps of both, whose messages come at once."""
+    """Runs steps of a worker and its master, whose messages arrive at once."""
     for _ in range(times):
-        time.sleep(0.011)  # a window, and between two looks
+        time.sleep(0.011)  # longer than the window and the interval of lending
         step(side, scheduler)
         now = time.monotonic()
         master.master.hear(side._worker.message, now)
@@ -61,17 +61,17 @@ def talk(side: WorkerSide, scheduler: Scheduler, master: LightMaster, times: int
 
 
 def step(side: PeerSide, scheduler: Scheduler) -> list[Req]:
-    """Who could be admitted in it."""
+    """Runs a step; returns the requests that could be admitted in it."""
     side.step(scheduler.running_batch)
     found = list(scheduler.waiting_queue)
     side.planned()
     return found
 
 
-def test_a_prompt_gives_way_before_the_chunk_that_finds_no_room(
+def test_a_chunked_prompt_is_retracted_before_a_chunk_finds_no_room(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of 512 tokens. When 3,200 are left both requests fit, and so does the next chunk."""
+    """With 3,200 tokens left, each request would fit alone, and so does the next chunk of 512."""
     from sglang.srt.managers import schedule_batch
 
     side, scheduler = opened("master", 16, 200, beyond=400)
@@ -106,7 +106,7 @@ def test_a_prompt_gives_way_before_the_chunk_that_finds_no_room(
 
 
 @pytest.mark.parametrize(("page", "left"), [(1, 7), (2, 4), (4, 2), (16, 1)])
-def test_an_idle_worker_lends_all_but_what_a_request_needs(
+def test_an_idle_worker_keeps_only_the_blocks_that_a_request_needs(
     opened: Callable[..., Any], page: int, left: int
 ) -> None:
     side, scheduler = worker_of(opened, page, 64)
@@ -116,10 +116,10 @@ def test_an_idle_worker_lends_all_but_what_a_request_needs(
     assert scheduler.max_req_input_len > 0
 
 
-def test_nothing_is_evicted_where_nothing_can_be_lent(opened: Callable[..., Any]) -> None:
+def test_nothing_is_evicted_if_nothing_can_be_lent(opened: Callable[..., Any]) -> None:
     side, scheduler = worker_of(opened, 16, 64)
     scheduler.cache(0, 60)
-    # A copy that passes, and then a request that holds the end.
+    # First a copy is in flight, and then a request holds the last blocks.
     allocator = scheduler.token_to_kv_pool_allocator
     allocator.in_flight = SimpleNamespace(pending=1, wait=lambda *_: None)
     master = LightMaster(20, 2000, lease=60)
@@ -138,7 +138,7 @@ def test_nothing_is_evicted_where_nothing_can_be_lent(opened: Callable[..., Any]
     assert scheduler.cached == 0
 
 
-def test_a_request_that_waits_for_memory_keeps_no_smaller_one_waiting(
+def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     opened: Callable[..., Any],
 ) -> None:
     side, scheduler = worker_of(opened, 16, 64)
@@ -154,7 +154,7 @@ def test_a_request_that_waits_for_memory_keeps_no_smaller_one_waiting(
     scheduler.waiting_queue = [large, small]
     assert step(side, scheduler) == []  # there is one block
     assert side.aside == ()
-    side._worker._pool.grow(4)  # and the master has left a little
+    side._worker._pool.grow(4)  # the master has left a few blocks
     scheduler.running_batch.batch_is_full = True
     assert step(side, scheduler) == [small]
     assert scheduler.waiting_queue == [large, small]
@@ -164,7 +164,7 @@ def test_a_request_that_waits_for_memory_keeps_no_smaller_one_waiting(
     assert step(side, scheduler) == [large, small]
 
 
-def test_sglang_looks_again_when_memory_has_come(opened: Callable[..., Any]) -> None:
+def test_sglang_retries_admission_when_the_pool_has_grown(opened: Callable[..., Any]) -> None:
     side, scheduler = worker_of(opened, 16, 64)
     master = LightMaster(20, 2000, lease=60)
     talk(side, scheduler, master)
@@ -176,7 +176,7 @@ def test_sglang_looks_again_when_memory_has_come(opened: Callable[..., Any]) -> 
     assert not scheduler.running_batch.batch_is_full
 
 
-def test_who_cannot_go_is_looked_at_when_another_has_ended(
+def test_vacating_is_retried_when_the_holders_have_changed(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, scheduler = opened("master", 16, 20, beyond=400)
@@ -201,7 +201,7 @@ def test_who_cannot_go_is_looked_at_when_another_has_ended(
     for _ in range(5):
         step(side, scheduler)
     assert len(looks) == 4
-    scheduler.cache(0, 1)  # it, or a lock of it, has ended
+    scheduler.cache(0, 1)  # the size of the evictable KV changes
     for _ in range(5):
         step(side, scheduler)
     assert len(looks) == 6
@@ -222,7 +222,7 @@ def together(
 
 
 def pair(opened: Callable[..., Any]) -> list[tuple[Any, Scheduler]]:
-    """A master and its worker, who has lent all."""
+    """Returns a worker that has lent all of its memory, and its master, with their schedulers."""
     sides = [opened("worker", 16, 64), opened("master", 16, 20, beyond=400)]
     (worker, _), (master, _) = sides
     together(
@@ -233,7 +233,7 @@ def pair(opened: Callable[..., Any]) -> list[tuple[Any, Scheduler]]:
     return sides
 
 
-def test_a_master_that_leaves_has_given_all_back(
+def test_a_closing_master_returns_all_memory(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (peer_side, peer_roles):
@@ -249,7 +249,7 @@ def test_a_master_that_leaves_has_given_all_back(
     assert not master._link._thread.is_alive()
 
 
-def test_a_worker_that_leaves_is_left(opened: Callable[..., Any]) -> None:
+def test_a_master_leaves_the_memory_of_a_closed_worker(opened: Callable[..., Any]) -> None:
     (worker, _), (master, scheduler) = pair(opened)
     assert isinstance(master, MasterSide)
     worker.close()
@@ -257,17 +257,19 @@ def test_a_worker_that_leaves_is_left(opened: Callable[..., Any]) -> None:
     assert not worker._link._thread.is_alive()
 
 
-def test_a_master_that_was_stopped_has_not_waited_meanwhile(opened: Callable[..., Any]) -> None:
-    """Requests that need what has been taken back are accepted for as long as they would wait."""
+def test_time_in_which_a_master_is_stopped_does_not_count_as_waiting(
+    opened: Callable[..., Any],
+) -> None:
+    """Requests that need reclaimed memory are accepted for as long as they would wait for it."""
     side, scheduler = opened("master", 16, 200, beyond=400)
     allocator = scheduler.token_to_kv_pool_allocator
     side._resizer.restore(301, 401)
     step(side, scheduler)
     promised = allocator.promised
     side._resizer.withdraw(301, 401)
-    side._now -= 1000  # seconds, in which it was stopped
+    side._now -= 1000  # seconds in which the process was stopped
     step(side, scheduler)
     assert allocator.promised == promised
-    side._awake += 121  # deadline and lease
+    side._awake += 121  # longer than the deadline and the lease
     step(side, scheduler)
     assert allocator.promised == promised - 100 * 16

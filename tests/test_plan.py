@@ -12,7 +12,7 @@ CHUNKS = (0, 1)
 
 
 def planned(*parts: tuple[int, float | None]) -> PrefillPlan:
-    """A plan of ``parts``, each of so many tokens, linked with so much work or computed."""
+    """Returns a plan of ``parts``: tokens, and the work of each if linked; None if computed."""
     spans, at = [], 0
     for length, work in parts:
         source = Compute() if work is None else Link(0, 0, work)
@@ -38,7 +38,9 @@ def sources(plan: PrefillPlan, start: int, end: int) -> list[Source]:
 
 
 @given(plans(), st.integers(0, 60), st.integers(0, 60))
-def test_parts_are_the_plan(plan: PrefillPlan, start: int, length: int) -> None:
+def test_between_and_computed_agree_with_the_whole_plan(
+    plan: PrefillPlan, start: int, length: int
+) -> None:
     end = start + length
     whole = sources(plan, 0, 130)
     assert len(whole) == 130
@@ -52,7 +54,9 @@ def test_parts_are_the_plan(plan: PrefillPlan, start: int, length: int) -> None:
 @example(planned((9, 0.15), (9, 0.15), (9, 0.15), (9, 0.15), (4, 0.15), (1, 0.0), (1, None)), 0, 6)
 @example(planned((1, 0.15), (1, 0.0), (1, None)), 0, 1)
 @example(planned((4, 0.5), (3, 0.0), (2, None)), 0, 2)
-def test_a_budget_reaches_as_far_as_it_can(plan: PrefillPlan, start: int, budget: int) -> None:
+def test_reach_spends_the_budget_and_goes_as_far_as_possible(
+    plan: PrefillPlan, start: int, budget: int
+) -> None:
     end = plan.reach(start, budget)
     assert plan.computed(start, end) == budget
     further = sources(plan, end, end + 100)
@@ -72,6 +76,6 @@ def test_a_budget_reaches_as_far_as_it_can(plan: PrefillPlan, start: int, budget
         [Span(0, 2, Compute()), Span(2, 4, Link(0, 2))],
     ],
 )
-def test_what_is_no_plan_is_refused(spans: list[Span]) -> None:
+def test_invalid_spans_are_refused(spans: list[Span]) -> None:
     with pytest.raises(ValueError, match="plan"):
         PrefillPlan(spans)

@@ -1,4 +1,4 @@
-"""When the CPU platform serves, and what it sets up."""
+"""Conditions under which the CPU platform is active, and the defaults that it sets."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from sgl_ext.engine.cpu import platform
 from sgl_ext.plugin import activate_cpu_platform
 
 
-def test_it_serves_where_there_is_no_accelerator() -> None:
+def test_platform_is_active_without_an_accelerator() -> None:
     assert activate_cpu_platform() == "sgl_ext.engine.cpu.platform:NativeCpuPlatform"
 
 
-def test_it_stays_out_of_a_cuda_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_inactive_with_cuda_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert activate_cpu_platform() is None
     assert platform.reason_inactive() == "torch has the accelerator 'cuda'"
-    # Unless it is asked for by name: SGLang then loads no other.
+    # SGLANG_PLATFORM activates it nevertheless: SGLang then loads no other platform.
     monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
     assert activate_cpu_platform() is not None
 
 
-def test_it_stays_out_of_sglangs_own_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_inactive_with_sglangs_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert activate_cpu_platform() is None
 
 
-def test_it_stays_out_of_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_inactive_with_another_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform.hooks, "installed_sglang", lambda: "0.5.24")
-    assert platform.reason_inactive() == "it is made for SGLang 0.5.23, found 0.5.24"
+    assert platform.reason_inactive() == "it requires SGLang 0.5.23, found 0.5.24"
 
 
-def test_it_yields_to_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_is_inactive_with_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         EntryPoint(platform.PLATFORM_NAME, "x:y", "sglang.srt.platforms"),
         EntryPoint("vendor", "x:y", "sglang.srt.platforms"),
     ]
     monkeypatch.setattr(platform, "entry_points", lambda group: others)  # noqa: ARG005
     assert platform.reason_inactive() == (
-        "the platform plugin 'vendor' is installed (SGLang takes only one)"
+        "the platform plugin 'vendor' is installed (SGLang supports only one)"
     )
 
 
@@ -60,7 +60,7 @@ def test_it_yields_to_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -
         ({}, {"quant_method": "gptq"}, False),
     ],
 )
-def test_float32_where_bfloat16_is_emulated(
+def test_float32_is_the_default_where_bfloat16_is_emulated(
     changed: dict[str, object],
     quantized: dict[str, object] | None,
     float32: bool,
@@ -83,13 +83,13 @@ def test_float32_where_bfloat16_is_emulated(
     assert platform._wants_float32(SimpleNamespace(**view | {"model_path": "/no/such"}))
 
 
-def test_thread_binding() -> None:
+def test_thread_binding_is_in_sglangs_format() -> None:
     assert platform.thread_binding(2, [0, 1]) == "0|1"
     assert platform.thread_binding(2, [0, 1, 2, 3]) == "0,1|2,3"
     assert platform.thread_binding(3, [4, 5]) == "4|5|4"
 
 
-def test_one_engines_binding_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binding_of_an_earlier_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(platform._BINDING, raising=False)
     platform._bind_threads(3)
     assert platform.os.environ[platform._BINDING].count("|") == 2
@@ -103,7 +103,7 @@ def test_one_engines_binding_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.integers(1, 16), st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
-def test_every_rank_gets_cores_and_no_core_is_wasted(ranks: int, cores: list[int]) -> None:
+def test_every_rank_gets_cores_and_no_core_stays_unused(ranks: int, cores: list[int]) -> None:
     groups = [group.split(",") for group in platform.thread_binding(ranks, cores).split("|")]
     assert len(groups) == ranks
     given_out = [int(core) for group in groups for core in group]

@@ -1,7 +1,8 @@
-"""A policy's levels order requests in the scheduler; nobody else sees them."""
+"""Tests of priorities: a policy's levels order requests and are not visible outside."""
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability.metrics_collector import QueueCount
 
 from sgl_ext.config import ExtConfig, Swap
+from sgl_ext.config.swap import EXPERIMENT
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.swap import priorities
@@ -18,7 +20,7 @@ from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.engine.swap.priorities import Priorities, priorities_of
 
 LEAST = -sys.maxsize - 1
-"""What SGLang gives a request without a priority."""
+"""Value that SGLang gives a request without a priority."""
 
 
 def request(rid: str, priority: int = LEAST) -> Any:
@@ -30,7 +32,11 @@ def request(rid: str, priority: int = LEAST) -> Any:
 
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Priorities:
-    found = priorities_of(Swap(capacity=1 << 20, policy=request.param, quantum=1))
+    name = request.param
+    if name in ("random", "markov"):
+        monkeypatch.setenv(EXPERIMENT, json.dumps({"trace": name}))
+        name = "sglang"
+    found = priorities_of(Swap(capacity=1 << 20, policy=name, quantum=1))
     assert found is not None
     ext = runtime.ExtRuntime(ExtConfig())
     ext.swap = SimpleNamespace(priorities=found)
@@ -49,7 +55,7 @@ POLICIES = ["fcfs", "static", "round-robin", "token-counter", "random", "markov"
 
 
 @pytest.mark.parametrize("policy", POLICIES, indirect=True)
-def test_metrics_count_by_what_was_given(policy: Priorities) -> None:
+def test_metrics_count_requests_by_their_given_priority(policy: Priorities) -> None:
     reqs = [request("a"), request("b", 3), request("c", 3)]
     late = request("late", 1)
     seen, levels = set(labels(reqs)), set()
@@ -61,11 +67,11 @@ def test_metrics_count_by_what_was_given(policy: Priorities) -> None:
         seen |= set(labels(reqs))
     assert seen == {0, 3}
     assert len(levels) > 2 or policy._policy.__class__.__name__ in ("Static", "TokenCounter")
-    ended = reqs.pop()  # is counted in the report of the forward that it ended in
+    ended = reqs.pop()  # counted in the report of the forward in which it ends
     policy.step(reqs, [], 51)
     assert labels([ended]) == {3: 1}
     assert policy.give("b", 7)
-    policy.step(reqs[:1], [], 52)  # the other one is between two queues
+    policy.step(reqs[:1], [], 52)  # request b is between two queues
     priorities.give_to(reqs[1], 9)
     assert not policy.give("b", 8)
     policy.step(reqs, [], 53)
@@ -73,7 +79,7 @@ def test_metrics_count_by_what_was_given(policy: Priorities) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round-robin"], indirect=True)
-def test_a_flush_does_not_take_levels_for_what_was_given(policy: Priorities) -> None:
+def test_given_priorities_survive_a_flush(policy: Priorities) -> None:
     reqs = [request("a"), request("b", 2)]
     for forward in range(9):
         policy.step(reqs[1:], reqs[:1], forward)
@@ -84,7 +90,7 @@ def test_a_flush_does_not_take_levels_for_what_was_given(policy: Priorities) -> 
 
 @pytest.mark.parametrize("policy", ["round-robin", "fcfs"], indirect=True)
 @pytest.mark.parametrize(("new", "refused"), [(LEAST, "new"), (0, "new"), (1, "new"), (5, "b")])
-def test_a_full_queue_compares_what_was_given(
+def test_a_full_queue_compares_given_priorities(
     policy: Priorities, new: int, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang.srt.managers.scheduler._make_abort_req", lambda *_, **_kw: None)
@@ -102,7 +108,7 @@ def test_a_full_queue_compares_what_was_given(
     )  # fmt: skip
     for req in (*waiting, asked := request("new", new)):
         req.time_stats.trace_ctx = SimpleNamespace(abort=lambda **_kw: None)
-    waiting[1].time_stats.wait_queue_entry_time = 1.0  # the last of them
+    waiting[1].time_stats.wait_queue_entry_time = 1.0  # queued last
     original = getattr(Scheduler._abort_on_queued_limit, "__wrapped__", None)
     original = original or Scheduler._abort_on_queued_limit
     assert priorities._full(original, scheduler, asked) is (refused == "new")
@@ -118,7 +124,7 @@ def power(config: dict[str, Any]) -> SwapPower:
     return SwapPower(loaded, loaded.swap)
 
 
-def test_a_cache_that_is_ordered_by_priority_is_refused() -> None:
+def test_radix_eviction_by_priority_is_refused() -> None:
     from sgl_ext.engine.core.unserved import COMMON
 
     fields = [field for field, *_ in (*COMMON, *SwapPower.unserved)]

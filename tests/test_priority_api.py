@@ -1,4 +1,4 @@
-"""``POST /ext/priority`` without a model: who may use it, what it takes, when it does not count."""
+"""``POST /ext/priority`` without a model: authorization, validation, policies that ignore it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODY = {"rid": "one", "priority": 3}
 
 
 def served(policy: str, *, by_priority: bool = False, **keys: str) -> TestClient:
-    """The route of a server that knows the request ``one``."""
+    """Returns a client for the route of a server that has the request ``one``."""
 
     async def set_internal_state(asked: Any) -> list[bool]:
         return [asked.server_args == {"sgl_ext.priority/one": 3}]
@@ -36,7 +36,7 @@ def served(policy: str, *, by_priority: bool = False, **keys: str) -> TestClient
 
 
 @pytest.mark.parametrize(("policy", "by_priority"), [("static", True), ("sglang", True)])
-def test_priorities_are_given_where_they_count(policy: str, by_priority: bool) -> None:
+def test_priority_is_set_under_policies_that_use_it(policy: str, by_priority: bool) -> None:
     client = served(policy, by_priority=by_priority)
     answer = client.post("/ext/priority", json=BODY)
     assert (answer.status_code, answer.json()) == (200, BODY)
@@ -45,8 +45,8 @@ def test_priorities_are_given_where_they_count(policy: str, by_priority: bool) -
 
 
 @pytest.mark.parametrize("policy", ["sglang", "fcfs", "round-robin", "token-counter", "random"])
-def test_priorities_are_refused_where_they_do_not_count(policy: str) -> None:
-    by_priority = policy != "sglang"  # which these policies switch on
+def test_priority_is_rejected_under_policies_that_ignore_it(policy: str) -> None:
+    by_priority = policy != "sglang"  # the other policies enable priority scheduling
     answer = served(policy, by_priority=by_priority).post("/ext/priority", json=BODY)
     assert answer.status_code == 400
     assert f"swap.policy is {policy}" in answer.json()["error"]["message"]
@@ -67,7 +67,7 @@ def test_priorities_are_refused_where_they_do_not_count(policy: str) -> None:
         ({"rid": "\ud800"}, ""),
     ],
 )
-def test_what_is_none_is_answered_with_422(change: dict[str, Any], named: str) -> None:
+def test_malformed_bodies_are_answered_with_422(change: dict[str, Any], named: str) -> None:
     client = served("static", by_priority=True)
     headers = {"content-type": "application/json"}
     answer = client.post("/ext/priority", content=json.dumps(BODY | change), headers=headers)
@@ -78,7 +78,7 @@ def test_what_is_none_is_answered_with_422(change: dict[str, Any], named: str) -
     assert client.post("/ext/priority", content=b"{", headers=headers).status_code == 422
 
 
-def test_it_is_guarded_as_flush_cache_is() -> None:
+def test_the_route_requires_the_admin_key_if_one_is_set() -> None:
     for keys, given, code in (
         ({"api_key": "user"}, "user", 200),
         ({"api_key": "user", "admin_api_key": "admin"}, "user", 401),

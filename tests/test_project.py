@@ -1,4 +1,4 @@
-"""One version of each thing: package, constant and lock file agree."""
+"""Tests of the project's metadata: versions, lock files, and reasons of skipped tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_versions_agree() -> None:
     assert PROJECT["optional-dependencies"]["cuda"] == [f"sglang=={sgl_ext.SUPPORTED_SGLANG}"]
 
 
-def test_the_lock_resolves_what_the_package_asks_for() -> None:
+def test_locked_versions_satisfy_the_requirements() -> None:
     extras = PROJECT["optional-dependencies"]
     for line in [*PROJECT["dependencies"], *extras["cpu"], *extras["dev"]]:
         requirement = Requirement(line)
@@ -39,10 +39,10 @@ def test_the_lock_resolves_what_the_package_asks_for() -> None:
 def test_no_cuda_package_is_locked() -> None:
     assert LOCK["torch"] == "2.13.0+cpu"
     cuda = {name for name in LOCK if name.startswith(("nvidia-", "cuda-", "flashinfer"))}
-    assert cuda == {"nvidia-ml-py"}  # a binding that SGLang imports; it has no CUDA in it
+    assert cuda == {"nvidia-ml-py"}  # a binding that SGLang imports; it contains no CUDA
 
 
-def test_only_skips_with_a_reason_that_is_listed_pass_in_ci() -> None:
+def test_only_listed_reasons_for_skips_pass_in_ci() -> None:
     reasons = ["Skipped: root writes anywhere", "Skipped: Mooncake is missing", "another"]
     assert unexpected(reasons) == ["Mooncake is missing", "another"]
     assert unexpected([f"Skipped: {reason}: 4096 B" for reason in ALLOWED]) == []
@@ -56,7 +56,7 @@ def test_every_pin_but_torch_has_hashes() -> None:
     assert "--require-hashes" in (SCRIPTS / "setup.sh").read_text()
 
 
-def test_the_lock_takes_what_linux_with_this_python_can_install() -> None:
+def test_the_lock_includes_only_files_for_linux_and_its_python() -> None:
     lock = runpy.run_path(str(SCRIPTS / "lock.py"))
     wanted = lock["tags"]()
     names = {

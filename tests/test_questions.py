@@ -1,4 +1,4 @@
-"""Questions as prompts of chunks, needles in essays, and how right an answer is."""
+"""Prompts of chunks from questions and needles, and the scores of answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QWEN = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-"""What Qwen2.5's template does with a system prompt and a user's words."""
+"""Part of Qwen2.5's chat template that formats system prompts and user messages."""
 
 
 def fresh_tokenizer(model: Path) -> Any:
@@ -83,7 +83,7 @@ def test_every_question_has_gold_documents_and_answers(name: QuestionSet) -> Non
         assert len(question.documents) == len({*question.documents})
         if name == "musique":
             assert gold < len(question.documents)
-    # Where the order is the file's, gold documents are at the same places again and again.
+    # In the order of the file, gold documents have the same positions in many questions.
     assert len({question.documents[0].gold for question in found}) == 2
     other = questions(name, seed=1)
     assert found == questions(name)
@@ -94,7 +94,7 @@ def test_every_question_has_gold_documents_and_answers(name: QuestionSet) -> Non
     assert same < 10
 
 
-def test_what_the_data_sets_say(wiki: list[Question]) -> None:
+def test_data_sets_have_the_expected_content(wiki: list[Question]) -> None:
     first = questions("hotpotqa")[0]
     assert first.answers == ("great-grandfather",)
     assert {document.title for document in first.documents if document.gold} == {
@@ -112,7 +112,7 @@ def test_what_the_data_sets_say(wiki: list[Question]) -> None:
 
 
 @pytest.mark.parametrize("chat", [None, QWEN], ids=["own", "qwen"])
-def test_parts_are_the_chat_template_applied_to_the_whole(
+def test_prompt_parts_equal_the_chat_template_of_the_whole(
     model: Path, chat: str | None, wiki: list[Question]
 ) -> None:
     tokenizer = fresh_tokenizer(model)
@@ -142,7 +142,7 @@ def test_a_model_without_a_chat_template_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "most"), [(1024, 512), (3000, 512), (7168, 512), (2000, 96)])
-def test_gold_documents_are_in_every_prompt(
+def test_every_prompt_contains_its_gold_documents_once(
     template: Template, wiki: list[Question], length: int, most: int
 ) -> None:
     prompts = question_prompts(template, wiki, 12, length=length, tokens=most)
@@ -157,13 +157,13 @@ def test_gold_documents_are_in_every_prompt(
     assert len({prompt.name for prompt in prompts}) == 12
 
 
-def test_every_chunk_ends_as_a_document_does(template: Template, wiki: list[Question]) -> None:
+def test_every_chunk_ends_with_an_empty_line(template: Template, wiki: list[Question]) -> None:
     for prompt in question_prompts(template, wiki, 4, length=4000):
         for chunk in prompt.chunks:
             assert template.tokenizer.decode(chunk).endswith("\n\n")
 
 
-def test_another_seed_orders_the_same_chunks_anew(template: Template, wiki: list[Question]) -> None:
+def test_another_seed_reorders_the_same_chunks(template: Template, wiki: list[Question]) -> None:
     def make(seed: int) -> tuple[list[Prompt], list[Prompt]]:
         return (
             question_prompts(template, wiki, 6, length=3000, seed=seed),
@@ -178,7 +178,9 @@ def test_another_seed_orders_the_same_chunks_anew(template: Template, wiki: list
         assert moved >= 3
 
 
-def test_a_prompt_is_reordered(template: Template, wiki: list[Question]) -> None:
+def test_reordered_changes_only_the_order_of_chunks(
+    template: Template, wiki: list[Question]
+) -> None:
     (prompt,) = question_prompts(template, wiki, 1, length=2048, tokens=128)
     others = [template.reordered(prompt, seed=seed) for seed in range(20)]
     assert len({other.chunks for other in others}) > 15
@@ -189,7 +191,9 @@ def test_a_prompt_is_reordered(template: Template, wiki: list[Question]) -> None
     assert template.reordered(others[0], seed=1) == others[1]
 
 
-def test_documents_as_they_are(template: Template, wiki: list[Question]) -> None:
+def test_document_prompts_have_one_chunk_per_document(
+    template: Template, wiki: list[Question]
+) -> None:
     prompts = document_prompts(template, wiki, 5)
     for question, prompt in zip(wiki, prompts, strict=False):
         documents = [tuple(template.encode(str(each))) for each in question.documents]
@@ -200,7 +204,7 @@ def test_documents_as_they_are(template: Template, wiki: list[Question]) -> None
         document_prompts(template, wiki[:5], 6)
 
 
-def test_gold_documents_stay_among_few(template: Template) -> None:
+def test_a_limit_of_distractors_keeps_gold_documents(template: Template) -> None:
     asked = questions("hotpotqa")[:20]
     whole = document_prompts(template, asked, 20)
     few = document_prompts(template, asked, 20, distractors=1)
@@ -210,7 +214,9 @@ def test_gold_documents_stay_among_few(template: Template) -> None:
         assert len(some.chunks) == len(gold) + 1
 
 
-def test_a_gold_document_may_be_in_any_chunk(template: Template, wiki: list[Question]) -> None:
+def test_gold_documents_are_spread_over_all_chunks(
+    template: Template, wiki: list[Question]
+) -> None:
     places: list[set[int]] = []
     for prompt in question_prompts(template, wiki, 30, length=2000):
         question = wiki[int(prompt.name.rpartition("/")[2])]
@@ -222,7 +228,9 @@ def test_a_gold_document_may_be_in_any_chunk(template: Template, wiki: list[Ques
     assert sum(len(chunks) > 1 for chunks in places) > 15
 
 
-def test_documents_of_other_questions_fill_up(template: Template, wiki: list[Question]) -> None:
+def test_documents_of_other_questions_fill_the_chunks(
+    template: Template, wiki: list[Question]
+) -> None:
     gold = tuple(each for each in wiki[0].documents if each.gold)
     alone = replace(wiki[0], documents=gold)
     others = wiki[1:50]
@@ -237,7 +245,9 @@ def test_documents_of_other_questions_fill_up(template: Template, wiki: list[Que
         merged(template, alone, [alone], [512, 512])
 
 
-def test_gold_documents_that_do_not_fit(template: Template, wiki: list[Question]) -> None:
+def test_questions_whose_gold_documents_do_not_fit_are_skipped(
+    template: Template, wiki: list[Question]
+) -> None:
     assert merged(template, wiki[0], wiki, [16, 16]) is None
     with pytest.raises(ExtError, match=r"of 3 questions 0 have gold .* 16 tokens in .* 1000, not"):
         question_prompts(template, wiki[:3], 1, length=1000, tokens=16)
@@ -247,7 +257,7 @@ def test_gold_documents_that_do_not_fit(template: Template, wiki: list[Question]
     assert prompt.name == "2wikimultihopqa/1"
 
 
-def test_sizes_of_chunks(template: Template) -> None:
+def test_chunk_sizes_add_up_to_the_length_and_are_bounded(template: Template) -> None:
     parts = (template.prefix, template.question("Why?"))
     around = sum(len(template.encode(part)) for part in parts)
     for length in random.Random(0).sample(range(around + 1, 8000), 200):  # noqa: S311
@@ -264,7 +274,9 @@ def test_sizes_of_chunks(template: Template) -> None:
     ("length", "most", "count"),
     [(600, 512, 10), (1024, 512, 10), (7168, 512, 10), (2000, 128, 10), (150, 48, 150)],
 )
-def test_one_chunk_has_the_needle(template: Template, length: int, most: int, count: int) -> None:
+def test_exactly_one_chunk_contains_the_needle(
+    template: Template, length: int, most: int, count: int
+) -> None:
     for number, prompt in enumerate(needle_prompts(template, count, length=length, tokens=most)):
         check(prompt, template, length, most)
         assert sum(len(chunk) < most for chunk in prompt.chunks) <= 2
@@ -281,7 +293,7 @@ def test_one_chunk_has_the_needle(template: Template, length: int, most: int, co
         assert text.count(hidden.city) >= 2
 
 
-def test_needles_differ_and_are_not_known(template: Template) -> None:
+def test_needles_differ_and_do_not_occur_in_the_essays(template: Template) -> None:
     needles = [needle(number) for number in range(90)]
     assert len({hidden.code for hidden in needles}) == 90
     assert len({hidden.city for hidden in needles[:30]}) == 30
@@ -297,7 +309,7 @@ def test_needles_differ_and_are_not_known(template: Template) -> None:
         needle_prompts(template, 1, length=400_000)
 
 
-def test_a_needle_lies_behind_a_sentence(template: Template) -> None:
+def test_needles_follow_a_sentence_at_different_depths(template: Template) -> None:
     depths = []
     for number, prompt in enumerate(needle_prompts(template, 20, length=700)):
         text = template.tokenizer.decode(prompt.tokens)
@@ -309,7 +321,7 @@ def test_a_needle_lies_behind_a_sentence(template: Template) -> None:
     assert max(depths) > 0.6
 
 
-def test_answers_are_compared_by_their_words() -> None:
+def test_answers_are_scored_by_their_normalised_words() -> None:
     assert normalised(" The Eiffel-Tower,  in\nan  area!") == "eiffeltower in area"
     assert exact_match("The Eiffel Tower.", ["eiffel tower"]) == 1
     assert exact_match("Eiffel", ["eiffel tower", "Eiffel!"]) == 1
@@ -322,12 +334,12 @@ def test_answers_are_compared_by_their_words() -> None:
     assert f1("", ["Paris"]) == 0
 
 
-def test_the_interval_of_a_mean() -> None:
+def test_mean_interval_agrees_with_the_normal_approximation() -> None:
     scores = [0.0, 1.0] * 200
     interval = mean_interval(scores)
     assert interval == mean_interval(scores)
     assert interval.mean == 0.5
-    half = 1.96 * 0.5 / 400**0.5  # of the normal approximation
+    half = 1.96 * 0.5 / 400**0.5  # half the interval of the normal approximation
     assert interval.low == pytest.approx(0.5 - half, abs=0.005)
     assert interval.high == pytest.approx(0.5 + half, abs=0.005)
     wider = mean_interval(scores, confidence=0.99)

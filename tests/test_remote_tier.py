@@ -1,4 +1,4 @@
-"""The remote tier shares pages between processes and is never worse than a miss."""
+"""Remote tier: processes share pages, and every failure is a miss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ except ExtError as error:
 SEGMENT = 64 << 20
 DEADLINE = 1.0
 PATIENCE = 30.0
-"""Seconds within which something must have happened."""
+"""Longest wait for an expected event, in seconds."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Master:
-    """A master of its own, started as a user would."""
+    """Master of a Mooncake store, started with the script for users."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -82,7 +82,7 @@ class Master:
 
 
 def serve(asked: Connection, master: str, layout: Layout, pages: int) -> None:
-    """Another process with a tier and an arena of its own."""
+    """Runs a tier over its own arena in another process, and serves stores and loads."""
     host = Arena(layout, pages)
     tier = RemoteTier(host, master=master, segment=SEGMENT, deadline=DEADLINE)
     asked.send(tier.available)
@@ -99,8 +99,10 @@ def serve(asked: Connection, master: str, layout: Layout, pages: int) -> None:
 
 
 def deliver(child: int, how: signal.Signals) -> None:
-    """Signals a child and, as kill(2) returns before its threads have obeyed, waits until they
-    have."""
+    """Sends a signal to a child process and waits until all its threads have obeyed.
+
+    kill(2) returns before that.
+    """
     os.kill(child, how)
     if how == signal.SIGSTOP:
         os.waitid(os.P_PID, child, os.WSTOPPED)
@@ -168,7 +170,7 @@ def peer_of(stack: ExitStack, master: Master, layout: Layout = LARGE, pages: int
 
 
 def raw(stack: ExitStack, master: Master) -> Any:
-    """A client of the library itself."""
+    """Returns a client of Mooncake's library, which bypasses the tier."""
     store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master.address) == 0
     stack.callback(store.close)
@@ -180,7 +182,7 @@ def name_of(arena: Arena, number: int) -> str:
 
 
 def bounded(work: Callable[[], Any]) -> Any:
-    """The result of ``work``, which must not take long whatever is away."""
+    """Returns the result of ``work``, which must end within ``PATIENCE`` in any failure."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
@@ -206,7 +208,7 @@ def test_processes_share_pages_both_ways(master: Master, stack: ExitStack) -> No
     assert (statistics.pages, statistics.failures) == (40, {})
 
 
-def test_what_is_there_is_not_sent_again(master: Master, stack: ExitStack) -> None:
+def test_pages_in_the_store_are_not_sent_again(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     assert all(peer_of(stack, master).store(0, 2))
     wanted = keys(0, 1, 2, 3)
@@ -216,7 +218,7 @@ def test_what_is_there_is_not_sent_again(master: Master, stack: ExitStack) -> No
     assert tier.lookup(wanted) == 4
 
 
-def test_more_pages_than_the_transport_queues(master: Master, stack: ExitStack) -> None:
+def test_loads_may_exceed_the_queue_of_the_transport(master: Master, stack: ExitStack) -> None:
     count = 4000
     host = Arena(LAYOUT, count)
     tier = RemoteTier(host, master=master.address, segment=0, deadline=DEADLINE)
@@ -229,7 +231,7 @@ def test_more_pages_than_the_transport_queues(master: Master, stack: ExitStack) 
     assert holds(host, wanted, at).all()
 
 
-def test_a_page_that_is_gone_is_a_miss(master: Master, stack: ExitStack) -> None:
+def test_removed_page_is_a_miss(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     fill(host, keys(1, 2), places(1, 2))
     assert tier.store(keys(1, 2), places(1, 2)).all()
@@ -240,7 +242,7 @@ def test_a_page_that_is_gone_is_a_miss(master: Master, stack: ExitStack) -> None
     assert tier.statistics().failures == {"missing": 1}
 
 
-def test_another_layout_is_never_matched(master: Master, stack: ExitStack) -> None:
+def test_pages_of_another_layout_are_misses(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     other, _ = opened(stack, master, layout=Layout(**{**_fields(LARGE), "fingerprint": "other"}))
     fill(host, keys(5), places(0))
@@ -253,7 +255,7 @@ def _fields(layout: Layout) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in layout.__struct_fields__}
 
 
-def test_wrong_bytes_are_found_out_and_can_be_replaced(master: Master, stack: ExitStack) -> None:
+def test_corrupt_pages_are_detected_and_can_be_replaced(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     store = raw(stack, master)
     other = Layout(**{**_fields(LARGE), "fingerprint": "other"})
@@ -283,7 +285,7 @@ def test_wrong_bytes_are_found_out_and_can_be_replaced(master: Master, stack: Ex
     assert holds(host, wanted, at + 10).all()
 
 
-def test_a_store_without_room_keeps_nothing(master: Master, stack: ExitStack) -> None:
+def test_store_without_capacity_keeps_nothing(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master, segment=0)
     fill(host, keys(1), places(1))
     assert not tier.store(keys(1), places(1)).any()
@@ -291,8 +293,8 @@ def test_a_store_without_room_keeps_nothing(master: Master, stack: ExitStack) ->
     assert tier.available
 
 
-def test_the_arena_is_left_as_it_was_stored(master: Master, stack: ExitStack) -> None:
-    """Another tier may seal and send the same places at the same time."""
+def test_store_does_not_change_the_arena(master: Master, stack: ExitStack) -> None:
+    """Compares the arena: another tier may seal and send the same slots at the same time."""
     tier, host = opened(stack, master)
     fill(host, keys(1), places(1))
     before = host.memory.copy()
@@ -300,10 +302,10 @@ def test_the_arena_is_left_as_it_was_stored(master: Master, stack: ExitStack) ->
     assert np.array_equal(host.memory, before)
 
 
-def test_a_killed_master_is_survived(
+def test_calls_are_misses_until_a_killed_master_is_restarted(
     master: Master, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under load: calls end with misses, and all works again when there is a master again."""
+    """Kills the master under load: calls end with misses until there is a master again."""
     tier, host = opened(stack, master)
     wanted = keys(*range(16))
     fill(host, wanted, places(*range(16)))
@@ -351,14 +353,14 @@ def test_a_killed_master_is_survived(
     until(lambda: tier.available)
     assert tier.lookup(wanted) == 0, "a restarted master knows nothing"
     fill(host, wanted, places(*range(16)))
-    # The library gives the master its segment again within a second or so.
+    # The library adds its segment to the new master within about a second.
     until(lambda: bool(tier.store(wanted, places(*range(16))).all()))
     at = places(*range(20, 36))
     assert tier.load(wanted, at).all()
     assert holds(host, wanted, at).all()
 
 
-def test_a_frozen_master_holds_nobody_up(master: Master, stack: ExitStack) -> None:
+def test_lookup_times_out_while_the_master_is_stopped(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     fill(host, keys(1), places(1))
     assert tier.store(keys(1), places(1)).all()
@@ -372,7 +374,7 @@ def test_a_frozen_master_holds_nobody_up(master: Master, stack: ExitStack) -> No
     assert tier.load(keys(1), places(2)).all()
 
 
-def test_it_starts_without_a_master(
+def test_tier_starts_without_a_master(
     master: Master, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     master.kill()
@@ -406,7 +408,7 @@ def test_pages_of_a_lost_peer_are_misses(
     assert np.array_equal(host.memory, before), "only a load in progress writes to the arena"
 
 
-def test_threads_load_and_store_at_once(master: Master, stack: ExitStack) -> None:
+def test_threads_load_and_store_concurrently(master: Master, stack: ExitStack) -> None:
     tier, host = opened(stack, master)
     peer = peer_of(stack, master)
     assert all(peer.store(*range(8)))
@@ -437,7 +439,7 @@ def test_threads_load_and_store_at_once(master: Master, stack: ExitStack) -> Non
     assert all(peer.load(*range(412, 420)))
 
 
-def test_nothing_is_left_after_closing(master: Master) -> None:
+def test_close_leaves_no_threads_or_file_descriptors(master: Master) -> None:
     def state() -> tuple[int, int]:
         process = psutil.Process()
         return process.num_threads(), process.num_fds()
@@ -451,7 +453,7 @@ def test_nothing_is_left_after_closing(master: Master) -> None:
         tier.store(keys(1), places(1))
         tier.close()
         tier.close()
-        closed.append(tier)  # Not collecting it must be what ends its threads.
+        closed.append(tier)  # Keeps it alive: close must end the threads.
         assert not tier.available
         assert tier.lookup(keys(1)) == 0
         assert not tier.load(keys(1), places(1)).any()
@@ -464,13 +466,13 @@ def test_nothing_is_left_after_closing(master: Master) -> None:
 
 
 @pytest.mark.parametrize("master", ["", "here", "here:", "here:port", "here:0", ":50051"])
-def test_a_master_that_is_no_address_is_refused(master: str) -> None:
+def test_invalid_master_addresses_are_refused(master: str) -> None:
     with pytest.raises(ExtError, match="is not HOST:PORT"):
         RemoteTier(Arena(LAYOUT, 1), master=master)
 
 
 @pytest.mark.parametrize("options", [{"segment": -1}, {"deadline": 0.0}])
-def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ExtError, match="segment"):
         RemoteTier(Arena(LAYOUT, 1), master="127.0.0.1:1", **options)
 
@@ -482,7 +484,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
         (ImportError("libibverbs.so.1: cannot open shared object file"), "libibverbs1"),
     ],
 )
-def test_a_missing_library_says_what_to_install(
+def test_missing_library_error_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, said: str
 ) -> None:
     def refuse(name: str) -> None:
@@ -494,6 +496,6 @@ def test_a_missing_library_says_what_to_install(
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_the_script_ends_cleanly(master: Master, how: signal.Signals) -> None:
+def test_master_script_exits_cleanly_on_signals(master: Master, how: signal.Signals) -> None:
     master.process.send_signal(how)
     assert master.process.wait(PATIENCE) == 0

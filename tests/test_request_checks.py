@@ -1,4 +1,4 @@
-"""Requests that would end a scheduler are refused by the front, whatever route they come from."""
+"""Tests of the front end's checks, which refuse requests that would end a scheduler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.activation import CARRIED
-from sgl_ext.engine.front import validation
-from sgl_ext.engine.front.checks import (
+from sgl_ext.engine.workarounds import validation
+from sgl_ext.engine.workarounds.checks import (
     check_labels,
     check_request,
     check_size,
@@ -32,7 +32,7 @@ VOCABULARY, CONTEXT = 100, 1000
 
 
 def made(ids: Any = (5, 6), sampling: Any = None, **more: Any) -> TokenizedGenerateReqInput:
-    """What SGLang is about to send."""
+    """Returns a tokenized request as SGLang would send it to the scheduler."""
     fields: dict[str, Any] = {
         "rid": "one", "input_text": "text", "input_ids": array("q", ids), "input_embeds": None,
         "mm_inputs": None, "token_type_ids": None,
@@ -44,7 +44,7 @@ def made(ids: Any = (5, 6), sampling: Any = None, **more: Any) -> TokenizedGener
     return TokenizedGenerateReqInput(**fields)
 
 
-def test_what_can_be_served_passes() -> None:
+def test_valid_requests_pass() -> None:
     check_request(made(), VOCABULARY, CONTEXT)
     custom = {"ext_composition": {"chunks": [{"at": 1}]}}
     sampling = {"stop_token_ids": [0, 99], "logit_bias": {"5": -100.0}, "custom_params": custom}
@@ -60,30 +60,30 @@ def test_what_can_be_served_passes() -> None:
     ("request_", "message"),
     [
         (made(()), "the prompt has no tokens"),
-        (made((5, 100)), "input_ids have the token id 100; the vocabulary has 0 to 99"),
+        (made((5, 100)), "input_ids contain the token id 100; expected ids from 0 to 99"),
         (made((-1,)), "token id -1"),
-        (made(sampling={"stop_token_ids": [100]}), "stop_token_ids have the token id 100"),
+        (made(sampling={"stop_token_ids": [100]}), "stop_token_ids contain the token id 100"),
         (made(sampling={"logit_bias": {"5": float("nan")}}), "logit_bias of token 5 is nan"),
         (made(sampling={"logit_bias": {"5": 1e308}}), "logit_bias of token 5 is 1e\\+308"),
         (made(sampling={"top_k": 1 << 40}), "top_k is 1099511627776"),
         (made(sampling={"min_new_tokens": 1 << 40}), "min_new_tokens is"),
         (made(sampling={"repetition_penalty": 1e-320}), "repetition_penalty is 1e-320"),
         (made(sampling={"temperature": True}), "sampling_params"),
-        (made(sampling={"json_schema": '{"items":' * 65 + "{}" + "}" * 65}), "has 66 levels"),
-        (made(sampling={"structural_tag": "[" * 100}), "structural_tag has 100 levels; give one"),
-        (made(logprob_start_len=-2), "logprob_start_len is -2; give one from 0"),
-        (made(logprob_start_len=3), "the prompt's 2 tokens"),
-        (made(top_logprobs_num=101), "top_logprobs_num is 101; give one from 0 to 100"),
+        (made(sampling={"json_schema": '{"items":' * 65 + "{}" + "}" * 65}), "nested 66 levels"),
+        (made(sampling={"structural_tag": "[" * 100}), "structural_tag is nested 100 levels deep"),
+        (made(logprob_start_len=-2), "logprob_start_len is -2; expected 0"),
+        (made(logprob_start_len=3), "expected 0 to 2, the tokens of the prompt"),
+        (made(top_logprobs_num=101), "top_logprobs_num is 101; expected 0 to 100"),
         (made(top_logprobs_num=-1), "top_logprobs_num is -1"),
         (made(token_ids_logprob=[5] * 100_000), "12800000|more than 8388608"),
-        (made(token_indices_to_pool=[2]), "positions in a prompt of 2 tokens"),
-        (made(multi_item_delimiter_indices=[-1]), "positions in a prompt of 2 tokens"),
+        (made(token_indices_to_pool=[2]), "positions in the prompt, from 0 to below its 2"),
+        (made(multi_item_delimiter_indices=[-1]), "positions in the prompt, from 0 to below its 2"),
         (made(positional_embed_overrides="a"), "positional_embed_overrides"),
         (made(priority="high"), r"priority"),
         (made(session_id=5), "session_id"),
     ],
 )
-def test_what_would_end_a_scheduler_is_refused(
+def test_requests_that_would_end_a_scheduler_are_refused(
     request_: TokenizedGenerateReqInput, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -93,24 +93,24 @@ def test_what_would_end_a_scheduler_is_refused(
 @pytest.mark.parametrize(
     ("params", "prompts", "message"),
     [
-        ({"n": 0}, 1, "n is a whole number from 1 to 1024, not 0"),
-        ({"n": 1 << 40}, 1, "n is a whole number"),
-        ({"n": True}, 1, "n is a whole number"),
-        ({"n": None}, 1, "n is a whole number"),
-        ({"n": 100}, 1000, "1000 prompts with n=100 are 100000 answers"),
-        ([{}], 2, "one object or 2"),
-        ([], 1, "found 0"),
-        ([5], 1, "are an object, not 5"),
+        ({"n": 0}, 1, "n must be an integer from 1 to 1024, found 0"),
+        ({"n": 1 << 40}, 1, "n must be an integer"),
+        ({"n": True}, 1, "n must be an integer"),
+        ({"n": None}, 1, "n must be an integer"),
+        ({"n": 100}, 1000, "1000 prompts with n=100 request 100000 answers"),
+        ([{}], 2, "one object, or a list of 2"),
+        ([], 1, "found a list of 0"),
+        ([5], 1, "must be an object, found 5"),
     ],
 )
-def test_the_number_of_answers(params: Any, prompts: int, message: str) -> None:
+def test_invalid_numbers_of_answers_are_refused(params: Any, prompts: int, message: str) -> None:
     check_size({"n": 3}, 2)
     check_size(None, 2)
     with pytest.raises(ValueError, match=message):
         check_size(params, prompts)
 
 
-def test_types_of_sampling_parameters() -> None:
+def test_sampling_parameters_of_a_wrong_type_are_refused() -> None:
     fields = sampling_fields(SamplingParams)
     check_types({"temperature": 1, "stop": "a", "stop_token_ids": ["5"], "own": object()}, fields)
     for name, value in (("max_new_tokens", "b"), ("temperature", []), ("regex", 5), ("n", 1.5)):
@@ -118,12 +118,12 @@ def test_types_of_sampling_parameters() -> None:
             check_types({name: value}, fields)
 
 
-def test_labels_that_the_metrics_lack() -> None:
+def test_labels_that_the_metrics_lack_are_refused() -> None:
     check_labels({"user": "a"}, ["user", "team"])
     check_labels(None, None)
-    with pytest.raises(ValueError, match="has 'id'; the server's metrics have user, team"):
+    with pytest.raises(ValueError, match="has 'id'; the server allows user, team"):
         check_labels({"user": "a", "id": "x"}, ["user", "team"])
-    with pytest.raises(ValueError, match="have none"):
+    with pytest.raises(ValueError, match="allows none"):
         check_labels({"id": "x"}, None)
 
 
@@ -131,7 +131,7 @@ _ERRORS = (TypeError("a"), KeyError("a"), IndexError(), RecursionError(), re.err
 
 
 @pytest.mark.parametrize("error", _ERRORS)
-def test_what_sglang_raises_becomes_a_refusal(error: Exception) -> None:
+def test_errors_of_sglang_become_a_value_error(error: Exception) -> None:
     with (
         pytest.raises(ValueError, match=f"the request cannot be read \\({type(error).__name__}"),
         malformed_is_refused("the request"),
@@ -147,7 +147,7 @@ def test_what_sglang_raises_becomes_a_refusal(error: Exception) -> None:
         ({"text": "a", "rid": []}, "rid is empty"),
         ({"text": "a", "rid": ""}, "rid is empty"),
         ({"text": ["a", "b"], "rid": ["one"]}, "mismatch"),
-        ({"text": "a", "sampling_params": {"n": 1 << 40}}, "n is a whole number"),
+        ({"text": "a", "sampling_params": {"n": 1 << 40}}, "n must be an integer"),
         ({"text": ["a"], "return_logprob": [], "watermark": []}, "watermark"),
     ],
 )
@@ -158,18 +158,20 @@ def test_a_request_is_refused_before_it_is_expanded(fields: dict[str, Any], mess
     request = GenerateReqInput(**fields)
     with pytest.raises(ValueError, match=message):
         validation.check_shape(manager, request)
-    # SGLang then aborts nothing.
+    # With these values SGLang has nothing to abort.
     assert (request.is_single, request.rid) == (False, [])
 
 
-def test_a_session_has_the_prompt() -> None:
+def test_a_session_request_without_tokens_counts_as_one_prompt() -> None:
     request = GenerateReqInput(input_ids=[], session_params={"id": "a"})
     assert prompts_of(request) == 1
     assert prompts_of(GenerateReqInput(input_ids=[[1], [2]])) == 2
     assert prompts_of(GenerateReqInput(text="a")) == 1
 
 
-def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_scheduler_cannot_accept_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runtime, "current", SimpleNamespace())
     sent: list[Any] = []
     scheduler = SimpleNamespace(send_abort_output=lambda abort, _request: sent.append(abort))
@@ -186,7 +188,7 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch: pytest.Monkey
     assert "nothing of the kind" in abort.finished_reason["message"]
 
 
-def test_an_empty_prompt_of_a_session_ends_alone() -> None:
+def test_an_empty_prompt_of_a_session_is_aborted() -> None:
     ended: list[str] = []
     for ids in ([], [5]):
         req = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Two pointers over every kind of prefix, rate and failure, by a clock of the test's own."""
+"""Compute and I/O pointers with random prefixes, rates and failures, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sgl_ext.restore.pointers import Pointers, Stretch
 
 PAGE = 16
 UNIT = 8
-"""Pages."""
+"""Maximum size of a load, in pages."""
 
 
 class Clock:
-    """One request, alone, restored by computing and by one channel for each tier."""
+    """Simulation of one request that is restored by computing and by one channel per tier."""
 
     def __init__(self, pointers: Pointers, real: Costs, believed: Costs) -> None:
         self.pointers = pointers
@@ -47,7 +47,7 @@ class Clock:
         self.now = max(self.now, until)
 
     def run(self, lost: set[int]) -> float:
-        """Seconds until the prefix is there."""
+        """Returns the seconds until the prefix is restored."""
         pointers = self.pointers
         self.begin_loads()
         while True:
@@ -94,7 +94,7 @@ def costs(overhead: float, per_token: float, per_pair: float, load: float) -> Co
     wrong=st.floats(0.2, 5),
     lost=st.sets(st.integers(0, 600), max_size=30),
 )
-def test_every_page_comes_from_somewhere_and_once(
+def test_every_page_is_either_computed_or_loaded_once(
     front: int,
     gap: int,
     pages: int,
@@ -122,7 +122,7 @@ def test_every_page_comes_from_somewhere_and_once(
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("tokens", [4096, 8192, 32768])
-def test_it_takes_little_longer_than_the_bound(ratio: float, tokens: int) -> None:
+def test_restoring_takes_little_longer_than_the_bound(ratio: float, tokens: int) -> None:
     compute = ComputeCost(2e-3, 2e-4, 5e-9)
     whole = compute.in_chunks(0, tokens, 512)
     load = LoadCost(1e-4, ratio * whole / tokens)
@@ -133,8 +133,8 @@ def test_it_takes_little_longer_than_the_bound(ratio: float, tokens: int) -> Non
     assert seconds <= 1.06 * whole * loading / (whole + loading)
 
 
-def test_computing_that_does_not_pay_is_left() -> None:
-    """A tier that has all of it before a forward could begin."""
+def test_nothing_is_computed_if_loading_is_faster_than_a_forward() -> None:
+    """Uses a tier that loads the prefix in less than the overhead of a forward."""
     believed = Costs(ComputeCost(5e-2, 1e-3), {"ssd": LoadCost(0.0, 1e-6)}, 512)
     pointers = Pointers(0, [Stretch("ssd", 0, 64)])
     clock = Clock(pointers, believed, believed)
@@ -142,7 +142,7 @@ def test_computing_that_does_not_pay_is_left() -> None:
     assert clock.computed == []
 
 
-def test_a_load_that_hangs_is_computed_at_last() -> None:
+def test_pages_of_a_hung_load_are_computed() -> None:
     believed = costs(5e-3, 2e-4, 1e-8, 1e-4)
     pointers = Pointers(0, [Stretch("ssd", 0, 8)])
     assert pointers.take("ssd", 8) == (0, 8)
@@ -154,11 +154,11 @@ def test_a_load_that_hangs_is_computed_at_last() -> None:
     }
     assert [*waits.values()] == [None, None, 8]
     pointers.compute(8)
-    pointers.land("ssd", [True] * 8)  # too late: its places are not read any more
+    pointers.land("ssd", [True] * 8)  # too late: the pages are computed already
     assert not any(map(pointers.came, range(8)))
 
 
-def test_a_channel_that_serves_others_is_not_waited_for() -> None:
+def test_a_channel_that_serves_other_requests_is_not_waited_for() -> None:
     believed = costs(5e-3, 2e-4, 1e-8, 1e-6)
     pointers = Pointers(0, [Stretch("ssd", 0, 20)])
     assert next_part(pointers, believed, PAGE, flying_for=0.0, busy=float("inf")) == 20
@@ -168,8 +168,8 @@ def test_a_channel_that_serves_others_is_not_waited_for() -> None:
     "stretches",
     [[], [Stretch("ssd", 2, 5)], [Stretch("ssd", 3, 5), Stretch("remote", 6, 8)]],
 )
-def test_what_is_no_prefix(stretches: list[Stretch]) -> None:
-    with pytest.raises(ValueError, match=r"gaps|nothing to load"):
+def test_invalid_stretches_are_rejected(stretches: list[Stretch]) -> None:
+    with pytest.raises(ValueError, match=r"gaps|expected pages to load"):
         Pointers(3, stretches)
 
 
@@ -181,7 +181,7 @@ def test_what_is_no_prefix(stretches: list[Stretch]) -> None:
     load=st.floats(1e-7, 1e-2),
     busy=st.floats(0, 100),
 )
-def test_both_are_done_at_the_meeting(
+def test_computing_and_loading_end_together_at_the_meeting(
     front: int, length: int, per_pair: float, load: float, busy: float
 ) -> None:
     believed = costs(1e-3, 1e-4, per_pair, load)
@@ -195,8 +195,8 @@ def test_both_are_done_at_the_meeting(
         assert (single if at - front <= 512 else chunked) == pytest.approx(loading, rel=1e-3)
 
 
-def test_serving_says_what_attention_costs() -> None:
-    """A long prompt's rate is not taken for a short one's, whatever else was in the way once."""
+def test_observed_forwards_determine_the_cost_of_attention() -> None:
+    """Predicts forwards at short and at long positions, although one observation is an outlier."""
     true = ComputeCost(5e-3, 4e-4, 2e-7)
     found = costs(0.0, 1e-3, 0.0, 1.0)
     for begin in range(0, 7168, 512):
@@ -208,7 +208,7 @@ def test_serving_says_what_attention_costs() -> None:
         assert found.compute.seconds(begin, end) == pytest.approx(expected, rel=0.15)
 
 
-def test_of_forwards_that_are_alike_only_their_rate_is_believed() -> None:
+def test_similar_forwards_determine_only_their_rate() -> None:
     found = costs(0.0, 1.0, 0.0, 1.0)
     for _ in range(5):
         found.computed(0, 512, 0.5)
@@ -216,7 +216,7 @@ def test_of_forwards_that_are_alike_only_their_rate_is_believed() -> None:
     assert found.compute.seconds(4096, 4608) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_serving_corrects_what_is_believed() -> None:
+def test_observations_correct_estimated_costs() -> None:
     unmeasured = costs(0.0, 1.0, 0.0, 1.0)
     unmeasured.computed(0, 100, 0.1)
     unmeasured.loaded("ssd", 100, 0.2)
@@ -224,7 +224,7 @@ def test_serving_corrects_what_is_believed() -> None:
     assert unmeasured.loads["ssd"].seconds(100) == pytest.approx(0.2)
     measured = costs(0.0, 1.0, 0.0, 1.0)
     measured.measured = frozenset({COMPUTE, "ssd"})
-    measured.computed(0, 100, 1e6)  # something else was in the way
+    measured.computed(0, 100, 1e6)  # an outlier
     assert measured.compute.seconds(0, 100) == pytest.approx(160)
     for _ in range(40):
         measured.computed(0, 100, 50.0)

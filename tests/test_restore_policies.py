@@ -1,4 +1,4 @@
-"""Policies: who goes first, that nobody waits for ever, and what a choice costs."""
+"""Tests of restore policies: order, absence of starvation, and mean time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Request:
 
 
 def computed(policy: Policy, waiting: Sequence[Request]) -> Request:
-    """Whose prompt is computed next."""
+    """Returns the request whose prompt is computed next."""
     for one in waiting:
         one.rank = 0, policy.rank(one)
     return soonest(waiting)
@@ -30,11 +30,11 @@ def requests(*figures: tuple[float, float, float]) -> list[Request]:
     return [Request(*each) for each in figures]
 
 
-def test_who_goes_first() -> None:
+def test_each_policy_chooses_the_expected_request() -> None:
     early, long, short = waiting = requests((0, 5, 9), (1, 9, 20), (2, 1, 2))
     assert computed(Shortest(0.2), waiting) is short
     assert Shortest(0.2).load(waiting, None) is short
-    assert Shortest(0.2).load(waiting, long) is long  # computing and channel on the same
+    assert Shortest(0.2).load(waiting, long) is long  # computing and channel serve the same request
     assert Shortest(0.2).load([early, short], long) is short
     assert Longest().load(waiting, short) is long
     assert computed(Longest(), waiting) is early
@@ -44,8 +44,8 @@ def test_who_goes_first() -> None:
 
 
 @pytest.mark.parametrize("ageing", [0.05, 0.2, 1.0])
-def test_nobody_waits_for_ever(ageing: float) -> None:
-    """A long request among endless short ones: it goes before all that come late enough."""
+def test_ageing_prevents_starvation(ageing: float) -> None:
+    """A long request goes before all short ones that arrive late enough, however many arrive."""
     policy = Shortest(ageing)
     long = Request(0.0, 30.0, 60.0)
     most = int((long.remaining - 1.0) / ageing) + 2
@@ -55,7 +55,10 @@ def test_nobody_waits_for_ever(ageing: float) -> None:
 
 
 def mean_and_worst(policy: Policy, waiting: Sequence[Request]) -> tuple[float, float]:
-    """Seconds until each is restored when all are there and nothing overlaps."""
+    """Returns the mean and the largest time until a request is restored, in seconds.
+
+    All requests are present at the start, and are restored one after the other.
+    """
     left, now, ends = list(waiting), 0.0, []
     while left:
         one = computed(policy, left)
@@ -65,7 +68,7 @@ def mean_and_worst(policy: Policy, waiting: Sequence[Request]) -> tuple[float, f
     return sum(ends) / len(ends), ends[-1]
 
 
-def test_the_shortest_first_is_best_on_average() -> None:
+def test_shortest_has_no_longer_mean_time_than_cake() -> None:
     choose = random.Random(7)  # noqa: S311
     for _ in range(50):
         sizes = [choose.uniform(0.1, 5.0) for _ in range(8)]

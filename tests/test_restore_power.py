@@ -1,4 +1,4 @@
-"""What the scheduler asks of restoring, without a scheduler."""
+"""Calls of the scheduler to the ``restore`` power, without a scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
 
 class Restorer:
-    """Says what the test wants."""
+    """Stand-in for a restorer that answers as the test sets it."""
 
     page = 16
 
@@ -88,7 +88,7 @@ def request(rid: str = "r", **more: Any) -> Any:
     return SimpleNamespace(rid=rid, **{**fields, **more})
 
 
-def test_the_first_part_begins_behind_what_host_memory_has(power: Any) -> None:
+def test_the_first_part_begins_after_the_host_memory_hit(power: Any) -> None:
     assert power.plan(SimpleNamespace(), request())
     power.restorer.going_on = True
     assert power.plan(SimpleNamespace(), request())
@@ -96,8 +96,8 @@ def test_the_first_part_begins_behind_what_host_memory_has(power: Any) -> None:
     assert power._ext.plans == {"r": PLAN}
 
 
-def test_no_request_is_admitted_while_a_part_waits(power: Any) -> None:
-    """SGLang would count it among the parts of a batch that it is not in."""
+def test_no_request_is_admitted_while_a_chunked_prompt_waits(power: Any) -> None:
+    """Checks that nothing joins: SGLang would count the waiting prompt as part of the batch."""
     power.restorer.next, power.restorer.going_on = None, True
     adder = SimpleNamespace()
     assert power.ready(adder, request("plain"), False)
@@ -114,8 +114,11 @@ def test_a_request_that_waits_for_its_first_part_defers_no_other(power: Any) -> 
     assert not power.ready(adder, request("later"), False)
 
 
-def test_a_deferred_request_is_planned_anew(power: Any) -> None:
-    """It may stop being restored; what is computed of one already goes on by its plan."""
+def test_a_deferred_request_loses_its_plan_unless_partly_computed(power: Any) -> None:
+    """Defers a request of which a part is computed, then one of which none is.
+
+    The first continues with its plan. The second may not be restored any more when it is admitted.
+    """
     assert power.plan(SimpleNamespace(), request())
     power.restorer.going_on = True
     power.deferred(request())
@@ -126,12 +129,12 @@ def test_a_deferred_request_is_planned_anew(power: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["session", "multimodal_inputs"])
-def test_prompts_that_are_not_restored(power: Any, field: str) -> None:
+def test_sessions_and_multimodal_prompts_are_not_restored(power: Any, field: str) -> None:
     assert turn.prompt_of(request(), 16, 16) == (1, 5, 100, 0)
     assert turn.prompt_of(request(**{field: object()}), 16, 16) is None
 
 
-def test_priorities_are_those_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_follows_the_priorities_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     for by_priority, low, expected in ((False, False, 0), (True, False, -7), (True, True, 7)):
         scheduled(monkeypatch, by_priority=by_priority, low=low)
         prompt = turn.prompt_of(request(priority=7), 16, 16)
@@ -140,8 +143,8 @@ def test_priorities_are_those_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_tiers_that_are_off_are_not_asked(power: Any, enabled: bool) -> None:
-    """Their pages are of other weights."""
+def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None:
+    """Looks up tiers that are disabled because their pages were computed with other weights."""
     linker = TierLinker.__new__(TierLinker)
     linker.stack = power.stack = SimpleNamespace(
         enabled=enabled, here=lambda _keys: 0, lookup=lambda _rid, _keys: 0
@@ -162,7 +165,7 @@ def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bo
     assert power.lookup("r", [b""] * 5) == (None if owned else 5)
 
 
-def test_only_forwards_that_compute_one_prompt_say_what_that_costs(power: Any) -> None:
+def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) -> None:
     batch = SimpleNamespace(
         reqs=[request()], prefix_lens=[48], extend_lens=[64], extend_num_tokens=64,
         hicache_consumer_index=0, forward_mode=SimpleNamespace(is_extend=lambda: True),
@@ -174,12 +177,12 @@ def test_only_forwards_that_compute_one_prompt_say_what_that_costs(power: Any) -
         power.forwarded(batch, tokens, 0.5)
         return bool(power.restorer.asked_for)
 
-    assert not measured()  # it waits for host memory, too
+    assert not measured()  # the forward also waits for host memory
     batch.hicache_consumer_index = -1
     power._ext.plans["r"] = PrefillPlan(
         [Span(0, 60, Compute()), Span(60, 64, Load()), Span(64, 112, Compute())]
     )
-    assert not measured()  # some were loaded
+    assert not measured()  # some tokens are loaded
     power._ext.plans.clear()
     batch.reqs, batch.prefix_lens, batch.extend_lens = (
         [request(), request("other")],
@@ -200,15 +203,15 @@ def test_only_forwards_that_compute_one_prompt_say_what_that_costs(power: Any) -
     [
         ("auto", 40, 1.0, Strategy.TOKENS),  # 640 tokens, beyond L_delta
         ("auto", 10, 1.0, Strategy.LAYERS),
-        ("auto", 10, 1e-5, None),  # it is there before a layer would be computed
-        ("auto", 10, None, None),  # nobody knows yet
+        ("auto", 10, 1e-5, None),  # loaded before a layer would be computed
+        ("auto", 10, None, None),  # the cost of loading is not measured yet
         ("auto", 0, 1.0, None),
         ("tokens", 10, 1e-5, Strategy.TOKENS),
         ("layers", 40, None, Strategy.LAYERS),
         ("never", 40, 1.0, None),
     ],
 )
-def test_how_host_memory_is_restored(
+def test_host_memory_strategy_follows_the_option_and_the_costs(
     how: str, pages: int, loading: float | None, chosen: Strategy | None
 ) -> None:
     restorer: Any = Restorer()
@@ -224,13 +227,18 @@ def test_how_host_memory_is_restored(
 @pytest.mark.parametrize(
     ("size", "chunk", "message"),
     [
-        (None, 512, "--chunked-prefill-size is None; give one of 16 or more"),
-        (8, 512, "--chunked-prefill-size is 8; give one of 16 or more"),
-        (512, 100, "restore.chunk is 100 tokens, no multiple of the page of 16; 112 is one"),
+        (None, 512, "--chunked-prefill-size is None; set it to 16 or more"),
+        (8, 512, "--chunked-prefill-size is 8; set it to 16 or more"),
+        (
+            512,
+            100,
+            "restore.chunk is 100 tokens, which is not a multiple of the page size 16; "
+            "set it to 112",
+        ),
         (512, 128, None),
     ],
 )
-def test_chunk_page_and_prefill_go_together(
+def test_restore_requires_parts_of_whole_pages(
     size: int | None, chunk: int, message: str | None
 ) -> None:
     config = load({**CONFIG.resolved(), "restore": {"chunk": chunk}})

@@ -1,4 +1,4 @@
-"""Profiles: what is measured comes back, and what is of something else does not."""
+"""Restore profiles: saved costs are found again, and unsuitable profiles are not used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILE = Profile(
 )
 
 
-def test_what_is_saved_is_found(tmp_path: Path) -> None:
+def test_saved_profile_is_found(tmp_path: Path) -> None:
     save(PROFILE, tmp_path / "new")
     assert find(SUBJECT, tmp_path / "new") == PROFILE
     costs = PROFILE.costs({"ssd": "a disk"}, 512)
@@ -40,7 +40,7 @@ def test_what_is_saved_is_found(tmp_path: Path) -> None:
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
 
 
-def test_of_what_was_not_measured_the_first_load_says_all(
+def test_first_load_replaces_the_default_of_an_unmeasured_tier(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for now in ({"ssd": "another disk"}, {"ssd": "a disk", "remote": "a store"}):
@@ -68,7 +68,7 @@ def test_of_what_was_not_measured_the_first_load_says_all(
     assert devices(plain) != devices(linked)
 
 
-def test_a_profile_of_something_else_is_not_used(tmp_path: Path) -> None:
+def test_profile_of_another_subject_is_not_used(tmp_path: Path) -> None:
     save(PROFILE, tmp_path)
     assert find(Subject("other", "bfloat16", 16, "a machine"), tmp_path) is None
     assert find(Subject("fingerprint", "bfloat16", 16, "another"), tmp_path) is None
@@ -78,14 +78,14 @@ def test_a_profile_of_something_else_is_not_used(tmp_path: Path) -> None:
     ("change", "note"),
     [
         ({"version": 99}, "version 99"),
-        ({"subject": {"model": "x", "dtype": "y", "page": 1, "device": "z"}}, "is needed"),
-        ({"compute": {"overhead": -1.0, "per_token": 1.0, "per_pair": 0.0}}, "below zero"),
-        ({"loads": {"ssd": {"latency": 0.0, "per_token": 0.0}}}, "below zero"),
-        ({"loads": 7}, "is no restore profile"),
-        (None, "is no restore profile"),
+        ({"subject": {"model": "x", "dtype": "y", "page": 1, "device": "z"}}, "expected version"),
+        ({"compute": {"overhead": -1.0, "per_token": 1.0, "per_pair": 0.0}}, "not positive"),
+        ({"loads": {"ssd": {"latency": 0.0, "per_token": 0.0}}}, "not positive"),
+        ({"loads": 7}, "is not a restore profile"),
+        (None, "is not a restore profile"),
     ],
 )
-def test_what_cannot_be_used_is_noted(
+def test_unusable_profiles_are_logged(
     change: dict[str, object] | None,
     note: str,
     tmp_path: Path,
@@ -106,7 +106,7 @@ def test_what_cannot_be_used_is_noted(
     per_pair=st.floats(0, 1e-6),
     begins=st.lists(st.integers(0, 8192), min_size=4, max_size=20),
 )
-def test_forwards_tell_their_costs(
+def test_fit_recovers_the_costs_of_forwards(
     overhead: float, per_token: float, per_pair: float, begins: list[int]
 ) -> None:
     truth = ComputeCost(overhead, per_token, per_pair)
@@ -120,12 +120,12 @@ def test_forwards_tell_their_costs(
 @pytest.mark.parametrize(
     "samples", [[], [(0, 64, 0.1)] * 5, [(0, 64, 0.1), (0, 128, 0.2), (0, 256, 0.0)]]
 )
-def test_forwards_that_say_too_little(samples: list[tuple[int, int, float]]) -> None:
-    with pytest.raises(ValueError, match="say too little"):
+def test_fit_refuses_insufficient_forwards(samples: list[tuple[int, int, float]]) -> None:
+    with pytest.raises(ValueError, match="do not determine the costs"):
         fit(samples)
 
 
-def test_where_tokens_become_faster_than_layers() -> None:
+def test_crossover_follows_the_last_length_where_layers_are_faster() -> None:
     layers = {128: 1.0, 256: 2.0, 512: 4.0}
     assert crossover_of({128: 2.0, 256: 1.9, 512: 3.0}, layers) == 129
     assert crossover_of({128: 0.9, 256: 2.1, 512: 3.0}, layers) == 257
@@ -134,7 +134,7 @@ def test_where_tokens_become_faster_than_layers() -> None:
     assert crossover_of({128: 0.9, 256: 1.9, 512: 4.04}, layers) == 1
 
 
-def test_the_profiles_that_there_are(tmp_path: Path) -> None:
+def test_known_yields_valid_profiles_of_this_version(tmp_path: Path) -> None:
     save(PROFILE, tmp_path)
     (tmp_path / "broken.json").write_text("{")
     assert [*known(tmp_path)] == [PROFILE]
@@ -142,18 +142,18 @@ def test_the_profiles_that_there_are(tmp_path: Path) -> None:
     assert [*known(tmp_path)] == []
 
 
-def test_nothing_to_calibrate(tmp_path: Path) -> None:
-    with pytest.raises(ExtError, match="give a configuration with a restore section"):
+def test_calibration_without_a_restore_section_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExtError, match="the configuration has no restore section"):
         calibrate(tmp_path, ExtConfig(), [])
 
 
 @pytest.mark.parametrize(
     "data", [b"[" * 5000, b'{"subject":' * 5000, b"\xff\xfe", b"9" * 5000, b" " * (2 << 20)]
 )
-def test_what_is_no_profile_is_measured_again(
+def test_malformed_profiles_are_logged_and_skipped(
     data: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path_of(SUBJECT, tmp_path).write_bytes(data)
     assert find(SUBJECT, tmp_path) is None
-    assert "is no restore profile" in caplog.text
+    assert "is not a restore profile" in caplog.text
     assert [*known(tmp_path)] == []

@@ -1,4 +1,4 @@
-"""Stages of a pipeline restore their own layers: from kept input, and not beyond what has come."""
+"""Tests of restoration in pipeline stages, from stored or from arriving boundary activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.ssd import SsdTier
 
 
-def test_what_is_kept_of_a_boundary_comes_back(engine: TransferEngine, tmp_path: Path) -> None:
+def test_stored_boundary_activations_are_loaded_again(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     layout = boundary_layout(24, PAGE, "bfloat16", "a boundary")
     places = arena(engine, 3, layout)
     tier = SsdTier(places, engine, directories(tmp_path, 1), 1 << 20)
@@ -33,12 +35,12 @@ def test_what_is_kept_of_a_boundary_comes_back(engine: TransferEngine, tmp_path:
     assert np.array_equal(store.load(keys(6, 99, 0)), rows[6 * PAGE :])
     assert len(store.load(keys(99))) == 0
     tier.close()
-    with pytest.raises(ValueError, match="no two halves"):
+    with pytest.raises(ValueError, match="must have an even number of elements"):
         boundary_layout(25, PAGE, "float32", "a boundary")
 
 
 class Stage:
-    """What a stage did with each token."""
+    """Fake stage that records whether it computed or loaded each token."""
 
     def __init__(self, tokens: int) -> None:
         self.inputs = Arrivals()
@@ -60,10 +62,10 @@ class Stage:
         self.did[begin:end] = [what] * (end - begin)
 
 
-def test_a_stage_computes_what_has_come_and_loads_the_rest() -> None:
+def test_a_stage_computes_arrived_tokens_and_loads_the_rest() -> None:
     machine, names = Machine(), keys(*range(16))
     machine.keep(names)
-    machine.shelf.open.clear()  # nothing comes before something was computed
+    machine.shelf.open.clear()  # loads wait until the stage computes
     stage = Stage(16 * PAGE)
     stage.began = machine.shelf.open.set
     come = threading.Timer(0.02, stage.inputs.come, (5 * PAGE,))
@@ -80,7 +82,7 @@ def test_a_stage_computes_what_has_come_and_loads_the_rest() -> None:
     assert machine.host.room == machine.host.capacity
 
 
-def test_without_tiers_or_input_a_stage_says_so() -> None:
+def test_a_stage_without_tiers_computes_all_and_without_input_fails() -> None:
     machine, names = Machine(), keys(*range(4))
     stage = Stage(4 * PAGE)
     stage.inputs.come(4 * PAGE)
@@ -90,16 +92,16 @@ def test_without_tiers_or_input_a_stage_says_so() -> None:
     stage = Stage(4 * PAGE)
     stage.inputs.come(PAGE)
     stage.inputs.close()
-    with pytest.raises(ExtError, match=f"nothing came into a stage behind token {PAGE}"):
+    with pytest.raises(ExtError, match=f"a stage received no inputs after token {PAGE}"):
         restore(machine.restorer, names, stage.inputs, stage.compute, stage.adopt, 30)
 
 
-def test_two_processes_restore_half_of_the_layers_each(model: Path, tmp_path: Path) -> None:
+def test_two_processes_restore_half_of_the_layers_each(trained_model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     text = "\n".join(sharegpt_prompts(8, characters=(400, 2000)))
-    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"][:768]
-    with stages(model, tmp_path, len(ids)) as running:
+    ids = AutoTokenizer.from_pretrained(trained_model)(text)["input_ids"][:768]
+    with stages(trained_model, tmp_path, len(ids)) as running:
         filled: list[Filled] = running.ask("fill", ids)
         rate = 2 * len(ids) * filled[0].token_bytes / sum(each.seconds for each in filled)
         assert filled[0].row_bytes == 0

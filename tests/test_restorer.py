@@ -1,4 +1,4 @@
-"""Restorations over real host memory and the threads of a tier that obeys the test."""
+"""Restorer with real host memory and the threads of a tier that the test controls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def machine() -> Iterator[Machine]:
     machine.engine.close()
 
 
-def test_a_prefix_is_computed_and_loaded(machine: Machine) -> None:
+def test_a_prefix_is_partly_computed_and_partly_loaded(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.restorer.ask("a", names, 0, 0, 83)
@@ -32,18 +32,18 @@ def test_a_prefix_is_computed_and_loaded(machine: Machine) -> None:
     assert report is not None
     loaded = sum(span.end - span.start for span in plans[-1].spans if isinstance(span.source, Load))
     assert report["loaded"]["shelf"] >= loaded > 0
-    # What was on its way may land between a plan that computes it and the forward.
+    # A page in flight may land between a plan that computes it and the forward.
     came = 80 - report["computed"]
     assert loaded <= came <= loaded + UNIT * PAGE
     machine.restorer.release("a")
     machine.settle()
     assert not machine.restorer.pending()
-    assert len(machine.host) == came // PAGE  # what landed can be found
+    assert len(machine.host) == came // PAGE  # landed pages are in the index
     assert machine.hits["shelf"] >= came // PAGE
     assert machine.host.free == 64 - came // PAGE
 
 
-def test_what_does_not_land_is_computed(machine: Machine) -> None:
+def test_pages_that_do_not_land_are_computed(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.lost = {names[19], names[17], names[12]}
@@ -58,7 +58,7 @@ def test_what_does_not_land_is_computed(machine: Machine) -> None:
     assert not set(machine.host.present(names)) & machine.shelf.lost
 
 
-def test_a_request_that_goes_while_pages_come(machine: Machine) -> None:
+def test_places_of_a_released_request_stay_held_until_its_load_ends(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
@@ -67,7 +67,7 @@ def test_a_request_that_goes_while_pages_come(machine: Machine) -> None:
     machine.restorer.release("a")
     machine.restorer.advance()
     machine.host.check_integrity()
-    assert machine.host.free == 64 - 20  # something may still land in them
+    assert machine.host.free == 64 - 20  # a load may still write to them
     machine.shelf.open.set()
     machine.settle()
     assert machine.host.free == 64 - UNIT
@@ -83,16 +83,16 @@ def test_the_same_prefix_is_restored_once(machine: Machine) -> None:
     assert machine.restorer.turn("a", continuing=False)
     machine.run("a", names, 83)
     machine.restorer.release("a")
-    machine.restorer.ask("b", names, len(names), 0, 90)  # host memory has it all by now
+    machine.restorer.ask("b", names, len(names), 0, 90)  # host memory has all pages now
     assert machine.restorer.turn("b", continuing=False)
     assert not machine.restorer.restores("b")
 
 
-def test_who_shares_little_has_its_own_turn(machine: Machine) -> None:
-    """As behind a system prompt: the shorter goes first, and what both have is kept once."""
+def test_requests_that_share_few_pages_are_restored_separately(machine: Machine) -> None:
+    """Restores the shorter of two prompts first; pages of their system prompt are kept once."""
     system, own, other = keys(0, 1), keys(*range(2, 30)), keys(*range(30, 36))
     machine.keep(system + own + other)
-    machine.shelf.open.clear()  # the longer one would be the shorter when most of it has come
+    machine.shelf.open.clear()  # otherwise the longer one becomes the shorter once it has landed
     machine.restorer.ask("long", system + own, 0, 0, 123)
     machine.restorer.ask("short", system + other, 0, 0, 35)
     assert not machine.restorer.turn("long", continuing=False)
@@ -109,7 +109,7 @@ def test_who_shares_little_has_its_own_turn(machine: Machine) -> None:
     assert machine.host.free == 64 - len(machine.host)
 
 
-def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
+def test_the_shortest_request_is_computed_first_and_alone(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
     machine.shelf.open.clear()
@@ -126,11 +126,11 @@ def test_short_ones_go_first_and_one_at_a_time(machine: Machine) -> None:
     machine.shelf.open.set()
 
 
-def test_a_shorter_one_interrupts(machine: Machine) -> None:
-    """What was computed of the longer one stays, and what was loaded."""
+def test_a_shorter_request_interrupts_a_longer_one(machine: Machine) -> None:
+    """Keeps the computed and the loaded pages of the longer request."""
     long, short = keys(*range(30)), keys(*range(30, 34))
     machine.keep(long + short)
-    machine.shelf.open.clear()  # the longer one would be the shorter when most of it has come
+    machine.shelf.open.clear()  # otherwise the longer one becomes the shorter once it has landed
     machine.restorer.ask("long", long, 0, 0, 130)
     assert machine.restorer.turn("long", continuing=False)
     plan = machine.restorer.plan("long", 0, 130)
@@ -138,7 +138,7 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     done = plan.reach(0, 130)
     machine.restorer.computing("long", done)
     machine.restorer.advance()
-    assert machine.restorer.preferred() is None  # nobody is there
+    assert machine.restorer.preferred() is None  # there is no other request
     machine.restorer.ask("short", short, 0, 0, 18)
     until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
     assert not machine.restorer.turn("short", continuing=True)
@@ -150,7 +150,7 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     machine.shelf.open.set()
     machine.run("short", short, 18)
     machine.restorer.advance()
-    assert machine.restorer.preferred() is None  # the other one is longer
+    assert machine.restorer.preferred() is None  # the other request is longer
     machine.restorer.release("short")
     machine.restorer.advance()
     assert machine.restorer.turn("long", continuing=False)
@@ -164,8 +164,8 @@ def test_a_shorter_one_interrupts(machine: Machine) -> None:
     assert machine.restorer.interrupted == 1
 
 
-def test_who_is_nearly_done_is_not_interrupted(machine: Machine) -> None:
-    """Also not behind what was restored, where only computing is left."""
+def test_a_nearly_finished_request_is_not_interrupted(machine: Machine) -> None:
+    """Includes positions behind the restored prefix, where only computing is left."""
     long, short = keys(*range(8)), keys(*range(30, 34))
     machine.keep(long + short)
     machine.restorer.ask("long", long, 0, 0, 400)
@@ -183,7 +183,7 @@ def test_who_is_nearly_done_is_not_interrupted(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("policy", [Longest(), Cake()])
-def test_who_came_first_is_computed_to_the_end(machine: Machine, policy: Policy) -> None:
+def test_longest_and_cake_do_not_interrupt(machine: Machine, policy: Policy) -> None:
     machine.restorer._channels._policy = policy
     long, short = keys(*range(30)), keys(*range(30, 34))
     machine.keep(long + short)
@@ -195,7 +195,7 @@ def test_who_came_first_is_computed_to_the_end(machine: Machine, policy: Policy)
     assert machine.restorer.preferred() is None
 
 
-def test_the_more_urgent_goes_before_the_shorter(machine: Machine) -> None:
+def test_a_more_urgent_request_goes_before_a_shorter_one(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
     machine.restorer.ask("long", long, 0, 0, 130, -1)
@@ -208,7 +208,7 @@ def test_the_more_urgent_goes_before_the_shorter(machine: Machine) -> None:
     assert machine.restorer.turn("short", continuing=False)
 
 
-def test_who_followed_another_one_has_waited_since_it_came(machine: Machine) -> None:
+def test_wait_of_a_former_follower_counts_from_its_arrival(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.restorer.ask("a", names, 0, 0, 83)
@@ -223,8 +223,8 @@ def test_who_followed_another_one_has_waited_since_it_came(machine: Machine) -> 
     assert 0.05 <= report["seconds"] <= waited
 
 
-def test_more_than_there_is_room_for() -> None:
-    """Who has places goes first; then the other one makes do with what there is."""
+def test_a_prefix_larger_than_host_memory_is_loaded_in_part() -> None:
+    """Computes the request that holds places first; the other one then loads what fits."""
     machine = Machine(places=24)
     one, other = keys(*range(20)), keys(*range(20, 50))
     machine.keep(one + other)
@@ -252,15 +252,15 @@ def test_more_than_there_is_room_for() -> None:
     machine.engine.close()
 
 
-def test_a_prefix_that_nobody_has(machine: Machine) -> None:
+def test_a_prefix_that_no_tier_has_is_not_restored(machine: Machine) -> None:
     machine.restorer.ask("a", keys(*range(20)), 0, 0, 83)
     assert machine.restorer.turn("a", continuing=False)
     assert not machine.restorer.restores("a")
     assert machine.host.free == 64
 
 
-def test_a_request_that_comes_back_while_its_last_load_lands(machine: Machine) -> None:
-    """Under the same name, as one does that was retracted."""
+def test_a_request_can_return_while_its_last_load_is_in_flight(machine: Machine) -> None:
+    """Uses the same request id again, as a retracted request does."""
     names = keys(*range(2 * UNIT))
     machine.keep(names)
     machine.shelf.open.clear()
@@ -276,12 +276,12 @@ def test_a_request_that_comes_back_while_its_last_load_lands(machine: Machine) -
     assert machine.host.free == 64 - len(machine.host)
 
 
-def test_pages_that_the_device_has_had_and_lost(machine: Machine) -> None:
+def test_pages_evicted_from_the_device_before_admission_are_loaded(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
     machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.plan("a", 80, 83)  # all of it; but then it is not admitted
+    machine.restorer.plan("a", 80, 83)  # the device had all pages, but the request was not admitted
     machine.shelf.open.set()
     time.sleep(0.05)
     assert machine.restorer.turn("a", continuing=False)
@@ -291,7 +291,7 @@ def test_pages_that_the_device_has_had_and_lost(machine: Machine) -> None:
     machine.settle()
 
 
-def test_a_load_that_hangs_is_not_waited_for(machine: Machine) -> None:
+def test_a_hung_load_is_not_waited_for(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
@@ -305,8 +305,8 @@ def test_a_load_that_hangs_is_not_waited_for(machine: Machine) -> None:
     assert machine.host.free == 64
 
 
-def test_the_end_of_a_prefix_that_another_request_has_computed(machine: Machine) -> None:
-    """The device has more by now than the tier had."""
+def test_a_prefix_that_another_request_has_computed_is_not_computed(machine: Machine) -> None:
+    """Begins behind the pages that the tier has: the device has more pages now."""
     names = keys(*range(20))
     machine.keep(names[:10])
     machine.restorer.ask("a", names, 0, 0, 83)
@@ -319,18 +319,18 @@ def test_the_end_of_a_prefix_that_another_request_has_computed(machine: Machine)
     machine.settle()
 
 
-def test_who_waits_for_a_part_of_what_another_one_restores(machine: Machine) -> None:
+def test_a_request_waits_for_one_that_restores_its_missing_pages(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.ask("b", names[8:], 0, 8, 90)  # the device has a's first pages by now
+    machine.restorer.ask("b", names[8:], 0, 8, 90)  # the device has a's first pages now
     assert not machine.restorer.turn("b", continuing=False)
     machine.restorer.release("a")
     machine.settle()
 
 
-def test_what_waits_gives_up_what_is_kept_for_it() -> None:
-    """A preempted request needs the room. What is being restored stays."""
+def test_a_waiting_request_gives_up_its_pinned_pages() -> None:
+    """Makes room for a preempted request; the pages of an open restoration stay."""
     machine = Machine(places=11)
     names = keys(*range(20))
     machine.keep(names)

@@ -95,7 +95,8 @@ def main():
 
     more = {"enable_ext": True, "ext_config": config} if config else {}
     engine = Engine(model_path=model, page_size=page, max_total_tokens=6000, dtype="float32",
-                    log_level="warning", chunked_prefill_size=512, **options, **more)
+                    log_level="warning", chunked_prefill_size=512,
+                    skip_tokenizer_init=True, **options, **more)
     for number, (what, seed, policy, steps) in enumerate(script):
         if config and number:
             deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""KV that was moved is KV that was computed there, as far as the dtype goes."""
+"""Tests of moved KV, which equals KV computed at the target position up to rounding."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ def rope(rotary_dim: int, *, interleaved: bool = False, base: float = 10_000.0) 
 
 
 def moved(layout: Layout, how: Rope, kv: torch.Tensor, delta: int) -> torch.Tensor:
-    """``kv [tokens, layers, 2, heads, head_dim]``, copied token by token into a wider array."""
+    """Returns ``kv [tokens, layers, 2, heads, head_dim]`` moved by ``delta`` positions.
+
+    It is copied token by token into a wider array.
+    """
     out = torch.zeros(len(kv), 2, *kv.shape[1:], dtype=kv.dtype)
     table = [
         (kv[i].data_ptr(), out[i].data_ptr(), 1, layout.token_bytes, 2 * layout.token_bytes)
         for i in range(len(kv))
     ]
-    if len(kv) > 2:  # the first tokens in one run
+    if len(kv) > 2:  # the first two tokens are copied in one run
         table[:2] = [(*table[0][:2], 2, *table[0][3:])]
     RotatingCopy(layout, how)(np.array(table, np.int64), delta)
     assert not out[:, 1].any()
@@ -48,7 +51,7 @@ def moved(layout: Layout, how: Rope, kv: torch.Tensor, delta: int) -> torch.Tens
     delta=st.integers(-1000, 7000),
     seed=st.integers(0, 1000),
 )
-def test_keys_are_as_if_computed_there(
+def test_moved_keys_equal_keys_computed_at_the_target_position(
     dtype: str, layers: int, heads: int, head_dim: int, part: float, interleaved: bool,
     tokens: int, at: int, delta: int, seed: int,
 ) -> None:  # fmt: skip
@@ -61,7 +64,7 @@ def test_keys_are_as_if_computed_there(
     theirs = RotaryEmbedding(head_dim, rotary_dim, 10_000, 10_000, not interleaved, torch.float32)
 
     def placed(position: int) -> torch.Tensor:
-        """The KV as SGLang computes it from ``position`` on, in fp32."""
+        """Returns the KV as SGLang computes it from ``position`` on, in fp32."""
         kv = bare.clone()
         positions = torch.arange(position, position + tokens)
         for layer in range(layers):
@@ -80,7 +83,7 @@ def test_keys_are_as_if_computed_there(
         assert torch.equal(found, before)
 
 
-def test_threads_share_long_runs() -> None:
+def test_long_runs_split_over_threads_equal_short_runs() -> None:
     layout = Layout(1, 30, 3, 64, "bfloat16", "f")
     kv = torch.randn(500, 30, 2, 3, 64).to(torch.bfloat16)
     out = torch.empty_like(kv)
@@ -89,7 +92,7 @@ def test_threads_share_long_runs() -> None:
     assert torch.equal(out[123:130], moved(layout, rope(64), kv[123:130], 17))
 
 
-def test_what_the_kernel_does_not_take_is_refused() -> None:
+def test_unsupported_layouts_and_runs_are_refused() -> None:
     with pytest.raises(ValueError, match="float16"):
         RotatingCopy(Layout(1, 1, 1, 64, "float16", "f"), rope(64))
     with pytest.raises(ValueError, match="rotary_dim 128"):
@@ -100,7 +103,7 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
 
 
 def tables() -> dict[str, RotaryEmbedding]:
-    """Of the static embeddings that SGLang serves for Llama and Qwen."""
+    """Returns the static embeddings that SGLang serves for Llama and Qwen, by name."""
     from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
 
     fp32 = torch.float32
@@ -116,7 +119,7 @@ def tables() -> dict[str, RotaryEmbedding]:
 
 
 @pytest.mark.parametrize("name", ["plain", "half", "linear", "llama3", "yarn"])
-def test_frequencies_are_found_in_the_table(name: str) -> None:
+def test_frequencies_are_recovered_from_the_cos_sin_table(name: str) -> None:
     embedding = tables()[name]
     table = embedding._compute_cos_sin_cache().numpy()
     found = frequencies_of(table)
@@ -126,16 +129,16 @@ def test_frequencies_are_found_in_the_table(name: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=3e-7)
 
 
-def test_what_is_not_static_is_refused() -> None:
+def test_embeddings_that_are_not_static_are_refused() -> None:
     table = RotaryEmbedding(64, 64, 4096, 10_000, True, torch.float32)._compute_cos_sin_cache()
     longer = torch.cat((table[:2048], table[:2048].flip(1)))
-    with pytest.raises(ValueError, match="only static embeddings"):
+    with pytest.raises(ValueError, match="only if the embedding is static"):
         frequencies_of(longer.numpy())
 
 
 @pytest.mark.parametrize("name", ["plain", "half", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_is_asked_whether_moved_keys_are_its_own(
+def test_moved_keys_are_verified_against_the_model(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedding = tables()[name]
@@ -146,5 +149,5 @@ def test_a_model_is_asked_whether_moved_keys_are_its_own(
     right = frequencies_of(embedding._compute_cos_sin_cache().numpy())
     wrong = Rope(embedding.rotary_dim, right[::-1], not embedding.is_neox_style)
     monkeypatch.setattr("sgl_ext.engine.chunks.rope._rope_of", lambda _: wrong)
-    with pytest.raises(ActivationError, match="keys moved from position 0 to 1 are off by"):
+    with pytest.raises(ActivationError, match="keys moved from position 0 to 1 differ by"):
         rotation_of(model, layout)

@@ -68,6 +68,7 @@ def main():
     model, prompts, page, chunk, state = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=page, max_total_tokens=4096, dtype="float32",
                     log_level="warning", enable_tokenizer_batch_encode=True,
+                    skip_tokenizer_init=True,
                     chunked_prefill_size=chunk, enable_ext=True,
                     disable_overlap_schedule=page == 16)
     results = []
@@ -86,9 +87,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(1, 64), (16, 256)])
-def test_any_rows_give_the_same(page: int, chunk: int, short_model: Path, tmp_path: Path) -> None:
+def test_any_rows_give_the_same(page: int, chunk: int, model: Path, tmp_path: Path) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(200, 1200))
-    arguments = [str(short_model), prompts, page, chunk, str(tmp_path / "state")]
+    arguments = [str(model), prompts, page, chunk, str(tmp_path / "state")]
     (found,), _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED)
     whole, *in_rows = found["results"]
     assert len(whole) == PROMPTS

@@ -1,4 +1,4 @@
-"""The private directory of a launcher: short, private, removed with its owner or after it."""
+"""Private directory of a launcher: its mode, the length of its path, and its removal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def directory_of(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip()).parent
 
 
-def test_it_is_private_and_goes_with_the_process(tmp_path: Path) -> None:
+def test_directory_is_private_and_removed_with_its_process(tmp_path: Path) -> None:
     process = start(tmp_path)
     directory = directory_of(process)
     assert directory.parent == tmp_path
@@ -39,23 +39,23 @@ def test_it_is_private_and_goes_with_the_process(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_but_nothing_that_lives(
+def test_next_launcher_removes_only_what_a_killed_one_left(
     tmp_path: Path,
 ) -> None:
     killed, living = start(tmp_path), start(tmp_path)
     left, kept = directory_of(killed), directory_of(living)
     segment = Path("/dev/shm/sglang_loads_abc123_test.shm")
     segment.touch()
-    (left / "shm-sgl_shm_*_1_*").touch()  # a worker's number that another process has by now
+    (left / "shm-sgl_shm_*_1_*").touch()  # the pid of a worker that another process has now
     taken = Path("/dev/shm/sgl_shm_test_1_abc123")
     taken.touch()
-    other = tmp_path / "sgl_ext-another"  # no launcher's: it has no lock to hold
+    other = tmp_path / "sgl_ext-another"  # not a launcher's: it has no lock
     other.mkdir()
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     young = start(tmp_path)
     directory_of(young)
-    assert left.exists()  # it may be about to be locked
+    assert left.exists()  # it is young: its launcher may be about to lock it
     for directory in (left, kept, other):
         os.utime(directory, (0, 0))
     directory_of(start(tmp_path))
@@ -73,12 +73,12 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     _, errors = start(deep).communicate("")
-    assert "is too long for a socket's path" in errors
+    assert "is too long for the path of a socket" in errors
     assert "set TMPDIR to a shorter one" in errors
     assert list(deep.iterdir()) == []
 
 
-def test_a_fork_does_not_remove_it(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_remove_the_directory(tmp_path: Path) -> None:
     program = PROGRAM.replace("sys.stdin.read()", "os.fork() or sys.exit()\nos.wait()\n") + (
         "from pathlib import Path\nprint(len(list(Path(tempfile.gettempdir()).iterdir())))\n"
     )

@@ -1,4 +1,7 @@
-"""Keys in what SGLang prints and reports of its arguments; over HTTP: test_serve_script."""
+"""Masking of keys in the arguments that SGLang prints and reports.
+
+``test_serve_script`` covers HTTP.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ext.engine.launch.secrets import mask_command
+from sgl_ext.engine.workarounds.secrets import mask_command
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ from sgl_ext.engine.launch.secrets import mask_command
         ("serve --model-path s.cret-model/xs.cret", "serve --model-path s.cret-model/xs.cret"),
     ],
 )
-def test_a_command_without_its_keys(command: str, expected: str) -> None:
+def test_keys_are_masked_in_the_launch_command(command: str, expected: str) -> None:
     record = SimpleNamespace(
         api_key="s.cret", admin_api_key=None, ssl_keyfile_password=None, _launch_command=command
     )
@@ -29,8 +32,8 @@ def test_a_command_without_its_keys(command: str, expected: str) -> None:
     assert record._launch_command == expected
 
 
-def test_arguments_that_are_logged_and_reported() -> None:
-    """Both are made of ``resolved_dict``; the record itself keeps what requests are held to."""
+def test_keys_are_masked_in_logged_and_reported_arguments() -> None:
+    """Checks ``resolved_dict``, the source of both; the record keeps the keys to check requests."""
     program = """
 import json, sys
 from sglang.srt.plugins import load_plugins
@@ -53,4 +56,4 @@ for flags in (["--enable-ext"], []):
     assert "secret" not in extended[0]
     assert "'api_key': '<redacted>'" in extended[0]
     assert "--admin-api-key <redacted>" in extended[0]
-    assert stock[0].count("first-secret") == 2  # SGLang as it is, without the flag
+    assert stock[0].count("first-secret") == 2  # SGLang itself, without the flag

@@ -1,4 +1,4 @@
-"""``scripts/serve.sh``, as the README starts it."""
+"""Tests of ``scripts/serve.sh``, started as in the README."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "not-for-the-log"
 
 @pytest.fixture
 def process() -> Iterator[psutil.Popen]:
-    """The script, serving; nothing of it outlives the test."""
+    """Yields the running script, and kills its process group after the test."""
     process = psutil.Popen(
         [SERVE, "--port", str(free_port()), "--max-total-tokens", "8192", "--api-key", KEY],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -41,7 +41,7 @@ def process() -> Iterator[psutil.Popen]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_it_serves_logs_and_goes_at_ctrl_c(process: psutil.Popen) -> None:
+def test_the_script_serves_logs_and_ends_on_ctrl_c(process: psutil.Popen) -> None:
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -59,7 +59,7 @@ def test_it_serves_logs_and_goes_at_ctrl_c(process: psutil.Popen) -> None:
     shown = requests.get(f"{url}/server_info", headers=header, timeout=30).text
     assert KEY not in shown
     assert shown.count("<redacted>") >= 2  # among the arguments and in the command
-    assert "max_total_num_tokens=8192" in output  # our arguments come last and win
+    assert "max_total_num_tokens=8192" in output  # the caller's argument comes last, and prevails
     (log,) = re.findall(rf"log: ({re.escape(str(cache_dir()))}/logs/serve-\S+)", output)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
@@ -73,10 +73,10 @@ REFUSED = {
         ["--ext-config", '{"teirs": {}}'],
         "sgl_ext: inline configuration: unknown key 'teirs'",
     ),
-    # Behind this, SGLang kills all children of its process before it prints why.
+    # Here SGLang kills all children of its process before it prints the reason.
     "while it resolves": (
         ["--ext-config", '{"tiers": {"host": {"capacity": "1MiB"}}}', "--disable-radix-cache"],
-        "sgl_ext: tiers does not work with no radix cache (--disable-radix-cache)",
+        "sgl_ext: tiers does not support a disabled radix cache (--disable-radix-cache)",
     ),
 }
 
@@ -93,8 +93,8 @@ def test_a_refusal_reaches_terminal_and_log(when: str) -> None:
     assert reason in Path(log).read_text()
 
 
-def test_its_log_is_private_and_ends_with_it() -> None:
-    """SIGTERM is passed on, and the shell waits for the last lines."""
+def test_the_log_is_private_and_complete_after_sigterm() -> None:
+    """Checks that the script forwards SIGTERM and waits for the last lines of the log."""
     process = subprocess.Popen(
         [SERVE, "--port", str(free_port())], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, start_new_session=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import ROOT
+from conftest import POOL, ROOT
+from forked import template
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
-from sgl_ext.bench.harness.server import Server
+from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.engine.cpu.platform import computes_bfloat16
 
 
@@ -72,10 +74,11 @@ def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
     return answers
 
 
-def test_greedy_output_equals_stock(extension: Server, stock: Server) -> None:
+def test_greedy_output_equals_stock(stock: Server, model: Path, logs: Path) -> None:
     prompts = sharegpt_prompts(50, characters=(40, 2000))
     assert len(prompts) == 50
-    ours, theirs = _greedy(extension, prompts), _greedy(stock, prompts)
+    with serve([System("extended", (*POOL, "--enable-ext"))], model, logs) as (extended,):
+        ours, theirs = _greedy(extended, prompts), _greedy(stock, prompts)
     assert sum(len(answer["ids"]) for answer in ours) == 50 * 8
     assert ours == theirs
 
@@ -94,8 +97,11 @@ def test_examples_against_the_server(extension: Server, example: str, expected: 
         assert word.lower() in output.lower()
 
 
-def test_the_offline_example() -> None:
-    output = _run_example("offline.py")
+def test_the_offline_example(tmp_path: Path) -> None:
+    program = [str(ROOT / "examples" / "offline.py")]
+    done = template.run(program, os.environ, timeout=240, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    output = done.stdout
     assert "The capital of France is Paris" in output
     assert "active: 0.1.0" in output
 

@@ -54,7 +54,7 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "data").write_text("keep")
     message = refused_at_last(run(precious, SGL_EXT_PYTHON=sys.executable))
-    assert "is no virtual environment" in message
+    assert "is not a virtual environment" in message
     assert (precious / "data").read_text() == "keep"
 
 

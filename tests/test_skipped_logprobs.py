@@ -1,4 +1,4 @@
-"""Logprobs of prompts, where one of the batch has gone meanwhile."""
+"""Prompt logprobs of a batch from which a request was retracted or has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.step import logprobs as skipped_logprobs
+from sgl_ext.engine.workarounds import logprobs as skipped_logprobs
 
 COUNTS = (3, 2, 4)
-"""Of each prompt's logprobs: of all its tokens but the first one."""
+"""Number of logprobs of each prompt, whose first token has none."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,7 @@ def request(*, retracted: bool = False, finished: bool = False, chunks: int = 0)
 
 
 def left(*reqs: Any, returned: bool = True) -> list[float]:
-    """What SGLang is given to hand out: of request ``n`` the logprobs ``n.0``, ``n.1`` and so
-    on."""
+    """Returns the logprobs that SGLang assigns; request ``n`` has ``n.0``, ``n.1`` and so on."""
     row = [number + at / 10 for number, count in enumerate(COUNTS) for at in range(count)]
     output = LogitsProcessorOutput(
         next_token_logits=None, input_token_logprobs=torch.tensor(row, dtype=torch.float64)
@@ -58,14 +57,14 @@ FIRST, SECOND, THIRD = [0.0, 0.1, 0.2], [1.0, 1.1], [2.0, 2.1, 2.2, 2.3]
     [
         (request(retracted=True), FIRST + THIRD),
         (request(finished=True), FIRST + THIRD),
-        (request(finished=True, chunks=1), FIRST + SECOND + THIRD),  # which SGLang does count
+        (request(finished=True, chunks=1), FIRST + SECOND + THIRD),  # SGLang counts this one
         (request(), FIRST + SECOND + THIRD),
     ],
 )
-def test_each_is_given_its_own(gone: Any, expected: list[float]) -> None:
+def test_each_request_gets_its_own_logprobs(gone: Any, expected: list[float]) -> None:
     assert left(request(), gone, request()) == expected
 
 
-def test_without_logprobs_nothing_is_touched() -> None:
+def test_a_batch_without_logprobs_is_not_changed() -> None:
     found = left(request(), request(retracted=True), request(), returned=False)
     assert found == FIRST + SECOND + THIRD

@@ -1,4 +1,4 @@
-"""The slab: its geometry, its memory, its end."""
+"""Tests of the slab: shape, huge pages, refusals, and release of its memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_layers_are_strided_views() -> None:
     assert tokens[37, 1, 1].sum() == 2 * 8
 
 
-def test_the_memory_lives_as_long_as_a_tensor_of_it() -> None:
+def test_a_tensor_keeps_the_memory_of_its_slab_alive() -> None:
     before = psutil.Process().num_fds()
     tensor = Slab.create(LAYOUT, 4).tensor()
     assert psutil.Process().num_fds() == before
@@ -59,7 +59,7 @@ def test_the_memory_lives_as_long_as_a_tensor_of_it() -> None:
     assert tensor[3].min() == 7.0
 
 
-def test_slabs_leave_nothing_behind() -> None:
+def test_deleted_slabs_leave_no_descriptors_or_mappings() -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("sgl_ext-kv")
 
@@ -75,15 +75,15 @@ def test_huge_pages_keep_the_contents() -> None:
     slab = Slab.create(LAYOUT, 3000)
     pattern = torch.arange(slab.size // 2, dtype=torch.int32).to(torch.bfloat16)
     slab.tensor().flatten().copy_(pattern)
-    slab.back_with_huge_pages(0, 3000)  # true or not: it depends on the kernel
+    slab.back_with_huge_pages(0, 3000)  # whether it succeeds depends on the kernel
     slab.back_with_huge_pages(1000, 1001)
     assert torch.equal(slab.tensor().flatten(), pattern)
 
 
-def test_backing_keeps_ahead_of_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backing_stays_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "AHEAD", HUGE_PAGE)
     monkeypatch.setattr(backing, "STEP", HUGE_PAGE)
-    slab = Slab.create(LAYOUT, 4000)  # of 3 KiB: six huge pages, not quite
+    slab = Slab.create(LAYOUT, 4000)  # of 3 KiB: slightly less than six huge pages
     slab.tensor()[3999] = 2.0
     there = backing.Backing(slab)
     if slab.back_with_huge_pages(0, 4000) not in (0, errno.EAGAIN, errno.EBUSY):
@@ -123,7 +123,7 @@ def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("layout", "blocks", "message"),
     [
-        (msgspec.structs.replace(LAYOUT, dtype="float8_e5m2"), 4, "not float8_e5m2"),
+        (msgspec.structs.replace(LAYOUT, dtype="float8_e5m2"), 4, "found float8_e5m2"),
         (msgspec.structs.replace(LAYOUT, layers=0, page=-1), 4, "page -1, layers 0"),
         (LAYOUT, 0, "blocks 0"),
         (LAYOUT, 2.5, "blocks 2.5"),
@@ -140,21 +140,21 @@ def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str)
     assert psutil.Process().num_fds() == before
 
 
-def test_slabs_are_not_sent() -> None:
+def test_slabs_cannot_be_pickled_or_copied() -> None:
     slab = Slab.create(LAYOUT, 6)
     for send in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="a mapping belongs to its process"):
+        with pytest.raises(TypeError, match="a mapping cannot be pickled"):
             send(slab)
 
 
-def test_ranges_of_blocks_are_checked() -> None:
+def test_invalid_ranges_of_blocks_are_refused() -> None:
     slab = Slab.create(LAYOUT, 6)
     for start, end in ((-1, 3), (3, 2), (0, 7)):
         with pytest.raises(SlabError, match=f"blocks {start} to {end} of 6"):
             slab.back_with_huge_pages(start, end)
 
 
-def test_a_mapping_that_fails_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_mapping_leaves_no_file_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOMEM, "no address space")
 
@@ -165,7 +165,9 @@ def test_a_mapping_that_fails_leaves_no_file(monkeypatch: pytest.MonkeyPatch) ->
     assert psutil.Process().num_fds() == before
 
 
-def test_a_control_group_bounds_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_control_group_limits_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     real = Path.read_text
     files = {
         "/proc/self/cgroup": "0::/some/group\n",
@@ -201,7 +203,7 @@ ticket = engine.submit([copy], engine.host_lane())
 """
 
 
-def test_exit_with_a_copy_in_flight_and_a_late_reader() -> None:
+def test_exit_succeeds_with_a_copy_in_flight_and_a_late_reader() -> None:
     result = subprocess.run(
         [sys.executable, "-c", EXIT.format(layout=LAYOUT)],
         capture_output=True, text=True, timeout=60, check=False,
@@ -210,7 +212,7 @@ def test_exit_with_a_copy_in_flight_and_a_late_reader() -> None:
     assert int(result.stdout) > 0
 
 
-def test_no_process_can_shrink_a_slab() -> None:
+def test_the_file_of_a_slab_cannot_be_resized() -> None:
     slab = Slab.create(LAYOUT, 6)
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
@@ -218,7 +220,7 @@ def test_no_process_can_shrink_a_slab() -> None:
     assert np.asarray(slab.mapping).shape == (slab.size,)
 
 
-def test_blocks_beyond_the_own_ones_have_addresses() -> None:
+def test_blocks_beyond_the_own_blocks_have_addresses() -> None:
     slab = Slab.create(LAYOUT, 4, beyond=400)
     assert (slab.own, slab.blocks) == (4, 404)
     assert (slab.size, slab.reach) == (4 * LAYOUT.block_bytes, 404 * LAYOUT.block_bytes)

@@ -1,4 +1,4 @@
-"""Documents become chunks: nothing lost, nothing longer than asked."""
+"""Splitting of documents: no text is lost, and no part exceeds the requested size."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def joined(parts: list[Any]) -> Any:
     return "".join(parts) if isinstance(parts[0], str) else list(chain.from_iterable(parts))
 
 
-def test_none_leaves_what_the_user_split() -> None:
+def test_split_by_none_returns_the_whole_as_one_part() -> None:
     assert split("a text", Split(), Letters()) == ["a text"]
     assert split((3, 1, 2), Split(by="none"), Letters()) == [[3, 1, 2]]
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
-def test_tokens_are_those_of_the_whole(tokenizer: Any, size: int) -> None:
+def test_split_by_tokens_keeps_the_token_ids_of_the_whole(tokenizer: Any, size: int) -> None:
     ids = tokenizer.encode(DOCUMENT, add_special_tokens=False)
     assert len(ids) > 100
     how = Split(by="tokens", tokens=size)
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_whole(tokenizer: Any, size: int) -> None:
 
 @pytest.mark.parametrize("by", ["paragraph", "markdown"])
 @pytest.mark.parametrize("size", [8, 20, 64, 10_000])
-def test_parts_make_up_the_whole(tokenizer: Any, by: Any, size: int) -> None:
+def test_text_parts_concatenate_to_the_whole_and_fit(tokenizer: Any, by: Any, size: int) -> None:
     parts = split(DOCUMENT, Split(by=by, tokens=size), tokenizer)
     assert "".join(map(str, parts)) == DOCUMENT
     lengths = [len(tokenizer.encode(part, add_special_tokens=False)) for part in parts]
@@ -91,9 +91,9 @@ def test_parts_make_up_the_whole(tokenizer: Any, by: Any, size: int) -> None:
     assert (len(parts) == 1) == (size == 10_000)
 
 
-def test_where_text_is_split() -> None:
+def test_paragraphs_are_joined_until_a_part_is_full() -> None:
     text = "One. Two.\n\nThree. Four.\n\n\nFive."
-    # What lies between two paragraphs belongs to neither of the sizes below.
+    # Empty lines between two paragraphs may end one part or begin the next.
     assert split(text, Split(by="paragraph", tokens=25), Letters()) == [
         "One. Two.\n\nThree. Four.",
         "\n\n\nFive.",
@@ -105,7 +105,7 @@ def test_where_text_is_split() -> None:
     ]
 
 
-def test_headings_hold_together_what_is_below_them() -> None:
+def test_markdown_keeps_sections_together() -> None:
     text = "# A\n\nab\n\ncd\n\n# B\n\nef\n"
     sections = ["# A\n\nab\n\ncd\n\n", "# B\n\nef\n"]
     assert split(text, Split(by="markdown", tokens=18), Letters()) == sections
@@ -113,7 +113,7 @@ def test_headings_hold_together_what_is_below_them() -> None:
 
 
 class Counting(Letters):
-    """Counts the characters that are tokenised."""
+    """Tokenizer that counts the characters that it tokenizes."""
 
     read = 0
 
@@ -124,7 +124,7 @@ class Counting(Letters):
 
 @pytest.mark.parametrize("by", ["paragraph", "markdown"])
 @pytest.mark.parametrize("unit", ["x", "a ", "\n", "# a\n\nbc. d\n"])
-def test_time_grows_with_the_length(by: Any, unit: str) -> None:
+def test_tokenized_characters_grow_linearly_with_the_length(by: Any, unit: str) -> None:
     how = Split(by=by, tokens=64)
     short, long = Counting(), Counting()
     split(unit * (25_000 // len(unit)), how, short)
@@ -133,7 +133,7 @@ def test_time_grows_with_the_length(by: Any, unit: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["paragraph", "markdown"])
-def test_a_long_text_is_split_as_if_it_were_seen_whole(tokenizer: Any, by: Any) -> None:
+def test_windowed_split_of_a_long_text_equals_the_whole_split(tokenizer: Any, by: Any) -> None:
     whole = "\n".join(f"## {at}\n\n{DOCUMENT.replace('bear', f'bear {at}')}" for at in range(110))
     assert len(whole) > 2 * splitting._WINDOW
     kind = splitting.TextSplitter if by == "paragraph" else splitting.MarkdownSplitter
@@ -150,7 +150,7 @@ def test_a_long_text_is_split_as_if_it_were_seen_whole(tokenizer: Any, by: Any) 
     by=st.sampled_from(["tokens", "paragraph", "markdown"]),
     size=st.integers(4, 40),
 )
-def test_any_text(text: str, by: Any, size: int) -> None:
+def test_parts_of_any_text_are_complete_and_fit(text: str, by: Any, size: int) -> None:
     parts = split(text, Split(by=by, tokens=size), Letters())
     assert joined(parts) == (list(text.encode()) if by == "tokens" else text)
     for part in parts:
@@ -160,19 +160,21 @@ def test_any_text(text: str, by: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("whole", "how", "message"),
     [
-        ("", {}, "the text is empty"),
-        ("", {"by": "markdown", "tokens": 8}, "the text is empty"),
-        ([], {"by": "tokens", "tokens": 8}, "the text is empty"),
-        ("a", {"by": "none", "tokens": 8}, "leaves parts as they are, but tokens is 8"),
-        ("a", {"by": "tokens"}, "split by tokens needs the tokens of a part.*found None"),
-        ("a", {"by": "paragraph", "tokens": 0}, "split by paragraph needs.*found 0"),
+        ("", {}, "cannot split an empty text"),
+        ("", {"by": "markdown", "tokens": 8}, "cannot split an empty text"),
+        ([], {"by": "tokens", "tokens": 8}, "cannot split an empty text"),
+        ("a", {"by": "none", "tokens": 8}, "does not split, but tokens is 8"),
+        ("a", {"by": "tokens"}, "split by tokens requires tokens, the maximum.*found None"),
+        ("a", {"by": "paragraph", "tokens": 0}, "split by paragraph requires.*found 0"),
         ("a", {"by": "markdown", "tokens": -3}, "found -3"),
         ("a", {"by": "tokens", "tokens": 1 << 70}, "1 to 16777216; found 11805"),
-        ([1, 2], {"by": "paragraph", "tokens": 8}, "needs text, and this is token ids"),
-        ("so 🌲", {"by": "paragraph", "tokens": 3}, "'🌲' alone takes 4 tokens.*may have 3"),
+        ([1, 2], {"by": "paragraph", "tokens": 8}, "requires text, but token ids were given"),
+        ("so 🌲", {"by": "paragraph", "tokens": 3}, "'🌲' takes 4 tokens.*tokens, which is 3"),
     ],
 )
-def test_what_cannot_be_split(whole: Any, how: dict[str, Any], message: str) -> None:
+def test_input_that_cannot_be_split_is_refused(
+    whole: Any, how: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ExtError, match=message):
         split(whole, Split(**how), Letters())
 
@@ -181,6 +183,6 @@ def test_what_cannot_be_split(whole: Any, how: dict[str, Any], message: str) -> 
     "how", [{"by": "page"}, {"by": "tokens", "tokens": "many"}, {"by": "tokens", "tokens": True},
             {"by": "tokens", "token": 8}],
 )  # fmt: skip
-def test_what_is_no_way_to_split(how: dict[str, Any]) -> None:
+def test_invalid_split_parameters_are_refused(how: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Split.model_validate(how)

@@ -1,4 +1,4 @@
-"""What was acknowledged survives ``kill -9``; what was torn, cut or flipped is a miss."""
+"""Acknowledged pages survive ``kill -9``; torn, truncated and corrupted pages are misses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "60"))
 NUMBERS = 96
 SLOTS = 24
 
-# Forks a writer for each line "backend seed" that it reads, and waits for its end.
+# A program that forks a writer for each line "backend seed" that it reads, and waits for its end.
 WRITERS = """
 import os, random, sys, traceback
 import numpy as np
@@ -72,11 +72,11 @@ for line in sys.stdin:
 
 @dataclass
 class Round:
-    """What a writer has said before it was killed."""
+    """Pages of the tier, as a writer reported them before it was killed."""
 
     held: set[int]
     unknown: set[int] = field(default_factory=set)
-    """Of the store that was going on: they may be there."""
+    """Pages of the store in progress, which may or may not be in the tier."""
     acknowledged: int = 0
 
     def hear(self, line: str) -> None:
@@ -125,12 +125,12 @@ def killed_writer(
     return said
 
 
-def test_acknowledged_pages_survive_being_killed(
+def test_acknowledged_pages_survive_kills_of_the_writer(
     writers: subprocess.Popen[str], engine: TransferEngine, tmp_path: Path
 ) -> None:
-    """At any moment of opening, storing, evicting and loading, on the same files.
+    """Kills writers at any moment of opening, storing, evicting and loading, on the same files.
 
-    ``SGL_EXT_ROUNDS`` says how often.
+    ``SGL_EXT_ROUNDS`` sets the number of kills.
     """
     rng = random.Random(11)  # noqa: S311
     host = arena(engine, NUMBERS, LARGE)
@@ -146,7 +146,7 @@ def test_acknowledged_pages_survive_being_killed(
         good = get(tier, host, *range(NUMBERS))  # asserts that the right bytes have landed
         found = {number for number in range(NUMBERS) if good[number]}
         tier.close()
-        # The store that was going on may have taken a slot for each of its pages.
+        # The store in progress may have taken a slot for each of its pages.
         assert len(said.held - found) <= len(said.unknown), f"round {number}"
         assert found - said.held <= said.unknown, f"round {number}"
         held = found
@@ -157,7 +157,7 @@ def test_acknowledged_pages_survive_being_killed(
 
 
 def filled(engine: TransferEngine, root: Path) -> tuple[SsdTier, list[Path]]:
-    """Pages 0 to 39 in two closed volumes."""
+    """Returns a closed tier with pages 0 to 39 in two volumes, and the files of the volumes."""
     paths = directories(root, 2)
     host = arena(engine, 40, LARGE)
     tier = SsdTier(host, engine, paths, 40 * host.stride, backend="threads")
@@ -167,7 +167,7 @@ def filled(engine: TransferEngine, root: Path) -> tuple[SsdTier, list[Path]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_file_cut_anywhere_loses_what_was_cut(
+def test_truncated_file_loses_only_the_truncated_pages(
     engine: TransferEngine, tmp_path: Path, seed: int
 ) -> None:
     tier, files = filled(engine, tmp_path)
@@ -183,8 +183,10 @@ def test_a_file_cut_anywhere_loses_what_was_cut(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_flipped_bytes_are_misses(engine: TransferEngine, tmp_path: Path, seed: int) -> None:
-    """Anywhere: in pages, in trailers, in what lies between them, which means nothing."""
+def test_pages_with_flipped_bits_are_misses(
+    engine: TransferEngine, tmp_path: Path, seed: int
+) -> None:
+    """Flips bits in pages, in trailers, and in the padding between them, which carries no data."""
     tier, files = filled(engine, tmp_path)
     host = tier._arena
     rng = random.Random(seed)  # noqa: S311
@@ -207,18 +209,18 @@ def test_flipped_bytes_are_misses(engine: TransferEngine, tmp_path: Path, seed: 
             opened.write(bytes([byte ^ (1 << rng.randrange(8))]))
     again = SsdTier(host, engine, directories(tmp_path, 2), 40 * host.stride)
     lost = 40 - sum(get(again, host, *range(40)))
-    assert lost <= len(hit)  # a byte flipped back is none
+    assert lost <= len(hit)  # two flips of one bit cancel out
     assert lost >= len(hit) - 1
     counted = again.statistics().failures.get("checksum", 0)
     assert again.statistics().pages == 40 - lost
-    assert counted <= lost  # the others were found out by their trailers
+    assert counted <= lost  # invalid trailers account for the others
     assert sum(get(again, host, *range(40))) == 40 - lost
     assert again.statistics().failures.get("checksum", 0) == counted
     again.close()
 
 
-def test_half_of_a_page_written_over_is_a_miss(engine: TransferEngine, tmp_path: Path) -> None:
-    """A torn write: any leading sectors of one page before the rest of another."""
+def test_torn_write_is_a_miss(engine: TransferEngine, tmp_path: Path) -> None:
+    """Puts leading sectors of one page before the rest of another, as a torn write does."""
     tier, files = filled(engine, tmp_path)
     host = tier._arena
     whole = np.fromfile(files[0], np.uint8).reshape(20, host.stride)

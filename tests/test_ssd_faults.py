@@ -1,4 +1,4 @@
-"""Devices that fail, fill up, stall or vanish: pages are lost, nothing else."""
+"""Tests of SSD devices that fail, fill up or vanish: the tier loses pages and nothing else."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ def host(engine: TransferEngine) -> Arena:
 
 @pytest.fixture
 def tier(engine: TransferEngine, host: Arena, tmp_path: Path, backend: str) -> Iterator[SsdTier]:
-    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    """Yields a tier whose two volumes hold pages 0 to 39: one the even pages, one the odd ones."""
     with two_volumes(host, engine, tmp_path, backend) as tier:
         yield tier
 
 
 def break_device(volume: Volume) -> None:
-    """The memory of this process as a file: at these offsets nothing is mapped."""
+    """Makes I/O on a volume fail with EIO.
+
+    The volume's file becomes the memory of this process, in which these offsets are not mapped.
+    """
     lane = volume.lane
     assert isinstance(lane, FileLane)
     volume.file.close()
@@ -58,7 +61,7 @@ def break_device(volume: Volume) -> None:
 # Errors
 
 
-def test_eio_costs_the_pages_of_its_device(
+def test_eio_loses_only_the_pages_of_its_device(
     tier: SsdTier, host: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, healthy = tier._volumes
@@ -68,15 +71,15 @@ def test_eio_costs_the_pages_of_its_device(
     assert tier.statistics().failures == {"EIO": 20}
     assert tier.statistics().pages == 20
     assert tier.volumes[0].state == "ok"
-    # Its slots are free again, and fail to be written.
+    # Its slots are free again, but writes to them fail.
     stored = put(tier, host, *range(100, 110))
     assert sum(stored) == 10 - tier.statistics().failures["EIO"] + 20
     assert not caplog.records
     put(tier, host, *range(200, 210))
     (record,) = caplog.records
-    for part in ("disk0 is not used any more", "EIO", "check the device"):
+    for part in ("disk0 is disabled", "EIO", "check the device"):
         assert part in record.getMessage()
-    # From now on only the healthy one is asked.
+    # From here on only the healthy volume is used.
     assert [volume.state for volume in tier.volumes] == ["dead", "ok"]
     assert tier.available
     before = tier.statistics().failures
@@ -86,7 +89,7 @@ def test_eio_costs_the_pages_of_its_device(
     assert tier.statistics().capacity == 30
 
 
-def test_without_a_device_there_is_no_tier(tier: SsdTier, host: Arena) -> None:
+def test_a_tier_without_devices_is_unavailable(tier: SsdTier, host: Arena) -> None:
     for volume in tier._volumes:
         break_device(volume)
     for turn in range(3):
@@ -99,7 +102,7 @@ def test_without_a_device_there_is_no_tier(tier: SsdTier, host: Arena) -> None:
     assert tier.statistics().pages == tier.statistics().capacity == 0
 
 
-def test_one_success_forgives_failures(tier: SsdTier, host: Arena) -> None:
+def test_a_success_resets_the_count_of_failures(tier: SsdTier, host: Arena) -> None:
     first = tier._volumes[0]
     error = OSError(errno.EIO, "once")
     with tier._lock:
@@ -114,7 +117,7 @@ def test_one_success_forgives_failures(tier: SsdTier, host: Arena) -> None:
     assert first.dead
 
 
-def test_a_file_cut_while_open_is_no_broken_device(
+def test_a_truncated_file_loses_pages_but_not_its_device(
     tier: SsdTier, host: Arena, tmp_path: Path
 ) -> None:
     good = in_volume(tier._volumes[1])
@@ -128,7 +131,9 @@ def test_a_file_cut_while_open_is_no_broken_device(
     assert all(get(tier, host, *range(40)))
 
 
-def test_a_file_spoilt_while_open(tier: SsdTier, host: Arena, tmp_path: Path) -> None:
+def test_pages_of_an_overwritten_file_fail_their_checksum(
+    tier: SsdTier, host: Arena, tmp_path: Path
+) -> None:
     file = folder(tmp_path / "disk0") / "pages"
     good = in_volume(tier._volumes[1])
     file.write_bytes(b"\x55" * file.stat().st_size)
@@ -140,7 +145,7 @@ def test_a_file_spoilt_while_open(tier: SsdTier, host: Arena, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_directory_removed_while_serving(
+def test_a_volume_whose_directory_is_removed_is_given_up(
     tier: SsdTier,
     host: Arena,
     tmp_path: Path,
@@ -150,12 +155,12 @@ def test_a_directory_removed_while_serving(
     left = in_volume(tier._volumes[1])
     removed = folder(tmp_path / "disk0")
     shutil.rmtree(tmp_path / "disk0")
-    if replaced:  # by what this process has not opened
+    if replaced:  # by a file that this process has not opened
         removed.mkdir(parents=True)
         (removed / "pages").touch()
     assert get(tier, host, *range(40)) == left
     (record,) = caplog.records
-    for part in ("disk0 is not used any more", "removed while the server ran", "restart"):
+    for part in ("disk0 is disabled", "removed while the server ran", "restart"):
         assert part in record.getMessage()
     assert tier.statistics().failures == {"removed": 20}
     assert [volume.state for volume in tier.volumes] == ["dead", "ok"]
@@ -169,7 +174,9 @@ def test_a_directory_removed_while_serving(
     tier.close()
 
 
-def test_a_closed_engine(engine: TransferEngine, tier: SsdTier, host: Arena) -> None:
+def test_loads_and_stores_fail_after_the_engine_is_closed(
+    engine: TransferEngine, tier: SsdTier, host: Arena
+) -> None:
     engine.close()
     assert not any(get(tier, host, *range(40)))
     assert not any(put(tier, host, 100))
@@ -177,7 +184,7 @@ def test_a_closed_engine(engine: TransferEngine, tier: SsdTier, host: Arena) -> 
     assert tier.statistics().pages == 40
 
 
-def test_a_sync_that_fails_stores_nothing(
+def test_pages_of_a_failed_sync_are_not_stored(
     engine: TransferEngine, host: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = SsdTier(host, engine, directories(tmp_path, 2), 30 * host.stride, fsync=True)
@@ -200,7 +207,7 @@ def test_a_sync_that_fails_stores_nothing(
     tier.close()
 
 
-# Full
+# Full file systems
 
 
 @pytest.fixture
@@ -215,7 +222,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_full_file_system_is_used_as_far_as_it_goes(
+def test_a_full_file_system_evicts_until_it_has_room_again(
     engine: TransferEngine,
     host: Arena,
     small: Path,
@@ -230,7 +237,7 @@ def test_a_full_file_system_is_used_as_far_as_it_goes(
     assert set(tier.statistics().failures) == {"ENOSPC"}
     assert tier.volumes[0].state == "full"
     _evicts_within(tier, host)
-    # Somebody makes room.
+    # Another file is deleted, which makes room.
     (small / "others").unlink()
     monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.0)
     tier._volumes[0].slots._full_until = 0.0
@@ -242,7 +249,7 @@ def test_a_full_file_system_is_used_as_far_as_it_goes(
     tier.close()
 
 
-def test_a_limit_of_the_file_size(
+def test_a_file_size_limit_evicts_within_the_existing_slots(
     engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
 ) -> None:
     tier = SsdTier(host, engine, [tmp_path], 40 * host.stride, backend=backend)

@@ -1,4 +1,4 @@
-"""Which slot a page gets, which page has to go; the tier against a dictionary."""
+"""Slots of an SSD tier: allocation and eviction, and the tier compared with a dictionary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sgl_ext.tiers.ssd import SsdTier
         max_size=20,
     ),
 )
-def test_differs_from_a_dictionary_only_by_evictions(
+def test_ssd_tier_differs_from_a_dictionary_only_by_evictions(
     volumes: int, slots: int, steps: list[tuple[str, list[int]]]
 ) -> None:
     with tempfile.TemporaryDirectory() as root, TransferEngine() as engine:
@@ -77,7 +77,7 @@ def test_differs_from_a_dictionary_only_by_evictions(
         tier.close()
 
 
-def test_slots_are_evicted_in_order_of_use() -> None:
+def test_least_recently_used_slots_are_evicted_first() -> None:
     slots = Slots(3)
     for number, slot in enumerate(slots.take(3, now=0.0)):
         slots.publish(key(number), slot)
@@ -95,7 +95,7 @@ def test_a_full_file_system_stops_growth_for_a_while() -> None:
         slots.publish(key(number), slot)
     slots.release_unbacked(slots.take(2, now=0.0), now=0.0)
     assert slots.room(now=1.0) == 0
-    assert slots.take(2, now=1.0) == [0, 1]  # of the oldest pages
+    assert slots.take(2, now=1.0) == [0, 1]  # slots of the least recently used pages
     slots.release([0, 1])
     assert slots.room(now=61.0) == 8
     assert slots.take(8, now=61.0) == [0, 1, 4, 5, 6, 7, 8, 9]
@@ -108,7 +108,9 @@ def test_a_full_file_system_stops_growth_for_a_while() -> None:
     phase=st.floats(0, 1, exclude_max=True),
 )
 @example(count=1, volumes=[(0, 1)], phase=0.9999999999999999)
-def test_pages_are_spread_by_room(count: int, volumes: list[tuple[int, int]], phase: float) -> None:
+def test_pages_are_spread_in_proportion_to_room(
+    count: int, volumes: list[tuple[int, int]], phase: float
+) -> None:
     room, used = [r for r, _ in volumes], [u for _, u in volumes]
     owners = spread(count, room, used, phase=phase)
     shares = np.bincount(owners, minlength=len(volumes)) if volumes else np.zeros(0, int)
@@ -120,10 +122,10 @@ def test_pages_are_spread_by_room(count: int, volumes: list[tuple[int, int]], ph
         assert (np.abs(shares - ideal) <= 1).all()
 
 
-def test_equal_volumes_take_turns() -> None:
+def test_pages_on_equal_volumes_are_interleaved() -> None:
     assert spread(8, [50] * 4, [0] * 4, phase=0.0).tolist() == [0, 1, 2, 3] * 2
 
 
-def test_content_of_the_kit_differs_in_every_sector() -> None:
+def test_page_contents_differ_in_every_sector() -> None:
     one, two = content(key(1), LARGE).reshape(-1, 4096), content(key(2), LARGE).reshape(-1, 4096)
     assert (one != two).any(axis=1).all()

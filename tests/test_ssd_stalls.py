@@ -1,4 +1,4 @@
-"""Devices that are slow or do not answer, and directories that another server uses."""
+"""Tests of slow and stalled devices, and of directories that another server uses."""
 
 from __future__ import annotations
 
@@ -41,23 +41,26 @@ def host(engine: TransferEngine) -> Arena:
 
 @pytest.fixture
 def tier(engine: TransferEngine, host: Arena, tmp_path: Path, backend: str) -> Iterator[SsdTier]:
-    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    """Yields a tier with pages 0 to 39; one volume holds the even ones, the other the odd ones."""
     with two_volumes(host, engine, tmp_path, backend) as tier:
         yield tier
 
 
 def slowed(volume: Volume, engine: TransferEngine, bytes_per_second: float) -> Lane:
-    """From now on; the file belongs to the lane below."""
+    """Throttles the lane of a volume, and returns the new lane.
+
+    The file belongs to the lane below.
+    """
     volume.lane = engine.throttled_lane(
         volume.lane, bytes_per_second=bytes_per_second, piece_bytes=4096
     )
     return volume.lane
 
 
-def test_a_slow_device_is_no_stalled_one(
+def test_a_slow_device_is_not_stalled(
     engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
 ) -> None:
-    """The transfer takes longer than the deadline, and moves all the time."""
+    """The transfer takes longer than the deadline, but makes progress all the time."""
     assert 40 * host.stride > 1.4e6
     tier = SsdTier(
         host,
@@ -74,7 +77,7 @@ def test_a_slow_device_is_no_stalled_one(
     tier.close()
 
 
-def test_a_stalled_device_is_left_alone_until_it_moves(
+def test_a_stalled_device_is_not_used_until_it_makes_progress(
     engine: TransferEngine, tier: SsdTier, host: Arena
 ) -> None:
     stuck, healthy = tier._volumes
@@ -90,7 +93,7 @@ def test_a_stalled_device_is_left_alone_until_it_moves(
     thread = threading.Thread(target=load)
     thread.start()
     assert wait_until(lambda: tier.volumes[0].state == "stalled")
-    # Meanwhile: it is not asked, and the other one serves.
+    # Meanwhile it is not used, and the other device serves.
     assert tier.available
     assert tier.lookup(keys(*range(40))) == (1 if good[0] else 0)
     fill(host, keys(*range(100, 108)), np.arange(32, 40))
@@ -98,19 +101,19 @@ def test_a_stalled_device_is_left_alone_until_it_moves(
     assert tier.load(keys(*range(100, 108)), np.arange(24, 32)).all()
     assert holds(host, keys(*range(100, 108)), np.arange(24, 32)).all()
     assert all(key(number) in healthy.slots.index for number in range(100, 108))
-    assert not loaded  # its places may still be written to
+    assert not loaded  # the device may still write to its slots
     thread.join(60)
     assert loaded[0] == good[:20]
     landed = host.memory.copy()
     assert tier.statistics().failures == {"stalled": good[:20].count(False)}
-    # It has moved: it is in use again, with all its pages, and nothing came late.
+    # After progress it is in use again with all its pages, and there was no late write.
     assert [volume.state for volume in tier.volumes] == ["ok", "ok"]
     assert np.array_equal(landed, host.memory)
     stuck.lane = quick
     assert all(get(tier, host, *range(40)))
 
 
-def test_a_stalled_store_gives_its_slots_back(
+def test_a_stalled_store_frees_its_slots(
     engine: TransferEngine, tier: SsdTier, host: Arena
 ) -> None:
     stuck = tier._volumes[0]
@@ -126,11 +129,11 @@ def test_a_stalled_store_gives_its_slots_back(
     assert get(tier, host, *range(100, 110)) == stored
 
 
-def test_a_device_that_does_not_answer_at_the_start(
+def test_a_device_that_does_not_answer_at_start_is_refused(
     engine: TransferEngine, tier: SsdTier, host: Arena, tmp_path: Path
 ) -> None:
     tier.close()
-    with pytest.raises(ExtError, match=r"disk0 has not answered for 0\.1 s; check the device"):
+    with pytest.raises(ExtError, match=r"disk0 has not responded for 0\.1 s; check the device"):
         SsdTier(
             host,
             engine,
@@ -142,7 +145,7 @@ def test_a_device_that_does_not_answer_at_the_start(
     SsdTier(host, engine, directories(tmp_path, 2), 30 * host.stride).close()  # nothing is locked
 
 
-# Two owners
+# Directories in use
 
 OWNER = """
 import sys
@@ -160,7 +163,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_server_is_refused_while_the_first_lives(
+def test_a_second_server_is_refused_while_the_first_runs(
     engine: TransferEngine, host: Arena, tmp_path: Path
 ) -> None:
     with subprocess.Popen(

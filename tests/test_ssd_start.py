@@ -1,4 +1,4 @@
-"""What an SSD tier refuses at its start, what it reports and what it leaves alone."""
+"""Start of an SSD tier: what it refuses, what it reports and what it does not change."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sgl_ext.tiers.ssd import SsdTier
 @pytest.mark.parametrize(
     ("prepare", "capacity", "message"),
     [
-        (lambda _: None, 1 << 20, "found nothing; make it"),
+        (lambda _: None, 1 << 20, "found nothing; create it"),
         (lambda path: path.write_text(""), 1 << 20, "found a file"),
-        (lambda path: path.symlink_to("/proc"), 1 << 20, "cannot keep KV in .*: .*permission"),
-        (lambda path: path.mkdir(), 1 << 60, "the disk has .* lower the capacity"),
-        (lambda path: path.mkdir(), 4095, "hold no page of 4,096 B; raise the capacity"),
+        (lambda path: path.symlink_to("/proc"), 1 << 20, "cannot store KV in .*: .*permission"),
+        (lambda path: path.mkdir(), 1 << 60, "exceeds the disk, .* lower the capacity"),
+        (lambda path: path.mkdir(), 4095, "less than one page of 4,096 B; raise the capacity"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_an_unusable_directory_or_capacity_is_refused(
     engine: TransferEngine,
     tmp_path: Path,
     prepare: Callable[[Path], object],
@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     prepare(tmp_path / "disk")
     host = arena(engine, 2)
-    gc.collect()  # what earlier tests have left open
+    gc.collect()  # closes files that earlier tests have left open
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     with pytest.raises(ExtError, match=message):
         SsdTier(host, engine, [tmp_path / "disk"], capacity)
@@ -54,11 +54,13 @@ def test_what_cannot_be_is_refused(
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
-def test_no_or_doubled_directories_are_refused(engine: TransferEngine, tmp_path: Path) -> None:
+def test_no_directories_or_duplicate_ones_are_refused(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     host = arena(engine, 2)
     with pytest.raises(ExtError, match="needs a directory"):
         SsdTier(host, engine, [], 1 << 20)
-    with pytest.raises(ExtError, match="each directory once"):
+    with pytest.raises(ExtError, match="the same directory is given twice"):
         SsdTier(host, engine, [tmp_path, tmp_path / ".." / tmp_path.name], 1 << 20)
 
 
@@ -71,7 +73,7 @@ def planted_link(path: Path) -> None:
 @pytest.mark.parametrize(
     "plant", [planted_link, os.mkfifo, Path.mkdir], ids=["link", "fifo", "folder"]
 )
-def test_what_others_put_there_is_not_written_to(
+def test_planted_files_are_not_written_to(
     engine: TransferEngine, tmp_path: Path, name: str, plant: Callable[[Path], object]
 ) -> None:
     host = arena(engine, 4)
@@ -99,11 +101,11 @@ def test_a_folder_of_another_user_is_refused(engine: TransferEngine, tmp_path: P
     SsdTier(host, engine, [tmp_path], 1 << 20).close()
     for path in (folder(tmp_path) / "pages", folder(tmp_path)):
         os.chown(path, 1000, 1000)
-        with pytest.raises(ExtError, match="of this user"):
+        with pytest.raises(ExtError, match="that this user owns"):
             SsdTier(host, engine, [tmp_path], 1 << 20)
 
 
-def test_what_is_open_to_all_is_closed(engine: TransferEngine, tmp_path: Path) -> None:
+def test_access_of_other_users_is_removed(engine: TransferEngine, tmp_path: Path) -> None:
     host = arena(engine, 4)
     SsdTier(host, engine, [tmp_path], 1 << 20).close()
     mine = folder(tmp_path)
@@ -114,7 +116,9 @@ def test_what_is_open_to_all_is_closed(engine: TransferEngine, tmp_path: Path) -
     assert (mine / "pages").stat().st_mode & 0o777 == 0o600
 
 
-def test_one_owner_even_without_the_lock_file(engine: TransferEngine, tmp_path: Path) -> None:
+def test_a_second_server_is_refused_without_the_lock_file(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     host = arena(engine, 4)
     tier = SsdTier(host, engine, [tmp_path], 1 << 20)
     (folder(tmp_path) / "LOCK").unlink()
@@ -124,14 +128,16 @@ def test_one_owner_even_without_the_lock_file(engine: TransferEngine, tmp_path: 
     tier.close()
 
 
-def test_a_full_disk_at_the_first_start(engine: TransferEngine, small_disk: Path) -> None:
+def test_a_full_disk_at_the_first_start_is_refused(
+    engine: TransferEngine, small_disk: Path
+) -> None:
     occupy(small_disk / "ballast")
-    with pytest.raises(ExtError, match=f"cannot keep KV in {small_disk}.*No space left"):
+    with pytest.raises(ExtError, match=f"cannot store KV in {small_disk}.*No space left"):
         SsdTier(arena(engine, 4), engine, [small_disk], 1 << 20)
 
 
 @pytest.mark.parametrize("damage", ["{", "", "[]", "[" * 60_000, "missing", "version", "stride"])
-def test_another_layout_file_starts_over(
+def test_a_damaged_layout_file_discards_the_pages(
     engine: TransferEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     host = arena(engine, 4)
@@ -147,7 +153,7 @@ def test_another_layout_file_starts_over(
     else:
         file.write_text(json.dumps(good | {damage: 9}) if damage in good else damage)
     tier = SsdTier(host, engine, [tmp_path], 1 << 20)
-    assert "starting over" in caplog.text
+    assert "the tier starts empty" in caplog.text
     assert tier.lookup(keys(1)) == 0
     assert all(put(tier, host, 1))
     tier.close()
@@ -159,16 +165,16 @@ def test_another_layout_file_starts_over(
     tier.close()
 
 
-def test_other_models_are_named_and_left_alone(
+def test_pages_of_other_models_are_reported_and_kept(
     engine: TransferEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, other = arena(engine, 4), arena(engine, 4, replace_layout(fingerprint="else", page=8))
     tier = SsdTier(other, engine, [tmp_path], 1 << 20)
     assert all(put(tier, other, 1, 2))
     with caplog.at_level(logging.WARNING):
-        mine = SsdTier(host, engine, [tmp_path], 1 << 20)  # beside it, while it is open
+        mine = SsdTier(host, engine, [tmp_path], 1 << 20)  # while the other is open
     (record,) = caplog.records
-    for part in ("page: 4 here, 8 there", "fingerprint: test here, else there", "16,384 B"):
+    for part in ("page: expected 4, found 8", "fingerprint: expected test, found else", "16,384 B"):
         assert part in record.getMessage()
     assert mine.lookup(keys(1)) == 0
     assert all(get(tier, other, 1, 2))
@@ -180,8 +186,8 @@ def replace_layout(**changes: object) -> Layout:
     return Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | changes)  # type: ignore[arg-type]
 
 
-def test_foreign_pages_are_no_pages(engine: TransferEngine, tmp_path: Path) -> None:
-    """A file of another model under our name: its trailers say whose it is."""
+def test_pages_of_another_model_are_misses(engine: TransferEngine, tmp_path: Path) -> None:
+    """Replaces our file by that of another model, whose trailers name the other layout."""
     host, other = arena(engine, 4), arena(engine, 4, replace_layout(fingerprint="else"))
     (here, there) = directories(tmp_path, 2)
     for path, one in ((here, host), (there, other)):

@@ -1,4 +1,4 @@
-"""The SSD tier keeps pages, spreads them, evicts the right ones and finds them again."""
+"""SSD tier: stores pages, spreads and evicts them, and finds them after a restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.ssd import SsdTier
 
 
-def test_pages_are_found_again_by_the_next_process(
+def test_pages_are_found_after_a_restart(
     engine: TransferEngine, tmp_path: Path, backend: str
 ) -> None:
     host, paths = arena(engine, 64, LARGE), directories(tmp_path, 3)
@@ -51,8 +51,10 @@ def test_pages_are_found_again_by_the_next_process(
     tier.close()
 
 
-def test_places_may_be_any(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
-    """Neighbours in the file or in memory only, backwards, scattered."""
+def test_pages_may_be_in_any_slots_of_the_arena(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
+    """Stores and loads with shuffled slots; loads pages in order, in reverse and scattered."""
     host = arena(engine, 64, LARGE)
     tier = SsdTier(host, engine, directories(tmp_path, 1), 64 * host.stride, backend=backend)
     rng = random.Random(3)  # noqa: S311
@@ -69,26 +71,26 @@ def test_places_may_be_any(engine: TransferEngine, tmp_path: Path, backend: str)
     tier.close()
 
 
-def test_nothing_asked_nothing_done(engine: TransferEngine, tmp_path: Path) -> None:
+def test_empty_calls_do_nothing(engine: TransferEngine, tmp_path: Path) -> None:
     host = arena(engine, 2)
     tier = SsdTier(host, engine, directories(tmp_path, 1), 1 << 20)
     assert len(tier.load([], places())) == len(tier.store([], places())) == tier.lookup([]) == 0
     tier.close()
 
 
-def test_a_page_is_written_once(engine: TransferEngine, tmp_path: Path) -> None:
+def test_stored_pages_are_not_written_again(engine: TransferEngine, tmp_path: Path) -> None:
     host = arena(engine, 8)
     tier = SsdTier(host, engine, directories(tmp_path, 1), 8 * host.stride)
     assert put(tier, host, 1, 2, 1) == [True] * 3
     assert put(tier, host, 1, 2) == [True] * 2
     assert tier.statistics().pages == 2
     assert tier.volumes[0].bytes_written == 3 * host.stride
-    assert put(tier, host, 3, 4, 5, 6, 7, 8) == [True] * 6  # the slot of the second 1 is free
+    assert put(tier, host, 3, 4, 5, 6, 7, 8) == [True] * 6  # the slot of the duplicate is free
     assert tier.volumes[0].evictions == 0
     tier.close()
 
 
-def test_tails_go_before_prefixes_even_after_a_restart(
+def test_tails_are_evicted_before_prefixes_after_a_restart(
     engine: TransferEngine, tmp_path: Path
 ) -> None:
     host, paths = arena(engine, 8), directories(tmp_path, 1)
@@ -97,7 +99,7 @@ def test_tails_go_before_prefixes_even_after_a_restart(
     put(tier, host, 10, 11, 12, 13)
     tier.close()
     tier = SsdTier(host, engine, paths, 8 * host.stride)
-    put(tier, host, 20, 21)  # takes the places of 3 and 2
+    put(tier, host, 20, 21)  # takes the slots of pages 3 and 2
     assert tier.lookup(keys(0, 1, 2, 3)) == 2
     get(tier, host, 0, 1)
     put(tier, host, 30, 31)
@@ -107,18 +109,18 @@ def test_tails_go_before_prefixes_even_after_a_restart(
     tier.close()
 
 
-def test_a_page_stored_again_is_the_latest_after_a_restart(
+def test_page_stored_again_is_most_recent_after_a_restart(
     engine: TransferEngine, tmp_path: Path
 ) -> None:
     host, paths = arena(engine, 8), directories(tmp_path, 1)
     tier = SsdTier(host, engine, paths, 4 * host.stride)
     put(tier, host, 0)
-    assert all(get(tier, host, 0))  # its trailer of then is in place 0
+    assert all(get(tier, host, 0))  # arena slot 0 holds its first trailer
     again = places(0)
     fill(host, keys(*range(1, 5)), places(1, 2, 3, 4))
-    assert tier.store(keys(*range(1, 5)), places(1, 2, 3, 4)).all()  # 0 has to go
+    assert tier.store(keys(*range(1, 5)), places(1, 2, 3, 4)).all()  # evicts page 0
     assert tier.lookup(keys(0)) == 0
-    assert tier.store(keys(0), again).all()  # and comes back, for 4
+    assert tier.store(keys(0), again).all()  # stored again; evicts page 4
     tier.close()
     tier = SsdTier(host, engine, paths, 4 * host.stride)
     put(tier, host, 7)
@@ -126,7 +128,9 @@ def test_a_page_stored_again_is_the_latest_after_a_restart(
     tier.close()
 
 
-def test_more_than_fits_at_once(engine: TransferEngine, tmp_path: Path) -> None:
+def test_pages_of_one_call_beyond_the_capacity_are_refused(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     host = arena(engine, 12)
     tier = SsdTier(host, engine, directories(tmp_path, 2), 4 * host.stride)
     assert put(tier, host, *range(12)) == [True] * 8 + [False] * 4
@@ -135,21 +139,21 @@ def test_more_than_fits_at_once(engine: TransferEngine, tmp_path: Path) -> None:
     tier.close()
 
 
-def test_the_latest_of_two_slots_counts(engine: TransferEngine, tmp_path: Path) -> None:
-    """Copies of one page in two directories, as a stalled device can leave them."""
+def test_one_of_two_copies_counts_after_a_restart(engine: TransferEngine, tmp_path: Path) -> None:
+    """Makes copies of one page in two directories, as a stalled device can leave them."""
     host, paths = arena(engine, 4), directories(tmp_path, 2)
     for path, number in ((paths[0], 1), (paths[1], 2)):
         tier = SsdTier(host, engine, [path], 4 * host.stride)
         put(tier, host, *range(10 * number, 10 * number + number - 1), 7)
         tier.close()
     tier = SsdTier(host, engine, paths, 4 * host.stride)
-    assert tier.statistics().pages == 2  # 20 and one 7
+    assert tier.statistics().pages == 2  # page 20 and one copy of page 7
     assert [volume.pages for volume in tier.volumes] in ([1, 1], [0, 2])
     assert all(get(tier, host, 7, 20))
     tier.close()
 
 
-def test_a_smaller_capacity_cuts_the_file(engine: TransferEngine, tmp_path: Path) -> None:
+def test_smaller_capacity_truncates_the_file(engine: TransferEngine, tmp_path: Path) -> None:
     host, paths = arena(engine, 8), directories(tmp_path, 1)
     tier = SsdTier(host, engine, paths, 8 * host.stride)
     put(tier, host, *range(8))
@@ -166,10 +170,10 @@ def test_a_smaller_capacity_cuts_the_file(engine: TransferEngine, tmp_path: Path
     tier.close()
 
 
-def test_without_direct_io(
+def test_tier_works_without_direct_io(
     engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the device asks for larger sectors than a page's place is aligned to."""
+    """Covers missing O_DIRECT, and a device that requires larger alignment than slots have."""
     for refused in (None, (16384, 16384)):
         monkeypatch.setattr("sgl_ext.memory.transfer.direct_alignment", lambda _, r=refused: r)
         host = arena(engine, 4)
@@ -180,10 +184,10 @@ def test_without_direct_io(
         tier.close()
 
 
-def test_loads_stores_and_evictions_side_by_side(
+def test_concurrent_loads_stores_and_evictions_are_correct(
     engine: TransferEngine, tmp_path: Path, backend: str
 ) -> None:
-    """Slots are written over while they are read: what is served is right all the same."""
+    """Overwrites slots while they are read; pages that are reported as loaded are correct."""
     host = arena(engine, 64, LARGE)
     tier = SsdTier(host, engine, directories(tmp_path, 2), 12 * host.stride, backend=backend)
     wrong: list[Key] = []
@@ -226,7 +230,7 @@ def test_loads_stores_and_evictions_side_by_side(
     tier.close()
 
 
-def test_nothing_is_left_open(tmp_path: Path, backend: str) -> None:
+def test_close_leaves_no_files_or_threads(tmp_path: Path, backend: str) -> None:
     def use() -> None:
         with TransferEngine() as engine:
             host = arena(engine, 4)
@@ -251,7 +255,7 @@ def test_nothing_is_left_open(tmp_path: Path, backend: str) -> None:
     assert len(os.listdir("/proc/self/task")) <= tasks  # noqa: PTH208
 
 
-def test_closing_ends_calls_that_wait(engine: TransferEngine, tmp_path: Path) -> None:
+def test_close_ends_waiting_calls(engine: TransferEngine, tmp_path: Path) -> None:
     host = arena(engine, 32)
     tier = SsdTier(
         host,
@@ -274,8 +278,10 @@ def test_closing_ends_calls_that_wait(engine: TransferEngine, tmp_path: Path) ->
     assert tier.statistics().failures == {"closed": 32}
 
 
-def test_what_was_stored_last_outlives_restarts(engine: TransferEngine, tmp_path: Path) -> None:
-    """Sequence numbers go on where the previous process stopped."""
+def test_most_recently_stored_pages_survive_restarts(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    """Relies on sequence numbers that continue after those of the previous process."""
     host, paths = arena(engine, 8), directories(tmp_path, 2)
     for first in (0, 4, 8):
         tier = SsdTier(host, engine, paths, 4 * host.stride)

@@ -36,7 +36,7 @@ def test_a_hook_that_did_not_apply_is_refused(launch: Launch, target: str) -> No
         assert result.returncode == 2
         assert "unrecognized arguments: --enable-ext" in result.stderr
         return
-    assert f"lacks what sgl_ext 0.1.0 builds on: {target}" in refusal(result)
+    assert f"lacks functions that sgl_ext 0.1.0 requires: {target}" in refusal(result, processes=2)
 
 
 def test_a_missing_seam_is_refused(launch: Launch) -> None:
@@ -103,7 +103,7 @@ def test_weights_that_are_cut_short_are_refused(
     with (model / "model.safetensors").open("rb") as whole:
         (tmp_path / "model.safetensors").write_bytes(whole.read(1 << 20))
     message = refusal(launch("--enable-ext", model_path=str(tmp_path)))
-    assert "model.safetensors is not whole" in message
+    assert "model.safetensors is incomplete or damaged" in message
 
 
 def test_arguments_that_sglang_asserts_are_refused_with_its_reason(launch: Launch) -> None:
@@ -130,7 +130,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> 
         ),
         (
             {"tiers": {"host": {"capacity": "64MiB"}}, "restore": {"chunk": 24}},
-            "restore.chunk is 24 tokens, no multiple of the page of 16; 32 is one",
+            "restore.chunk is 24 tokens, which is not a multiple of the page size 16; set it to 32",
         ),
     ],
 )
@@ -148,14 +148,14 @@ def test_what_a_section_lacks_is_refused_before_the_model_is_loaded(
     [
         (["--dp-size", "2"], "data parallelism (--dp-size)"),
         (["--tp", "2", "--attn-dp-size", "2"], "data parallelism (--attn-dp-size)"),
-        (["--tokenizer-worker-num", "2"], "several tokenizer workers"),
+        (["--tokenizer-worker-num", "2"], "multiple tokenizer workers"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(
     launch: Launch, arguments: list[str], what: str
 ) -> None:
     message = refusal(launch("--enable-ext", *arguments))
-    assert f"--enable-ext does not work with {what}" in message
+    assert f"--enable-ext does not support {what}" in message
 
 
 def test_a_start_that_takes_too_long_is_ended(launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""What a launcher finds out before anything is loaded; the refusals themselves: test_start."""
+"""Tests of the launcher's checks before anything is loaded; ``test_start`` tests the refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arguments(**changed: object) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if SGLang had resolved :func:`arguments` for a model of Llama's kind, in float32."""
+    """Fakes SGLang's resolution of :func:`arguments`, for a Gemma model in float32."""
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["GemmaForCausalLM"]), dtype=torch.float32,
         head_dim=64, v_head_dim=64, num_hidden_layers=30, get_num_kv_heads=lambda size: 3 // size,
@@ -46,48 +46,48 @@ def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "changed", "reason"),
     [
-        ({"tiers": HOST, "restore": {"chunk": 24}}, {}, "restore.chunk is 24 .* 32 is one"),
-        ({"tiers": HOST, "restore": {}}, {"chunked_prefill_size": -1}, "-size is -1; give one of"),
-        ({"tiers": HOST}, {"disable_radix_cache": True}, "tiers need the radix cache"),
+        ({"tiers": HOST, "restore": {"chunk": 24}}, {}, "restore.chunk is 24 .* set it to 32"),
+        ({"tiers": HOST, "restore": {}}, {"chunked_prefill_size": -1}, "-size is -1; set it to 16"),
+        ({"tiers": HOST}, {"disable_radix_cache": True}, "tiers require the radix cache"),
         ({"tiers": HOST}, {"page_size": 4096}, "host.capacity is 64MiB.* 4096 tokens.*188,747,776"),
         (
             {"tiers": HOST, "swap": {"capacity": "512KiB"}}, {},
-            "swap.capacity is 512KiB, and one page of 16 tokens takes 741,376 B; raise it",
+            "swap.capacity is 512KiB, but one page of 16 tokens takes 741,376 B; raise it",
         ),
-        ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers: .* KV of type fp8_e4m3; leave"),
-        ({"tiers": HOST, "memory": {"layout": "layer_major"}}, {}, "serve memory.layout layer_maj"),
-        ({"memory": {"layout": "block_major"}}, {"enable_memory_saver": True}, "-memory-saver; l"),
+        ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers: .* KV of type fp8_e4m3; rem"),
+        ({"tiers": HOST, "memory": {"layout": "layer_major"}}, {}, "support memory.layout layer_"),
+        ({"memory": {"layout": "block_major"}}, {"enable_memory_saver": True}, "-memory-saver; r"),
         (
             {"clusters": {"directories": ["/tmp"]}}, {"decode_attention_backend": "triton"},
-            "decode runs triton; use --attention-backend torch_native for both phases, or leave",
+            "decode runs triton; use --attention-backend torch_native for both phases, or remove",
         ),
         (
             {"peer": {"role": "master", "directory": "/tmp/p", "capacity": "1MiB",
                       "stream": "layer"}},
-            {"attention_backend": "triton"}, "prefill runs triton.* or leave out peer.stream layer",
+            {"attention_backend": "triton"}, "prefill runs triton.* or remove peer.stream layer",
         ),
         ({"chunks": {}}, {"attention_backend": "flashinfer"}, "^chunks computes.* flashinfer is"),
-        ({"chunks": {}}, {}, "chunks are served for Llama.*not for GemmaForCausalLM"),
+        ({"chunks": {}}, {}, "chunks support Llama.*not GemmaForCausalLM"),
     ],
 )  # fmt: skip
-def test_what_the_resolved_arguments_do_not_serve(
+def test_resolved_arguments_that_are_not_served_are_refused(
     config: Mapping[str, object], changed: Mapping[str, object], reason: str
 ) -> None:
     with pytest.raises(ActivationError, match=reason):
         start_checks.require_resolved(arguments(**changed), load(config))
 
 
-def test_what_they_serve() -> None:
+def test_resolved_arguments_that_are_served_pass() -> None:
     start_checks.require_resolved(
         arguments(), load({"tiers": HOST, "restore": {"chunk": 32}, "swap": {"capacity": "1MiB"}})
     )
-    # Without a section that needs the slab SGLang's own pool serves.
+    # SGLang's own pool is used if no section needs the slab.
     start_checks.require_resolved(arguments(enable_memory_saver=True), load({}))
 
 
-def test_weights_that_are_missing(tmp_path: Path) -> None:
+def test_models_without_complete_weights_are_refused(tmp_path: Path) -> None:
     named = arguments(model_path=str(tmp_path))
-    start_checks.require_startable(named, load({}))  # no model: SGLang says so
+    start_checks.require_startable(named, load({}))  # there is no model, which SGLang reports
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ActivationError, match=r"lacks weights \(\*\.safetensors"):
         start_checks.require_startable(named, load({}))
@@ -102,7 +102,7 @@ def test_weights_that_are_missing(tmp_path: Path) -> None:
         start_checks.require_startable(named, load({}))
 
 
-def test_a_hub_out_of_reach_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     cached: dict[str, str] = {}
 
@@ -114,7 +114,7 @@ def test_a_hub_out_of_reach_is_tried_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda name, *_args, **_kw: cached.get(name)
     )
-    with pytest.raises(ActivationError, match=r"no folder here.*cannot be reached"):
+    with pytest.raises(ActivationError, match=r"neither a local folder.*cannot be reached"):
         start_checks.require_startable(arguments(), load({}))
     assert len(asked) == 1
     for name in ("dummy", "s3://bucket/model"):
@@ -124,7 +124,7 @@ def test_a_hub_out_of_reach_is_tried_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 1
 
 
-def test_a_machine_that_lacks_something_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     config = load({"clusters": {"directories": [str(tmp_path / "none")]}})
     with pytest.raises(ActivationError, match=r"clusters directory \S+/none: does not exist"):
         start_checks.require_startable(arguments(model_path=str(tmp_path)), config)

@@ -1,4 +1,4 @@
-"""A pattern that takes too long to match ends its own request, and no other."""
+"""Time limit on stop patterns: one that takes too long to match ends only its own request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_RE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.step import stop_patterns
-from sgl_ext.engine.step.stop_patterns import Allowance, _check
+from sgl_ext.engine.workarounds import stop_patterns
+from sgl_ext.engine.workarounds.stop_patterns import Allowance, _check
 
 
 class Letters:
-    """A tokenizer of which every token is one letter."""
+    """Tokenizer with one token per letter."""
 
     eos_token_id = None
     additional_stop_token_ids = None
@@ -32,7 +32,7 @@ class Letters:
 
 
 def answered(text: str, pattern: str) -> Any:
-    """A request that has answered with the text so far."""
+    """Returns a request whose answer so far is ``text``."""
     params = SamplingParams(stop_regex=pattern, max_new_tokens=1000)
     params.normalize(Letters())
     request = Req("one", "a", [1], params)
@@ -54,19 +54,19 @@ def active(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_pattern_without_end_ends_its_request() -> None:
+def test_a_pattern_that_matches_too_long_aborts_its_request() -> None:
     request = answered("the quick brown fox jumps over the lazy dog " * 4, "([a-z ]+)+Z")
     handler = signal.getsignal(signal.SIGALRM)
     assert finished(request)
     assert isinstance(request.finished_reason, FINISH_ABORT)
     assert request.finished_reason.status_code == 400
-    assert "takes too long; give a pattern" in request.finished_reason.message
+    assert "takes too long; use a pattern" in request.finished_reason.message
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("pattern", "ends"), [("dog$", True), ("cat", False), (r"\d+", False)])
-def test_other_patterns_match_as_ever(pattern: str, ends: bool) -> None:
+def test_other_patterns_match_as_in_sglang(pattern: str, ends: bool) -> None:
     request = answered("the lazy dog", pattern)
     assert finished(request) is ends
     assert isinstance(request.finished_reason, FINISHED_MATCHED_REGEX) is ends
@@ -74,7 +74,7 @@ def test_other_patterns_match_as_ever(pattern: str, ends: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_all_ranks_end_a_request_that_one_is_late_with(
+def test_all_ranks_abort_a_request_if_one_rank_is_late(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     monkeypatch.setattr(
@@ -94,18 +94,18 @@ def test_all_ranks_end_a_request_that_one_is_late_with(
     assert (request.finished_len is None) is late
 
 
-def test_patterns_share_an_allowance_that_fills_with_time() -> None:
+def test_the_allowance_is_shared_and_refills_with_time() -> None:
     allowance = Allowance()
     assert allowance.given(100.0) == 0.25
     allowance.took(0.2)
     assert allowance.given(100.0) == pytest.approx(0.05)
     allowance.took(0.3)
-    assert allowance.given(100.0) == 0.01  # for whoever else matches
+    assert allowance.given(100.0) == 0.01  # the minimum of a match
     assert allowance.given(101.0) == pytest.approx(0.1)
     assert allowance.given(1000.0) == 0.25
 
 
-def test_time_that_others_compute_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_off_the_cpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     request = answered("the lazy dog", "cat")
     asked = request.tokenizer.decode
 

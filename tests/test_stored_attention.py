@@ -1,4 +1,4 @@
-"""Attention over a stored context is that over exactly what was selected of it."""
+"""Tests of attention over a stored context, which equals attention over its selected blocks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 
 POOL = 40
-"""Slots for tokens behind the context."""
+"""Number of slots of the pool, for tokens behind the context."""
 
 
 class Setup:
-    """A stored context, and the same in one pool."""
+    """Stored context, and the same context in one pool for comparison."""
 
     def __init__(self, directory: Path, engine: TransferEngine, **options: int) -> None:
         self.directories = [directory / f"device{at}" for at in range(3)]
@@ -66,7 +66,7 @@ class Setup:
     def expected(
         self, layer: int, query: torch.Tensor, own: Own, chosen: np.ndarray
     ) -> torch.Tensor:
-        """Each row by itself, over slots of one pool that has everything."""
+        """Returns the attention of each row by itself, over one pool that has all the KV."""
         about, block = self.stored.about, self.stored.about.blocks.block
         order = self.stored.layers[layer].order.reshape(-1, block)
         rows, contexts = [], []
@@ -91,7 +91,7 @@ def engine() -> Iterator[TransferEngine]:
 
 
 def own_tokens(rows: int, generator: torch.Generator) -> Own:
-    """Of requests with as many rows as there are, and of one with a row."""
+    """Returns the own tokens of a request with ``rows - 1`` rows and of one with one row."""
     slots, new = [], []
     for count in (rows - 1, 1):
         if count:
@@ -102,14 +102,14 @@ def own_tokens(rows: int, generator: torch.Generator) -> Own:
 
 
 def seen_by(own: Own) -> list[np.ndarray]:
-    """The slots of each row."""
+    """Returns the slots of the own tokens that each row sees."""
     return [
         own.slots[start : start + length]
         for start, length in zip(own.starts, own.lengths, strict=True)
     ]
 
 
-def test_own_tokens_of_rows() -> None:
+def test_each_row_sees_its_requests_tokens_up_to_its_own() -> None:
     own = Own.of([np.array([7, 8, 9]), np.array([4, 5])], [2, 1])
     assert [each.tolist() for each in seen_by(own)] == [[7, 8], [7, 8, 9], [4, 5]]
     assert own.before.tolist() == [1, 1, 1]
@@ -117,7 +117,7 @@ def test_own_tokens_of_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 30}])
-def test_rows_see_what_was_selected(
+def test_rows_attend_to_the_selected_blocks(
     options: dict[str, int], engine: TransferEngine, tmp_path: Path
 ) -> None:
     setup = Setup(tmp_path, engine, **options)
@@ -132,7 +132,7 @@ def test_rows_see_what_was_selected(
     assert (memory.hits.sum() > 0) == ("hot" in options)
 
 
-def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) -> None:
+def test_a_share_of_one_equals_dense_attention(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine, hot=60_000)
     for layer in range(3):
         own = own_tokens(3, setup.chance)
@@ -151,7 +151,9 @@ def test_all_of_it_is_dense_attention(engine: TransferEngine, tmp_path: Path) ->
         assert torch.equal(found, dense)
 
 
-def test_what_is_asked_often_is_not_read_again(engine: TransferEngine, tmp_path: Path) -> None:
+def test_frequently_wanted_blocks_are_not_read_again(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     setup = Setup(tmp_path, engine, hot=3 * 30 * 16 * GEOMETRY.entry_bytes)
     own, query = own_tokens(1, setup.chance), setup.query(1)
     for _ in range(40):
@@ -163,7 +165,7 @@ def test_what_is_asked_often_is_not_read_again(engine: TransferEngine, tmp_path:
 
 @pytest.mark.parametrize("hot", [0, 60_000])
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
-def test_what_is_expected_is_not_read_again(
+def test_expected_blocks_are_not_read_again(
     hot: int, times: float, engine: TransferEngine, tmp_path: Path
 ) -> None:
     setup = Setup(tmp_path, engine, hot=hot)
@@ -181,9 +183,7 @@ def test_what_is_expected_is_not_read_again(
     assert setup.memory.came.sum() > 0
 
 
-def test_layers_are_expected_one_before_they_are_asked_for(
-    engine: TransferEngine, tmp_path: Path
-) -> None:
+def test_blocks_are_read_ahead_one_layer_early(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     keys = setup.pool[:, :, 0]
     for _ in range(3):
@@ -204,9 +204,7 @@ def test_layers_are_expected_one_before_they_are_asked_for(
             assert (came >= 0.8 * count) == (layer > 0)
 
 
-def test_a_layer_that_is_expected_wrongly_is_not_read_ahead(
-    engine: TransferEngine, tmp_path: Path
-) -> None:
+def test_a_poorly_predicted_layer_is_not_read_ahead(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     last = np.array([setup.stored.about.blocks.blocks - 1])
     for _ in range(20):
@@ -219,7 +217,9 @@ def test_a_layer_that_is_expected_wrongly_is_not_read_ahead(
     assert setup.memory.requests == before + 1
 
 
-def test_what_is_expected_of_a_device_that_fails(engine: TransferEngine, tmp_path: Path) -> None:
+def test_errors_of_reads_ahead_are_raised_when_blocks_are_wanted(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(2, setup.chance), setup.query(2)
     keys = setup.pool[0, :, 0]
@@ -237,7 +237,7 @@ def test_what_is_expected_of_a_device_that_fails(engine: TransferEngine, tmp_pat
     harmed[::512] = bytes(byte ^ 1 for byte in harmed[::512])
     file.write_bytes(harmed)
     setup.attention.expect(0, query, keys, own, 0.3, 1.0)
-    with pytest.raises(DeviceError, match="not what was written"):
+    with pytest.raises(DeviceError, match="blocks are damaged"):
         setup.sparse(0, query, own, 0.3)
 
 
@@ -248,13 +248,13 @@ def test_rows_whose_blocks_do_not_fit_together_are_served_in_groups(
     blocks = setup.stored.about.blocks.blocks
     most = setup.memory.most = blocks // 3
     own, query = own_tokens(37, setup.chance), setup.query(37) * 3
-    for _ in range(3):  # what several groups have made hot is right, too
+    for _ in range(3):  # blocks that several groups made hot are right, too
         found, chosen = setup.sparse(0, query, own, 0.1)
         assert len(np.unique(chosen)) > most
         torch.testing.assert_close(found, setup.expected(0, query, own, chosen), rtol=0, atol=0)
 
 
-def test_a_device_that_hangs_is_waited_for_once(engine: TransferEngine, tmp_path: Path) -> None:
+def test_a_hanging_device_is_waited_for_once(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(1, setup.chance), setup.query(1)
     setup.attention.expect(0, query, setup.pool[0, :, 0], own, 0.1, 1.0)
@@ -276,11 +276,15 @@ def test_a_device_that_hangs_is_waited_for_once(engine: TransferEngine, tmp_path
 
 def test_a_share_that_does_not_fit_is_refused(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine, most=5)
-    with pytest.raises(ExtError, match=r"is given \d+ blocks of the context, at most 5 fit"):
+    with pytest.raises(
+        ExtError, match=r"selects \d+ blocks of the context per query, but at most 5 fit"
+    ):
         setup.sparse(0, setup.query(1), own_tokens(1, setup.chance), 0.5)
 
 
-def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_path: Path) -> None:
+def test_a_failed_device_causes_errors_not_wrong_outputs(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(2, setup.chance), setup.query(2)
     file = setup.stored.files[1]
@@ -288,17 +292,17 @@ def test_a_device_that_fails_serves_nothing_wrong(engine: TransferEngine, tmp_pa
     os.truncate(file, 0)
     with pytest.raises(DeviceError, match="device 1 cannot be read"):
         setup.sparse(0, query, own, 0.3)
-    file.write_bytes(contents)  # it is back
+    file.write_bytes(contents)  # the device works again
     found, chosen = setup.sparse(0, query, own, 0.3)
     assert torch.equal(found, setup.expected(0, query, own, chosen))
-    # A read that is still under way may yet write where the next one would.
+    # A read in progress may still write where the next one would.
     setup.memory._asked.reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
-    with pytest.raises(DeviceError, match="has not answered an earlier read yet"):
+    with pytest.raises(DeviceError, match="an earlier read from a device is still pending"):
         setup.sparse(0, query, own, 0.3)
 
 
 @pytest.mark.parametrize("error", [IndexError("it is cut"), DeviceError("it is gone")])
-def test_an_error_of_one_context_ends_its_own_requests(
+def test_an_error_of_a_context_ends_only_its_own_requests(
     error: Exception, engine: TransferEngine, tmp_path: Path
 ) -> None:
     setup = Setup(tmp_path, engine)
@@ -331,20 +335,20 @@ def test_an_error_of_one_context_ends_its_own_requests(
         alone = setup.attention.attend(setup.native, layer, query[:1], keys, values, own, 0.3)
         assert torch.equal(out[:1], alone)
         assert (out[[1, 2, 4]] == 0).all()
-        assert (out[3] == 7).all()  # follows nothing
+        assert (out[3] == 7).all()  # follows no context
     assert stored.given_up == {"1", "3"}
     assert [req.to_finish is None for req in reqs] == [True, False, True, False]
     assert str(error) in reqs[1].to_finish.message
-    # A device may come back; what is in memory of the context may be wrong.
+    # A device may recover. After another error, the memory of the context may be inconsistent.
     assert bool(contexts["bad"].failed) == isinstance(error, IndexError)
 
 
-def test_attention_that_is_no_number_is_an_error(engine: TransferEngine, tmp_path: Path) -> None:
+def test_attention_that_is_not_finite_is_an_error(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(2, setup.chance), setup.query(2)
     setup.memory.slots[setup.memory.first(0)] = torch.nan
-    with pytest.raises(ExtError, match="attention of layer 0 to it is no number; store it again"):
+    with pytest.raises(ExtError, match="attention of layer 0 to the context is not finite; store"):
         setup.sparse(0, query, own, 0.3)
-    setup.attention.failed = "context a is given up"
-    with pytest.raises(ExtError, match="context a is given up"):
+    setup.attention.failed = "context a is disabled"
+    with pytest.raises(ExtError, match="context a is disabled"):
         setup.sparse(1, query, own, 0.3)

@@ -1,4 +1,7 @@
-"""Damaged and planted files of stored contexts: the documented error, or what was written."""
+"""Fuzz tests of damaged and planted files of stored contexts.
+
+A damaged file raises the documented error, or is read as it was written.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def recorded_context() -> Recorded:
 
 
 class Kept:
-    """A stored context, and its files as they were written."""
+    """Stored context, and the contents of its files as they were written."""
 
     def __init__(self, directory: Path) -> None:
         self.folders = [directory / f"device{at}" for at in range(2)]
@@ -84,15 +87,15 @@ class Kept:
         self.stored = Stored.open("a", self.folders, GEOMETRY, LONGEST)
         files = (self.index, self.record, *self.stored.files)
         self.contents = {file: file.read_bytes() for file in files}
-        for file in files:  # one write less for every round
+        for file in files:  # so that opening a file does not write its mode
             file.chmod(0o600)
 
     def opened(self) -> Stored | None:
-        """The context, unless it is refused."""
+        """Returns the context; None if it is refused."""
         try:
             return Stored.open("a", self.folders, GEOMETRY, LONGEST)
         except ExtError as error:
-            assert str(self.record.parent) not in str(error)  # clients are told of it
+            assert str(self.record.parent) not in str(error)  # clients receive the message
             return None
 
     def restore(self) -> None:
@@ -123,8 +126,8 @@ def arrays_of(layer: Any) -> list[np.ndarray]:
     return [*vars(layer.codes).values(), layer.order, layer.often, layer.sums, layer.resident]
 
 
-def test_an_index_of_which_any_bit_differs_is_refused(kept: Kept) -> None:
-    """Of the header every bit, which is all that is read of a context that is listed."""
+def test_an_index_with_a_flipped_bit_in_its_header_is_refused(kept: Kept) -> None:
+    """Flips bits of the header, which is all that is read of a context to list it."""
     contents = kept.contents[kept.index]
     header = 8 + int.from_bytes(contents[:8], "little")
     bits = range(8 * header)
@@ -171,7 +174,7 @@ def test_a_damaged_record_is_refused(kept: Kept) -> None:
 
 
 def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
-    """Writes a file with right digests, whatever is in it."""
+    """Writes a file whose digests are right, whatever its content."""
     content = {name: np.ascontiguousarray(array) for name, array in content.items()}
     header = {"version": arrays.VERSION, "about": msgspec.Raw(text)}
     header["digest"] = arrays._digest(content)
@@ -180,14 +183,14 @@ def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
 
 
 def content_of(path: Path) -> tuple[dict[str, Any], arrays.Arrays]:
-    """What is in a file, with no check."""
+    """Returns the description and the arrays of a file without checking them."""
     with safe_open(path, framework="numpy") as file:
         said = json.loads(file.metadata()["sgl_ext"])
         return said["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def other_about(found: dict[str, Any], chance: random.Random) -> bytes:
-    """One field differs, or the text itself does."""
+    """Returns a description in which one field, or the JSON text itself, is changed."""
     if chance.random() < 0.3:
         return mutate(json.dumps(found).encode(), chance)
     found = json.loads(json.dumps(found))
@@ -203,7 +206,7 @@ def other_about(found: dict[str, Any], chance: random.Random) -> bytes:
 
 
 def other_array(content: arrays.Arrays, chance: random.Random) -> arrays.Arrays:
-    """One array differs: its dtype, its shape, its values, or that it is there."""
+    """Returns arrays of which one has another dtype, shape, name or other values."""
     found = {name: array.copy() for name, array in content.items()}
     name = chance.choice([*found])
     array = found[name]
@@ -228,7 +231,10 @@ Attend = Callable[[Stored], None]
 
 @pytest.fixture
 def attend() -> Iterator[Attend]:
-    """Attends to a context as a forward does; it is served, or a device is said to fail."""
+    """Yields a function that attends to a context as a forward does.
+
+    The function raises DeviceError if a block is not what was written.
+    """
     native = NativeAttention()
     shape = (GEOMETRY.layers, 8, 2, GEOMETRY.kv_heads, GEOMETRY.head_dim)
     pool, query = torch.ones(shape), torch.ones(2, GEOMETRY.heads, GEOMETRY.head_dim)
@@ -267,7 +273,7 @@ def test_a_planted_index_is_refused_or_harmless(kept: Kept, attend: Attend) -> N
             served += 1
             try:
                 attend(found)
-            except DeviceError:  # its checksums are others
+            except DeviceError:  # the blocks do not have these checksums
                 continue
     assert served
 
@@ -299,12 +305,12 @@ def test_damaged_blocks_are_refused(kept: Kept, attend: Attend) -> None:
             if file.read_bytes() == kept.contents[file]:
                 attend(found)
             else:
-                with pytest.raises(DeviceError, match="not what was written"):
+                with pytest.raises(DeviceError, match="blocks are damaged"):
                     attend(found)
         file.write_bytes(kept.contents[file])
 
 
-def test_files_that_are_not_the_users_own_are_refused(kept: Kept, tmp_path: Path) -> None:
+def test_links_and_folders_in_place_of_files_are_refused(kept: Kept, tmp_path: Path) -> None:
     for file in (kept.index, kept.stored.files[1]):
         elsewhere = tmp_path / file.name
         shutil.move(file, elsewhere)

@@ -202,14 +202,18 @@ def test_requests_of_all_kinds_run_together(
 @pytest.mark.parametrize(
     ("follows", "status", "message"),
     [
-        ({"id": "stx-nothing"}, 404, "there is no stored context 'stx-nothing'"),
-        ({"id": "../x"}, 400, "what is said of a stored context"),
-        ({"id": "stx-a\n"}, 400, "what is said of a stored context"),
-        ({"id": "stx-" + 64 * "\U00010400"}, 400, "what is said of a stored context"),
-        ({"sparsity": 2}, 400, "what is said of a stored context"),
-        ({"sparsity": "much"}, 400, "what is said of a stored context"),
-        ({"share": 0.5}, 400, "what is said of a stored context"),
-        ({"sparsity": json.loads("[" * 80 + "]" * 80)}, 400, "what is said of a stored context"),
+        ({"id": "stx-nothing"}, 404, "stored context 'stx-nothing' not found"),
+        ({"id": "../x"}, 400, "invalid parameter of a stored context"),
+        ({"id": "stx-a\n"}, 400, "invalid parameter of a stored context"),
+        ({"id": "stx-" + 64 * "\U00010400"}, 400, "invalid parameter of a stored context"),
+        ({"sparsity": 2}, 400, "invalid parameter of a stored context"),
+        ({"sparsity": "much"}, 400, "invalid parameter of a stored context"),
+        ({"share": 0.5}, 400, "invalid parameter of a stored context"),
+        (
+            {"sparsity": json.loads("[" * 80 + "]" * 80)},
+            400,
+            "invalid parameter of a stored context",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(
@@ -258,7 +262,7 @@ def test_names_of_kv_are_not_forged(
         body = {"input_ids": asked[1][0], "extra_key": forged}
         answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
         assert answer.status_code == 400, answer.text
-        assert "is the server's own" in answer.text
+        assert "is reserved for the server" in answer.text
     own = {"ext_recorded": {"id": "stx-a", "tokens": 3, "queries": 1, "last": True}}
     params = {"max_new_tokens": 1, "custom_params": own}
     body = {"input_ids": [5, 6, 7, 8], "sampling_params": params}
@@ -305,7 +309,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     url = f"{server.url}/ext/stored_contexts/{id_}?cache_salt=a%20tenant"
     answer = requests.get(url, timeout=60)
     assert answer.status_code == 400
-    assert f"{id_}.1.blocks has 0 B, not " in answer.text
+    assert f"{id_}.1.blocks has 0 B, expected " in answer.text
     assert str(folders[1].parent) not in answer.text
     assert generate(server, prompts[1]).ok
     file.write_bytes(contents)

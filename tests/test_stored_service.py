@@ -1,4 +1,4 @@
-"""Stored contexts over HTTP: tenants, damaged files, what is refused first; no model runs."""
+"""Stored contexts over HTTP, without a model: tenants, damaged files, early refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MINE = {"cache_salt": "mine"}
 
 
 class Waiting(Manager):
-    """Computes nothing until it is told to."""
+    """Tokenizer manager whose requests never finish."""
 
     context_len = 5000
 
@@ -54,7 +54,7 @@ class Waiting(Manager):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """With one context of a tenant, and one of none."""
+    """Returns directories with one context of a tenant and one context without a tenant."""
     found = [tmp_path_factory.mktemp(f"device{at}") for at in range(2)]
     for name, salt in (("stx-mine", "mine"), ("stx-open", None)):
         build(replace(recorded_context(), salt=salt), name, own_folders(found), OPTIONS)
@@ -84,7 +84,7 @@ def client(service: StoredService) -> TestClient:
 
 @pytest.fixture
 def index(directories: list[Path]) -> Iterator[Path]:
-    """The tenant's, which is restored."""
+    """Yields the index file of the tenant's context, and restores it after the test."""
     path = index_file(own_folders(directories)[0], "stx-mine")
     contents = path.read_bytes()
     yield path
@@ -97,7 +97,7 @@ def listed(client: TestClient, **params: str) -> list[str]:
     return [each["id"] for each in found["contexts"]]
 
 
-def test_tenants_are_kept_apart(client: TestClient) -> None:
+def test_contexts_are_visible_to_their_tenant_only(client: TestClient) -> None:
     assert listed(client) == ["stx-open"]
     assert listed(client, **MINE) == ["stx-mine"]
     assert listed(client, cache_salt="other") == listed(client, cache_salt="") == []
@@ -131,12 +131,12 @@ def follows(id_: Any, **more: Any) -> dict[str, Any]:
         ([{}, follows("stx-open")], None, True),
     ],
 )
-def test_followers_are_their_tenants(
+def test_contexts_are_followed_by_their_tenant_only(
     service: StoredService, params: Any, salt: Any, served: bool
 ) -> None:
     request = GenerateReqInput(input_ids=[1], sampling_params=params, cache_salt=salt)
     if not served:
-        with pytest.raises(ExtError, match="there is no stored context 'stx-"):
+        with pytest.raises(ExtError, match=r"stored context 'stx-.*' not found"):
             service.accept(request)
         return
     service.accept(request)
@@ -168,18 +168,18 @@ def nested(depth: int) -> list[Any]:
     ],
     ids=range(9),
 )
-def test_what_cannot_be_followed_is_refused(service: StoredService, params: Any) -> None:
+def test_invalid_follow_parameters_are_refused(service: StoredService, params: Any) -> None:
     with pytest.raises(ExtError):
         service.accept(GenerateReqInput(input_ids=[1], sampling_params=params))
 
 
 @pytest.mark.parametrize("id_", ["%00", "stx-%00", "a" * 5000, "stx-mine.index", "%ff", "%0A"])
-def test_what_is_no_id_is_not_there(client: TestClient, id_: str) -> None:
+def test_invalid_ids_are_not_found(client: TestClient, id_: str) -> None:
     for method in (client.get, client.delete):
         assert method(f"{ROUTE}/{id_}", params=MINE).status_code == 404
 
 
-def test_a_damaged_context_is_counted_and_can_be_deleted(
+def test_damaged_context_is_counted_logged_once_and_refused(
     client: TestClient, service: StoredService, index: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = bytearray(index.read_bytes())
@@ -193,11 +193,11 @@ def test_a_damaged_context_is_counted_and_can_be_deleted(
     assert listed(client) == ["stx-open"]
     assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 400
     request = GenerateReqInput(input_ids=[1], sampling_params=follows("stx-mine"), **MINE)
-    with pytest.raises(ExtError, match=r"not what was written|no context of sgl_ext"):
+    with pytest.raises(ExtError, match=r"is damaged|not a context file of sgl_ext"):
         service.accept(request)
 
 
-def test_a_context_whose_blocks_are_not_there_is_listed_as_such(
+def test_context_with_missing_blocks_is_listed_as_unreadable(
     client: TestClient, directories: list[Path]
 ) -> None:
     (file,) = own_folders(directories)[1].glob("stx-mine.1.blocks")
@@ -214,13 +214,13 @@ def test_a_context_whose_blocks_are_not_there_is_listed_as_such(
     [
         ({"text": "too short"}, "has 10 tokens, of which 260 stay in memory"),
         ({"input_ids": [1] * 12}, "has 12 tokens, of which 260 stay in memory"),
-        ({"input_ids": [1] * 4000}, "has 4000 tokens; model and KV pool take 3976"),
-        ({"text": "x" * 4000}, "has 4001 tokens; model and KV pool take 3976"),
-        ({"text": "x" * 300_000}, "has 300000 characters; model and KV pool take 3976"),
-        ({"input_ids": [1, 200, *[1] * 400]}, "token ids .200. are beyond the vocabulary of 200"),
+        ({"input_ids": [1] * 4000}, "has 4000 tokens; the model and the KV pool allow 3976"),
+        ({"text": "x" * 4000}, "has 4001 tokens; the model and the KV pool allow 3976"),
+        ({"text": "x" * 300_000}, "has 300000 characters; the model and the KV pool allow 3976"),
+        ({"input_ids": [1, 200, *[1] * 400]}, "token ids .200. are outside the vocabulary of 200"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stored_is_refused_before_anything_is_computed(
+def test_invalid_contexts_are_refused_before_they_are_computed(
     client: TestClient, manager: Waiting, body: dict[str, Any], message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -232,14 +232,14 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_computed(
     assert not manager.requests
 
 
-def test_a_full_device_is_found_before_anything_is_computed(
+def test_full_device_is_detected_before_a_context_is_computed(
     client: TestClient, manager: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = SimpleNamespace(free=10_000)
     monkeypatch.setattr(stored_creation.shutil, "disk_usage", lambda _path: free)
     answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
     assert answer.status_code == 400
-    assert "has no room for" in answer.json()["error"]["message"]
+    assert "has not enough free space" in answer.json()["error"]["message"]
     assert not manager.requests
 
 
@@ -256,12 +256,12 @@ def test_a_full_device_is_found_before_anything_is_computed(
         "{",
     ],
 )
-def test_bodies_of_another_shape(client: TestClient, content: str) -> None:
+def test_malformed_bodies_are_refused(client: TestClient, content: str) -> None:
     answer = client.post(ROUTE, content=content, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 422)
 
 
-def test_the_queue_is_bounded_and_ends_with_its_clients(
+def test_store_queue_is_bounded_and_cancelled_with_its_clients(
     service: StoredService, manager: Waiting, directories: list[Path]
 ) -> None:
     folders = own_folders(directories)
@@ -281,7 +281,7 @@ def test_the_queue_is_bounded_and_ends_with_its_clients(
         await manager.asked.wait()
         assert sorted(creation.progress("mine").values()) == ["computing", *["waiting"] * 7]
         assert creation.progress(None) == {}
-        with pytest.raises(BusyError, match="8 contexts are being stored or wait for it"):
+        with pytest.raises(BusyError, match="8 contexts are already being stored or waiting"):
             await creation.create([1] * 1000, None)
         assert BusyError.status == 429
         here[0] = False
@@ -297,22 +297,22 @@ def test_the_queue_is_bounded_and_ends_with_its_clients(
     assert len(manager.requests) == 1
 
 
-def test_what_computes_too_long_ends(
+def test_store_ends_at_its_deadline(
     service: StoredService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_creation, "_STORE_DEADLINE_S", 2)
-    with pytest.raises(ExtError, match="not stored in 2 s; it was at computing"):
+    with pytest.raises(ExtError, match="not stored within 2 s; its progress was: computing"):
         asyncio.run(service.creation.create([1] * 1000, None))
 
 
-def test_a_deadline_includes_the_wait(
+def test_store_deadline_includes_the_wait_for_other_contexts(
     service: StoredService, manager: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
         before = asyncio.create_task(service.creation.create([1] * 1000, None))
         await manager.asked.wait()
         monkeypatch.setattr(stored_creation, "_STORE_DEADLINE_S", 0.1)
-        with pytest.raises(ExtError, match=r"not stored in 0\.1 s; it was at waiting"):
+        with pytest.raises(ExtError, match=r"not stored within 0\.1 s; its progress was: waiting"):
             await service.creation.create([1] * 1000, None)
         before.cancel()
 
@@ -329,7 +329,7 @@ def test_a_deadline_includes_the_wait(
         ({"api_key": None, "admin_api_key": None}, "", True),
     ],
 )
-def test_storing_and_deleting_are_guarded_as_flushing_is(
+def test_store_and_delete_require_the_admin_key_if_it_is_set(
     service: StoredService, keys: dict[str, Any], key: str, allowed: bool
 ) -> None:
     app = FastAPI()
@@ -344,18 +344,18 @@ def test_storing_and_deleting_are_guarded_as_flushing_is(
         assert client.get(f"{ROUTE}/list").status_code == 200
 
 
-def test_a_directory_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+def test_symlinked_and_missing_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (folder,) = own_folders([tmp_path])
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
     folder.symlink_to(tmp_path / "elsewhere")
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ExtError, match="cannot keep contexts in"):
+        with pytest.raises(ExtError, match="cannot store contexts in"):
             own_folders([directory])
 
 
-def test_a_context_that_failed_is_opened_again_when_nobody_follows_it(
+def test_failed_context_is_reopened_once_no_request_follows_it(
     directories: list[Path], index: Path
 ) -> None:
     contexts = StoredContexts(Clusters(directories=tuple(directories)), GEOMETRY, 1000)
@@ -380,5 +380,5 @@ def test_a_context_that_failed_is_opened_again_when_nobody_follows_it(
     contexts.keep([])
     contexts.tidy()
     index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(ExtError, match=r"its arrays take [\d,]+ B, not [\d,]+"):
+    with pytest.raises(ExtError, match=r"its arrays take [\d,]+ B, expected [\d,]+ B"):
         followed("d")

@@ -1,4 +1,4 @@
-"""Swap-ins that go on while others decode: late, cancelled, forgotten."""
+"""Tests of swap-ins that overlap with decode steps: delayed, cancelled and cleared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Allocator:
 
 @dataclass
 class Tree:
-    """What SGLang's is to a swap-in: locks, and what was inserted."""
+    """Fake of SGLang's radix tree that counts locks and records insertions."""
 
     page_size: int = PAGE
     token_to_kv_pool_allocator: Allocator = field(default_factory=Allocator)
@@ -87,7 +87,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 @pytest.fixture
 def ahead(machine: Machine, tree: Tree) -> SwapAhead:
-    """One is on its way: pages 1 to 4 of five, of which the device has the first."""
+    """Returns swap-ins with one in progress: pages 1 to 4 of five; page 0 is on the device."""
     ahead = SwapAhead(machine.stack, Adaptive())
     req = SimpleNamespace(
         rid="r", origin_input_ids=list(TOKENS), output_ids=[9], extra_key=None, cache_salt=None
@@ -96,7 +96,7 @@ def ahead(machine: Machine, tree: Tree) -> SwapAhead:
     return ahead
 
 
-def test_what_has_landed_is_the_trees(
+def test_landed_pages_are_inserted_into_the_tree(
     ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine
 ) -> None:
     assert (len(ahead), ahead.tokens, ahead.growth, tree.locks) == (1, 4 * PAGE, 40, 1)
@@ -113,10 +113,13 @@ def test_what_has_landed_is_the_trees(
 
 
 @pytest.mark.parametrize("times", [1, 20])
-def test_what_is_cancelled_leaves_nothing(
+def test_a_cancelled_swap_in_leaves_no_locks_or_pins(
     ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine, times: int
 ) -> None:
-    """Once, it may have begun, and lands; however often, slots and places are free then."""
+    """Cancels once, when the copy may have begun and then lands, or 20 times.
+
+    In both cases all locks and pinned places are released. The slots are free or in the tree.
+    """
     for _ in range(times):
         ahead.cancel("r")
         ahead.cancel("somebody else")
@@ -129,7 +132,7 @@ def test_what_is_cancelled_leaves_nothing(
     assert (len(ahead), ahead.tokens, tree.locks, machine.stack.host._pinned) == (0, 0, 0, 0)
 
 
-def test_nothing_writes_when_all_is_forgotten(
+def test_clear_returns_when_no_copy_is_pending(
     ahead: SwapAhead, machine: Machine, delayed: DelayedEngine
 ) -> None:
     ahead.clear()
@@ -137,7 +140,7 @@ def test_nothing_writes_when_all_is_forgotten(
     assert (len(ahead), machine.stack.host._pinned) == (0, 0)
 
 
-def test_without_slots_nothing_begins(machine: Machine, tree: Tree) -> None:
+def test_no_swap_in_begins_without_free_slots(machine: Machine, tree: Tree) -> None:
     held = tree.token_to_kv_pool_allocator.alloc((BLOCKS - 1) * PAGE)
     assert held is not None
     ahead = SwapAhead(machine.stack, Adaptive())

@@ -1,4 +1,4 @@
-"""Who runs where not all fit."""
+"""Fairness policies: the requests that run if not all fit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sgl_ext.swap.fairness import (
 
 
 def serve(policy: Policy, requests: list[Candidate], seats: int, steps: int) -> dict[str, int]:
-    """Iterations that each request runs in, where so many can at once."""
+    """Returns the number of iterations that each request runs in, ``seats`` requests at a time."""
     ran = dict.fromkeys((one.name for one in requests), 0)
     for _ in range(steps):
         policy.step(requests)
-        # Displaced only by a higher level: the sort is stable, and who runs comes first.
+        # Only a higher level preempts: the sort is stable, and running requests come first.
         order = sorted(requests, key=lambda one: (-one.level, not one.running))
         for at, one in enumerate(order):
             one.running = at < seats
@@ -39,7 +39,7 @@ def names(count: int) -> list[Candidate]:
     return [Candidate(f"r{at}") for at in range(count)]
 
 
-def test_who_came_first_stays() -> None:
+def test_first_come_runs_requests_in_order_of_arrival() -> None:
     policy, requests = FirstCome(), names(4)
     ran = serve(policy, requests, seats=2, steps=100)
     assert ran == {"r0": 100, "r1": 100, "r2": 0, "r3": 0}
@@ -47,7 +47,7 @@ def test_who_came_first_stays() -> None:
     assert ran == {"late": 0, "r1": 100, "r2": 100, "r3": 0}
 
 
-def test_static_goes_by_what_was_given() -> None:
+def test_static_follows_the_given_priorities() -> None:
     requests = names(3)
     requests[2].given = 5
     ran = serve(Static(ageing=1000), requests, seats=1, steps=100)
@@ -56,14 +56,14 @@ def test_static_goes_by_what_was_given() -> None:
     assert serve(Static(ageing=1000), requests, seats=1, steps=10)["r0"] == 10
 
 
-def test_who_waits_under_static_does_not_starve() -> None:
+def test_waiting_requests_do_not_starve_under_static() -> None:
     requests = names(2)
     requests[1].given = 3
     ran = serve(Static(ageing=10), requests, seats=1, steps=2000)
     assert ran["r0"] > 500
 
 
-def test_who_has_risen_runs_for_a_while() -> None:
+def test_an_aged_request_runs_for_several_iterations() -> None:
     requests = names(2)
     requests[1].given = 1
     policy = Static(ageing=10)
@@ -82,7 +82,7 @@ def test_who_has_risen_runs_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("seats", [1, 2, 3])
-def test_round_robin_gives_each_as_much(seats: int) -> None:
+def test_round_robin_gives_each_request_an_equal_share(seats: int) -> None:
     ran = serve(RoundRobin(quantum=10), names(5), seats=seats, steps=1000)
     assert max(ran.values()) - min(ran.values()) <= 2 * 10
 
@@ -98,14 +98,14 @@ def test_round_robin_takes_turns_of_a_quantum() -> None:
     assert ran == ([True] * 10 + [False] * 10) * 2
 
 
-def test_who_comes_late_is_not_owed_what_others_had() -> None:
+def test_a_late_request_is_not_compensated_for_earlier_iterations() -> None:
     policy, (one, late) = RoundRobin(quantum=10), names(2)
     serve(policy, [one], seats=1, steps=500)
     ran = serve(policy, [one, late], seats=1, steps=200)
     assert abs(ran["r0"] - ran["r1"]) <= 2 * 10
 
 
-def test_clients_are_served_alike_however_many_requests_they_send() -> None:
+def test_clients_get_equal_service_whatever_their_number_of_requests() -> None:
     requests = [Candidate(f"a{at}", "a") for at in range(9)] + [Candidate("b", "b")]
     ran = serve(TokenCounter(quantum=20), requests, seats=1, steps=2000)
     assert ran["b"] == pytest.approx(1000, abs=50)
@@ -123,7 +123,7 @@ def test_a_prompt_counts_when_it_is_computed() -> None:
     assert (one.level, other.level) == (-100, -10)
 
 
-def test_a_client_that_comes_back_saves_nothing_up() -> None:
+def test_a_returning_client_accumulates_no_unused_service() -> None:
     policy, one, other = TokenCounter(quantum=1), Candidate("a", "a"), Candidate("b", "b")
     policy.step([one])
     one.running, one.generated = True, 500
@@ -132,7 +132,7 @@ def test_a_client_that_comes_back_saves_nothing_up() -> None:
     assert other.level == one.level == -1000
 
 
-def test_random_priorities_depend_on_nobody_else() -> None:
+def test_random_priorities_do_not_depend_on_other_requests() -> None:
     alone, crowd = names(1), names(8)
     policies = [Trace("random", 5, seed=3) for _ in range(2)]
     for _ in range(20):
@@ -153,7 +153,7 @@ def test_priorities_change_at_the_given_rate() -> None:
 
 @given(st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_markov_keeps_those_that_were_served(seed: int) -> None:
+def test_markov_prefers_served_requests(seed: int) -> None:
     policy, requests = Trace("markov", 1, seed), names(40)
     kept = total = 0
     for _ in range(100):
@@ -165,12 +165,12 @@ def test_markov_keeps_those_that_were_served(seed: int) -> None:
             one.running = True
             kept += one in before
         total += len(before)
-    assert kept > 0.3 * total  # of random ones a fifth would stay
+    assert kept > 0.3 * total  # with random levels, a fifth would stay
 
 
-def test_a_short_swap_is_waited_for() -> None:
+def test_adaptive_waits_for_short_swap_ins_or_if_few_requests_run() -> None:
     adaptive = Adaptive()
-    assert adaptive.waits(1 << 30, running=100)  # nothing is known yet
+    assert adaptive.waits(1 << 30, running=100)  # nothing is measured yet
     for _ in range(5):
         adaptive.iterated(0.060)
         adaptive.swapped(1_000_000, 0.010)

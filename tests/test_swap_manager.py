@@ -1,4 +1,4 @@
-"""Host memory for preempted requests: nothing is read that is not there, and nothing leaks."""
+"""Tests of host memory for preempted requests: only present pages are read, and none leak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delayed_copies import DelayedEngine
 from stack_kit import BLOCKS, Machine
 from tier_kit import DEADLINE_S, key, keys, places
 
-from sgl_ext.config import SwapBaseline
+from sgl_ext.config import SwapExperiment
 from sgl_ext.swap.manager import SwapManager, Swapped
 
 PAGE = 4
@@ -26,7 +26,7 @@ def machine() -> Iterator[Machine]:
 
 
 def manager_of(machine: Machine, capacity: int = 16) -> SwapManager:
-    return SwapManager(machine.stack, capacity, SwapBaseline())
+    return SwapManager(machine.stack, capacity, SwapExperiment())
 
 
 def out(
@@ -37,8 +37,10 @@ def out(
     tail: int | None = None,
     at: int = 0,
 ) -> Swapped:
-    """A request gives way whose pages lie in the blocks from ``at`` on, its last one in ``tail``;
-    both are given to it anew."""
+    """Swaps out a request whose whole pages are in the blocks from ``at`` on.
+
+    Its partial last page, if any, is in block ``tail``. All blocks get new contents first.
+    """
     blocks = at + np.arange(len(names))
     machine.stack.in_flight.wait(blocks, DEADLINE_S)
     machine.compute(keys(*names), blocks)
@@ -50,6 +52,7 @@ def out(
     machine.stack.store(keys(*names), blocks)
     tokens = len(names) * PAGE + (tail is not None)
     swap.out(rid, tokens, keys(*names), saved)
+    swap.check_integrity()
     found = swap.get(rid)
     assert found is not None
     return found
@@ -60,10 +63,11 @@ def settle(machine: Machine, swap: SwapManager) -> None:
     while machine.stack.completed():
         machine.stack.pop()
     swap.advance()
+    swap.check_integrity()
 
 
 def back(machine: Machine, swap: SwapManager, swapped: Swapped, first: int) -> None:
-    """The request comes back into the last blocks."""
+    """Loads the request into the last blocks, and checks its whole pages."""
     swap.hold(swapped, first)
     count = len(swapped.keys) - first + (swapped.tail is not None)
     blocks = np.arange(BLOCKS - count, BLOCKS)
@@ -75,16 +79,16 @@ def back(machine: Machine, swap: SwapManager, swapped: Swapped, first: int) -> N
     assert machine.right(swapped.keys[first:], whole)
 
 
-def test_nothing_is_read_under_other_weights(machine: Machine) -> None:
+def test_no_page_is_readable_after_the_weights_have_changed(machine: Machine) -> None:
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
     machine.until(lambda: swap.readable(swapped, 0))
     machine.stack.disable("the weights have changed")
-    # The device's tree may have the whole pages still.
+    # The radix tree may still have the whole pages on the device.
     assert [swap.readable(swapped, first) for first in (0, 3)] == [False, False]
 
 
-def test_a_request_comes_back_as_it_went(machine: Machine) -> None:
+def test_a_request_resumes_with_the_kv_that_it_had(machine: Machine) -> None:
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
     settle(machine, swap)
@@ -98,13 +102,13 @@ def test_a_request_comes_back_as_it_went(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_nothing_is_read_before_it_has_been_written(by_layer: bool) -> None:
+def test_no_page_is_readable_before_it_is_copied(by_layer: bool) -> None:
     machine = Machine(PAGE, 16, bytes_per_second=1 << 14, by_layer=by_layer)
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2], tail=9)
     other = out(machine, swap, "other", [4, 5], at=20)
     assert swap.readable(swapped, 0) is None
-    assert swap.readable(swapped, 2) is None  # its tail is not there either
+    assert swap.readable(swapped, 2) is None  # its partial page is not there either
     assert swap.readable(other, 2) is True
     machine.until(lambda: swap.readable(swapped, 0))
     back(machine, swap, swapped, 0)
@@ -114,7 +118,7 @@ def test_nothing_is_read_before_it_has_been_written(by_layer: bool) -> None:
     machine.stack.close()
 
 
-def test_what_is_within_the_budget_stays(machine: Machine) -> None:
+def test_pages_within_the_budget_are_not_evicted(machine: Machine) -> None:
     swap = manager_of(machine, capacity=4)
     kept = out(machine, swap, "kept", [1, 2, 3, 4])
     settle(machine, swap)
@@ -131,7 +135,7 @@ def test_what_is_within_the_budget_stays(machine: Machine) -> None:
     assert swap.readable(kept, 0) is False
 
 
-def test_what_there_was_no_budget_for_is_kept_when_there_is(machine: Machine) -> None:
+def test_pages_beyond_the_budget_are_pinned_when_budget_is_freed(machine: Machine) -> None:
     swap = manager_of(machine, capacity=4)
     out(machine, swap, "first", [1, 2, 3, 4])
     second = out(machine, swap, "second", [5, 6, 7, 8])
@@ -143,13 +147,13 @@ def test_what_there_was_no_budget_for_is_kept_when_there_is(machine: Machine) ->
     assert swap.readable(second, 0) is True
 
 
-def test_what_host_memory_has_given_up_is_stored_again(machine: Machine) -> None:
+def test_pages_that_host_memory_has_evicted_are_stored_again(machine: Machine) -> None:
     swap = manager_of(machine)
-    for begin in (1, 20, 28, 36):  # of 16 places
+    for begin in (1, 20, 28, 36):  # host memory has 16 slots
         assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
     assert not machine.stack.here(keys(1))
     machine.compute(keys(1, 2, 3), np.arange(3))
-    for _ in range(2):  # the second time they are coming
+    for _ in range(2):  # the second time they are already being copied
         machine.stack.store_lost(keys(1, 2, 3), np.arange(3))
     assert machine.stack.stores_under_way <= 1
     swap.out("one", 3 * PAGE, keys(1, 2, 3), None)
@@ -163,7 +167,7 @@ def test_what_host_memory_has_given_up_is_stored_again(machine: Machine) -> None
     swap.drop("one")
 
 
-def test_what_is_held_stays_whatever_the_budget(machine: Machine) -> None:
+def test_held_pages_are_not_evicted_even_beyond_the_budget(machine: Machine) -> None:
     swap = manager_of(machine, capacity=1)
     swapped = out(machine, swap, "one", [1, 2, 3, 4])
     settle(machine, swap)
@@ -177,7 +181,7 @@ def test_what_is_held_stays_whatever_the_budget(machine: Machine) -> None:
     assert machine.stack.host._pinned == 0
 
 
-def test_pages_that_are_copied_again_stay_until_then() -> None:
+def test_pages_stay_pinned_until_they_are_copied_again() -> None:
     delayed = DelayedEngine(random.Random(0))  # noqa: S311
     machine = Machine(PAGE, 16, delayed=delayed)
     swap = manager_of(machine)
@@ -200,7 +204,7 @@ def test_pages_that_are_copied_again_stay_until_then() -> None:
     machine.stack.close()
 
 
-def test_without_room_for_its_tail_a_request_is_lost(machine: Machine) -> None:
+def test_a_request_without_room_for_its_partial_page_is_lost(machine: Machine) -> None:
     swap = manager_of(machine, capacity=0)
     swapped = out(machine, swap, "one", [1], tail=5)
     settle(machine, swap)
@@ -208,7 +212,7 @@ def test_without_room_for_its_tail_a_request_is_lost(machine: Machine) -> None:
     assert swap.readable(swapped, 0) is False
 
 
-def test_pages_that_are_shared_are_kept_once(machine: Machine) -> None:
+def test_shared_pages_are_stored_once(machine: Machine) -> None:
     swap = manager_of(machine)
     one = out(machine, swap, "one", [1, 2, 3])
     settle(machine, swap)
@@ -219,12 +223,12 @@ def test_pages_that_are_shared_are_kept_once(machine: Machine) -> None:
     assert swap.readable(other, 0) is True
     back(machine, swap, other, 0)
     swap.drop("other")
-    assert swap.readable(one, 0) is True  # as any page that is not needed elsewhere
+    assert swap.readable(one, 0) is True  # unpinned pages stay until their slots are needed
     assert machine.stack.host._pinned == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_leaks(machine: Machine, seed: int) -> None:
+def test_random_operations_leak_no_pages(machine: Machine, seed: int) -> None:
     chance, swap = random.Random(seed), manager_of(machine, capacity=10)  # noqa: S311
     names = [f"r{at}" for at in range(6)]
     for _ in range(300):
@@ -246,7 +250,7 @@ def test_nothing_leaks(machine: Machine, seed: int) -> None:
         swap.advance()
     swap.clear()
     settle(machine, swap)
-    # The tier below keeps what it is writing.
+    # The tier below pins pages while it writes them.
     machine.until(lambda: not machine.stack._dropped and not machine.stack.host._pinned)
     assert swap._used == 0
     assert machine.stack.host.capacity - machine.stack.host.free == len(machine.stack.host)

@@ -1,4 +1,4 @@
-"""Requests give way, come back, end and are aborted while copies are late, or fail."""
+"""Requests are preempted, resumed, ended and aborted while copies are late or fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delayed_copies import DelayedEngine
 from stack_kit import BLOCKS, Machine
 from tier_kit import DEADLINE_S, holds, key
 
-from sgl_ext.config import SwapBaseline
+from sgl_ext.config import SwapExperiment
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.runs import runs_of
 from sgl_ext.swap.manager import SwapManager
@@ -24,20 +24,20 @@ ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0")) or 1000
 
 @dataclass
 class Request:
-    """Its KV is that of a prompt that others have, too, and of what it generates."""
+    """Request whose KV is that of a prompt, shared with other requests, and of its own answer."""
 
     name: int
     prompt: int
     tokens: int
     blocks: list[int] = field(default_factory=list)
-    """Of the device, while it runs."""
+    """Its blocks on the device while it runs."""
 
     @property
     def pages(self) -> int:
         return -(-self.tokens // PAGE)
 
     def key_of(self, page: int) -> Key:
-        """Of what a page holds; the last one changes with each token."""
+        """Returns the key of a page's content; that of the last page changes with each token."""
         last = min((page + 1) * PAGE, self.tokens)
         if last <= self.prompt:
             return key(page)
@@ -45,18 +45,18 @@ class Request:
 
 
 class Scheduler:
-    """What SGLang's does, as far as memory goes."""
+    """Stand-in for SGLang's scheduler that only manages memory."""
 
     def __init__(
         self, machine: Machine, delayed: DelayedEngine, chance: random.Random, capacity: int
     ) -> None:
         self.machine, self.delayed, self.chance = machine, delayed, chance
-        self.swap = SwapManager(machine.stack, capacity, SwapBaseline())
+        self.swap = SwapManager(machine.stack, capacity, SwapExperiment())
         self.groups = BlockGroups(BLOCKS, page=1, first=0)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.held: list[tuple[Request, int]] = []
-        """Those that come back in the next step, and the pages that the device has of them."""
+        """Requests that are resumed in the next step, and their number of pages on the device."""
         self.came = self.back = self.again = self.early = self.pending_aborts = 0
 
     def step(self) -> None:
@@ -85,7 +85,10 @@ class Scheduler:
             self.machine.stack.pop()
 
     def allocate(self, count: int) -> list[int] | None:
-        """As SGLang's allocator hands blocks out here: once nothing reads or writes them."""
+        """Allocates blocks as our allocator does: returns them when no copy reads or writes them.
+
+        Returns None if there are too few.
+        """
         if (runs := self.groups.allocate([(None, count)])) is None:
             return None
         blocks = [start + at for start, length in runs[0] for at in range(length)]
@@ -119,7 +122,7 @@ class Scheduler:
         return self.compute(one, one.pages - 1)
 
     def end(self, one: Request) -> None:
-        """The tree keeps nothing in the device, host memory what it stores meanwhile."""
+        """Ends a request: frees its blocks while its whole pages are copied to host memory."""
         self.running.remove(one)
         self.store(one)
         self.machine.stack.presume()
@@ -148,7 +151,7 @@ class Scheduler:
         self.waiting.append(one)
 
     def take_back(self, one: Request) -> None:
-        """As if the device still had its first pages."""
+        """Prepares to resume a request, as if some of its first pages were still on the device."""
         swapped = self.swap.get(str(one.name))
         assert swapped is not None
         first = self.chance.choice([0, 0, self.chance.randint(0, one.tokens // PAGE)])
@@ -186,7 +189,7 @@ class Scheduler:
             assert self.machine.right([one.key_of(page)], np.array([blocks[page]]))
 
     def check(self) -> None:
-        """What runs has its own KV, whatever is copied meanwhile."""
+        """Checks the KV of running requests and the pages in host memory."""
         for one in self.running:
             for page, block in enumerate(one.blocks):
                 assert self.machine.right([one.key_of(page)], np.array([block]))
@@ -198,7 +201,9 @@ class Scheduler:
 
 
 @pytest.mark.parametrize(("seed", "pages", "failing"), [(0, 96, 0), (1, 24, 0), (2, 96, 5)])
-def test_whatever_the_copies_do(seed: int, pages: int, failing: int) -> None:
+def test_requests_keep_their_kv_while_copies_are_late_or_fail(
+    seed: int, pages: int, failing: int
+) -> None:
     chance = random.Random(seed)  # noqa: S311
     delayed = DelayedEngine(chance, failing)
     machine = Machine(PAGE, pages, delayed=delayed, keep_after=1 << 30)

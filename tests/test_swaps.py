@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from engine_kit import CHECKED, retracting, run_program
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.config.swap import EXPERIMENT
 
 PROGRAM = """
 import asyncio, json, random, sys, time
@@ -110,6 +111,7 @@ if __name__ == "__main__":
 """
 
 _TOKENS = 24
+_MARKOV = {"trace": "markov", "seed": 7}
 NOTHING = (
     "swapped", "used", "pinned", "flying", "resuming", "dropped", "protected", "places",
 )  # fmt: skip
@@ -164,6 +166,7 @@ def play(
     *,
     overlap: bool,
     config: dict[str, Any] | None,
+    experiment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What an engine answers; without ``config`` it is SGLang's own, and nothing gives way."""
     asked = requests(model, overlap=overlap)
@@ -171,6 +174,8 @@ def play(
     state, aborted = str(directory / "state.json"), asked[4:10] * 2
     arguments = [str(model), page, pool, options, config, asked, aborted, state]
     disturbed = retracting(5) if config is not None else {}
+    if experiment:
+        disturbed[EXPERIMENT] = json.dumps(experiment)
     lines, _ = run_program(directory, PROGRAM, arguments, timeout=900, **CHECKED, **disturbed)
     found: dict[str, Any]
     (found,) = lines
@@ -181,13 +186,13 @@ Stock = Callable[[int, bool], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def stock(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Answers of SGLang's own engines, each of which runs once."""
 
     @cache
     def run(page: int, overlap: bool) -> list[Any]:
         directory = tmp_path_factory.mktemp("stock")
-        found = play(directory, short_model, page, 20_000, overlap=overlap, config=None)
+        found = play(directory, model, page, 20_000, overlap=overlap, config=None)
         answers: list[Any] = found["answers"]
         return answers
 
@@ -198,10 +203,10 @@ def stock(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     ("page", "overlap", "policy"),
     [
         (16, False, {}),
-        (1, True, {"swap_in": "overlap", "policy": "random", "quantum": 4}),
+        (1, True, {"swap_in": "overlap", "quantum": 4, "experiment": {"trace": "random"}}),
         # Of which five pages can be kept.
-        (16, True, {"policy": "markov", "quantum": 4, "seed": 7, "capacity": "800KiB"}),
-        (16, False, {"baseline": {"recompute": True}}),
+        (16, True, {"quantum": 4, "capacity": "800KiB", "experiment": _MARKOV}),
+        (16, False, {"experiment": {"recompute": True}}),
     ],
 )
 def test_answers_survive_whatever_happens(
@@ -209,16 +214,18 @@ def test_answers_survive_whatever_happens(
     overlap: bool,
     policy: dict[str, Any],
     stock: Stock,
-    short_model: Path,
+    model: Path,
     tmp_path: Path,
 ) -> None:
-    asked = requests(short_model, overlap=overlap)
+    asked = requests(model, overlap=overlap)
+    policy = dict(policy)
+    experiment = policy.pop("experiment", {})
     swap = {"capacity": "256MiB"} | policy
     host = "1GiB" if swap["capacity"] == "256MiB" else "8MiB"
     config = {"tiers": {"host": {"capacity": host}}, "swap": swap}
     pool = 700 if "swap_in" in policy else 1200  # so that what gave way has to leave the device
     undisturbed = stock(page, overlap)
-    ours = play(tmp_path, short_model, page, pool, overlap=overlap, config=config)
+    ours = play(tmp_path, model, page, pool, overlap=overlap, config=config, experiment=experiment)
     for expected, found in zip(undisturbed, ours["answers"], strict=True):
         for stocks, mine in zip(expected, found, strict=True):
             assert (mine["text"], mine["why"]) == (stocks["text"], stocks["why"])
@@ -233,7 +240,7 @@ def test_answers_survive_whatever_happens(
     counts = left["counts"]
     entries = [entry for each in ours["answers"] for one in each for entry in one["ext"]]
     swaps = [entry for entry in entries if entry["power"] == "swap"]
-    if "baseline" in policy:
+    if "recompute" in experiment:
         assert not swaps
         assert counts["recomputed"] > 10
         return

@@ -1,4 +1,4 @@
-"""The throttled lane: never faster than it says, in order of urgency."""
+"""Throttled lane: never faster than its limits; urgent copies overtake others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from sgl_ext.memory.transfer import (
 )
 
 
-def test_a_throttled_lane_says_so_and_takes_its_time(engine: TransferEngine, host: Lane) -> None:
+def test_throttled_lane_is_marked_as_emulated_and_limits_its_rates(
+    engine: TransferEngine, host: Lane
+) -> None:
     src, dst = memory(engine, 64 * KIB, seed=16), memory(engine, 64 * KIB)
     lane = engine.throttled_lane(host, bytes_per_second=1e6, piece_bytes=4096)
     assert lane.emulated
     assert not host.emulated
     assert repr(lane).startswith("ThrottledLane(emulated: 1e+06 bytes/s")
     ops = one(src.ctypes.data, dst.ctypes.data, 64 * KIB)
-    # No bound from above: a machine may be as slow as it likes.
+    # No upper bound on the time: the machine may be arbitrarily slow.
     assert _seconds(engine, lane, ops) >= 64 * KIB / 1e6
     few = engine.throttled_lane(host, operations_per_second=100)
     rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(10)]
@@ -31,17 +33,19 @@ def test_a_throttled_lane_says_so_and_takes_its_time(engine: TransferEngine, hos
     assert np.array_equal(src, dst)
 
 
-def test_latencies_overlap_and_urgency_passes_them(engine: TransferEngine, host: Lane) -> None:
+def test_latencies_overlap_and_urgent_copies_overtake_them(
+    engine: TransferEngine, host: Lane
+) -> None:
     src, dst = memory(engine, 4096, seed=17), memory(engine, 4096)
     lane = engine.throttled_lane(host, latency=3600.0, depth=8)
     rows = [(src.ctypes.data + i, dst.ctypes.data + i, 1, 1, 0, 0) for i in range(100)]
     ticket = engine.submit(rows, lane, Priority.BULK)
     assert wait_until(lambda: bool(dst[:8].all() or np.array_equal(dst[:8], src[:8])))
     urgent = engine.submit(one(src.ctypes.data + 200, dst.ctypes.data + 200, 8), lane, Priority(2))
-    # All eight places of the bulk are taken, and it passes nevertheless.
+    # The urgent copy passes although bulk copies fill their depth of eight.
     assert wait_until(lambda: np.array_equal(dst[200:208], src[200:208]))
     assert not ticket.poll()
-    assert not urgent.poll()  # its bytes are there, its emulated end is an hour away
+    assert not urgent.poll()  # its bytes are copied, its emulated end is an hour away
     assert not dst[8:100].any()
 
 

@@ -1,4 +1,4 @@
-"""What the hooks make of SGLang's own objects, where a server would show it only by its speed."""
+"""Test of the uses that the tier linker counts, which a server would show only by its speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_ext.engine.tiers.linker import TierLinker
 
 
 class Stack:
-    """Keeps what it is told."""
+    """Fake tier stack that records the reported uses."""
 
     def __init__(self) -> None:
         self.uses: list[tuple[list[bytes], int]] = []
@@ -18,7 +18,7 @@ class Stack:
         self.uses.append((keys, times))
 
 
-def test_hits_in_the_device_are_told_at_powers_of_two() -> None:
+def test_uses_on_the_device_are_reported_at_powers_of_two() -> None:
     stack = Stack()
     linker = TierLinker.__new__(TierLinker)
     linker.stack, linker._uses = stack, OrderedDict()

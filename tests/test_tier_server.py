@@ -242,4 +242,4 @@ def test_a_slow_disk_is_waited_for_no_longer_than_asked(
 
         message = refusal(launch(*arguments))
         assert "is in use by process" in message
-        assert "give this one a directory of its own" in message
+        assert "give this one another directory" in message

@@ -1,4 +1,4 @@
-"""The stack over real copies between a slab and an arena; below it a tier that obeys the test."""
+"""Tier stack with real copies between a slab and an arena, and a tier that the test controls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine(page: int) -> Iterator[Machine]:
 
 
 def given(machine: Machine, rid: str) -> dict[str, int]:
-    """Pages that each tier gave to the request's load, those that gave none left out."""
+    """Returns the pages that each tier contributed to the request's load, without zeros."""
     restored, layout = machine.stack.take_restored(rid), machine.layout
     pages = {name: each["tokens"] // layout.page for name, each in restored.items()}
     for name, each in restored.items():
@@ -39,7 +39,7 @@ def given(machine: Machine, rid: str) -> dict[str, int]:
 
 
 class Late:
-    """A ticket whose copy ends when the test says so."""
+    """Ticket whose copy ends when the test sets ``ended``."""
 
     seconds = 0.5
     ended = False
@@ -52,7 +52,7 @@ class Late:
         return self.ended
 
 
-def test_a_load_that_is_late_does_not_count_as_landed() -> None:
+def test_a_late_load_does_not_count_as_landed() -> None:
     ticket = Late()
     loads = LayerLoads([(0, 1)], deadline=0.0)
     index = loads.start([ticket])  # type: ignore[list-item]
@@ -63,7 +63,7 @@ def test_a_load_that_is_late_does_not_count_as_landed() -> None:
     assert loads.finish(index) == 0.5
 
 
-def test_layers_come_in_groups_that_grow() -> None:
+def test_layer_groups_grow_and_cover_all_layers() -> None:
     assert list(layer_groups(30)) == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 30)]
     assert list(layer_groups(4)) == [(0, 1), (1, 4)]
     assert list(layer_groups(1)) == [(0, 1)]
@@ -73,7 +73,7 @@ def test_layers_come_in_groups_that_grow() -> None:
         assert groups[-1][1] == layers
 
 
-def test_what_was_stored_is_loaded_elsewhere_layer_by_layer(machine: Machine) -> None:
+def test_stored_pages_are_loaded_into_other_blocks_layer_by_layer(machine: Machine) -> None:
     names = keys(*range(9))
     assert machine.store(names, places(3, 4, 5, 20, 21, 8, 40, 39, 10))
     assert machine.stack.lookup("r", [*names, *keys(99)]) == 9
@@ -82,7 +82,7 @@ def test_what_was_stored_is_loaded_elsewhere_layer_by_layer(machine: Machine) ->
     assert machine.stack.take_restored("r") == {}
 
 
-def test_loads_of_one_batch_are_one(machine: Machine) -> None:
+def test_loads_of_one_batch_start_as_one_load(machine: Machine) -> None:
     machine.store(keys(1, 2, 3), places(1, 2, 3))
     assert machine.stack.load("a", keys(1, 2), places(11, 12))
     assert machine.stack.load("b", keys(1, 3), places(13, 14))
@@ -94,13 +94,13 @@ def test_loads_of_one_batch_are_one(machine: Machine) -> None:
     assert machine.stack.start() == -1
 
 
-def test_a_request_waits_for_what_lies_below(machine: Machine) -> None:
+def test_a_request_waits_for_pages_of_lower_tiers(machine: Machine) -> None:
     names = keys(*range(8))
     machine.store(names[:3], places(1, 2, 3))
     machine.shelve(names[2:6])
     machine.shelf.open.clear()
     assert machine.stack.lookup("r", names) == 3
-    assert machine.stack.lookup("r", names) == 3  # asked again, nothing begins twice
+    assert machine.stack.lookup("r", names) == 3  # a second lookup starts no second load
     assert not machine.stack.ready("r")
     assert machine.stack.pending()
     machine.shelf.open.set()
@@ -111,19 +111,21 @@ def test_a_request_waits_for_what_lies_below(machine: Machine) -> None:
     assert machine.shelf.loads == 1
 
 
-def test_pages_that_the_device_has_are_used_too(machine: Machine) -> None:
+def test_uses_of_pages_on_the_device_are_counted(machine: Machine) -> None:
     machine.store(keys(1, 2, 3), places(1, 2, 3))
     machine.stack.used(keys(1, 2, 9), 2)
     machine.until(lambda: set(machine.shelf.pages) == set(keys(1, 2)))
     machine.store(keys(*range(20, 33)), places(*range(20, 33)))
     machine.until(lambda: machine.stack.host.room == 16)
-    assert machine.store(keys(40), places(4))  # one has to go: the least recently used
+    assert machine.store(keys(40), places(4))  # evicts the least recently used page
     assert machine.stack.host.present(keys(1, 2, 3)) == keys(1, 2)
 
 
 def test_waiting_requests_leave_room_for_preempted_ones() -> None:
-    """Pages on their way take all but the spare places; landed ones are given up, the newest
-    request's first, and come again."""
+    """Lets loads take all slots except the spare ones.
+
+    Landed pages are given up, those of the newest request first, and are loaded again.
+    """
     machine = Machine(4, 16, spare=2)
     first, second = keys(*range(6)), keys(*range(20, 40))
     machine.shelve([*first, *second])
@@ -134,7 +136,7 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     machine.stack.make_room(2)
     assert (machine.stack.lookup("a", first), machine.stack.host.room) == (6, 2)
     machine.stack.make_room(3)
-    assert machine.stack.host.room == 10  # b's eight may go, a's six stay
+    assert machine.stack.host.room == 10  # b's eight pages may be evicted, a's six stay
     assert machine.stack.lookup("b", second) == 8
     machine.until(lambda: not machine.stack.pending())
     machine.stack.make_room(16)
@@ -142,7 +144,7 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     assert machine.stack.save(places(1)) is not None
 
 
-def test_a_request_waits_for_no_room_that_it_takes_itself() -> None:
+def test_a_request_does_not_wait_for_slots_that_it_pins_itself() -> None:
     machine = Machine(4, 16, spare=2)
     names = keys(*range(18))
     machine.store(names[:14], places(*range(14)))
@@ -152,7 +154,7 @@ def test_a_request_waits_for_no_room_that_it_takes_itself() -> None:
     assert machine.stack.lookup("r", names) == 16
 
 
-def test_giving_up_pages_makes_no_request_wait_longer() -> None:
+def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
     machine = Machine(4, 16, wait=1000.0)
     names = keys(*range(6))
     machine.store(names[:2], places(1, 2))
@@ -174,19 +176,19 @@ def test_giving_up_pages_makes_no_request_wait_longer() -> None:
     machine.shelf.open.set()
 
 
-def test_nothing_below_means_no_waiting(machine: Machine) -> None:
+def test_a_request_does_not_wait_if_lower_tiers_have_no_pages(machine: Machine) -> None:
     assert machine.stack.lookup("r", keys(1, 2)) == 0
     assert machine.stack.ready("r")
 
 
-def test_what_did_not_land_is_computed(machine: Machine) -> None:
+def test_a_page_that_fails_to_load_ends_the_loadable_prefix(machine: Machine) -> None:
     names = keys(*range(6))
     machine.shelve(names)
     machine.shelf.lost = {names[3]}
     machine.stack.lookup("r", names)
     machine.settle("r")
-    assert machine.stack.lookup("r", names) == 3  # what lies behind a gap is of no use
-    assert machine.stack.ready("r")  # and nobody waits for it twice
+    assert machine.stack.lookup("r", names) == 3  # pages behind a gap are of no use
+    assert machine.stack.ready("r")  # it does not wait a second time
     assert machine.load("r", names[:3], places(1, 2, 3))
     assert machine.shelf.loads == 1
     machine.stack.host.check_integrity()
@@ -216,7 +218,7 @@ def test_two_requests_for_the_same_pages_load_them_once(machine: Machine) -> Non
     machine.shelf.open.set()
     machine.settle("a")
     machine.settle("b")
-    assert machine.stack.lookup("b", names) == 4  # now the rest begins to come
+    assert machine.stack.lookup("b", names) == 4  # the load of the rest begins
     machine.settle("b")
     assert machine.stack.lookup("b", names) == 6
     assert machine.load("a", names[:4], places(1, 2, 3, 4))
@@ -224,7 +226,7 @@ def test_two_requests_for_the_same_pages_load_them_once(machine: Machine) -> Non
     assert machine.shelf.loads == 2
 
 
-def test_a_request_is_held_back_for_so_long_only(page: int) -> None:
+def test_a_request_is_held_back_for_a_limited_time(page: int) -> None:
     machine = Machine(page, 16, wait=0.05)
     machine.shelve(keys(1, 2))
     machine.shelf.open.clear()
@@ -233,12 +235,12 @@ def test_a_request_is_held_back_for_so_long_only(page: int) -> None:
     assert machine.stack.lookup("r", keys(1, 2)) == 0
     assert not machine.stack.load("r", keys(1, 2), places(1, 2))
     machine.shelf.open.set()
-    machine.until(lambda: machine.stack.host.lookup(keys(1, 2)) == 2)  # it came for the next one
+    machine.until(lambda: machine.stack.host.lookup(keys(1, 2)) == 2)  # for later requests
     machine.stack.close()
 
 
-def test_what_waits_for_its_turn_stays(machine: Machine) -> None:
-    """Pages that came for one request do not go for the sake of another's."""
+def test_landed_pages_of_a_waiting_request_are_not_evicted(machine: Machine) -> None:
+    """Keeps landed pages of one request while pages of another one are loaded."""
     mine, others = keys(*range(8)), keys(*range(100, 112))
     machine.shelve([*mine, *others])
     machine.stack.lookup("mine", mine)
@@ -251,7 +253,7 @@ def test_what_waits_for_its_turn_stays(machine: Machine) -> None:
     machine.until(lambda: machine.stack.host.room == 16)
 
 
-def test_a_request_that_is_gone_leaves_nothing(machine: Machine) -> None:
+def test_a_forgotten_request_leaves_no_pinned_pages(machine: Machine) -> None:
     machine.shelve(keys(1, 2, 3))
     machine.shelf.open.clear()
     machine.stack.lookup("r", keys(1, 2, 3))
@@ -264,7 +266,7 @@ def test_a_request_that_is_gone_leaves_nothing(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("keep_after", [1, 2])
-def test_what_is_seen_that_often_goes_down(page: int, keep_after: int) -> None:
+def test_pages_are_demoted_after_the_configured_number_of_uses(page: int, keep_after: int) -> None:
     machine = Machine(page, 32, keep_after=keep_after)
     machine.store(keys(1, 2, 3), places(1, 2, 3))
     machine.until(lambda: len(machine.shelf.pages) == (3 if keep_after == 1 else 0))
@@ -276,7 +278,7 @@ def test_what_is_seen_that_often_goes_down(page: int, keep_after: int) -> None:
     machine.stack.close()
 
 
-def test_what_was_seen_before_a_flush_counts(page: int) -> None:
+def test_uses_before_a_flush_count_for_demotion(page: int) -> None:
     machine = Machine(page, 32, keep_after=2)
     machine.store(keys(1, 2), places(1, 2))
     machine.stack.clear()
@@ -285,17 +287,17 @@ def test_what_was_seen_before_a_flush_counts(page: int) -> None:
     machine.stack.close()
 
 
-def test_no_room_is_no_success(machine: Machine) -> None:
+def test_a_store_without_room_for_all_pages_fails(machine: Machine) -> None:
     machine.store(keys(*range(16)), places(*range(16)))
     machine.stack.host.pin(np.arange(16))
     assert not machine.store(keys(99), places(20))
     assert machine.store(keys(1, 2), places(1, 2))  # nothing needs to be copied
     machine.stack.host.unpin(np.arange(16))
-    assert not machine.store(keys(*range(50, 90)), places(*range(20, 60)))  # but its head
+    assert not machine.store(keys(*range(50, 90)), places(*range(20, 60)))  # not all of them fit
     assert machine.stack.lookup("r", keys(*range(50, 90))) == 16
 
 
-def test_clearing_waits_for_copies_and_forgets(machine: Machine) -> None:
+def test_clear_waits_for_copies_and_removes_all_pages(machine: Machine) -> None:
     machine.compute(keys(1, 2), places(1, 2))
     machine.stack.store(keys(1, 2), places(1, 2))
     machine.stack.load("r", keys(1), places(5))
@@ -306,13 +308,13 @@ def test_clearing_waits_for_copies_and_forgets(machine: Machine) -> None:
     assert machine.stack.host.free == 16
 
 
-def test_disabled_it_finds_and_keeps_nothing(machine: Machine) -> None:
+def test_a_disabled_stack_finds_and_stores_nothing(machine: Machine) -> None:
     machine.store(keys(1), places(1))
     machine.shelve(keys(2))
     machine.compute(keys(5), places(5))
     machine.stack.store(keys(5), places(5))
     machine.stack.disable("of a test")
-    machine.until(lambda: machine.stack.completed() == 1)  # SGLang holds a lock for each
+    machine.until(lambda: machine.stack.completed() == 1)  # SGLang holds a lock for each store
     machine.stack.pop()
     assert machine.stack.lookup("r", keys(1)) == 0
     assert machine.stack.lookup("q", keys(2)) == 0
@@ -335,8 +337,8 @@ def test_a_slow_tier_is_not_waited_for(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives_load_what_was_stored(page: int, seed: int) -> None:
-    """Prompts that share heads, an arena that is too small, a device that is slow at times."""
+def test_random_requests_load_the_stored_pages(page: int, seed: int) -> None:
+    """Uses prompts with common prefixes, a small arena, and a tier that is slow at times."""
     choose = random.Random(seed)  # noqa: S311
     machine = Machine(page, 24)
     prompts = [
@@ -371,14 +373,14 @@ def test_random_lives_load_what_was_stored(page: int, seed: int) -> None:
     machine.stack.close()
 
 
-def test_more_than_goes_down_at_once_goes_down_in_turn(page: int) -> None:
+def test_pages_beyond_one_batch_are_demoted_in_turn(page: int) -> None:
     machine = Machine(page, 16, keep_after=1)
     machine.store(keys(*range(16)), places(*range(16)))
     machine.until(lambda: len(machine.shelf.pages) == machine.stack.host.room == 16)
     machine.stack.close()
 
 
-def test_a_load_that_hangs_is_not_queued_behind(
+def test_no_load_is_queued_behind_a_hung_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sgl_ext.tiers.lower._HANGS_S", 0.0)
@@ -386,14 +388,14 @@ def test_a_load_that_hangs_is_not_queued_behind(
     machine.shelf.open.clear()
     machine.stack.lookup("a", keys(1, 2))
     assert machine.stack.host.free == 14
-    machine.until(lambda: not machine.stack.lower[0].worthwhile(None))  # it has begun
+    machine.until(lambda: not machine.stack.lower[0].worthwhile(None))  # the load has begun
     machine.stack.lookup("b", keys(3, 4))
     assert machine.stack.ready("b")
     machine.shelf.open.set()
     machine.settle("a")
 
 
-def test_what_a_busy_tier_has_not_begun_is_given_up_with_its_request(machine: Machine) -> None:
+def test_a_queued_load_is_cancelled_with_its_request(machine: Machine) -> None:
     machine.shelve(keys(*range(12)))
     machine.shelf.open.clear()
     machine.stack.lookup("a", keys(1, 2))
@@ -409,12 +411,12 @@ def test_what_a_busy_tier_has_not_begun_is_given_up_with_its_request(machine: Ma
     assert machine.stack.host.room == 16
 
 
-def test_the_wait_begins_with_the_first_turn(page: int) -> None:
+def test_the_wait_begins_when_admission_is_first_considered(page: int) -> None:
     machine = Machine(page, 16, wait=0.05)
     machine.shelve(keys(1))
     machine.shelf.open.clear()
     machine.stack.lookup("r", keys(1))
-    time.sleep(0.1)  # in the queue, behind others
+    time.sleep(0.1)  # the request is in the queue, behind others
     assert not machine.stack.ready("r")
     machine.settle("r")
     machine.shelf.open.set()

@@ -49,6 +49,7 @@ def main():
     ext = {"enable_ext": True, "ext_config": config} if config else {}
     engine = Engine(model_path=model, page_size=page, max_total_tokens=1024, dtype="float32",
                     log_level="warning", enable_tokenizer_batch_encode=True,
+                    skip_tokenizer_init=True,
                     chunked_prefill_size=256, **ext)
     result = {"rounds": [list(answers(engine, prompts)) for prompts in rounds]}
     live = engine.get_server_info()["internal_states"][0]
@@ -61,8 +62,8 @@ if __name__ == "__main__":
 """
 
 
-def test_the_same_answers_from_every_tier(short_model: Path, tmp_path: Path) -> None:
-    held = conversations(short_model, 4, turns=2, tokens=(300, 520))
+def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
+    held = conversations(model, 4, turns=2, tokens=(300, 520))
     rounds = [[each.prompts[turn] for each in held] for turn in range(2)]
     rounds.append(rounds[1])
     (tmp_path / "ssd").mkdir()
@@ -81,7 +82,7 @@ def test_the_same_answers_from_every_tier(short_model: Path, tmp_path: Path) -> 
     runs = []
     for page, config in configs:
         found, _ = run_program(
-            tmp_path, PROGRAM, [str(short_model), rounds, page, config],
+            tmp_path, PROGRAM, [str(model), rounds, page, config],
             MEETINGS=str(tmp_path / "meetings"), **CHECKED, **retracting(11),
         )  # fmt: skip
         runs += found

@@ -1,4 +1,4 @@
-"""The bridge declares two schemas, before torchvision is first imported, and no kernel."""
+"""Tests of the bridge, which declares two schemas and no kernel before torchvision is imported."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_torchvision_cannot_be_imported_without_it() -> None:
+def test_torchvision_cannot_be_imported_without_the_bridge() -> None:
     finders = "[f for f in sys.meta_path if 'sgl_ext' not in type(f).__module__]"
     result = python(f"import sys; sys.meta_path[:] = {finders}; import torchvision")
     assert "operator torchvision::nms does not exist" in result.stderr
 
 
-def test_torchvision_can_be_imported_with_it_and_has_no_kernel() -> None:
+def test_torchvision_can_be_imported_with_the_bridge_but_has_no_kernel() -> None:
     result = python(
         "import torch, torchvision\n"
         "try:\n"
@@ -33,12 +33,12 @@ def test_torchvision_can_be_imported_with_it_and_has_no_kernel() -> None:
     assert "Could not run 'torchvision::nms'" in result.stdout, result.stderr
 
 
-def test_nothing_is_imported_before_torchvision_is() -> None:
+def test_python_starts_without_importing_torch_or_torchvision() -> None:
     result = python("import sys; print({'torch', 'torchvision'} & set(sys.modules))")
     assert result.stdout.strip() == "set()"
 
 
-def test_the_line_is_harmless_without_the_package(tmp_path: Path) -> None:
+def test_the_pth_line_is_harmless_without_the_package(tmp_path: Path) -> None:
     path = torchvision_bridge.write_pth(tmp_path)
     line = path.read_text()
     assert len(line.splitlines()) == 1

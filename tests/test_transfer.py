@@ -1,4 +1,4 @@
-"""The transfer engine over memory: what it copies, refuses, overtakes, cancels and gives back."""
+"""Transfer engine over memory: copies, validation, order, cancellation and waiting."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from hypothesis import strategies as st
 from transfer_kit import DEADLINE_S, KIB, MIB, Op, expected, memory, one, run, wait_until
 
 from sgl_ext._native import _transfer
+from sgl_ext.memory.native_ticket import NativeTicket
 from sgl_ext.memory.transfer import (
     Lane,
     Priority,
     Region,
     State,
-    Ticket,
     TransferCancelledError,
     TransferEngine,
     TransferError,
-    poll,
 )
 
-# What is copied
+# Copies
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Op]:
-    """Copies by offset: sources anywhere, destinations one after the other, maybe interleaved."""
+    """Draws copies by offset: any sources, and successive destinations, some interleaved."""
     ops: list[Op] = []
     dst = 0
     for _ in range(draw(st.integers(0, 8))):
@@ -48,7 +47,7 @@ def batches(draw: st.DrawFn) -> list[Op]:
 
 
 @pytest.mark.parametrize("kind", ["host", "throttled"])
-def test_copies_what_numpy_copies(kind: str) -> None:
+def test_copies_equal_those_of_numpy(kind: str) -> None:
     with TransferEngine() as engine:
         src, dst = memory(engine, 256 * KIB, seed=1), memory(engine, 1 * MIB)
         lane: Lane = engine.host_lane(2, piece_bytes=4096)
@@ -72,7 +71,9 @@ def test_copies_what_numpy_copies(kind: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 65535, 5 * MIB + 321])
 @pytest.mark.parametrize("offset", [0, 1, 63])
-def test_large_copies_of_any_alignment(engine: TransferEngine, size: int, offset: int) -> None:
+def test_large_copies_are_exact_at_any_alignment(
+    engine: TransferEngine, size: int, offset: int
+) -> None:
     src, dst = memory(engine, size + 64, seed=2), memory(engine, size + 130)
     lane = engine.host_lane(2)
     engine.submit(one(src.ctypes.data + offset, dst.ctypes.data + 65, size), lane).wait(DEADLINE_S)
@@ -82,11 +83,11 @@ def test_large_copies_of_any_alignment(engine: TransferEngine, size: int, offset
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
-def test_batches_of_any_integer_type_and_layout(
+def test_batches_may_have_any_integer_dtype_and_layout(
     engine: TransferEngine, host: Lane, dtype: type
 ) -> None:
     src, dst = memory(engine, 8 * KIB, seed=3), memory(engine, 8 * KIB)
-    if dtype is np.int32:  # no address fits
+    if dtype is np.int32:  # addresses do not fit
         with pytest.raises(ValueError, match="is in no registered region"):
             engine.submit(np.ones((1, 6), dtype), host)
         return
@@ -104,7 +105,7 @@ def test_an_empty_batch_is_done(engine: TransferEngine, host: Lane) -> None:
     assert ticket.bytes_total == 0
 
 
-# What is refused
+# Validation
 
 
 @settings(max_examples=400, deadline=None)
@@ -113,8 +114,10 @@ def test_an_empty_batch_is_done(engine: TransferEngine, host: Lane) -> None:
     pitches=st.sampled_from([(16,), (7,), (16, 24)]),
     count=st.integers(1, 4),
 )
-def test_overlap_is_judged_exactly(data: st.DataObject, pitches: list[int], count: int) -> None:
-    """Against the sets of bytes that the copies touch."""
+def test_overlapping_copies_are_detected_exactly(
+    data: st.DataObject, pitches: list[int], count: int
+) -> None:
+    """Compares the check for overlaps with the sets of bytes that the copies touch."""
     with TransferEngine() as engine:
         lane = engine.host_lane(1)
         array = memory(engine, 600)
@@ -142,7 +145,9 @@ def test_overlap_is_judged_exactly(data: st.DataObject, pitches: list[int], coun
             engine.submit(ops, lane).wait(DEADLINE_S)
 
 
-def test_layers_of_the_same_blocks_interleave(engine: TransferEngine, host: Lane) -> None:
+def test_interleaved_layers_of_the_same_blocks_do_not_overlap(
+    engine: TransferEngine, host: Lane
+) -> None:
     layers, tokens, row = 30, 64, 48
     token = layers * row
     src, dst = memory(engine, tokens * token, seed=4), memory(engine, tokens * token)
@@ -190,7 +195,7 @@ def test_refusals_name_the_copy_and_change_nothing(engine: TransferEngine, host:
     assert not read_only.any()
 
 
-def test_malformed_arguments(engine: TransferEngine, host: Lane) -> None:
+def test_malformed_arguments_are_refused(engine: TransferEngine, host: Lane) -> None:
     array = memory(engine, 16)
     for copies in ([[1, 2, 3]], [1, 2, 3, 4, 5, 6], np.ones((2, 6))):
         with pytest.raises(ValueError, match=r"expected integers \[n, 6\]"):
@@ -218,7 +223,7 @@ def test_malformed_arguments(engine: TransferEngine, host: Lane) -> None:
             engine.throttled_lane(host, bytes_per_second=rate)
 
 
-def test_regions_are_disjoint(engine: TransferEngine) -> None:
+def test_overlapping_and_invalid_regions_are_refused(engine: TransferEngine) -> None:
     array = memory(engine, 4096)
     base = array.ctypes.data
     for address, length in ((base + 4095, 1), (base - 1, 2), (base - 10, 9000), (base + 1, 8)):
@@ -226,19 +231,21 @@ def test_regions_are_disjoint(engine: TransferEngine) -> None:
             engine.register(address, length)
     engine.register(base + 4096, 1)
     for address, length in ((0, 8), (-8, 8), (1 << 62, 8), (8, 2**62)):
-        with pytest.raises(ValueError, match="no memory lies at"):
+        with pytest.raises(ValueError, match="there is no memory at"):
             engine.register(address, length)
     with pytest.raises(ValueError, match="a region of 0 bytes"):
         engine.register(base, 0)
 
 
-# Order and urgency
+# Order, priority and cancellation
 
 
 @pytest.mark.parametrize("levels", [(0, 1), (0, 2), (1, 2)])
-def test_an_urgent_ticket_overtakes(engine: TransferEngine, levels: tuple[int, int]) -> None:
+def test_a_ticket_of_higher_priority_overtakes(
+    engine: TransferEngine, levels: tuple[int, int]
+) -> None:
     src, dst = memory(engine, 4 * MIB, seed=6), memory(engine, 4 * MIB)
-    # 40 ms for a piece: an hour for the bulk, one or two pieces for the urgent copy.
+    # A piece takes 41 ms: the bulk copy 42 s, the urgent copy the time of a few pieces.
     lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1e5, piece_bytes=4096)
     low, high = map(Priority, levels)
     bulk = [engine.submit(one(src.ctypes.data, dst.ctypes.data, 4 * MIB - 4096), lane, low)]
@@ -248,11 +255,11 @@ def test_an_urgent_ticket_overtakes(engine: TransferEngine, levels: tuple[int, i
     urgent.wait(DEADLINE_S)
     assert urgent.priority == high
     assert np.array_equal(dst[at:], src[at:])
-    assert poll(bulk) == []
+    assert not any(ticket.poll() for ticket in bulk)
     assert bulk[0].bytes_done < bulk[0].bytes_total // 2
 
 
-def test_tickets_of_a_level_finish_in_order(engine: TransferEngine) -> None:
+def test_tickets_of_one_priority_finish_in_order(engine: TransferEngine) -> None:
     src, dst = memory(engine, 2 * MIB, seed=7), memory(engine, 2 * MIB)
     lane = engine.host_lane(2, piece_bytes=4096)
     tickets = []
@@ -261,7 +268,7 @@ def test_tickets_of_a_level_finish_in_order(engine: TransferEngine) -> None:
         at = i * 5000
         tickets.append(engine.submit(one(src.ctypes.data + at, dst.ctypes.data + at, size), lane))
     while not tickets[-1].poll():
-        # Looked at from the last: one that is finished has only finished ones before it.
+        # Polled from the last to the first: all tickets before a finished one are finished.
         states = [ticket.poll() for ticket in reversed(tickets)][::-1]
         if True in states:
             last = len(states) - 1 - states[::-1].index(True)
@@ -269,14 +276,14 @@ def test_tickets_of_a_level_finish_in_order(engine: TransferEngine) -> None:
     assert all(ticket.state == State.DONE for ticket in tickets)
 
 
-def test_cancel_keeps_what_was_done(engine: TransferEngine) -> None:
+def test_cancel_keeps_the_bytes_copied_so_far(engine: TransferEngine) -> None:
     src, dst = memory(engine, MIB, seed=8), memory(engine, MIB)
     lane = engine.throttled_lane(engine.host_lane(1), bytes_per_second=1e5, piece_bytes=4096)
     first = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
     second = engine.submit(one(src.ctypes.data, dst.ctypes.data, MIB), lane)
     while first.bytes_done == 0:
         time.sleep(0.001)
-    assert second.cancel()  # nothing of it had started: it waits for nobody
+    assert second.cancel()  # it had not started, so it does not wait for the first
     assert second.state == State.CANCELLED
     assert second.bytes_done == 0
     assert first.cancel()
@@ -290,7 +297,7 @@ def test_cancel_keeps_what_was_done(engine: TransferEngine) -> None:
     assert not first.cancel()
 
 
-def test_cancel_after_the_end_is_refused(engine: TransferEngine, host: Lane) -> None:
+def test_cancel_of_a_finished_ticket_returns_false(engine: TransferEngine, host: Lane) -> None:
     src, dst = memory(engine, 4096, seed=9), memory(engine, 4096)
     ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), host)
     ticket.wait(DEADLINE_S)
@@ -302,7 +309,7 @@ def test_cancel_after_the_end_is_refused(engine: TransferEngine, host: Lane) -> 
 # Waiting
 
 
-def test_a_wait_has_a_deadline_and_the_ticket_goes_on(engine: TransferEngine, slow: Lane) -> None:
+def test_a_wait_times_out_and_the_ticket_continues(engine: TransferEngine, slow: Lane) -> None:
     src, dst = memory(engine, 64 * KIB, seed=10), memory(engine, 64 * KIB)
     ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 64 * KIB), slow)
     with pytest.raises(TimeoutError, match=r"0 of 65536 bytes were transferred in 0.01 s"):
@@ -311,7 +318,9 @@ def test_a_wait_has_a_deadline_and_the_ticket_goes_on(engine: TransferEngine, sl
     assert engine.wait_any([ticket], 0.01) == []
 
 
-def test_waiting_for_any_of_many(engine: TransferEngine, slow: Lane, host: Lane) -> None:
+def test_wait_any_returns_the_finished_tickets(
+    engine: TransferEngine, slow: Lane, host: Lane
+) -> None:
     src, dst = memory(engine, 64 * KIB, seed=11), memory(engine, 64 * KIB)
     stuck = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), slow)
     others = [
@@ -327,7 +336,7 @@ def test_waiting_for_any_of_many(engine: TransferEngine, slow: Lane, host: Lane)
     assert engine.wait_any([], DEADLINE_S) == []
 
 
-def test_python_runs_while_a_thread_waits(engine: TransferEngine, slow: Lane) -> None:
+def test_a_wait_releases_the_gil(engine: TransferEngine, slow: Lane) -> None:
     src, dst = memory(engine, 4096, seed=12), memory(engine, 4096)
     ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, 4096), slow)
     caught: list[BaseException] = []
@@ -343,7 +352,7 @@ def test_python_runs_while_a_thread_waits(engine: TransferEngine, slow: Lane) ->
     thread = threading.Thread(target=wait)
     thread.start()
     assert wait_until(lambda: not _transfer.no_waits())
-    engine.close()  # only a wait that holds no GIL lets this run
+    engine.close()  # runs only if the wait does not hold the GIL
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert _transfer.no_waits()
@@ -372,7 +381,7 @@ except KeyboardInterrupt:
 # The stub
 
 
-def test_the_stub_names_what_the_module_has() -> None:
+def test_stub_declares_exactly_the_names_of_the_module() -> None:
     stub = ast.parse((ROOT / "sgl_ext" / "_native" / "_transfer.pyi").read_text())
     names = {node.name for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert names == {name for name in dir(_transfer) if not name.startswith("_")}
@@ -390,5 +399,5 @@ def test_handles_are_typed(engine: TransferEngine, host: Lane) -> None:
     array = np.zeros(1, np.uint8)
     region = engine.register(array.ctypes.data, 1, owner=array)
     assert isinstance(region, Region)
-    assert isinstance(engine.submit([], host), Ticket)
+    assert isinstance(engine.submit([], host), NativeTicket)
     assert repr(host) == "HostLane(threads=2)"

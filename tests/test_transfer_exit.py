@@ -1,4 +1,4 @@
-"""The end of an interpreter: it ends, whatever its threads and copies are doing."""
+"""Exit of the interpreter, which completes whatever its threads and copies are doing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", sorted(CALLS))
-def test_threads_may_be_in_any_call_when_the_interpreter_ends(call: str) -> None:
+def test_interpreter_exits_while_threads_are_in_engine_calls(call: str) -> None:
     program = """
 import contextlib, threading, time, numpy as np
 from sgl_ext.memory.transfer import TransferEngine
@@ -70,8 +70,8 @@ def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_cudart(tmp_path_factory.mktemp("cuda"))
 
 
-def test_stuck_copies_share_one_deadline_and_keep_their_memory(cudart: Path) -> None:
-    """With a deadline of its own for each engine this would take minutes."""
+def test_stuck_copies_share_one_exit_deadline_and_keep_their_memory(cudart: Path) -> None:
+    """Exits with eight engines, each of which has a stuck copy."""
     program = """
 transfer._EXIT_DEADLINE_S = 0.1
 engines = [stuck() for _ in range(8)]
@@ -79,7 +79,7 @@ engines = [stuck() for _ in range(8)]
     assert run(STUCK + program, str(cudart)).stdout == ""
 
 
-def test_a_wait_for_a_stuck_copy_ends_with_the_interpreter(cudart: Path) -> None:
+def test_interpreter_exit_ends_a_wait_for_a_stuck_copy(cudart: Path) -> None:
     program = """
 import threading, time
 from sgl_ext._native import _transfer
@@ -97,7 +97,7 @@ while _transfer.no_waits():
     run(STUCK + program, str(cudart))
 
 
-def test_an_interrupt_ends_a_close(cudart: Path) -> None:
+def test_keyboard_interrupt_ends_close(cudart: Path) -> None:
     program = """
 import os, signal, threading
 engine, ticket = stuck()
@@ -115,7 +115,7 @@ print(ticket.state.name, flush=True)
     assert run(STUCK + program, str(cudart)).stdout == "interrupted False\nfreed\nDONE\n"
 
 
-def test_a_forked_child_has_no_waits_of_its_parent() -> None:
+def test_forked_child_does_not_inherit_waits() -> None:
     program = """
 import os, threading, time, numpy as np
 from sgl_ext._native import _transfer
@@ -142,8 +142,8 @@ else:
     assert run(program).stdout == "True\n"
 
 
-def test_python_runs_while_the_engine_asks_the_kernel(cudart: Path) -> None:
-    """No thread is made to give up the GIL: another runs only where a call does so itself."""
+def test_engine_calls_that_wait_for_the_kernel_release_the_gil(cudart: Path) -> None:
+    """Sets a long switch interval: another thread runs only if a call releases the GIL itself."""
     program = """
 import mmap, sys, threading, time, numpy as np
 from sgl_ext.memory.transfer import TransferEngine

@@ -1,4 +1,4 @@
-"""Faults reach the ticket they belong to and nothing else; ends of processes hang nothing."""
+"""Tests of transfer faults: an error fails only its ticket, and processes end without hanging."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-# Errors of the kernel
+# Kernel errors
 
 
-def test_eio_reaches_its_own_ticket(engine: TransferEngine, lane: FileLane, tmp_path: Path) -> None:
-    """The memory of this process as a file: what is not mapped cannot be read."""
+def test_eio_fails_only_its_own_ticket(
+    engine: TransferEngine, lane: FileLane, tmp_path: Path
+) -> None:
+    """Reads from ``/proc/self/mem`` at an offset where nothing is mapped."""
     memory = pages(engine, 4 * PAGE)
     (tmp_path / "data").write_bytes(bytes([7]) * PAGE)
     good = lane.open("data", PAGE)
@@ -61,7 +63,7 @@ def test_eio_reaches_its_own_ticket(engine: TransferEngine, lane: FileLane, tmp_
     assert (memory[: 2 * PAGE] == 7).all()
 
 
-def test_the_failing_copy_of_a_batch_is_named(
+def test_the_error_names_the_failed_copy_of_a_batch(
     engine: TransferEngine, lane: FileLane, tmp_path: Path
 ) -> None:
     memory = pages(engine, 16 * PAGE)
@@ -79,7 +81,7 @@ def test_the_failing_copy_of_a_batch_is_named(
     assert (copy.errno, copy.op, copy.bytes_done) == (errno.ENODATA, 5, 5 * PAGE)
 
 
-def test_a_full_device(engine: TransferEngine, lane: FileLane) -> None:
+def test_a_write_to_a_full_device_fails_with_enospc(engine: TransferEngine, lane: FileLane) -> None:
     memory = pages(engine, PAGE)
     fd = os.open("/dev/full", os.O_RDWR)
     try:
@@ -90,13 +92,13 @@ def test_a_full_device(engine: TransferEngine, lane: FileLane) -> None:
     with pytest.raises(TransferError, match="No space left on device after 0 bytes") as caught:
         ticket.wait(DEADLINE_S)
     assert caught.value.errno == errno.ENOSPC
-    # What /dev/full can do, it does.
+    # /dev/full can be read, and returns zeros.
     memory[:] = 1
     engine.submit([(file.base, memory.ctypes.data, PAGE, 1, 0, 0)], lane).wait(DEADLINE_S)
     assert not memory.any()
 
 
-def test_a_full_file_system_keeps_what_fitted(
+def test_a_full_file_system_keeps_the_bytes_that_fit(
     engine: TransferEngine, tmp_path: Path, lane: FileLane
 ) -> None:
     small = tmp_path / "small"
@@ -123,7 +125,7 @@ def test_a_full_file_system_keeps_what_fitted(
         subprocess.run(["umount", "-l", small], check=True)
 
 
-def test_a_file_size_limit_is_a_short_write_and_then_an_error(
+def test_a_write_past_the_file_size_limit_fails_after_a_short_write(
     engine: TransferEngine, lane: FileLane, tmp_path: Path
 ) -> None:
     memory = pages(engine, 16 * PAGE)
@@ -144,8 +146,10 @@ def test_a_file_size_limit_is_a_short_write_and_then_an_error(
     assert (tmp_path / "data").read_bytes() == bytes([3]) * 5 * PAGE
 
 
-def test_memory_that_went_away_is_efault(engine: TransferEngine, lane: FileLane) -> None:
-    """A caller that breaks its promise gets an error, not a signal."""
+def test_a_copy_from_unmapped_memory_fails_with_efault(
+    engine: TransferEngine, lane: FileLane
+) -> None:
+    """Unmaps registered memory, which callers must not do: the result is an error, not a signal."""
     mapping = mmap.mmap(-1, PAGE)
     array = np.frombuffer(mapping, np.uint8)
     address = array.ctypes.data
@@ -159,7 +163,7 @@ def test_memory_that_went_away_is_efault(engine: TransferEngine, lane: FileLane)
     assert caught.value.errno == errno.EFAULT
 
 
-def test_without_descriptors_it_is_an_os_error(lane: FileLane, tmp_path: Path) -> None:
+def test_adopt_without_free_descriptors_raises_os_error(lane: FileLane, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"")
     fd = os.open(tmp_path / "data", os.O_RDONLY)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -175,7 +179,7 @@ def test_without_descriptors_it_is_an_os_error(lane: FileLane, tmp_path: Path) -
     assert caught.value.errno == errno.EMFILE
 
 
-# Deaths
+# Ends of processes
 
 WRITER = """
 import mmap, sys, numpy as np
@@ -195,7 +199,7 @@ print("writing", flush=True)
 """
 
 
-def test_what_a_killed_writer_wrote_is_readable(
+def test_the_data_of_a_killed_writer_is_readable(
     engine: TransferEngine, lane: FileLane, tmp_path: Path
 ) -> None:
     program = WRITER + "ticket.wait(600)\n"
@@ -221,7 +225,7 @@ def test_what_a_killed_writer_wrote_is_readable(
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "del engine", "raise SystemExit", "thread"])
 def test_a_process_ends_with_copies_in_flight(lane: FileLane, tmp_path: Path, end: str) -> None:
     if end == "thread":
-        # Its wait ends with the engine, when the interpreter is about to go.
+        # The threads' waits end with the engine, when the interpreter exits.
         end = """
 import threading
 def wait():
@@ -242,7 +246,7 @@ for _ in range(4):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_host_copies_end_with_the_process() -> None:
+def test_a_process_ends_with_host_copies_in_flight() -> None:
     program = """
 import numpy as np
 from sgl_ext.memory.transfer import TransferEngine
@@ -264,7 +268,7 @@ del a
 # Leaks
 
 
-def test_nothing_is_left_open(tmp_path: Path) -> None:
+def test_closed_engines_leave_no_descriptors_or_threads(tmp_path: Path) -> None:
     def use(backend: str) -> None:
         with TransferEngine() as engine:
             lane = engine.file_lane(tmp_path, backend=backend)
@@ -272,7 +276,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
             file = lane.open("data", PAGE, writable=True, create=True)
             write = [(memory.ctypes.data, file.base, PAGE, 1, 0, 0)]
             engine.submit(write, lane).wait(DEADLINE_S)
-            kept = lane.open("data", PAGE)  # not closed: goes with the engine
+            kept = lane.open("data", PAGE)  # the engine closes it
             assert kept.length == PAGE
             file.close()
 
@@ -300,7 +304,7 @@ def test_a_closed_file_frees_its_descriptor_at_once(engine: TransferEngine, lane
         assert open_fds() == before
 
 
-def test_failed_registrations_leave_nothing_open(
+def test_failed_opens_leave_no_descriptors(
     engine: TransferEngine, lane: FileLane, tmp_path: Path
 ) -> None:
     before = open_fds()
@@ -329,7 +333,7 @@ def test_memory_does_not_grow(engine: TransferEngine, lane: FileLane) -> None:
     before = _resident()
     for _ in range(4):
         turn()
-    # A batch of 4,000 is 192 kB: two hundred that stayed would be 38 MB.
+    # A batch of 4,000 copies has 192 kB, so 200 leaked batches would have 38 MB.
     assert _resident() - before < 8 * MIB
 
 

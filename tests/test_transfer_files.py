@@ -1,4 +1,4 @@
-"""The file lane: what it reads and writes, how, and what it says where it cannot."""
+"""File lane: reads and writes, priorities, rejected copies, fallbacks and files that end early."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def randomize(array: Bytes, seed: int) -> None:
     array[:] = np.random.default_rng(seed).integers(0, 256, array.size, np.uint8)
 
 
-# Bytes
+# Reads and writes
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_is_written_is_read(
+def test_written_bytes_are_read_back(
     engine: TransferEngine, tmp_path: Path, backend: str, direct: bool, pinned: bool
 ) -> None:
     size = 3 * MIB + 5 * PAGE
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(
     out, back = pages(engine, size, pinned=pinned), pages(engine, size, pinned=pinned)
     randomize(out, 1)
     registered = pinned and backend == "io_uring"
-    assert lane.registered_bytes in ((2 * size, 0) if registered else (0,))  # 0: a lock limit
+    assert lane.registered_bytes in ((2 * size, 0) if registered else (0,))  # 0: memlock limit
     file = lane.open("data", size, writable=True, create=True)
     engine.submit([(out.ctypes.data, file.base, size, 1, 0, 0)], lane).wait(DEADLINE_S)
     assert (tmp_path / "data").read_bytes() == out.tobytes()
@@ -61,7 +61,7 @@ def test_what_is_written_is_read(
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o600
 
 
-def test_random_copies_read_what_numpy_reads(tmp_path: Path, backend: str) -> None:
+def test_random_copies_agree_with_numpy(tmp_path: Path, backend: str) -> None:
     with TransferEngine() as engine:
         content = np.random.default_rng(2).integers(0, 256, 512 * 1024, np.uint8)
         (tmp_path / "data").write_bytes(content.tobytes())
@@ -109,7 +109,9 @@ def test_rows_of_blocks_are_gathered_into_a_file(
     assert (tmp_path / "layer").read_bytes() == layer.tobytes()
 
 
-def test_many_files_in_one_batch(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
+def test_one_batch_copies_to_and_from_many_files(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
     lane = engine.file_lane(tmp_path, backend=backend, depth=8)
     memory, back = pages(engine, 64 * PAGE), pages(engine, 64 * PAGE)
     randomize(memory, 4)
@@ -127,7 +129,9 @@ def test_many_files_in_one_batch(engine: TransferEngine, tmp_path: Path, backend
         engine.submit(read, lane)
 
 
-def test_through_a_throttled_lane(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
+def test_a_throttled_lane_copies_files(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
     lane = engine.file_lane(tmp_path, backend=backend)
     slow = engine.throttled_lane(lane, bytes_per_second=100e6, latency=1e-4)
     memory, back = pages(engine, MIB), pages(engine, MIB)
@@ -140,10 +144,12 @@ def test_through_a_throttled_lane(engine: TransferEngine, tmp_path: Path, backen
     assert "FileLane" in repr(slow)
 
 
-# Urgency
+# Priorities
 
 
-def test_an_urgent_read_overtakes(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
+def test_an_urgent_read_overtakes_a_bulk_read(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
     inner = engine.file_lane(tmp_path, backend=backend)
     lane = engine.throttled_lane(inner, bytes_per_second=1e5, piece_bytes=PAGE)
     memory = pages(engine, 8 * MIB)
@@ -158,10 +164,10 @@ def test_an_urgent_read_overtakes(engine: TransferEngine, tmp_path: Path, backen
     assert not bulk.poll()
 
 
-# What is refused
+# Rejected copies
 
 
-def test_direct_files_ask_for_alignment(
+def test_direct_io_rejects_unaligned_copies(
     engine: TransferEngine, tmp_path: Path, backend: str
 ) -> None:
     lane = engine.file_lane(tmp_path, backend=backend)
@@ -175,14 +181,17 @@ def test_direct_files_ask_for_alignment(
     m, f = memory.ctypes.data, file.base
     odd = in_memory // 2
     cases = [
-        ((m, f, PAGE + 1, 1, 0, 0), f"copy 0: width {PAGE + 1} is no multiple of {in_file}, which"),
-        ((m, f + 1, PAGE, 1, 0, 0), f"copy 0: file offset 1 is no multiple of {in_file}"),
-        ((f + 8, m, PAGE, 1, 0, 0), f"copy 0: file offset 8 is no multiple of {in_file}"),
-        ((m, f, PAGE, 2, PAGE, PAGE + 1), "copy 0: pitch in the file 4097 is no multiple"),
+        (
+            (m, f, PAGE + 1, 1, 0, 0),
+            f"copy 0: width {PAGE + 1} is not a multiple of {in_file}, which",
+        ),
+        ((m, f + 1, PAGE, 1, 0, 0), f"copy 0: file offset 1 is not a multiple of {in_file}"),
+        ((f + 8, m, PAGE, 1, 0, 0), f"copy 0: file offset 8 is not a multiple of {in_file}"),
+        ((m, f, PAGE, 2, PAGE, PAGE + 1), "copy 0: pitch in the file 4097 is not a multiple"),
     ]
     if odd:
         cases += [
-            ((m + odd, f, PAGE, 1, 0, 0), f"memory address .* is no multiple of {in_memory}"),
+            ((m + odd, f, PAGE, 1, 0, 0), f"memory address .* is not a multiple of {in_memory}"),
             ((m, f, PAGE, 2, PAGE + odd, PAGE), "copy 0: pitch in memory"),
         ]
     for op, message in cases:
@@ -191,7 +200,9 @@ def test_direct_files_ask_for_alignment(
     assert (tmp_path / "data").stat().st_size == 0
 
 
-def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
+def test_invalid_copies_files_and_options_are_rejected(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
     lane = engine.file_lane(tmp_path, backend=backend)
     other = engine.file_lane(tmp_path, backend=backend)
     memory = pages(engine, 4 * PAGE)
@@ -199,10 +210,10 @@ def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
     file = lane.open("data", MIB, writable=True, create=True)
     reader = lane.open("data", MIB)
     for op, where, message in [
-        ((m, m + PAGE, PAGE, 1, 0, 0), lane, "a file lane goes between host memory and a file"),
+        ((m, m + PAGE, PAGE, 1, 0, 0), lane, "a file lane copies between host memory and a file"),
         ((file.base, file.base + PAGE, PAGE, 1, 0, 0), lane, "between host memory and a file"),
         ((m, file.base, PAGE, 1, 0, 0), other, "was opened by another lane"),
-        ((m, file.base, PAGE, 1, 0, 0), engine.host_lane(1), "is none that a host lane reaches"),
+        ((m, file.base, PAGE, 1, 0, 0), engine.host_lane(1), "cannot be accessed by a host lane"),
         ((m, reader.base, PAGE, 1, 0, 0), lane, "dst lies in read-only file region"),
         ((m, file.base + MIB, PAGE, 1, 0, 0), lane, "dst .* is in no registered region"),
         ((m, file.base + MIB - PAGE, 2 * PAGE, 1, 0, 0), lane, "runs past the end of file region"),
@@ -213,7 +224,7 @@ def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
     os.mkfifo(fifo)
     fd = os.open(fifo, os.O_RDWR)
     try:
-        with pytest.raises(ValueError, match="is no regular file or device"):
+        with pytest.raises(ValueError, match="is neither a regular file nor a device"):
             lane.adopt(fd, PAGE)
     finally:
         os.close(fd)
@@ -232,7 +243,7 @@ def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
     finally:
         os.close(fd)
     buffered = engine.file_lane(tmp_path, backend=backend, direct=False)
-    with pytest.raises(ValueError, match="is no regular file or device"):
+    with pytest.raises(ValueError, match="is neither a regular file nor a device"):
         buffered.open("fifo", PAGE)  # without waiting for a writer
     with pytest.raises(FileNotFoundError):
         lane.open("none", PAGE)
@@ -253,7 +264,7 @@ def test_refusals(engine: TransferEngine, tmp_path: Path, backend: str) -> None:
 def test_a_file_system_without_direct_io_is_buffered(
     engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's refusal is put in its mouth: which file systems refuse depends on it."""
+    """Simulates the refusal: which file systems refuse direct I/O depends on the kernel."""
     real = os.open
 
     def refuse(path: Path, flags: int, *rest: int) -> int:
@@ -273,7 +284,7 @@ def test_a_file_system_without_direct_io_is_buffered(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]  # no probe is left
 
 
-def test_shared_memory_works_either_way(engine: TransferEngine) -> None:
+def test_files_in_shared_memory_work_with_or_without_direct_io(engine: TransferEngine) -> None:
     directory = Path("/dev/shm")
     if not os.access(directory, os.W_OK):
         pytest.skip("no writable /dev/shm")
@@ -317,7 +328,7 @@ with TransferEngine() as engine, warnings.catch_warnings(record=True) as caught:
 """
 
 
-def test_without_io_uring_threads_do_it_and_a_warning_says_why(tmp_path: Path) -> None:
+def test_without_io_uring_the_lane_uses_threads_and_warns(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_URING, str(tmp_path)],
         capture_output=True,
@@ -332,7 +343,7 @@ def test_without_io_uring_threads_do_it_and_a_warning_says_why(tmp_path: Path) -
     assert "io_uring" in refusal
 
 
-def test_too_little_locked_memory_is_named(tmp_path: Path) -> None:
+def test_a_low_limit_on_locked_memory_is_reported(tmp_path: Path) -> None:
     program = """
 import os, resource, sys
 from sgl_ext.errors import ExtError
@@ -353,7 +364,7 @@ with TransferEngine() as engine:
     assert "limit on locked memory (RLIMIT_MEMLOCK): raise it" in said
 
 
-def test_a_chosen_backend_does_not_warn(
+def test_an_explicit_backend_does_not_warn(
     engine: TransferEngine, tmp_path: Path, backend: str
 ) -> None:
     with warnings.catch_warnings():
@@ -364,12 +375,12 @@ def test_a_chosen_backend_does_not_warn(
     assert sorted(tmp_path.iterdir()) == []
 
 
-# The end of a file
+# Files that end early
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("length", [0, 1, PAGE, PAGE + 100, 5 * PAGE + 17])
-def test_a_file_that_ends_early_says_where(
+def test_a_file_that_ends_early_fails_with_its_length(
     engine: TransferEngine, tmp_path: Path, backend: str, direct: bool, length: int
 ) -> None:
     content = np.random.default_rng(9).integers(1, 256, length, np.uint8)

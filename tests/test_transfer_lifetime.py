@@ -1,4 +1,4 @@
-"""What a transfer engine owns, and that nothing of it stays: memory, threads, processes."""
+"""Tests of the lifetime of what a transfer engine owns: memory, threads and tickets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sgl_ext.memory.transfer import (
 )
 
 
-def test_an_idle_engine_uses_no_processor(engine: TransferEngine, tmp_path: Path) -> None:
+def test_an_idle_engine_uses_no_cpu_time(engine: TransferEngine, tmp_path: Path) -> None:
     src, dst = memory(engine, 4096, seed=13), memory(engine, 4096)
     host = engine.host_lane(2)
     lanes: list[Lane] = [host, engine.file_lane(tmp_path), engine.throttled_lane(host)]
@@ -35,7 +35,7 @@ def test_an_idle_engine_uses_no_processor(engine: TransferEngine, tmp_path: Path
     assert time.process_time() - before < 0.1
 
 
-def test_threads_leave_signals_to_the_program(engine: TransferEngine, tmp_path: Path) -> None:
+def test_engine_threads_block_signals(engine: TransferEngine, tmp_path: Path) -> None:
     tasks = Path("/proc/self/task")
     before = set(tasks.iterdir())
     host = engine.host_lane(2)
@@ -50,7 +50,7 @@ def test_threads_leave_signals_to_the_program(engine: TransferEngine, tmp_path: 
             assert blocked >> number - 1 & 1
 
 
-# Ownership and ends
+# Ownership and closing
 
 
 def test_an_owner_lives_until_its_region_is_unregistered(engine: TransferEngine) -> None:
@@ -68,7 +68,7 @@ def test_an_owner_lives_until_its_region_is_unregistered(engine: TransferEngine)
         region.unregister()
 
 
-def test_memory_in_use_is_not_given_up(engine: TransferEngine, slow: Lane) -> None:
+def test_memory_in_use_cannot_be_unregistered(engine: TransferEngine, slow: Lane) -> None:
     array = np.zeros(8192, np.uint8)
     region = engine.register(array.ctypes.data, 8192, owner=array)
     ticket = engine.submit(one(region.address, region.address + 4096, 4096), slow)
@@ -80,17 +80,19 @@ def test_memory_in_use_is_not_given_up(engine: TransferEngine, slow: Lane) -> No
     region.unregister()
 
 
-def test_a_finished_ticket_owns_nothing(engine: TransferEngine, host: Lane) -> None:
+def test_a_finished_ticket_does_not_prevent_unregistering(
+    engine: TransferEngine, host: Lane
+) -> None:
     array = np.zeros(8192, np.uint8)
     region = engine.register(array.ctypes.data, 8192, owner=array)
     for _ in range(50):
         ticket = engine.submit(one(region.address, region.address + 4096, 4096), host)
         ticket.wait(DEADLINE_S)
-        region.unregister()  # at once: nothing lingers
+        region.unregister()  # possible at once
         region = engine.register(array.ctypes.data, 8192, owner=array)
 
 
-def test_close_cancels_what_waits_and_refuses_what_comes(
+def test_close_cancels_queued_copies_and_refuses_new_ones(
     slow: Lane, engine: TransferEngine
 ) -> None:
     src, dst = memory(engine, MIB, seed=14), memory(engine, MIB)
@@ -109,7 +111,7 @@ def test_close_cancels_what_waits_and_refuses_what_comes(
         queued[0].wait(DEADLINE_S)
 
 
-def test_a_forgotten_engine_closes(tmp_path: Path) -> None:
+def test_a_garbage_collected_engine_closes(tmp_path: Path) -> None:
     before = threads_of_process()
     array = np.zeros(MIB, np.uint8)
     owner = type("Owner", (), {})()
@@ -125,7 +127,7 @@ def test_a_forgotten_engine_closes(tmp_path: Path) -> None:
     gc.collect()
     assert gone() is None
     assert ticket.poll()
-    # Fewer, if one of another test was about to end before.
+    # There are fewer if a thread of another test was about to end.
     assert wait_until(lambda: threads_of_process() <= before)
 
 
@@ -133,7 +135,7 @@ def threads_of_process() -> int:
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
-def test_a_forked_child_is_told() -> None:
+def test_use_in_a_forked_child_raises_an_error() -> None:
     program = """
 import os, numpy as np
 from sgl_ext.errors import ExtError

@@ -1,7 +1,7 @@
-"""The Triton kernels under Triton's interpreter, and as compiled for a GPU that need not be there.
+"""Triton kernels under Triton's interpreter, and compiled for a GPU that need not be present.
 
 Interpretation is decided when a kernel is defined. The tests therefore import private copies of the
-kernel package, so that nothing else in this process sees an interpreted one.
+kernel package, so that nothing else in this process sees an interpreted kernel.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def shipped_tile() -> Iterator[None]:
 
 
 @given(random=st.randoms(use_true_random=False))
-# No shrinking: interpreted, it takes minutes, and a failure names its small slab as it is.
+# No shrinking: it takes minutes under the interpreter, and a failure names a small slab anyway.
 @settings(
     max_examples=15,
     deadline=None,
     phases=[Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_kernels_leave_all_memory_as_their_references_do(random: Random) -> None:
+def test_kernels_match_their_references_in_all_memory(random: Random) -> None:
     checks.check(kernels, checks.Case.random(random), random, CPU)
 
 
 @pytest.mark.parametrize("word", [1, 8])
-def test_offsets_beyond_2_to_the_31_words(word: int, tmp_path: Path) -> None:
+def test_kernels_reach_words_beyond_2_to_the_31(word: int, tmp_path: Path) -> None:
     # A sparse file: only the pages that are touched exist.
     memory = torch.from_file(
         str(tmp_path / "slab"), shared=True, size=checks.far_bytes(word), dtype=torch.uint8
@@ -80,25 +80,25 @@ def test_offsets_beyond_2_to_the_31_words(word: int, tmp_path: Path) -> None:
 
 
 def slab_of(*shape: int) -> torch.Tensor:
-    """Every element is its own flat index."""
+    """Returns a slab in which every element is its own flat index."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
-def test_gathered_content_by_hand() -> None:
+def test_gathers_return_the_expected_elements() -> None:
     slab = slab_of(5, 2, 3, 2, 1, 2)
     groups = torch.empty(3, 2, 3, 2, 1, 2)
     kernels.gather_groups(slab, kernels.Runs(torch.tensor([3, 0]), torch.tensor([2, 1])), groups)
     assert groups[:, 0, 0, 0, 0, 0].tolist() == [72, 96, 0]
     layer = torch.empty(2, 2, 2, 1, 2)
     kernels.gather_layer(slab, torch.tensor([1, 4]), 2, layer)
-    # Block 1 begins at 24, a token is 12 long, layer 2 lies 8 behind a token's begin.
+    # Block 1 begins at 24, a token has 12 elements, and layer 2 begins 8 elements into a token.
     assert layer.flatten(2).tolist()[0] == [[32, 33, 34, 35], [44, 45, 46, 47]]
     tokens = torch.empty(2, 3, 2, 1, 2)
     kernels.gather_tokens(slab, torch.tensor([9, 2]), tokens)
     assert tokens.flatten(1).tolist() == [list(range(108, 120)), list(range(24, 36))]
 
 
-def test_scatter_brings_back_what_was_gathered() -> None:
+def test_scatter_restores_gathered_groups() -> None:
     slab = slab_of(6, 4, 2, 2, 3, 8)
     before = slab.clone()
     runs = kernels.Runs(torch.tensor([4, 1]), torch.tensor([2, 2]))
@@ -109,8 +109,11 @@ def test_scatter_brings_back_what_was_gathered() -> None:
     assert torch.equal(slab, before)
 
 
-def test_a_slab_in_memory_that_begins_at_an_odd_address() -> None:
-    """As a mapping handed over by someone else may: aligned is then what torch calls skewed."""
+def test_gather_from_storage_that_begins_at_an_odd_address() -> None:
+    """Gathers from a slab at an aligned address, whose storage offset is therefore odd.
+
+    Memory that another library has mapped may begin at an odd address.
+    """
     memory = torch.frombuffer(bytearray(range(256)), dtype=torch.uint8, offset=1)
     slab = memory[7 : 7 + 4 * 2 * 1 * 2 * 1 * 8].view(4, 2, 1, 2, 1, 8)
     out = torch.empty(1, 2, 1, 2, 1, 8, dtype=torch.uint8)
@@ -118,7 +121,7 @@ def test_a_slab_in_memory_that_begins_at_an_odd_address() -> None:
     assert out.flatten().tolist() == list(range(72, 104))
 
 
-def test_checked_rows_do_not_follow_the_tensor_they_came_from() -> None:
+def test_checked_rows_do_not_change_with_their_tensor() -> None:
     slab, blocks = slab_of(4, 1, 1, 2, 1, 2), torch.tensor([2, 1])
     rows = kernels.check_blocks(slab, blocks)
     blocks[0] = 99
@@ -140,7 +143,7 @@ BAD_NUMBERS = {
 
 
 @pytest.mark.parametrize("bad", BAD_NUMBERS)
-def test_bad_block_numbers_move_nothing(bad: str) -> None:
+def test_invalid_block_numbers_raise_and_move_nothing(bad: str) -> None:
     blocks, error, message = BAD_NUMBERS[bad]
     slab = slab_of(4, 2, 3, 2, 1, 4)
     out = torch.full((blocks.numel(), 2, 2, 1, 4), -1.0)
@@ -166,7 +169,7 @@ BAD_RUNS = {
 
 
 @pytest.mark.parametrize("bad", BAD_RUNS)
-def test_bad_runs_move_nothing(bad: str) -> None:
+def test_invalid_runs_raise_and_move_nothing(bad: str) -> None:
     start, blocks, error, message = BAD_RUNS[bad]
     slab = slab_of(4, 2, 3, 2, 1, 4)
     with pytest.raises(error, match=message):
@@ -189,7 +192,7 @@ def test_scatter_to_the_same_place_twice_is_refused() -> None:
     assert torch.equal(slab, slab_of(4, 2, 3, 2, 1, 4))
 
 
-def test_rows_of_something_else_are_refused() -> None:
+def test_rows_checked_for_another_slab_or_kind_are_refused() -> None:
     slab, larger = slab_of(4, 2, 3, 2, 1, 4), slab_of(5, 2, 3, 2, 1, 4)
     out = torch.empty(1, 2, 2, 1, 4)
     with pytest.raises(ValueError, match=r"asked for blocks of a slab of 4 .* as blocks of 5"):
@@ -224,7 +227,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("bad", BAD_TENSORS)
-def test_bad_tensors(bad: str) -> None:
+def test_invalid_tensors_are_refused(bad: str) -> None:
     given, message = BAD_TENSORS[bad]
     tensors: dict[str, torch.Tensor] = {
         "slab": slab_of(4, 2, 3, 2, 1, 4),
@@ -238,7 +241,7 @@ def test_bad_tensors(bad: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 3])
-def test_a_layer_that_is_not_there(layer: int) -> None:
+def test_a_layer_out_of_range_is_refused(layer: int) -> None:
     with pytest.raises(IndexError, match=f"asked for layer {layer}, .* layers 0 to 2"):
         kernels.gather_layer(slab_of(4, 2, 3, 2, 1, 4), long(0), layer, torch.empty(1, 2, 2, 1, 4))
 
@@ -249,7 +252,7 @@ def test_staging_inside_the_slab_is_refused() -> None:
         kernels.gather_groups(slab, (long(0), long(1)), slab[3:])
 
 
-def test_compiled_kernels_name_the_way_out_on_a_cpu() -> None:
+def test_compiled_kernels_on_cpu_tensors_name_the_alternatives() -> None:
     slab = slab_of(4, 2, 3, 2, 1, 4)
     with pytest.raises(
         RuntimeError, match=r"sgl_ext_kernels\.reference, or set TRITON_INTERPRET=1"
@@ -260,10 +263,10 @@ def test_compiled_kernels_name_the_way_out_on_a_cpu() -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("operation", ["groups", "layer", "tokens"])
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_compiled_for_a_gpu_it_moves_16_bytes_at_a_time(
+def test_compiled_kernels_move_16_bytes_per_access(
     operation: str, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SmolLM2's geometry: what the launcher asks for is compiled for an H200, not run."""
+    """Compiles the launcher's kernel for an H200 with SmolLM2's geometry, and does not run it."""
     launched: dict[str, Any] = {}
 
     class Recorder:
@@ -302,7 +305,7 @@ def test_compiled_for_a_gpu_it_moves_16_bytes_at_a_time(
         triton.knobs.cache.dir = str(tmp_path)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     moves = re.findall(r"(?:ld|st)\.global[.\w]*", ptx)
-    # One load of a number; the rest moves pairs of 8-byte words, four per thread in flight.
+    # One load reads a row number; the others move pairs of 8-byte words, four in flight per thread.
     assert sorted(moves) == ["ld.global.b64"] + ["ld.global.v2.b64"] * 4 + ["st.global.v2.b64"] * 4
 
 
@@ -321,13 +324,13 @@ def gpu_check(*arguments: str, python_path: str = "") -> subprocess.CompletedPro
     )
 
 
-def test_gpu_check_says_in_one_line_that_there_is_no_gpu() -> None:
+def test_gpu_check_reports_a_missing_gpu_in_one_line() -> None:
     result = gpu_check()
     assert (result.returncode, result.stderr) == (3, "")
     assert result.stdout == "gpu_check: no GPU that torch can use; nothing was checked\n"
 
 
-def test_gpu_check_runs_where_only_torch_and_triton_are(tmp_path: Path) -> None:
+def test_gpu_check_needs_only_torch_and_triton(tmp_path: Path) -> None:
     for package in ("sglang", "pydantic", "sgl_ext", "pytest", "hypothesis"):
         (tmp_path / f"{package}.py").write_text(f"raise AssertionError('imports {package}')")
     result = gpu_check("--interpret", "--cases", "1", python_path=str(tmp_path))

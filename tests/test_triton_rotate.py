@@ -1,5 +1,8 @@
-"""The Triton copy that rotates keys: interpreted, against its reference, the native copy and the
-definition; and as compiled for GPUs that need not be there."""
+"""Triton kernel that copies tokens and rotates their keys.
+
+The interpreted kernel is compared with its reference, the native copy and the definition. The
+kernel is also compiled for GPUs, which need not be present.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ compiled = load_rotate("compiled_rotate", interpret=False)
 kernels = importlib.import_module("interpreted_rotate")
 
 HEADS = [(48, 48), (48, 24), (64, 64), (64, 16), (128, 128), (128, 64)]
-"""``head_dim`` and ``rotary_dim``."""
+"""Pairs of ``head_dim`` and ``rotary_dim``."""
 
 
 def slab_of(head_dim: int, dtype: str, seed: int = 0) -> torch.Tensor:
@@ -54,16 +57,18 @@ DELTAS = [7, -1234, 100_003]
 
 
 @given(random=st.randoms(use_true_random=False))
-# No shrinking: interpreted, it takes minutes, and a failure names its small slab as it is.
+# No shrinking: in the interpreter it takes minutes, and the slab of a failure is small anyway.
 @settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])
-def test_it_leaves_all_memory_as_its_reference_does(random: Random) -> None:
+def test_all_memory_matches_the_reference(random: Random) -> None:
     checks.check_rotation(kernels, checks.Case.random_rotation(random), random, CPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile_bytes", [64, 8192])
-def test_geometry_of_a_model(dtype: str, tile_bytes: int) -> None:
-    """SmolLM2's: 90 heads of keys, of which the last program of a token has not as many."""
+def test_memory_matches_the_reference_with_the_geometry_of_a_model(
+    dtype: str, tile_bytes: int
+) -> None:
+    """Uses SmolLM2's 90 heads of keys; the last program of a token may have fewer than others."""
     case = checks.Case((3, 16, 30, 2, 3, 64), getattr(torch, dtype), 0, tile_bytes, 0)
     chance = Random(tile_bytes)  # noqa: S311
     checks.check_rotation(kernels, case, chance, CPU)
@@ -72,12 +77,12 @@ def test_geometry_of_a_model(dtype: str, tile_bytes: int) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), HEADS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_of_the_native_copy(
+def test_result_matches_the_native_copy_bit_for_bit(
     dtype: str, head_dim: int, rotary_dim: int, interleaved: bool
 ) -> None:
     frequencies = 10_000.0 ** -(np.arange(rotary_dim // 2) / (rotary_dim // 2))
     ours = slab_of(head_dim, dtype)
-    # Not numbers that a model caches, but the same bits even so.
+    # A model does not cache such numbers, but their bits must match, too.
     ours[..., 1], ours[..., 3] = 0.0, -0.0
     tokens = ours.flatten(0, 1)
     tokens[4, 0] *= 2.0**-130
@@ -104,7 +109,7 @@ def test_bits_of_the_native_copy(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pairs_are_turned_as_complex_numbers(
+def test_pairs_are_rotated_as_complex_numbers(
     dtype: str, head_dim: int, rotary_dim: int, interleaved: bool
 ) -> None:
     slab, pairs = slab_of(head_dim, dtype), rotary_dim // 2
@@ -121,7 +126,7 @@ def test_pairs_are_turned_as_complex_numbers(
         parts = torch.stack((turned.real, turned.imag), -1 if interleaved else -2)
         assert parts.shape[-2:] == order
         expected[:, 0, :, :rotary_dim] = parts.flatten(-2)
-        # Half a unit of the last place, and what fp32 adds.
+        # Half a unit in the last place, plus the error of fp32.
         places = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-22}[dtype]
         torch.testing.assert_close(found.double(), expected, rtol=places * 1.01, atol=2e-6)
         assert torch.equal(found[:, 1].double(), expected[:, 1])
@@ -130,7 +135,7 @@ def test_pairs_are_turned_as_complex_numbers(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_way_is_a_copy(dtype: str, interleaved: bool) -> None:
+def test_angle_of_zero_is_a_plain_copy(dtype: str, interleaved: bool) -> None:
     slab = slab_of(48, dtype)
     expected = slab.clone()
     expected.flatten(0, 1)[TARGETS] = slab.flatten(0, 1)[SOURCES]
@@ -140,19 +145,19 @@ def test_no_way_is_a_copy(dtype: str, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_stays_so(dtype: str) -> None:
+def test_nan_and_infinity_stay_nan_and_infinity(dtype: str) -> None:
     checks.check_no_numbers(kernels, getattr(torch, dtype), CPU)
 
 
-def test_offsets_beyond_2_to_the_31_elements(tmp_path: Path) -> None:
-    # A sparse file: only the pages that are touched exist.
+def test_offsets_may_exceed_2_to_the_31_elements(tmp_path: Path) -> None:
+    # A sparse file: only the pages that are touched take memory.
     memory = torch.from_file(
         str(tmp_path / "slab"), shared=True, size=checks.far_bytes(2), dtype=torch.uint8
     )
     checks.check_far_rotation(kernels, memory)
 
 
-def test_moves_do_not_follow_the_tensors_they_came_from() -> None:
+def test_moves_copy_their_input_tensors() -> None:
     slab, sources, segments = slab_of(48, "float32"), SOURCES.clone(), SEGMENTS.clone()
     moves = rotate.check_moves(slab, sources, TARGETS, segments)
     sources[:], segments[:] = 99, 99
@@ -177,7 +182,7 @@ BAD_MOVES: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_MOVES)
-def test_bad_moves(bad: str) -> None:
+def test_invalid_moves_are_refused(bad: str) -> None:
     asked, error, message = BAD_MOVES[bad]
     with pytest.raises(error, match=message):
         rotate.check_moves(slab_of(48, "float32"), *asked)
@@ -204,7 +209,7 @@ BAD_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_TENSORS)
-def test_bad_tensors(bad: str) -> None:
+def test_invalid_tensors_are_refused(bad: str) -> None:
     given, message = BAD_TENSORS[bad]
     tensors = {"slab": slab_of(48, "float32"), "cosines": ROW, "sines": ROW, **given}
     before = tensors["slab"].clone()
@@ -214,7 +219,7 @@ def test_bad_tensors(bad: str) -> None:
     assert torch.equal(tensors["slab"], before)
 
 
-def test_compiled_it_names_the_way_out_on_a_cpu() -> None:
+def test_compiled_kernel_refuses_cpu_tensors_and_names_alternatives() -> None:
     slab = slab_of(48, "float32")
     moves = compiled.check_moves(slab, SOURCES, TARGETS)
     with pytest.raises(RuntimeError, match=r"rotate\.reference, or set TRITON_INTERPRET=1"):
@@ -231,11 +236,11 @@ def test_compiled_it_names_the_way_out_on_a_cpu() -> None:
         (32, 8, 128, "float16", 90),
     ],
 )
-def test_compiled_for_a_gpu_it_moves_16_bytes_at_a_time_and_fuses_nothing(
+def test_ptx_has_16_byte_accesses_and_no_fused_multiply_add(
     layers: int, kv_heads: int, head_dim: int, dtype: str, capability: int, interleaved: bool,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """What the launcher asks for is compiled, not run."""
+    """Compiles the kernel with the arguments of the launcher, and does not run it."""
     launched: dict[str, Any] = {}
 
     class Recorder:
@@ -270,11 +275,11 @@ def test_compiled_for_a_gpu_it_moves_16_bytes_at_a_time_and_fuses_nothing(
         triton.knobs.cache.dir = str(tmp_path)
         target = GPUTarget("cuda", capability, 32)
         ptx = triton.compile(source, target=target, options=options).asm["ptx"]
-    # A thread's part of keys and values: four accesses of 16 bytes, in flight together.
+    # Each thread moves its keys and values in four accesses of 16 bytes, in flight together.
     assert re.findall(r"st\.\w+[.\w]*", ptx) == ["st.global.v4.b32"] * 4
     loads = re.findall(r"ld\.(?!param)\w+[.\w]*", ptx)
     wide = [load for load in loads if load == "ld.global.v4.b32"]
     assert set(loads) - set(wide) == {"ld.global.b64", "ld.global.b32"}  # slots and a segment
-    angles = 2 if interleaved else 4  # a thread has the pairs of one access or of two
+    angles = 2 if interleaved else 4  # the pairs of a thread lie in one access or span two
     assert len(wide) == 4 + angles
     assert not re.search(r"\bfma\.", ptx)

@@ -1,4 +1,4 @@
-"""Options of SGLang that a power does not serve are refused before anything is loaded."""
+"""Tests that each power refuses the options of SGLang that it does not serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1, "dp_size": 1, "disaggrega
 
 
 @pytest.mark.parametrize("power", ORDER, ids=lambda power: power.name)
-def test_each_is_refused_by_name(power: type[Power[Any]]) -> None:
+def test_each_unserved_option_is_refused_by_name(power: type[Power[Any]]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     fields = [field for field, *_ in (*COMMON, *power.unserved)]
@@ -24,6 +24,6 @@ def test_each_is_refused_by_name(power: type[Power[Any]]) -> None:
     off = dict.fromkeys(fields, False) | NONE
     require_served(SimpleNamespace(**off), power.name, power.unserved)
     for field in fields:
-        flag, message = field.replace("_", "-"), f"{power.name} does not work with"
+        flag, message = field.replace("_", "-"), f"{power.name} does not support"
         with pytest.raises(ActivationError, match=rf"{message} .* \(--{flag}\)"):
             require_served(SimpleNamespace(**off | {field: 2}), power.name, power.unserved)

@@ -1,4 +1,4 @@
-"""What the tests of the tiers share: pages whose content follows from their key."""
+"""Kit for tests of the tiers: pages whose content follows from their key."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sgl_ext.tiers.volume import Volume
 
 DEADLINE_S = 60.0
 LAYOUT = Layout(page=4, layers=2, kv_heads=2, head_dim=32, dtype="float16", fingerprint="test")
-"""Pages of 2 KiB: a place is one sector."""
+"""Layout of pages of 2 KiB, whose slots are one sector."""
 LARGE = Layout(page=16, layers=4, kv_heads=2, head_dim=64, dtype="float16", fingerprint="test")
-"""Pages of 32 KiB: a place is nine sectors, and can be torn."""
+"""Layout of pages of 32 KiB, whose slots are nine sectors and can be torn."""
 LAYOUTS = {
     page: Layout(page, layers=5, kv_heads=1, head_dim=8, dtype="float32", fingerprint="t")
     for page in (1, 4)
 }
-"""Pages of few bytes, by their tokens."""
+"""Layouts of small pages, by the number of tokens of a page."""
 
 
 def key(number: int) -> Key:
@@ -41,7 +41,7 @@ def keys(*numbers: int) -> list[Key]:
 
 
 def content(key: Key, layout: Layout) -> NDArray[np.uint8]:
-    """Every page of another key differs in every sector."""
+    """Returns the content of a page; the contents of two keys differ in every sector."""
     return np.frombuffer((key * (layout.block_bytes // 32 + 1))[: layout.block_bytes], np.uint8)
 
 
@@ -50,20 +50,20 @@ def places(*numbers: int) -> Pages:
 
 
 def arena(engine: TransferEngine, pages: int, layout: Layout = LAYOUT) -> Arena:
-    """Registered with ``engine``."""
+    """Returns an arena of ``pages`` slots that is registered with ``engine``."""
     made = Arena(layout, pages)
     engine.register(made.address, made.size, owner=made)
     return made
 
 
 def fill(arena: Arena, keys: Sequence[Key], pages: Pages) -> None:
-    """Puts their content into places."""
+    """Writes the contents of ``keys`` into the slots ``pages``."""
     for one, page in zip(keys, pages.tolist(), strict=True):
         arena.memory[page, : arena.layout.block_bytes] = content(one, arena.layout)
 
 
 def holds(arena: Arena, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-    """Where the content of these keys lies."""
+    """Returns whether each of the slots ``pages`` holds the content of its key, bool ``[keys]``."""
     size = arena.layout.block_bytes
     return np.array(
         [
@@ -98,7 +98,7 @@ def put(tier: Tier, arena: Arena, *numbers: int) -> list[bool]:
 
 
 def get(tier: Tier, arena: Arena, *numbers: int) -> list[bool]:
-    """What the tier says it loaded, which must be what has landed."""
+    """Returns which pages the tier reports as loaded, and asserts that these have landed."""
     wipe(arena)
     where = np.arange(len(numbers))
     good: list[bool] = tier.load(keys(*numbers), where).tolist()
@@ -108,14 +108,14 @@ def get(tier: Tier, arena: Arena, *numbers: int) -> list[bool]:
 
 
 def occupy(path: Path) -> None:
-    """Leaves no byte on its file system."""
+    """Fills the file system of ``path``."""
     with path.open("wb", buffering=0) as ballast, pytest.raises(OSError, match="space"):
         while True:
             ballast.write(bytes(1 << 16))
 
 
 def usable_backends() -> list[str]:
-    """Of a file lane on this machine."""
+    """Returns the backends of a file lane that this machine supports."""
     with TransferEngine() as engine:
         try:
             engine.file_lane("/tmp", backend="io_uring", direct=False)
@@ -132,7 +132,7 @@ def in_volume(volume: Volume) -> list[bool]:
 def two_volumes(
     host: Arena, engine: TransferEngine, parent: Path, backend: str
 ) -> Iterator[SsdTier]:
-    """Two volumes that hold pages 0 to 39, the even ones in the first or the odd ones."""
+    """Yields a tier of two volumes with pages 0 to 39: one has the even pages, one the odd ones."""
     tier = SsdTier(
         host,
         engine,
@@ -147,7 +147,7 @@ def two_volumes(
 
 
 class Shelf:
-    """Keeps pages in a dict. Loads wait for ``open``; keys in ``lost`` do not land."""
+    """Tier that keeps pages in a dict. I/O waits for ``open``; keys in ``lost`` do not land."""
 
     name = "shelf"
     immediate = True

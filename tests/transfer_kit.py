@@ -1,4 +1,4 @@
-"""What the tests of the transfer engine share: memory, copies as numpy makes them, programs."""
+"""Kit for tests of the transfer engine: memory, expected results of copies, and programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Op = tuple[int, int, int, int, int, int]
 
 
 def memory(engine: TransferEngine, size: int, seed: int | None = None) -> Bytes:
-    """Registered bytes: random, or zero."""
+    """Returns registered bytes, random if a seed is given and zero otherwise."""
     if seed is None:
         array = np.zeros(size, np.uint8)
     else:
@@ -38,7 +38,7 @@ def one(src: int, dst: int, size: int) -> list[Op]:
 
 
 def pages(engine: TransferEngine, size: int, *, pinned: bool = False) -> Bytes:
-    """Registered memory at the beginning of a page."""
+    """Returns registered memory that begins at a page boundary."""
     mapping = mmap.mmap(-1, size)
     array = np.frombuffer(mapping, np.uint8)
     engine.register(array.ctypes.data, size, owner=mapping, pinned=pinned)
@@ -77,12 +77,12 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def fake_cudart(directory: Path) -> Path:
-    """A CUDA runtime of the tests' own."""
+    """Builds a fake CUDA runtime library, and returns its path."""
     return _fake(directory, "fake_cudart")
 
 
 def fake_cuda_driver(directory: Path) -> Path:
-    """And a driver, which lends memory."""
+    """Builds a fake CUDA driver library, which can lend memory, and returns its path."""
     return _fake(directory, "fake_cuda_driver")
 
 

@@ -1,4 +1,7 @@
-"""``python -m sgl_ext.bench NAME [--quick] [--part PART]… [--out DIR]``."""
+"""Command line of the benchmarks.
+
+``python -m sgl_ext.bench NAME [--quick] [--part PART]… [--out DIR]``
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ BENCHES = {
     "swap": "swap.bench",
     "tiers": "tiers.bench",
 }
-"""Modules of the benchmarks; those of a power have the power's name."""
+"""Module of each benchmark. The benchmark of a power has the power's name."""
 
 _QUICK_MINUTES = {"chunks": 14, "overhead": 3}
 """Estimated minutes of ``--quick`` on two cores with bfloat16 instructions, rounded up."""
@@ -42,12 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a few rounds: most end in under 3 minutes on 2 cores, chunks in some 14",
+        help="measure only a few rounds: under 3 minutes on 2 cores for most benchmarks, about 14 "
+        "for chunks",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(
         "--part", action="append", default=[], metavar="PART",
-        help="only this part, of a bench that has parts; may be repeated",
+        help="run only this part of a benchmark that has parts; may be repeated",
     )  # fmt: skip
     options, _ = parser.parse_known_args(arguments)
     bench = importlib.import_module(f"sgl_ext.bench.{BENCHES[options.name]}")
@@ -62,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     if more:
         chosen["options"] = options
     try:
-        options.out.mkdir(parents=True, exist_ok=True)  # before minutes of measuring, not after
+        options.out.mkdir(parents=True, exist_ok=True)  # fails before the measurement
         say(_estimate(bench, options))
         report = bench.run(quick=options.quick, out=options.out, **chosen)
         if options.part:
@@ -73,8 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(f"sgl_ext: {report.failed}")
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")
-    except requests.RequestException as error:  # an OSError, too
+    except requests.RequestException as error:  # also an OSError
         sys.exit(f"sgl_ext: a server did not answer: {error}")
+    except TimeoutError as error:  # also an OSError
+        sys.exit(f"sgl_ext: {error}")
     except OSError as error:
         sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
 
@@ -86,7 +92,7 @@ def _estimate(bench: ModuleType, options: argparse.Namespace) -> str:
     if options.quick:
         minutes = _QUICK_MINUTES.get(options.name, 3)
         return f"bench {options.name} --quick: up to about {minutes} minutes on 2 cores"
-    return f"bench {options.name}: many minutes to hours; --quick takes a few rounds only"
+    return f"bench {options.name}: many minutes to hours; --quick measures only a few rounds"
 
 
 if __name__ == "__main__":

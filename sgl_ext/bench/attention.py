@@ -1,8 +1,8 @@
-"""Stock ``torch_native`` attention against ours: the operator, and time to first token.
+"""Benchmark of the plugin's CPU attention against stock ``torch_native``: operator and TTFT.
 
-The operator runs at SmolLM2's geometry on SGLang's pool: 16 new tokens behind a cached context
-(what a chat's next turn is), and decode. The server answers prompts whose first 4,096 tokens it
-holds and whose last 16 it does not.
+The operator runs with SmolLM2's geometry on SGLang's pool: an extend of 16 new tokens behind a
+cached context, as in the next turn of a chat, and a decode. The servers answer prompts whose first
+4,096 tokens are cached and whose last 16 are not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _operator(report: Report, context: int, repeats: int) -> None:
         query = trial.query(rows)
         for backend in (trial.stock, trial.ours):
             forward(backend, query, rows)  # warm-up
-        # Decode is short: more repeats cost nothing.
+        # A decode is short, so more repeats take little time.
         times = interleaved(
             [
                 partial(_timed, forward, backend, query, rows)
@@ -89,7 +89,9 @@ def _served(report: Report, repeats: int, logs: Path) -> None:
         prompt = prefix + [tokens.randrange(1000, 40000) for _ in range(tail)]
         (timing,) = send(url, [Request(prompt, 2)])
         if tail and timing.cached_tokens < _SERVED_CONTEXT:
-            raise ExtError(f"{timing.cached_tokens} tokens were cached, not {_SERVED_CONTEXT}")
+            raise ExtError(
+                f"expected {_SERVED_CONTEXT} cached tokens, found {timing.cached_tokens}"
+            )
         return timing.ttft
 
     with server.serve(systems, model, logs) as (stock, ours):

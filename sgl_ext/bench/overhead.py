@@ -1,9 +1,9 @@
-"""Stock SGLang against the extension with every section off: it must cost nothing.
+"""Benchmark of the overhead of the extension with every section off, against stock SGLang.
 
-Both run on the same platform and attention. Two processes of one and the same system differ by a
-few percent for as long as they live (where their memory lies), so each system is served by two,
-and its samples are pooled. Each round sends one ShareGPT prompt, cut to the same number of tokens,
-to all of them in turn.
+Both systems use the same platform and attention. Two processes of one system differ by a few
+percent throughout their lifetime, because their memory lies at different places. Two processes
+therefore serve each system, and their samples are pooled. Each round sends one ShareGPT prompt,
+truncated to a fixed number of tokens, to all processes in turn.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PROMPT_TOKENS = 96
 _OUTPUT_TOKENS = 24
 _WARM_UP = 3
 _PROCESSES = 2
-"""Servers of each system."""
+"""Number of servers of each system."""
 
 
 def run(*, quick: bool, out: Path) -> Report:
-    # A first token costs a tenth of a whole answer here and varies more: it gets more rounds.
+    # A first token takes a tenth of the time of an answer here and varies more: more rounds.
     first_rounds, answer_rounds = (40, 6) if quick else (400, 100)
     report = Report(
         "overhead",
@@ -49,7 +49,7 @@ def run(*, quick: bool, out: Path) -> Report:
     with server.serve(systems, model, out / "logs") as servers:
 
         def samples(what: str, rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
-            """Timings by system, its processes pooled."""
+            """Returns the timings of each system, pooled over its processes."""
             requests = [Request(next(prompts), output_tokens) for _ in range(rounds)]
             samplers = [
                 lambda n, url=running.url: send(url, [requests[n]])[0] for running in servers
@@ -83,5 +83,7 @@ def _prompts(model: Path, count: int) -> list[list[int]]:
     tokenized = (tokenizer(text)["input_ids"][:_PROMPT_TOKENS] for text in texts)
     prompts = [ids for ids in tokenized if len(ids) == _PROMPT_TOKENS][:count]
     if len(prompts) < count:
-        raise ExtError(f"ShareGPT has {len(prompts)} prompts of this length, not {count}")
+        raise ExtError(
+            f"expected {count} ShareGPT prompts of {_PROMPT_TOKENS} tokens, found {len(prompts)}"
+        )
     return prompts

@@ -76,12 +76,14 @@ def compose(
     preparations: dict[tuple[int, ...], int] = {}
     methods: dict[str, None] = {}
     for part in _parts(text, context_of):
-        if len(chunks) > _MOST:
-            raise ExtError(f"the prompt names more than {_MOST} contexts; make larger ones")
+        if not isinstance(part, str) and len(chunks) == _MOST:
+            raise ExtError(
+                f"the prompt references more than {_MOST} contexts; create fewer, larger contexts"
+            )
         if len(tokens) > longest:
             raise ExtError(
-                f"with its contexts the prompt has more than the {longest} tokens that "
-                "the model takes; name fewer"
+                f"the prompt with its contexts exceeds the maximum length of {longest} tokens; "
+                "reference fewer contexts"
             )
         if isinstance(part, str):
             tokens += tokenize(part, not tokens)

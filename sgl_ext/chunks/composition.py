@@ -68,31 +68,35 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is cached under ``extra_key``."""
         if extra_key != self.extra_key and not (extra_key or "").startswith(f"{self.extra_key}:"):
             raise ValueError(
-                f"its KV would be cached under {extra_key!r}, where others would take it for exact"
+                f"the KV of the prompt would be cached under extra_key {extra_key!r}, where other "
+                "requests would reuse it as exact KV; use the extra_key of the composition"
             )
         free = 0
         if not self.chunks:
-            raise ValueError("a composition has chunks, and this one has none")
+            raise ValueError("the composition has no chunks; give at least one")
         for number, chunk in enumerate(self.chunks):
             offsets = chunk.recompute
             end = chunk.at + chunk.length
             linked_end = end - (chunk.length - 1 in offsets)
             if chunk.at < free or chunk.length < 1 or end > length or linked_end == length:
                 raise ValueError(
-                    f"chunk {number} lies at {chunk.at} .. {end - 1} of a prompt of {length} "
-                    f"tokens, behind one that ends at {free}; chunks follow each other, and the "
-                    "prompt's last token is computed"
+                    f"chunk {number} covers tokens {chunk.at} .. {end - 1} of a prompt of "
+                    f"{length} tokens, after a chunk that ends at {free}; chunks must follow each "
+                    "other within the prompt, and its last token must be computed"
                 )
             if list(offsets) != sorted({*offsets}) or not all(
                 0 <= offset < chunk.length for offset in offsets
             ):
-                raise ValueError(f"chunk {number} of {chunk.length} tokens recomputes {offsets}")
+                raise ValueError(
+                    f"chunk {number} of {chunk.length} tokens recomputes {offsets}; expected "
+                    "ascending offsets of its tokens"
+                )
             if not 0 <= chunk.blend < 100:
-                raise ValueError(f"chunk {number} blends {chunk.blend} per cent; expected 0 to 99")
+                raise ValueError(f"chunk {number} blends {chunk.blend} percent; expected 0 to 99")
             if not 0 <= chunk.preparation < len(self.preparations):
                 raise ValueError(
-                    f"chunk {number} names preparation {chunk.preparation} "
-                    f"of {len(self.preparations)}"
+                    f"chunk {number} references preparation {chunk.preparation}, but the "
+                    f"composition has {len(self.preparations)}"
                 )
             free = chunk.at + chunk.length
 
@@ -113,8 +117,9 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if 0 <= start < self.computed_from:
             raise ValueError(
-                f"logprobs from token {start} on (logprob_start_len), and linked tokens have "
-                f"none; begin at {self.computed_from} or later, or leave it out"
+                f"logprobs were requested from token {start} on (logprob_start_len), but linked "
+                f"tokens have none; set logprob_start_len to {self.computed_from} or more, or "
+                "omit it"
             )
 
     def plan(
@@ -166,8 +171,8 @@ class Selection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ValueError unless this selection fits a prompt of ``length`` tokens."""
         if min(self.length, self.count) < 1 or len(self.preparation) + self.length > length:
             raise ValueError(
-                f"{self.count} tokens of a chunk of {self.length} behind {len(self.preparation)}, "
-                f"in a prompt of {length}"
+                f"cannot select {self.count} tokens of a chunk of {self.length} tokens after a "
+                f"prefix of {len(self.preparation)} tokens in a prompt of {length} tokens"
             )
 
 

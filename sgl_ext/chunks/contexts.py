@@ -121,7 +121,7 @@ class Contexts:
         context = self._contexts.get(id_)
         if context is None or context.salt != salt:
             raise UnknownContextError(
-                f"no context {id_!r}: it does not exist, or not any more; create it again"
+                f"context {id_!r} not found: it does not exist or no longer exists; create it again"
             )
         self._contexts.move_to_end(id_)
         return context

@@ -88,6 +88,6 @@ def link_method(name: str) -> LinkMethod:
         if match := re.fullmatch(pattern, name):
             return LinkMethod(preparation, recompute, int(match[1]) if match.groups() else 0)
     raise ExtError(
-        f"no link method {name!r}; there are full, naive, lego-0, lego-K (K tokens of each chunk), "
-        "blend-R (R percent), primed, primed+head-K and primed+offline-K"
+        f"unknown link method {name!r}; expected full, naive, lego-0, lego-K (K tokens of each "
+        "chunk), blend-R (R percent), primed, primed+head-K or primed+offline-K"
     )

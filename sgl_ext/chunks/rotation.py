@@ -59,8 +59,8 @@ def frequencies_of(table: NDArray[np.float32]) -> tuple[float, ...]:
     error = np.abs(waves - np.exp(1j * positions * found)).max()
     if not error <= _TABLE_ERROR:
         raise ValueError(
-            f"the angles of the rotary embedding are off by up to {error:.2g} from frequencies "
-            "times positions; only static embeddings can be moved"
+            f"the angles of the rotary embedding differ by up to {error:.2g} from frequency times "
+            "position; keys can be moved only if the embedding is static"
         )
     return tuple(found.tolist())
 

@@ -63,25 +63,30 @@ def split(
             have.
     """
     if not whole:
-        raise ExtError("there is nothing to split: the text is empty")
+        raise ExtError("cannot split an empty text; give a text or token ids")
     if how.by == "none":
         if how.tokens is not None:
             raise ExtError(
-                f"split by none leaves parts as they are, but tokens is {how.tokens}; leave it "
-                "out, or split by tokens, paragraph or markdown"
+                f"split by none does not split, but tokens is {how.tokens}; omit tokens, or split "
+                "by tokens, paragraph or markdown"
             )
         yield [whole] if isinstance(whole, str) else [list(whole)]
         return
     size = how.tokens
     if size is None or not 1 <= size <= _MOST:
-        raise ExtError(f"split by {how.by} needs the tokens of a part, 1 to {_MOST}; found {size}")
+        raise ExtError(
+            f"split by {how.by} requires tokens, the maximum tokens of a part, from 1 to {_MOST}; "
+            f"found {size}"
+        )
     if how.by == "tokens":
         ids = tokenizer.encode(whole, add_special_tokens=False) if isinstance(whole, str) else whole
         yield [list(ids[at : at + size]) for at in range(0, len(ids), size)]
     elif isinstance(whole, str):
         yield from _text_parts(whole, how.by, size, tokenizer)
     else:
-        raise ExtError(f"split by {how.by} needs text, and this is token ids; split by tokens")
+        raise ExtError(
+            f"split by {how.by} requires text, but token ids were given; split by tokens"
+        )
 
 
 def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterator[list[str]]:
@@ -111,7 +116,10 @@ def _text_parts(whole: str, by: str, size: int, tokenizer: Tokenizer) -> Iterato
             parts = parts[: _next_window(parts)]
         for part in parts:
             if (found := count(part)) > size:
-                raise ExtError(f"{part!r} alone takes {found} tokens, and a part may have {size}")
+                raise ExtError(
+                    f"the part {part!r} takes {found} tokens and cannot be split further; raise "
+                    f"tokens, which is {size}"
+                )
         yield parts
         at += sum(map(len, parts))
 

@@ -102,7 +102,9 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
             for name, (dtype, shape) in expected.items()
         }
     if _digest(arrays) != header.digest:
-        raise DamagedError(f"{path.name} is not what was written; store the context again")
+        raise DamagedError(
+            f"{path.name} is damaged (its checksum differs); store the context again"
+        )
     return arrays, about
 
 
@@ -123,25 +125,27 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
         reason = reason_of(error) or "too large"
-        raise DamagedError(f"{path.name} is no context of sgl_ext: {reason}") from None
+        raise DamagedError(f"{path.name} is not a context file of sgl_ext: {reason}") from None
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:
     """Returns the header, the tensors by name, and the offset of their data in the file."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= _LARGEST_HEADER:
-        raise ValueError(f"its header is to have {length} B")
+        raise ValueError(f"its header has an invalid length of {length} B")
     found = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
     if "__metadata__" not in found:
         raise ValueError("it has no metadata")
     metadata = msgspec.json.decode(found.pop("__metadata__"), type=_Metadata)
     if _digest_of(metadata.sgl_ext) != metadata.digest:
-        raise DamagedError(f"{path.name} is not what was written; store the context again")
+        raise DamagedError(
+            f"{path.name} is damaged (its checksum differs); store the context again"
+        )
     header = msgspec.json.decode(metadata.sgl_ext, type=_Header)
     if header.version != VERSION:
         raise DamagedError(
-            f"{path.name} is of version {header.version}, this is version {VERSION}; store the "
-            "context again"
+            f"{path.name} has format version {header.version}, but sgl_ext reads version "
+            f"{VERSION}; store the context again"
         )
     tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
     return header, tensors, 8 + length
@@ -150,19 +154,25 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor
 def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int) -> None:
     """Raises ValueError unless there are exactly the expected arrays, in ``size`` bytes."""
     if tensors.keys() != expected.keys():
-        raise ValueError(f"it has {', '.join(sorted(tensors))}, not {', '.join(sorted(expected))}")
+        raise ValueError(
+            f"it has the arrays {', '.join(sorted(tensors))}, expected "
+            f"{', '.join(sorted(expected))}"
+        )
     for name, (dtype, shape) in expected.items():
         tensor = tensors[name]
         if _DTYPES.get(tensor.dtype) != np.dtype(dtype).str or tensor.shape != shape:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {list(shape)}")
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{np.dtype(dtype).name} {list(shape)}"
+            )
     at = 0
     for tensor in sorted(tensors.values(), key=lambda each: each.data_offsets):
         length = math.prod(tensor.shape) * np.dtype(_DTYPES[tensor.dtype]).itemsize
         if tensor.data_offsets != (at, at + length):
-            raise ValueError("its arrays do not lie one behind the other")
+            raise ValueError("its arrays are not contiguous")
         at += length
     if at != size:
-        raise ValueError(f"its arrays take {at:,} B, not {size:,}")
+        raise ValueError(f"its arrays take {at:,} B, expected {size:,} B")
 
 
 def _read(
@@ -177,7 +187,7 @@ def _read(
     while len(left):
         count = os.preadv(file.fileno(), [left[:_READ].data], offset)
         if not count:
-            raise ValueError("it has become shorter")
+            raise ValueError("it was truncated while it was read")
         left, offset = left[count:], offset + count
     return array
 

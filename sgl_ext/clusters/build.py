@@ -68,7 +68,7 @@ def build(
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
         arrays["tokens"] = recorded.tokens
         if wrong := out_of_range(arrays, geometry.dtype):  # such a context could not be opened
-            raise ExtError(f"the context cannot be stored: its index has {wrong}")
+            raise ExtError(f"cannot store the context: its index has {wrong}")
         scratch = scratch_of(index)
         with scratch.open("xb"):
             new.append(scratch)
@@ -105,8 +105,9 @@ def _allocate(file: BinaryIO, device: int, directory: Path, size: int) -> None:
     except OSError as error:
         free = shutil.disk_usage(directory).free
         raise ExtError(
-            f"device {device} has no room for {size:,} B of the context, {free:,} B are free "
-            f"({error.strerror}); delete contexts, or name larger or more directories"
+            f"device {device} has not enough free space: the context needs {size:,} B, {free:,} B "
+            f"are free ({error.strerror}); delete contexts, or configure larger or more "
+            "directories"
         ) from None
 
 

@@ -35,7 +35,7 @@ class UnknownContextError(ExtError):
     status = 404
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"there is no stored context {name!r:.200}; store it again")
+        super().__init__(f"stored context {name!r:.200} not found; store it again")
 
 
 def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -52,8 +52,8 @@ def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
             make_own_folder(folder)
         except OSError as error:
             raise ExtError(
-                f"cannot keep contexts in {folder}: {error.strerror}; the user of this server "
-                "needs a directory to write to there, or name another one"
+                f"cannot store contexts in {folder}: {error.strerror}; give the user of this "
+                "server write permission there, or choose another directory"
             ) from None
     return folders
 
@@ -73,7 +73,7 @@ def require(name: str, directories: Sequence[Path]) -> Path:
     except FileNotFoundError:
         raise UnknownContextError(name) from None
     except OSError as error:
-        raise ExtError(f"context {name} cannot be looked for: {error.strerror}") from None
+        raise ExtError(f"cannot look up context {name}: {error.strerror}") from None
     return path
 
 
@@ -110,7 +110,10 @@ def storing(directory: Path) -> Iterator[None]:
     """
     with _locked(directory, fcntl.LOCK_SH) as ours:
         if not ours:
-            raise ExtError("contexts are being cleaned by a server that starts: try again")
+            raise ExtError(
+                "cannot store a context while a server that starts removes incomplete contexts; "
+                "try again"
+            )
         yield
 
 

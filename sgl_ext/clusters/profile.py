@@ -52,7 +52,7 @@ class Options:
         if middle < 1:
             raise ExtError(
                 f"the context has {tokens} tokens, of which {self.sinks + self.window} stay in "
-                "memory: store a longer one"
+                "memory, so that no block is left to store; store a longer context"
             )
         return replace(self, window=tokens - self.sinks - middle)
 
@@ -89,7 +89,7 @@ class Profile:
         kv = as_float32(recorded.kv[layer], recorded.geometry.dtype)
         if not (np.isfinite(kv).all() and np.isfinite(queries).all()):
             raise ExtError(
-                f"layer {layer} of the context has keys, values or queries that are no numbers"
+                f"layer {layer} of the context has keys, values or queries that are not finite"
             )
         middle = keys[options.sinks : len(keys) - options.window]
         received = np.zeros(len(middle), np.float32)

@@ -81,7 +81,7 @@ class Reading:
         except (ExtError, ValueError) as error:
             self.cancel()
             self.settle(_SETTLE_S)
-            raise DeviceError(f"a read was refused: {error}") from None
+            raise DeviceError(f"cannot read a stored context: {error}") from None
 
     @property
     def finished(self) -> bool:
@@ -124,13 +124,13 @@ class Reading:
             ticket.wait(timeout)
         except TimeoutError:
             raise DeviceError(
-                f"device {device.number} gave {ticket.bytes_done:,} of {ticket.bytes_total:,} B of "
-                "a context in time; is the device still there?"
+                f"device {device.number} returned {ticket.bytes_done:,} of {ticket.bytes_total:,} "
+                "B of a context before the deadline; check the device"
             ) from None
         except TransferError as error:
             raise DeviceError(f"device {device.number} cannot be read: {error.strerror}") from None
         except TransferCancelledError:
-            raise DeviceError(f"reading from device {device.number} was given up") from None
+            raise DeviceError(f"the read from device {device.number} was cancelled") from None
 
 
 class Reader:
@@ -158,7 +158,11 @@ class Reader:
         odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
         if odd is not None:
             self.close()
-            raise ExtError(f"context {stored.name} lies on a device that reads {odd} B at a time")
+            raise ExtError(
+                f"context {stored.name} is on a device whose alignment for direct I/O, "
+                f"{max(odd)} B, "
+                "is not supported; store it on another device"
+            )
         self._bases = np.array([file.base for file in self._files], np.int64)
 
     def reading(self, layer: int, numbers: NDArray[np.int64], address: int) -> Reading:

@@ -36,11 +36,17 @@ class Geometry(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"K and V are {self.dtype}, not one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"the dtype of K and V is {self.dtype}, expected one of {', '.join(DTYPES)}"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} KV heads")
+            raise ValueError(
+                f"{self.heads} query heads are not a multiple of {self.kv_heads} KV heads"
+            )
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"the scale of logits is {self.scale}")
+            raise ValueError(
+                f"the scale of logits is {self.scale}, expected a finite number above 0"
+            )
 
     @property
     def entry_bytes(self) -> int:
@@ -123,8 +129,8 @@ class Recorded:
         seen, tokens = arrays["seen"], arrays["tokens"]
         if (seen < 0).any() or (seen > about.tokens).any() or (tokens < 0).any():
             raise ExtError(
-                f"{path.name} has queries that see tokens that there are not, or token ids below "
-                "zero; record the context again"
+                f"{path.name} has queries that attend to tokens outside the context, or negative "
+                "token ids; record the context again"
             )
         return cls(about.geometry, salt=about.salt, **arrays)
 

@@ -45,10 +45,13 @@ class About(msgspec.Struct, frozen=True):
         blocks = self.blocks
         if blocks.entries < 1 or blocks.entries % blocks.block:
             raise ValueError(
-                f"{blocks.entries} entries behind sinks and window are no blocks of {blocks.block}"
+                f"{blocks.entries} entries outside sinks and window are not a positive multiple "
+                f"of the block size {blocks.block}"
             )
         if self.geometry.head_dim % self.subspaces:
-            raise ValueError(f"{self.subspaces} codes of {self.geometry.head_dim} dimensions")
+            raise ValueError(
+                f"head_dim {self.geometry.head_dim} is not a multiple of {self.subspaces} subspaces"
+            )
 
     @property
     def blocks(self) -> Blocks:
@@ -137,11 +140,12 @@ class Stored:
         def shapes(about: About) -> Shapes:
             if difference := geometry.difference(about.geometry):
                 raise ExtError(
-                    f"context {name} is not of this model ({difference}); store it again"
+                    f"context {name} was not stored for this model ({difference}); store it again"
                 )
             if longest is not None and about.tokens >= longest:
                 raise ExtError(
-                    f"context {name} has {about.tokens} tokens, the model takes less than {longest}"
+                    f"context {name} has {about.tokens} tokens, but the model accepts fewer than "
+                    f"{longest}; store a shorter context"
                 )
             require_files(name, about, folders)
             return about.shapes()
@@ -167,8 +171,8 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
     """Raises ExtError unless there is one file of blocks per device, each of its original size."""
     if about.devices != len(folders):
         raise ExtError(
-            f"context {name} lies on {about.devices} devices, {len(folders)} directories were "
-            "named; name those that it was stored in, in that order"
+            f"context {name} is stored on {about.devices} devices, but {len(folders)} directories "
+            "are configured; configure the directories that it was stored in, in the same order"
         )
     for file in _files(name, folders):
         try:
@@ -183,8 +187,8 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
             os.close(opened)
         if found != about.blocks.file_bytes:
             raise ExtError(
-                f"context {name}: {file.name} has {found:,} B, not {about.blocks.file_bytes:,}; "
-                "store it again"
+                f"context {name}: {file.name} has {found:,} B, expected "
+                f"{about.blocks.file_bytes:,} B; store it again"
             )
 
 
@@ -201,14 +205,14 @@ def out_of_range(arrays: Arrays, dtype: str) -> str:
     """
     order = arrays["order"]
     if not (np.sort(order) == np.arange(order.shape[1])).all():
-        return "an order that is none of its entries"
+        return "an order that is not a permutation of its entries"
     if (arrays["often"] < 0).any() or (arrays["tokens"] < 0).any():
-        return "counts or token ids below zero"
+        return "negative counts or token ids"
     infinite = 0x7F80  # exponent bits of infinities and NaNs in bfloat16
     if (arrays["centroids"] & infinite == infinite).any():
-        return "centroids that are no numbers"
+        return "centroids that are not finite"
     if not all(np.isfinite(arrays[name]).all() for name in ("projection", "mean")):
-        return "a projection or a mean that is no number"
+        return "a projection or a mean that is not finite"
     if not all(np.isfinite(as_float32(layer, dtype)).all() for layer in arrays["resident"]):
-        return "sinks or a window that are no numbers"
+        return "sinks or a window that are not finite"
     return ""

@@ -9,7 +9,7 @@ from sgl_ext.config.clusters import Clusters
 from sgl_ext.config.memory import Memory
 from sgl_ext.config.peer import Peer
 from sgl_ext.config.restore import Restore
-from sgl_ext.config.swap import Swap, SwapBaseline
+from sgl_ext.config.swap import Swap, SwapExperiment
 from sgl_ext.config.tiers import HostTier, RemoteTier, SsdTier, Tiers
 from sgl_ext.config.whole import EXAMPLES, SECTIONS, ExtConfig, load
 
@@ -26,7 +26,7 @@ __all__ = [
     "Restore",
     "SsdTier",
     "Swap",
-    "SwapBaseline",
+    "SwapExperiment",
     "Tiers",
     "load",
 ]

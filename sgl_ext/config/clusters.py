@@ -35,5 +35,5 @@ class Clusters(Section):
     @model_validator(mode="after")
     def _within(self) -> Self:
         if self.sparsity > self.largest:
-            raise ValueError("sparsity is larger than largest; raise largest")
+            raise ValueError("sparsity exceeds largest; raise largest")
         return self

@@ -46,9 +46,12 @@ class Peer(Section):
     @model_validator(mode="after")
     def _of_the_role(self) -> Self:
         if self.role == "master" and self.capacity is None:
-            raise ValueError("a master says how much it borrows at most: give capacity")
+            raise ValueError("role master requires capacity, the most bytes that it borrows")
         if self.role == "worker" and (self.stream != "direct" or self.emulate or self.busy_rate):
-            raise ValueError("stream, busy_rate and emulate are a master's; leave them out")
+            raise ValueError("stream, busy_rate and emulate require role master; remove them")
         if (self.emulate or self.busy_rate) and self.stream == "direct":
-            raise ValueError("only what goes through buffers can be slowed down: give stream")
+            raise ValueError(
+                "busy_rate and emulate limit copies through layer buffers only; set stream to "
+                "layer or layers"
+            )
         return self

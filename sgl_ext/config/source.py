@@ -66,7 +66,7 @@ def _one_line(error: Exception) -> str:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"inline configuration names {sorted(twice)} more than once")
+        raise ConfigError(f"inline configuration has the keys {sorted(twice)} more than once")
     return dict(pairs)
 
 

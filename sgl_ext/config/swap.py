@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from sgl_ext.config.values import Bytes, Section
 
+EXPERIMENT = "SGL_EXT_SWAP_EXPERIMENT"
+"""Environment variable of benchmarks and tests: a :class:`SwapExperiment` as JSON."""
 
-class SwapBaseline(Section):
-    """Parts of swapping as in earlier systems (vLLM's way, FastSwitch §2.2), for benchmarks."""
+
+class SwapExperiment(Section):
+    """Parts of swapping as in earlier systems (vLLM's way, FastSwitch §2.2), and drawn priorities.
+
+    Not part of the configuration: :data:`EXPERIMENT` sets it for a server and its processes.
+    """
 
     recompute: bool = False
     """True to swap nothing: preempted requests are recomputed, as in SGLang."""
@@ -21,6 +28,10 @@ class SwapBaseline(Section):
     copy_again: bool = False
     """True to copy all pages of a request when it is preempted or ends, also those that host
     memory has."""
+    trace: Literal["random", "markov"] | None = None
+    """Priorities that are drawn at random every ``quantum`` iterations, in place of a policy."""
+    seed: Annotated[int, Field(strict=True)] = 0
+    """Seed of ``trace``."""
 
 
 class Swap(Section):
@@ -29,23 +40,30 @@ class Swap(Section):
     capacity: Bytes
     """Part of the host tier that swapped-out requests may use, in bytes. Without a host tier, one
     of this size is created."""
-    policy: Literal[
-        "sglang", "fcfs", "static", "round-robin", "token-counter", "random", "markov"
-    ] = "sglang"
+    policy: Literal["sglang", "fcfs", "static", "round-robin", "token-counter"] = "sglang"
     """Choice of the requests that are preempted. ``sglang``: by SGLang's own options; ``fcfs``:
     the request that came last, and only if memory runs out; ``static``: the lower priority;
     ``round-robin``: requests that have had their turn; ``token-counter``: requests of the client
-    (``cache_salt``) that was served most (VTC); ``random``, ``markov``: at random, for
-    benchmarks."""
+    (``cache_salt``) that was served most (VTC)."""
     swap_in: Literal["auto", "wait", "overlap"] = "auto"
     """Way in which KV is loaded. ``overlap``: other requests decode meanwhile; ``wait``: they wait;
     ``auto``: whichever costs fewer tokens."""
     quantum: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 50
-    """Iterations of a turn (``round-robin``) or between draws (``random``, ``markov``); tokens that
-    clients may differ by, generated ones counting twice (``token-counter``)."""
+    """Iterations of a turn (``round-robin``); tokens that clients may differ by, generated ones
+    counting twice (``token-counter``)."""
     ageing: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 1000
     """Iterations of waiting that are worth one priority (``static``)."""
-    seed: Annotated[int, Field(strict=True)] = 0
-    """Seed of ``random`` and ``markov``."""
-    baseline: SwapBaseline = SwapBaseline()
-    """Slower ways of swapping, for benchmarks."""
+
+    @property
+    def experiment(self) -> SwapExperiment:
+        """Experiment that the environment asks for; without effect if it asks for none.
+
+        Raises:
+            pydantic.ValidationError: :data:`EXPERIMENT` is invalid.
+        """
+        return SwapExperiment.model_validate_json(os.environ.get(EXPERIMENT) or "{}")
+
+    @property
+    def order(self) -> str:
+        """Name of what sets priorities: the policy, or the trace of an experiment."""
+        return self.experiment.trace or self.policy

@@ -67,5 +67,5 @@ class Tiers(Section):
     @model_validator(mode="after")
     def _not_none(self) -> Self:
         if not (self.host or self.ssd or self.remote):
-            raise ValueError("no tier is given; name one of host, ssd, remote")
+            raise ValueError("no tier is given; add host, ssd or remote")
         return self

@@ -59,13 +59,13 @@ Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer
 
 def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
     if Path() in directories:
-        raise ValueError("a directory has no name")
+        raise ValueError("a directory has an empty path")
     try:
         resolved = [directory.expanduser().resolve() for directory in directories]
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     if len(set(resolved)) < len(resolved):
-        raise ValueError("the same directory is named twice")
+        raise ValueError("the same directory is given twice")
     return tuple(resolved)
 
 

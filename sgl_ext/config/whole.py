@@ -70,34 +70,32 @@ class ExtConfig(Section):
     @classmethod
     def _not_empty(cls, section: object) -> object:
         if section is None:  # a key without a value in YAML, which may mean on or off
-            raise ValueError("the section is empty: write {} to switch it on, or remove it")
+            raise ValueError("the section is empty: write {} to enable it, or remove it")
         return section
 
     @model_validator(mode="after")
     def _whole_forwards(self) -> Self:
         if self.clusters and (self.chunks or self.restore):
             raise ValueError(
-                "chunks and restore go on with other rows in the middle of a forward, which rows "
-                "over stored contexts do not: leave out clusters, or the others"
+                "chunks and restore change the rows of a forward between layers, which clusters "
+                "do not support; remove clusters, or remove chunks and restore"
             )
         if self.clusters and self.peer and self.peer.stream != "direct":
-            raise ValueError(
-                "rows over stored contexts do not read layer buffers: set peer.stream to direct"
-            )
+            raise ValueError("clusters do not support layer buffers; set peer.stream to direct")
         return self
 
     @model_validator(mode="after")
     def _something_to_restore_from(self) -> Self:
         if self.restore and not self.tiers:
-            raise ValueError("restore needs something to restore from: give a tiers section")
+            raise ValueError("restore requires a tiers section to restore from; add one")
         return self
 
     @model_validator(mode="after")
     def _forwards_of_all_layers(self) -> Self:
         if self.peer and self.peer.stream != "direct" and (self.chunks or self.restore):
             raise ValueError(
-                "chunks and restore go on with other rows in the middle of a forward, for which "
-                "layer buffers were not filled: set peer.stream to direct"
+                "chunks and restore change the rows of a forward between layers, for which layer "
+                "buffers are not filled; set peer.stream to direct"
             )
         return self
 
@@ -107,8 +105,9 @@ class ExtConfig(Section):
             return self
         if self.swap.capacity > self.tiers.host.capacity:
             raise ValueError(
-                f"swap.capacity ({written_size(self.swap.capacity)}) is a part of "
-                f"tiers.host.capacity ({written_size(self.tiers.host.capacity)}), and larger"
+                f"swap.capacity ({written_size(self.swap.capacity)}) exceeds tiers.host.capacity "
+                f"({written_size(self.tiers.host.capacity)}), of which it is a part; lower "
+                "swap.capacity, or raise tiers.host.capacity"
             )
         return self
 
@@ -118,8 +117,8 @@ class ExtConfig(Section):
             both = set(self.tiers.ssd.directories) & set(self.clusters.directories)
             if both:
                 raise ValueError(
-                    f"tiers.ssd and clusters both name {', '.join(map(str, sorted(both)))}; "
-                    "give each its own directory"
+                    f"tiers.ssd and clusters both use {', '.join(map(str, sorted(both)))}; give "
+                    "each its own directory"
                 )
         return self
 
@@ -176,7 +175,7 @@ def _describe(problem: Any) -> str:
         example = f"; write, for example, {above}: {EXAMPLES[above]}" if above in EXAMPLES else ""
         return f"{where!r} is required{example}"
     if problem["type"] in ("model_type", "dict_type") and where in EXAMPLES:
-        message = f"expected a section such as {EXAMPLES[where]}, or none to leave it off"
+        message = f"expected a section such as {EXAMPLES[where]}, or no section to disable it"
     if not where and problem["type"] == "value_error":
         return message
     if not where:

@@ -78,7 +78,10 @@ class BlockGroups:
     ) -> None:
         capacity = blocks if capacity is None else capacity
         if not 0 <= blocks <= capacity:
-            raise ValueError(f"{blocks} blocks do not fit a capacity of {capacity}")
+            raise ValueError(
+                f"the number of blocks, {blocks}, must not be negative or exceed the capacity of "
+                f"{capacity}"
+            )
         if page < 1 or first < 0 or expected_tokens < 1:
             raise ValueError(
                 f"page ({page}) and expected_tokens ({expected_tokens}) must be positive, "
@@ -172,7 +175,7 @@ class BlockGroups:
         state = self._state
         for position, (start, end) in enumerate(spans):
             if not self.first <= start <= end <= self._end:
-                problem = f"blocks {self.first} to {self._end - 1} exist"
+                problem = f"the pool has blocks {self.first} to {self._end - 1}"
             elif (unused := state.find(_FREE, start, end)) >= 0:
                 problem = f"block {unused} is not in use; was it released twice?"
             elif (absent := state.find(_ABSENT, start, end)) >= 0:
@@ -209,7 +212,7 @@ class BlockGroups:
         there = self._end - self.first
         if not 0 <= blocks <= self.capacity - there:
             raise ValueError(
-                f"cannot grow by {blocks} blocks: {there} of at most {self.capacity} exist"
+                f"cannot grow by {blocks} blocks: the pool has {there} of at most {self.capacity}"
             )
         if blocks:
             self._free.add(self._end, self._end + blocks)
@@ -294,8 +297,8 @@ class BlockGroups:
     def _check_range(self, start: int, end: int) -> None:
         if not self.first <= index(start) <= index(end) <= self._end:
             raise ValueError(
-                f"there are no blocks {start} to {end - 1}: those from {self.first} to "
-                f"{self._end - 1} exist"
+                f"blocks {start} to {end - 1} do not exist: the pool has blocks {self.first} to "
+                f"{self._end - 1}"
             )
 
     @property
@@ -339,7 +342,7 @@ class BlockGroups:
         ends = {group.end: group for group in self._active.values() if group.next < group.end}
         if ends != self._unused_ends:
             raise AssertionError(
-                f"unused parts end at {set(ends)}, the index says {set(self._unused_ends)}"
+                f"unused parts end at {set(ends)}, but the index has {set(self._unused_ends)}"
             )
         bounds: dict[int, int] = {}  # upper bound in the heap for the part with this end
         for length, end in self._longest_unused:
@@ -347,13 +350,13 @@ class BlockGroups:
         state = bytearray(self._state)
         for start, length in [*self.free_runs(), *unused.values()]:
             if start < self.first or start + length > self._end:
-                raise AssertionError(f"run {start}+{length} leaves the pool's range")
+                raise AssertionError(f"run {start}+{length} exceeds the pool's range")
             if any(state[start : start + length]):
-                raise AssertionError(f"run {start}+{length} is in use, or also elsewhere")
+                raise AssertionError(f"run {start}+{length} is in use or listed twice")
             state[start : start + length] = b"\3" * length
         for owner, (start, length) in unused.items():
             if bounds.get(start + length, 0) < length:
-                raise AssertionError(f"the heap misses owner {owner}'s part {start}+{length}")
+                raise AssertionError(f"the heap lacks part {start}+{length} of owner {owner}")
         if (lost := state.find(_FREE, self.first, self._end)) >= 0:
             raise AssertionError(f"block {lost} is neither in use nor free nor in an unused part")
         if any(state[: self.first]) or any(state[self._end :]):

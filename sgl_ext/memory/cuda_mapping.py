@@ -88,9 +88,9 @@ def _driver(library: str) -> ctypes.CDLL:
             getattr(found, name).argtypes = arguments
     except (OSError, AttributeError) as error:
         raise CudaMemoryError(
-            f"the CUDA driver cannot lend memory: {error}; it needs a driver of CUDA 10.2 or later"
+            f"the CUDA driver cannot share memory: {error}; install a driver of CUDA 10.2 or later"
         ) from None
-    _check(found, found.cuInit(0), "start")
+    _check(found, found.cuInit(0), "initialize")
     return found
 
 
@@ -133,7 +133,7 @@ class CudaMemory:
         size = -(-max(size, 1) // step) * step
         handle = _Handle()
         code = driver.cuMemCreate(handle, size, _properties(device), 0)
-        _check(driver, code, f"take {size:,} B of device {device}")
+        _check(driver, code, f"allocate {size:,} B on device {device}")
         return cls(driver, device, handle.value, size)
 
     @classmethod
@@ -152,7 +152,7 @@ class CudaMemory:
         driver, handle = _driver(library), _Handle()
         at = ctypes.c_void_p(descriptor)
         code = driver.cuMemImportFromShareableHandle(handle, at, _POSIX_DESCRIPTOR)
-        _check(driver, code, f"take descriptor {descriptor} as memory")
+        _check(driver, code, f"import descriptor {descriptor} as memory")
         return cls(driver, device, handle.value, size)
 
     def descriptor(self) -> int:
@@ -164,7 +164,7 @@ class CudaMemory:
         found = _Descriptor(-1)
         driver = self._driver
         code = driver.cuMemExportToShareableHandle(found, self._handle, _POSIX_DESCRIPTOR, 0)
-        _check(driver, code, f"lend {self.size:,} B of device {self.device}")
+        _check(driver, code, f"export {self.size:,} B of device {self.device}")
         os.set_inheritable(found.value, False)
         return found.value
 
@@ -205,7 +205,7 @@ class CudaMapping:
         self.size = -(-max(size, 1) // step) * step
         address = _Address()
         code = driver.cuMemAddressReserve(address, self.size, 0, 0, 0)
-        _check(driver, code, f"reserve {self.size:,} B of addresses")
+        _check(driver, code, f"reserve {self.size:,} B of address space")
         self.address: int = address.value
         self.device = device
         self._pieces: dict[int, CudaMemory] = {}
@@ -243,7 +243,9 @@ class CudaMapping:
         """
         end = offset + size
         if not (0 <= offset < end <= self.size):
-            raise ValueError(f"bytes {offset:,} to {end:,} are not within {self.size:,}")
+            raise ValueError(
+                f"bytes {offset:,} to {end:,} are outside the mapping of {self.size:,} B"
+            )
         inside = []
         for first, piece in self._pieces.items():
             last = first + piece.size
@@ -251,12 +253,13 @@ class CudaMapping:
                 inside.append(first)
             elif first < end and offset < last:
                 raise ValueError(
-                    f"bytes {offset:,} to {end:,} would cut what lies at {first:,} to {last:,}"
+                    f"bytes {offset:,} to {end:,} contain only a part of the piece at {first:,} "
+                    f"to {last:,}"
                 )
         for first in inside:
             piece = self._pieces[first]
             code = self._driver.cuMemUnmap(self.address + first, piece.size)
-            _check(self._driver, code, f"take {piece.size:,} B from their addresses")
+            _check(self._driver, code, f"unmap {piece.size:,} B")
             del self._pieces[first]
 
 
@@ -269,7 +272,7 @@ def granularity(device: int, *, library: str = "libcuda.so.1") -> int:
     """
     driver, found = _driver(library), ctypes.c_size_t()
     code = driver.cuMemGetAllocationGranularity(found, _properties(device), 0)
-    _check(driver, code, f"say how device {device} lends memory")
+    _check(driver, code, f"report the allocation granularity of device {device}")
     return found.value
 
 

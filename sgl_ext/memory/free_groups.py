@@ -105,7 +105,7 @@ class FreeGroups:
         """Raises AssertionError if the indexes disagree or two runs touch."""
         ends = {start + length: start for start, length in self.length_at.items()}
         if ends != self.start_of:
-            raise AssertionError(f"free runs end at {ends}, the index says {self.start_of}")
+            raise AssertionError(f"free runs end at {ends}, but the index has {self.start_of}")
         if touching := ends.keys() & self.length_at.keys():
             raise AssertionError(f"free runs touch, unmerged, at {sorted(touching)}")
         counts: dict[int, int] = {}
@@ -115,13 +115,14 @@ class FreeGroups:
                 raise AssertionError(f"free run {start}+{length} is not indexed by its length")
         if counts != self._counts or sorted(counts) != self._lengths:
             raise AssertionError(
-                f"free runs have lengths {counts}, the indexes say {self._counts}, {self._lengths}"
+                f"free runs have lengths {counts}, but the indexes have {self._counts}, "
+                f"{self._lengths}"
             )
         if self._starts.keys() != counts.keys():
             raise AssertionError(f"starts are kept for lengths {set(self._starts) - set(counts)}")
         for length, starts in self._starts.items():
             if any(starts[i] < starts[(i - 1) // 2] for i in range(1, len(starts))):
-                raise AssertionError(f"starts of length {length} are no heap: {starts}")
+                raise AssertionError(f"starts of length {length} are not a heap: {starts}")
 
     def _remove(self, start: int) -> int:
         length = self.length_at.pop(start)

@@ -187,18 +187,25 @@ def _open(pid: int, extent: Extent, opened: ExitStack) -> int:
         found = Path(f"/proc/self/fd/{fd}").readlink()
     except OSError as error:
         raise LentMemoryError(
-            f"memory of process {pid} cannot be opened ({error.strerror}); has it ended?"
+            f"memory of process {pid} cannot be opened ({error.strerror}); check whether the "
+            "process has ended"
         ) from None
     status = os.fstat(fd)
     if str(found) != f"/memfd:{extent.name} (deleted)" or not stat.S_ISREG(status.st_mode):
-        raise LentMemoryError(f"file {extent.fd} of process {pid} is {found}, not {extent.name}")
+        raise LentMemoryError(
+            f"file {extent.fd} of process {pid} is {found}, expected {extent.name}"
+        )
     if status.st_uid != os.getuid():
-        raise LentMemoryError(f"memory of process {pid} is user {status.st_uid}'s")
+        raise LentMemoryError(
+            f"memory of process {pid} belongs to user {status.st_uid}, not to this user"
+        )
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise LentMemoryError(f"memory of process {pid} can shrink while it is mapped")
+        raise LentMemoryError(
+            f"memory of process {pid} is not sealed, so it could shrink while it is mapped"
+        )
     if extent.offset < 0 or extent.size < 0 or extent.offset + extent.size > status.st_size:
         raise LentMemoryError(
             f"process {pid} lends bytes {extent.offset:,} to {extent.offset + extent.size:,} of a "
-            f"file of {status.st_size:,}"
+            f"file of {status.st_size:,} B"
         )
     return fd

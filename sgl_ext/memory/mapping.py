@@ -41,7 +41,7 @@ def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fract
     """
     if size > (available := available_memory()):
         raise ExtError(
-            f"{name} needs {size:,} B of memory, {available:,} B are available; lower {lower}"
+            f"{name} needs {size:,} B of memory, but {available:,} B are available; lower {lower}"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -88,7 +88,10 @@ class Mapping:
         _libc.madvise(self.address, self.size, _MADV_HUGEPAGE)
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        raise TypeError("a mapping belongs to its process; send what others can map")
+        raise TypeError(
+            "a mapping cannot be pickled, because it belongs to its process; send a file "
+            "descriptor that others can map"
+        )
 
     def put(self, offset: int, fd: int, start: int, size: int) -> None:
         """Maps bytes ``[start, start + size)`` of a file at ``offset``, in place of what is there.
@@ -117,8 +120,8 @@ class Mapping:
         whole = not (offset % PAGE or start % PAGE or size % PAGE)
         if not (whole and start >= 0 < size and 0 <= offset <= self.size - size):
             raise ValueError(
-                f"cannot map {size:,} B from {start:,} on at {offset:,} of {self.size:,} B: "
-                f"whole pages of {PAGE:,} B within it can be"
+                f"cannot map {size:,} B from {start:,} on at {offset:,} of {self.size:,} B; "
+                f"expected whole pages of {PAGE:,} B within the mapping"
             )
         at = self.address + offset
         if _libc.mmap(at, size, protection, flags | _MAP_FIXED, fd, start) == _MAP_FAILED:

@@ -147,7 +147,7 @@ class Slab:
             SlabError: the range contains blocks that are not own blocks.
         """
         if not 0 <= start <= end <= self.own:
-            raise SlabError(f"blocks {start} to {end} of {self.own} cannot be backed")
+            raise SlabError(f"cannot back blocks {start} to {end} of {self.own}")
         # A huge page that two consecutive ranges share is backed with the first range.
         first, last = (
             -(-block * self.layout.block_bytes // HUGE_PAGE) * HUGE_PAGE for block in (start, end)
@@ -158,7 +158,7 @@ class Slab:
 
 def _check(layout: Layout, own: int, beyond: int) -> None:
     if layout.dtype not in DTYPES:
-        raise SlabError(f"a slab holds {', '.join(DTYPES)}, not {layout.dtype}")
+        raise SlabError(f"a slab supports {', '.join(DTYPES)}, found {layout.dtype}")
     counts = {"blocks": own} | {
         name: getattr(layout, name) for name in ("page", "layers", "kv_heads", "head_dim")
     }
@@ -166,9 +166,9 @@ def _check(layout: Layout, own: int, beyond: int) -> None:
     if wrong := [f"{name} {counts[name]}" for name in counts if not good[name]]:
         raise SlabError(f"a slab needs at least one of each dimension, found {', '.join(wrong)}")
     if type(beyond) is not int or beyond < 0:
-        raise SlabError(f"a slab has 0 or more blocks beyond its own, not {beyond}")
+        raise SlabError(f"a slab requires 0 or more blocks beyond its own, found {beyond}")
     if not layout.fingerprint.isascii() or len(layout.fingerprint) > _LONGEST_FINGERPRINT:
         raise SlabError(
-            f"a fingerprint is ASCII of at most {_LONGEST_FINGERPRINT} characters, found "
+            f"a fingerprint must be ASCII of at most {_LONGEST_FINGERPRINT} characters, found "
             f"{layout.fingerprint[:20]!r}"
         )

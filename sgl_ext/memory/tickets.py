@@ -1,12 +1,15 @@
-"""Tickets of submitted batches of copies: their priority, state and result."""
+"""Tickets of submitted batches of copies: their priority, state and result.
+
+:class:`~sgl_ext.memory.native_ticket.NativeTicket` is that of the transfer engine; a
+simulator has its own.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from enum import IntEnum
+from typing import Protocol
 
-from sgl_ext._native import _transfer
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -54,49 +57,29 @@ class TransferCancelledError(ExtError):
     """Error raised when a ticket was cancelled, by its owner or because the engine closed."""
 
 
-class Ticket:
-    """One submitted batch of copies. A finished ticket keeps no memory or file alive."""
-
-    __slots__ = ("_engine", "_native")
-
-    def __init__(self, native: _transfer.Ticket, engine: _transfer.Engine) -> None:
-        self._native = native
-        self._engine = engine
+class Ticket(Protocol):
+    """One submitted batch of copies, as those who wait for it see it."""
 
     @property
-    def state(self) -> State:
-        return State(self._native.state)
-
-    @property
-    def priority(self) -> Priority:
-        return Priority(self._native.level)
-
-    @property
-    def bytes_total(self) -> int:
-        return self._native.bytes_total
-
-    @property
-    def bytes_done(self) -> int:
-        """Bytes transferred so far; final once the ticket is finished."""
-        return self._native.bytes_done
-
-    @property
-    def seconds(self) -> float:
-        """Time from submission to the end of the ticket, in seconds; 0 while it is unfinished."""
-        return self._native.seconds
+    def state(self) -> State: ...
 
     @property
     def error(self) -> TransferError | None:
         """Error of a failed ticket; None in any other state."""
-        failure = self._native.failure
-        if failure is None:
-            return None
-        code, op, message = failure
-        return TransferError(code, f"copy {op}: {message}", op, self.bytes_done)
+
+    @property
+    def bytes_total(self) -> int: ...
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes transferred so far; final once the ticket is finished."""
+
+    @property
+    def seconds(self) -> float:
+        """Time from submission to the end of the ticket, in seconds; 0 while it is unfinished."""
 
     def poll(self) -> bool:
         """Returns whether the ticket is finished: done, failed or cancelled."""
-        return self._native.state != State.PENDING
 
     def wait(self, timeout: float) -> None:
         """Waits at most ``timeout`` seconds until the batch is done.
@@ -106,17 +89,6 @@ class Ticket:
             TransferCancelledError: the ticket was cancelled.
             TimeoutError: the ticket is not finished; its copies continue.
         """
-        if not self._engine.wait(self._native, timeout):
-            raise TimeoutError(
-                f"{self.bytes_done} of {self.bytes_total} bytes were transferred in {timeout} s; "
-                "wait again, or cancel the ticket"
-            )
-        if error := self.error:
-            raise error
-        if self.state == State.CANCELLED:
-            raise TransferCancelledError(
-                f"the transfer was cancelled after {self.bytes_done} of {self.bytes_total} bytes"
-            )
 
     def cancel(self) -> bool:
         """Cancels the pieces that have not started; returns False if all had started.
@@ -124,13 +96,6 @@ class Ticket:
         The ticket is finished when its pieces in flight are finished. Until then its memory is in
         use.
         """
-        return self._engine.cancel(self._native)
-
-    def __repr__(self) -> str:
-        return (
-            f"Ticket({self.state.name}, {self.priority.name}, "
-            f"{self.bytes_done} of {self.bytes_total} bytes)"
-        )
 
 
 def outlast(ticket: Ticket) -> None:
@@ -142,11 +107,6 @@ def outlast(ticket: Ticket) -> None:
         try:
             ticket.wait(COPY_DEADLINE_S)
         except TimeoutError:
-            logger.error("a copy has not ended for %s s: %r", COPY_DEADLINE_S, ticket)
+            logger.error("a copy has not finished after %s s: %r", COPY_DEADLINE_S, ticket)
         except Exception as error:  # the ticket's state keeps the outcome
-            logger.debug("a copy: %s", error)
-
-
-def poll(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """Returns the tickets that are finished."""
-    return [ticket for ticket in tickets if ticket.poll()]
+            logger.debug("a copy failed: %s", error)

@@ -38,13 +38,13 @@ from sgl_ext.memory.lanes import (
     ThrottledLane,
     direct_alignment,
 )
+from sgl_ext.memory.native_ticket import NativeTicket
 from sgl_ext.memory.tickets import (
     Priority,
     State,
     Ticket,
     TransferCancelledError,
     TransferError,
-    poll,
 )
 
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "TransferCancelledError",
     "TransferEngine",
     "TransferError",
-    "poll",
 ]
 
 _MIB = 1 << 20
@@ -167,7 +166,8 @@ class TransferEngine:
         native, reason = self._core.file_lane(backend, depth, bytes_in_flight, request_bytes)
         if reason:
             warnings.warn(
-                f"files in {directory} are read and written by threads: {reason}",
+                f"files in {directory} are read and written by threads instead of io_uring: "
+                f"{reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -222,7 +222,9 @@ class TransferEngine:
         )
         return ThrottledLane(native, inner, bytes_per_second, operations_per_second, latency)
 
-    def submit(self, copies: ArrayLike, lane: Lane, priority: Priority = Priority.NORMAL) -> Ticket:
+    def submit(
+        self, copies: ArrayLike, lane: Lane, priority: Priority = Priority.NORMAL
+    ) -> NativeTicket:
         """Validates a batch and queues it. Nothing is queued if a copy is invalid.
 
         Args:
@@ -236,9 +238,9 @@ class TransferEngine:
             ExtError: the engine is closed, or belongs to the process that forked this one.
         """
         batch = _as_batch(copies)
-        return Ticket(self._core.submit(batch, lane._native, priority), self._core)
+        return NativeTicket(self._core.submit(batch, lane._native, priority), self._core)
 
-    def wait_any(self, tickets: Sequence[Ticket], timeout: float) -> list[Ticket]:
+    def wait_any(self, tickets: Sequence[NativeTicket], timeout: float) -> list[NativeTicket]:
         """Waits until one of ``tickets`` is finished, at most ``timeout`` seconds.
 
         Returns:
@@ -247,11 +249,11 @@ class TransferEngine:
         Raises:
             ValueError: a ticket belongs to another engine (checked only if none is finished).
         """
-        finished = poll(tickets)
+        finished = [ticket for ticket in tickets if ticket.poll()]
         if finished or not tickets:
             return finished
         self._core.wait_any([ticket._native for ticket in tickets], timeout)
-        return poll(tickets)
+        return [ticket for ticket in tickets if ticket.poll()]
 
     @property
     def closed(self) -> bool:

@@ -30,17 +30,19 @@ def address(directory: Path) -> str:
         status = directory.stat()
     except OSError as error:
         raise DirectoryError(
-            f"the socket directory {directory} cannot be made: {error.strerror}"
+            f"the socket directory {directory} cannot be created: {error.strerror}; choose "
+            "another directory"
         ) from None
     if status.st_uid != os.getuid():
         raise DirectoryError(
-            f"the socket directory {directory} belongs to user {status.st_uid}, this is user "
-            f"{os.getuid()}; engines of one user lend to each other: name another directory"
+            f"the socket directory {directory} belongs to user {status.st_uid}, but this process "
+            f"runs as user {os.getuid()}, and only engines of the same user lend to each other; "
+            "choose another directory"
         )
     if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
         raise DirectoryError(
-            f"the socket directory {directory} has mode {mode:04o}, so that others can reach it; "
-            f"chmod 700 it"
+            f"the socket directory {directory} has mode {mode:04o}, which gives other users "
+            "access; run chmod 700 on it"
         )
     return f"ipc://{socket_path(directory)}"
 
@@ -54,8 +56,8 @@ def socket_path(directory: Path) -> Path:
     path = directory.resolve() / _SOCKET
     if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
         raise DirectoryError(
-            f"{path} is too long for a socket (at most {_LONGEST_SOCKET_PATH} bytes); "
-            "name a shorter directory"
+            f"{path} is too long for a socket (at most {_LONGEST_SOCKET_PATH} bytes); choose a "
+            "shorter directory"
         )
     return path
 
@@ -78,13 +80,13 @@ def lock(directory: Path) -> IO[str]:
         holder = file.read().strip() or "unknown"
         file.close()
         raise DirectoryError(
-            f"the socket directory {directory} has a master already (process {holder}); "
-            "name another directory, or make this engine a worker"
+            f"the socket directory {directory} already has a master (process {holder}); choose "
+            "another directory, or make this engine a worker"
         ) from None
     except OSError as error:
         file.close()
         raise DirectoryError(
-            f"{directory / _LOCK} cannot be locked: {error.strerror}; name another directory"
+            f"{directory / _LOCK} cannot be locked: {error.strerror}; choose another directory"
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))

@@ -80,7 +80,7 @@ class Link:
                 self._open(undo)
             except (zmq.ZMQError, OSError) as error:
                 raise LinkError(
-                    f"{address} cannot be used: {zmq.strerror(error.errno or 0)}"
+                    f"cannot open the socket {address}: {zmq.strerror(error.errno or 0)}"
                 ) from None
             undo.pop_all()
         self._thread = threading.Thread(target=self._carry, name="sgl_ext-peer", daemon=True)
@@ -146,7 +146,7 @@ class Link:
         try:
             self._run()
         except Exception:  # each side then treats the other as lost
-            logger.exception("no more messages are carried between peers: restart to lend again")
+            logger.exception("the connection to peers has failed: restart to lend memory again")
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -190,7 +190,9 @@ class Link:
                 self._misunderstood(sender, error)
                 continue
             if self._master and sender != [_NAME + message.worker]:
-                self._misunderstood(sender, MisunderstoodError("a peer calls by two names"))
+                self._misunderstood(
+                    sender, MisunderstoodError("a peer sent messages under two identities")
+                )
             elif isinstance(message, Lend if self._master else Keep):
                 self.refused = ""
                 self._hear(message)

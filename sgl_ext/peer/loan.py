@@ -94,7 +94,7 @@ class Lender:
         if size and not self.master:
             raise ValueError("there is no master to lend to")
         if not 0 <= size <= self.lendable:
-            raise ValueError(f"cannot lend {size:,} B of {self.lendable:,} B")
+            raise ValueError(f"cannot lend {size:,} B: expected 0 to {self.lendable:,} B")
         if size != self.granted:
             self._number += 1
             self.granted = size
@@ -198,7 +198,7 @@ class Borrower:
     @used.setter
     def used(self, size: int) -> None:
         if size > max(self.size, self._used):
-            raise ValueError(f"{size:,} B are more than the {self.size:,} B that were lent")
+            raise ValueError(f"{size:,} B exceed the {self.size:,} B that were lent")
         self._used = size
         self._settle()
 

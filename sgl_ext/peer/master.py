@@ -137,8 +137,9 @@ class Master:
             if len(self._loans) >= _WORKERS:
                 if not self._crowded:
                     logger.warning(
-                        "%d workers lend to this master, and it hears no others until one of them "
-                        "ends: give some of them a socket directory and a master of their own",
+                        "%d workers lend to this master, which ignores further workers until one "
+                        "of them ends: give some of the workers another socket directory and "
+                        "another master",
                         _WORKERS,
                     )
                 self._crowded = True
@@ -169,7 +170,7 @@ class Master:
             if not borrower.size:
                 loan.tried = 0
             if self._closed:
-                borrower.refused = "this master ends"
+                borrower.refused = "this master is shutting down"
             if (gone and not borrower.used) or (borrower.untouched and silent):
                 if loan.region is not None:
                     self._drop(loan, loan.region)
@@ -193,7 +194,7 @@ class Master:
         taken = sum(loan.region.size for loan in self._loans.values() if loan.region is not None)
         most = max(min(self._regions.largest, self._capacity - taken), 0)
         borrower.most = most // self._regions.page * self._regions.page
-        full = "this master borrows as much as it can; raise its peer.capacity to borrow more"
+        full = "this master has borrowed as much as it can; raise its peer.capacity to borrow more"
         if not borrower.most:
             borrower.refused = full
         elif borrower.refused == full:
@@ -242,7 +243,7 @@ class Master:
         except ExtError as error:
             self._addresses.unmap(region)  # a part may have been mapped
             self._regions.give(region)
-            logger.warning("memory of worker process %d is refused: %s", borrower.pid, error)
+            logger.warning("cannot use memory of worker process %d: %s", borrower.pid, error)
             borrower.refused = str(error)
             return None
         borrower.refused = ""

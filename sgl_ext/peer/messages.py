@@ -48,12 +48,14 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
         for offset, size in ((extent.offset, extent.size) for extent in self.memory):
             if offset < 0 or size <= 0 or offset % PAGE or size % PAGE:
                 raise ValueError(
-                    f"a worker lends {size:,} B from {offset:,} on, not pages of {PAGE:,} B"
+                    f"a worker lends {size:,} B from {offset:,} on; expected whole pages of "
+                    f"{PAGE:,} B"
                 )
         there = sum(extent.size for extent in self.memory)
         if self.size > there or self.size % PAGE:
             raise ValueError(
-                f"a worker lends {self.size:,} B of {there:,} B, by pages of {PAGE:,} B"
+                f"a worker lends {self.size:,} B of {there:,} B; expected at most that, in whole "
+                f"pages of {PAGE:,} B"
             )
 
 
@@ -129,13 +131,15 @@ def decode(data: bytes) -> Message:
         stranger = _stranger.decode(data)
         if stranger.reason:
             reason = stranger.reason[:_LONGEST_REASON]
-            raise RefusedError(f"the other side does not understand this one: {reason}")
+            raise RefusedError(
+                f"the peer does not understand the messages of this engine: {reason}"
+            )
         if stranger.protocol != PROTOCOL:
             raise MisunderstoodError(
-                f"a peer speaks protocol {stranger.protocol}, this is protocol {PROTOCOL}; "
-                "run the same sgl_ext on both sides"
+                f"a peer uses protocol {stranger.protocol}, but this engine uses protocol "
+                f"{PROTOCOL}; run the same version of sgl_ext on both sides"
             )
         message: Message = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MisunderstoodError(f"a peer sent what is no message: {error}") from None
+        raise MisunderstoodError(f"a peer sent an invalid message: {error}") from None
     return message

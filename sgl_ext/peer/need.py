@@ -15,7 +15,7 @@ class NeedWindow:
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
-            raise ValueError(f"a window of {seconds} seconds sees nothing; it must be positive")
+            raise ValueError(f"the window must be positive, found {seconds} seconds")
         self.seconds = seconds
         # Times rise and needs fall: a need that a later one at least equals is not kept.
         self._largest: deque[tuple[float, int]] = deque()
@@ -29,7 +29,7 @@ class NeedWindow:
                 nothing has changed.
         """
         if not tokens >= 0:
-            raise ValueError(f"0 tokens or more are needed, not {tokens}")
+            raise ValueError(f"expected 0 or more tokens, found {tokens}")
         self._advance(now)
         while self._largest and self._largest[-1][1] <= tokens:
             self._largest.pop()

@@ -164,7 +164,7 @@ class Worker:
         if self._lender.hear(keep):
             if not self._end(now):
                 return
-            logger.info("another master has taken the place of the one before")
+            logger.info("another master has replaced the previous one")
             self._lender.hear(keep)
         if self._lender.heard is not keep:
             return
@@ -174,7 +174,7 @@ class Worker:
         if keep.refused != self.refused:
             self.refused = keep.refused
             if keep.refused:
-                logger.warning("the master takes no memory of this worker: %s", keep.refused)
+                logger.warning("the master does not borrow memory of this worker: %s", keep.refused)
         # The refusal must be about the latest grant, not about an earlier one.
         if keep.refused and self._lender.granted and keep.number == self._lender.number:
             self._ask_back(0, now)
@@ -275,13 +275,16 @@ class Worker:
                 self._memory.replace(bound)
             except ExtError as error:
                 self._failed = now
-                logger.error("the master has not left %s B in time, and: %s", f"{bound:,}", error)
+                logger.error(
+                    "the master has not released %s B by the deadline: %s", f"{bound:,}", error
+                )
                 return False
             self.counts.replaced += 1
             if self._master is not None:
                 self._late[self._lender.master] = self._master
             logger.warning(
-                "the master has not left %s B in time: other memory takes their place",
+                "the master has not released %s B by the deadline; they are replaced by other "
+                "memory",
                 f"{bound:,}",
             )
         self._lender.end(self._memory.extents)

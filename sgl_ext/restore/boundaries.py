@@ -31,7 +31,7 @@ def boundary_layout(hidden: int, page: int, dtype: str, fingerprint: str) -> Lay
         ValueError: ``hidden`` is odd.
     """
     if hidden % 2:
-        raise ValueError(f"rows of {hidden} elements have no two halves")
+        raise ValueError(f"rows must have an even number of elements, found {hidden}")
     return Layout(page, 1, 1, hidden // 2, dtype, fingerprint)
 
 

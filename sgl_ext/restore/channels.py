@@ -12,6 +12,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.clock import Clock
 from sgl_ext.restore.costs import Costs
 from sgl_ext.restore.pointers import Pointers
 from sgl_ext.restore.policies import Policy
@@ -74,6 +75,7 @@ class Channels:
     Args:
         page: tokens of a page.
         unit: maximum pages of one load; with a smaller one pointers meet more closely.
+        clock: clock of the start of each load.
 
     Attributes:
         lock: protects the state of this object and the pointers of the requests; never held while
@@ -82,8 +84,16 @@ class Channels:
     """
 
     def __init__(
-        self, tiers: Sequence[LowerTier], policy: Policy, costs: Costs, *, page: int, unit: int
+        self,
+        tiers: Sequence[LowerTier],
+        policy: Policy,
+        costs: Costs,
+        *,
+        page: int,
+        unit: int,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.lock = threading.Lock()
         self.computing: Restoration | None = None
         self._tiers = {tier.tier.name: tier for tier in tiers}
@@ -141,7 +151,7 @@ class Channels:
             return 0.0
         (stretch,) = (each for each in current.pointers.stretches if each.tier == tier)
         expected = self._costs.loads[tier].seconds(stretch.flying * self._page)
-        late = time.monotonic() - stretch.began - expected
+        late = self._clock() - stretch.began - expected
         # A device that is this late may hang, so its next load is not waited for.
         return inf if late > expected + _PATIENCE_S else max(-late, 0.0)
 
@@ -160,7 +170,7 @@ class Channels:
         able = self._able[name]
         while able and name not in self._loading and not self._closed:
             one = self._policy.load(able.values(), self.computing)
-            taken = one.pointers.take(name, self._unit, time.monotonic())
+            taken = one.pointers.take(name, self._unit, self._clock())
             self._note(one)
             if taken is None:
                 able.pop(one.rid, None)

@@ -76,7 +76,7 @@ def fit(
     begin, end, seconds = np.array(samples, float).reshape(-1, 3).T
     alike = len(seconds) < 3 or np.ptp(end - begin) == 0
     if (believed is None and alike) or not (seconds > 0).all():
-        raise ValueError(f"{len(samples)} forwards say too little: {samples[:3]}")
+        raise ValueError(f"{len(samples)} forwards do not determine the costs: {samples[:3]}")
     tokens = end - begin
     factors = np.stack((np.ones_like(tokens), tokens, tokens * (begin + end) / 2), axis=1)
     factors /= seconds[:, None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from sgl_ext.clock import Clock
 from sgl_ext.plan import Compute, LoadOrCompute, PrefillPlan, Span
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
@@ -47,9 +48,11 @@ class HostPrefixes:
 
     Args:
         page: tokens of a page.
+        clock: clock of the times of pinning.
     """
 
-    def __init__(self, host: HostPages, page: int) -> None:
+    def __init__(self, host: HostPages, page: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._host = host
         self._page = page
         self._held: dict[str, Held] = {}
@@ -70,7 +73,7 @@ class HostPrefixes:
         self.release(rid)
         pages = self._host.use(keys)
         self._host.pin(pages)
-        self._held[rid] = Held(first, pages, by, time.monotonic())
+        self._held[rid] = Held(first, pages, by, self._clock())
 
     def computed(self, rid: str, tokens: int) -> None:
         """Records that a forward has computed so many tokens of the request's pages."""

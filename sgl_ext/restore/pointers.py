@@ -42,9 +42,9 @@ class Pointers:
 
     def __init__(self, front: int, stretches: Sequence[Stretch]) -> None:
         if any(one.end != next_.begin for one, next_ in pairwise(stretches)):
-            raise ValueError(f"gaps between {stretches}")
+            raise ValueError(f"the stretches have gaps: {stretches}")
         if not stretches or stretches[0].begin < front:
-            raise ValueError(f"nothing to load behind page {front}: {stretches}")
+            raise ValueError(f"expected pages to load from page {front} on, found {stretches}")
         self.front = front
         """Compute pointer: pages before it are computed, loaded or about to be computed."""
         self.stretches = tuple(stretches)
@@ -83,7 +83,9 @@ class Pointers:
         """
         (stretch,) = (each for each in self.stretches if each.tier == tier)
         if len(good) != stretch.flying:
-            raise ValueError(f"{len(good)} pages have landed, {stretch.flying} were on their way")
+            raise ValueError(
+                f"a load of {stretch.flying} pages reported the results of {len(good)} pages"
+            )
         for page, came in enumerate(good, stretch.end):
             self._landed[page] = bool(came) and page >= self.front
         stretch.flying = 0

@@ -70,7 +70,7 @@ class Profile(msgspec.Struct, frozen=True):
         known = {name for name in tiers if self.devices.get(name) == tiers[name]}
         known &= {*self.loads}
         if missing := sorted({*tiers} - known):
-            logger.warning("the restore profile says nothing of %s; run sgl-ext calibrate", missing)
+            logger.warning("the restore profile has no costs of %s; run sgl-ext calibrate", missing)
         loads = {name: self.loads[name] if name in known else LoadCost() for name in tiers}
         measured = frozenset({COMPUTE, *known})
         crossover = self.crossover if self.devices.get(HOST, "") == host else CROSSOVER
@@ -104,12 +104,12 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is no restore profile (%s); run sgl-ext calibrate again", path, error)
+        logger.warning("%s is not a restore profile (%s); run sgl-ext calibrate again", path, error)
         return None
     if found.version != VERSION or found.subject != subject:
         logger.warning(
-            "%s is a restore profile of version %d of %s; version %d of %s is needed: "
-            "run sgl-ext calibrate again",
+            "%s is a restore profile of version %d of %s, expected version %d of %s: run sgl-ext "
+            "calibrate again",
             path, found.version, found.subject, VERSION, subject,
         )  # fmt: skip
         return None
@@ -117,7 +117,7 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     latencies = [one.latency for one in loads]
     least = min([compute.overhead, compute.per_pair, found.crossover, *latencies])
     if least < 0 or min([compute.per_token, *(one.per_token for one in loads)]) <= 0:
-        logger.warning("%s has costs below zero; run sgl-ext calibrate again", path)
+        logger.warning("%s has costs that are not positive; run sgl-ext calibrate again", path)
         return None
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from sgl_ext.clock import Clock
 from sgl_ext.plan import PrefillPlan
 from sgl_ext.restore.channels import Channels, Restoration
 from sgl_ext.restore.costs import Costs
@@ -37,6 +38,7 @@ class Restorer:
         unit: maximum pages of one load.
         wait: seconds within which tiers have to answer a lookup.
         hits: counter of loaded pages by tier, which the restorer updates.
+        clock: clock of arrivals, leases and loads.
     """
 
     def __init__(
@@ -50,14 +52,16 @@ class Restorer:
         unit: int,
         wait: float,
         hits: Counter[str],
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.costs = costs
         self._host = host
         self._tiers = tiers
         self.page = page
         self._wait = wait
         self._hits = hits
-        self._channels = Channels(tiers, policy, costs, page=page, unit=unit)
+        self._channels = Channels(tiers, policy, costs, page=page, unit=unit, clock=clock)
         self._requests: dict[str, Request] = {}
         self._opened: dict[str, Restoration] = {}
         """Restorations of the requests that hold places in host memory."""
@@ -70,7 +74,7 @@ class Restorer:
         self._chosen = False
         self._unopened: dict[str, Request] = {}
         """Requests that wait for lookups or for places in host memory."""
-        self._now = time.monotonic()
+        self._now = self._clock()
         """Start of this step of the scheduler, on the monotonic clock in seconds."""
         self._before = self._now
         """Start of the previous step."""
@@ -99,7 +103,7 @@ class Restorer:
             behind: tokens of the prompt.
             precedence: precedence over the policy: a smaller value goes first; may change.
         """
-        now = time.monotonic()
+        now = self._clock()
         if (request := self._requests.get(rid)) is not None:
             request.seen = now
             if request.precedence != precedence:
@@ -216,7 +220,7 @@ class Restorer:
         """
         if (active := self._opened.get(rid)) is None:
             return plan_of((), end, self.page)
-        pointers, page, now = active.pointers, self.page, time.monotonic()
+        pointers, page, now = active.pointers, self.page, self._clock()
         with self._channels.lock:
             if self._channels.computing is not active:
                 pointers.front = begin // page
@@ -299,7 +303,7 @@ class Restorer:
         with self._channels.lock:
             loaded = {name: pages * self.page for name, pages in active.loaded.items()}
         computed = max(pointers.end - active.first - came, 0) * self.page
-        seconds = time.monotonic() - active.arrived
+        seconds = self._clock() - active.arrived
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 
     def release(self, rid: str) -> None:
@@ -340,7 +344,7 @@ class Restorer:
 
     def advance(self) -> None:
         """Advances all restorations without waiting; called once per scheduler step."""
-        self._before, self._now = self._now, (now := time.monotonic())
+        self._before, self._now = self._now, (now := self._clock())
         if self._epoch != self.costs.epoch:
             self._epoch = self.costs.epoch
             with self._channels.lock:
@@ -372,6 +376,23 @@ class Restorer:
     def close(self) -> None:
         self._channels.close()
         self.clear()
+
+    def check_integrity(self) -> None:
+        """Checks the lists of requests against each other. O(pages).
+
+        Raises:
+            AssertionError: a list has a request that another one lacks.
+        """
+        requests, opened = {*self._requests}, {*self._opened}
+        if opened & {*self._unopened} or opened | {*self._unopened} != requests:
+            raise AssertionError(f"{opened} and {[*self._unopened]} are not {requests}")
+        if not {*self._owners.values()} <= requests:
+            raise AssertionError(f"{ {*self._owners.values()} - requests } own pages, and are gone")
+        if requests & {*self._followers}:
+            raise AssertionError(f"{requests & {*self._followers}} restore and follow")
+        computing = self._channels.computing
+        if computing is not None and self._opened.get(computing.rid) is not computing:
+            raise AssertionError(f"{computing.rid} is computed, and is not being restored")
 
     def _open(self, rid: str, request: Request, *, scarce: bool = False) -> None:
         """Begins the restoration of a request if tiers have answered and there are places for it.

@@ -84,7 +84,7 @@ def restore(
     try:
         while at < end:
             if time.monotonic() > give_up:
-                raise ExtError(f"a stage restored {at} of {end} tokens in {deadline:g} s")
+                raise ExtError(f"a stage restored only {at} of {end} tokens within {deadline:g} s")
             restorer.advance()
             if restorer.asked(rid) and not restorer.restores(rid):
                 time.sleep(_STEP_S)
@@ -103,7 +103,7 @@ def restore(
                     elif restorer.loads(rid):
                         time.sleep(_STEP_S)
                     else:
-                        raise ExtError(f"nothing came into a stage behind token {at}")
+                        raise ExtError(f"a stage received no inputs after token {at}")
                     continue
             restorer.computing(rid, until)
             if isinstance(span.source, Compute):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from sgl_ext.config import SwapBaseline
+from sgl_ext.config import SwapExperiment
 from sgl_ext.memory.tickets import State, Ticket
 from sgl_ext.swap.stopwatch import Stopwatch
 from sgl_ext.tiers.arena import Key, Pages
@@ -70,11 +70,11 @@ class SwapManager:
 
     Args:
         capacity: maximum pages of host memory for swapped requests.
-        baseline: parts of swapping that are replaced by a baseline, for comparison.
+        experiment: parts of swapping that are replaced by slower ones, for comparison.
     """
 
-    def __init__(self, stack: TierStack, capacity: int, baseline: SwapBaseline) -> None:
-        self.baseline = baseline
+    def __init__(self, stack: TierStack, capacity: int, experiment: SwapExperiment) -> None:
+        self.experiment = experiment
         self.stack = stack
         self.counts = Counts()
         self.clock = Stopwatch(lambda: stack.in_flight.waited_seconds)
@@ -171,7 +171,7 @@ class SwapManager:
         """
         pages = swapped.coming
         if pages is None:
-            raise RuntimeError("pages are loaded that nobody holds")
+            raise RuntimeError("cannot load pages, because none are held")
         tickets = []
         if len(pages):
             tickets.append(self.stack.begin_fill(pages, blocks[: len(pages)]))
@@ -224,6 +224,28 @@ class SwapManager:
             "waits": flight.waited,
             "waiting_seconds": flight.waited_seconds,
         }
+
+    def check_integrity(self) -> None:
+        """Checks the budget and the lists against the swapped requests. O(pages).
+
+        Raises:
+            AssertionError: the budget is exceeded or counted wrongly, a pinned page is not where
+                host memory has it, or a list has a request that is not swapped.
+        """
+        used = 0
+        for rid, one in self._swapped.items():
+            pinned = np.flatnonzero(one.places != _NOT_PINNED).tolist()
+            used += len(pinned) + (one.tail is not None)
+            places = self.stack.host.places([one.keys[at] for at in pinned])
+            if places.tolist() != one.places[pinned].tolist():
+                raise AssertionError(f"{rid} has pinned {one.places}, its pages lie in {places}")
+        if used != self._used or used > self._capacity:
+            raise AssertionError(
+                f"{used} pages are in use, {self._used} are counted, of {self._capacity}"
+            )
+        known = {id(one) for one in self._swapped.values()}
+        if not {id(one) for one in (*self._landing, *self._tails)} <= known:
+            raise AssertionError("a request that is not swapped awaits copies")
 
     def _pin(self, swapped: Swapped) -> None:
         room = self._capacity - self._used

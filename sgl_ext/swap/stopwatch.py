@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sgl_ext.clock import Clock
+
 
 class Stopwatch:
     """Stopwatch that runs within :meth:`on`, except within a nested :meth:`off`. Not thread-safe.
 
     Args:
         waited: returns the seconds of waits that are counted elsewhere; they are subtracted.
+        clock: clock that the stopwatch reads.
     """
 
-    def __init__(self, waited: Callable[[], float]) -> None:
+    def __init__(self, waited: Callable[[], float], clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds = 0.0
         self._waited = waited
         self._since: float | None = None
@@ -48,4 +52,4 @@ class Stopwatch:
             self._since = None
 
     def _now(self) -> float:
-        return time.perf_counter() - self._waited()
+        return self._clock() - self._waited()

@@ -45,7 +45,7 @@ _LAST = 1 << 62
 """Exclusive bound of valid sequence numbers; it guarantees that there is always a next one."""
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
 
-_LOWER = "tiers.host.capacity (without a host tier tiers.staging), or --max-total-tokens"
+_LOWER = "tiers.host.capacity (tiers.staging without a host tier), or --max-total-tokens"
 """Options to lower when an arena does not fit into memory, for the error message."""
 
 Key = bytes
@@ -86,8 +86,8 @@ class Arena:
         self.stride = stride_of(layout)
         if pages < 1:
             raise ExtError(
-                f"an arena needs room for one page of {self.stride:,} B (model, dtype and page "
-                "size decide); raise its capacity"
+                f"an arena must hold at least one page of {self.stride:,} B (determined by model, "
+                "dtype and page size); raise its capacity"
             )
         self.layout = layout
         self.digest = layout_digest(layout)

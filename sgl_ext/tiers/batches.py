@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.errors import ExtError
-from sgl_ext.memory.transfer import State, Ticket, TransferEngine
+from sgl_ext.memory.native_ticket import NativeTicket
+from sgl_ext.memory.transfer import State, TransferEngine
 from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.volume import Volume
 
@@ -68,7 +69,7 @@ class Batches:
             The reason of each batch's failure, or None.
         """
         reasons: list[Reason] = [None] * len(batches)
-        pending: dict[Ticket, int] = {}
+        pending: dict[NativeTicket, int] = {}
         for number, batch in enumerate(batches):
             try:
                 ticket = batch.volume.submit(batch.slots, pages[batch.rows], write=write)
@@ -91,7 +92,7 @@ class Batches:
                         ticket.cancel()
         return reasons
 
-    def _end(self, ticket: Ticket, volume: Volume, reason: Reason, write: bool) -> Reason:
+    def _end(self, ticket: NativeTicket, volume: Volume, reason: Reason, write: bool) -> Reason:
         if ticket.state == State.DONE:
             reason = None  # the volume was stalled, but everything was moved in the end
             if write and self._fsync:

@@ -41,7 +41,7 @@ def emulated(
     rate, latency = int(device.bytes_per_second), device.latency
     operations = device.operations_per_second or float("inf")
     logger.warning(
-        "a device is slowed down to %d B/s, %.3g s and %.3g operations/s",
+        "a device is throttled to %d B/s, %.3g s latency and %.3g operations/s",
         rate, latency, operations,
     )  # fmt: skip
     return lambda lane: engine.throttled_lane(
@@ -67,7 +67,7 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: in
         capacity = config.host.capacity if config.host else config.staging
         arena = Arena(slab.layout, capacity // stride_of(slab.layout))
         if arena.back():
-            logger.warning("host memory for KV gets no huge pages; its copies are slower")
+            logger.warning("host memory for KV has no huge pages; copies are slower")
         engine.register(slab.address, slab.reach, owner=slab)
         engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
         lane: Lane = engine.host_lane()

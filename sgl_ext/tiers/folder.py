@@ -44,7 +44,7 @@ class Folder:
         """
         if not directory.is_dir():
             found = "a file" if directory.exists() else "nothing"
-            raise ExtError(f"{directory} should be a directory of an SSD, found {found}; make it")
+            raise ExtError(f"{directory} must be a directory of an SSD, found {found}; create it")
         self.directory = directory
         self.path = directory / f"{_PREFIX}{VERSION}-{layout_digest(layout).hex()}"
         self._lock = -1
@@ -56,9 +56,9 @@ class Folder:
         except OSError as error:
             self.close()
             raise ExtError(
-                f"cannot keep KV in {self.path}: {error.strerror} ({error.filename or _LOCK}); the "
-                "user of this server needs room and write permission there, or name another "
-                "directory"
+                f"cannot store KV in {self.path}: {error.strerror} ({error.filename or _LOCK}); "
+                "give the user of this server free space and write permission there, or choose "
+                "another directory"
             ) from None
         except BaseException:
             self.close()
@@ -82,8 +82,8 @@ class Folder:
         except BlockingIOError:
             pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise ExtError(
-                f"{self.path} is in use by process {pid}; stop that server, or give this one a "
-                "directory of its own"
+                f"{self.path} is in use by process {pid}; stop that server, or give this one "
+                "another directory"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -97,7 +97,7 @@ class Folder:
         if file.exists() or self.pages.exists():
             wrong = "unreadable" if found is None else f"wrong ({_difference(expected, found)})"
             logger.warning(
-                "%s is %s: starting over, the pages beside it are deleted",
+                "%s is %s: the pages in its folder are deleted, and the tier starts empty",
                 file,
                 wrong if file.exists() else "missing",
             )
@@ -130,7 +130,7 @@ def _read(file: Path) -> dict[str, object] | None:
 
 def _difference(ours: dict[str, object], theirs: dict[str, object]) -> str:
     return ", ".join(
-        f"{field}: {ours.get(field)} here, {theirs.get(field)} there"
+        f"{field}: expected {ours.get(field)}, found {theirs.get(field)}"
         for field in dict.fromkeys([*ours, *theirs])
         if ours.get(field) != theirs.get(field)
     )

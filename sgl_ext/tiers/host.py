@@ -125,9 +125,9 @@ class HostPages:
         """Counts ``count`` pages that found no room, and logs a warning the first time."""
         if count and not self.refused:
             logger.warning(
-                "host memory for tiers has no room for %d pages (it has %d places, %d in use by "
-                "transfers): they are computed instead, or not kept; tiers.host.capacity, or "
-                "tiers.staging where there is no host tier, should hold several prompts",
+                "host memory for tiers has no free slots for %d pages (it has %d slots, %d in use "
+                "by transfers): they are recomputed, or not stored; raise tiers.host.capacity, or "
+                "tiers.staging without a host tier, so that it holds several prompts",
                 count, self.capacity, self.capacity - self.room,
             )  # fmt: skip
         self.refused += count

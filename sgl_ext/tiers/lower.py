@@ -122,7 +122,7 @@ class LowerTier:
             try:
                 landed = self._load(keys, pages)
             except Exception:  # a bug, as in result_of
-                logger.exception("a thread of a tier failed")
+                logger.exception("an operation of a tier failed")
                 landed = np.zeros(len(keys), np.bool_)
             then(landed, time.monotonic() - begin)
 
@@ -197,5 +197,5 @@ def result_of(future: Future[R], otherwise: R) -> R:
     except CancelledError:
         return otherwise
     except Exception:  # tiers do not raise for device errors, so this is a bug: log it
-        logger.exception("a thread of a tier failed")
+        logger.exception("an operation of a tier failed")
         return otherwise

@@ -101,8 +101,8 @@ class Client:
         """
         if segment < 0 or deadline <= 0:
             raise ExtError(
-                f"remote tier: segment of {segment} B and deadline of {deadline} s: a segment "
-                "cannot be below 0, a deadline must be above 0"
+                f"remote tier: segment of {segment} B and deadline of {deadline} s; expected a "
+                "segment of 0 or more, and a deadline above 0"
             )
         self._master = _address(master)
         self._library = library()
@@ -118,7 +118,7 @@ class Client:
         self._connector = self._connect_in_background(0.0)
         if not self._up.wait(deadline):
             _log.warning(
-                "remote tier: no answer from a master at %s; serving without it and trying again "
+                "remote tier: no answer from a master at %s; serving without it and retrying "
                 "every %.0f s",
                 master,
                 RETRY,
@@ -204,7 +204,10 @@ class Client:
             self._up.clear()
             self._connector = self._connect_in_background(RETRY)
         _log.warning(
-            "remote tier: %s:%d is away (%s); trying again every %.0f s", *self._master, why, RETRY
+            "remote tier: %s:%d is unavailable (%s); retrying every %.0f s",
+            *self._master,
+            why,
+            RETRY,
         )
 
     def _connect_in_background(self, delay: float) -> threading.Thread:
@@ -226,7 +229,7 @@ class Client:
                 with self._lock:
                     if not self._closing.is_set():
                         self._up.set()
-                        _log.info("remote tier: %s:%d answers", *self._master)
+                        _log.info("remote tier: %s:%d is available", *self._master)
                 return
 
     def _answers(self) -> bool:
@@ -250,7 +253,7 @@ class Client:
         code = code or store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
         if code:
             store.close()
-            _log.debug("remote tier: the client library cannot join %s (%d)", master, code)
+            _log.debug("remote tier: the client library cannot connect to %s (%d)", master, code)
             return None
         return store
 

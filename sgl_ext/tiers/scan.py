@@ -97,6 +97,6 @@ def _wait(ticket: Ticket, volume: Volume, deadline: float) -> None:
             return
     ticket.cancel()
     raise ExtError(
-        f"{volume.directory} has not answered for {deadline:g} s; check the device, or take the "
-        "directory out"
+        f"{volume.directory} has not responded for {deadline:g} s; check the device, or remove "
+        "the directory from tiers.ssd.directories"
     )

@@ -77,10 +77,13 @@ class SsdTier:
         deadline: float = 10.0,
     ) -> None:
         if not directories:
-            raise ExtError("an SSD tier needs a directory; name one")
+            raise ExtError("an SSD tier needs a directory; give at least one")
         present = [path.stat() for path in directories if path.exists()]
         if len({(each.st_dev, each.st_ino) for each in present}) < len(present):
-            raise ExtError(f"{', '.join(map(str, directories))}: each directory once, please")
+            raise ExtError(
+                f"{', '.join(map(str, directories))}: the same directory is given twice; give "
+                "each once"
+            )
         self._arena = arena
         self._deadline = deadline
         self._lock = threading.Lock()  # guards the index and all counts; not held during I/O
@@ -226,7 +229,7 @@ class SsdTier:
                     if not volume.dead:
                         self._failures[REMOVED] += volume.give_up(
                             "its folder was removed while the server ran, and the pages in it are "
-                            "lost; make the directory again"
+                            "lost; create the directory again"
                         )
 
     # Operations on the index; the caller holds the lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from sgl_ext.clock import Clock
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
-from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, outlast
-from sgl_ext.memory.transfer import State, Ticket
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, State, Ticket, outlast
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.demotion import Demotion
@@ -77,6 +78,7 @@ class TierStack:
         wait: Seconds that a request is held back, at most, while its pages come from lower tiers.
         wake: Set by the threads of lower tiers when they have finished something.
         spare: Slots of host memory that these pages leave free.
+        clock: Clock of deadlines and leases of waiting requests.
         closing: Called by :meth:`close`, in order, after all tiers are closed.
     """
 
@@ -90,6 +92,7 @@ class TierStack:
         wait: float,
         wake: threading.Event,
         spare: int = 0,
+        clock: Clock = time.monotonic,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.host = host
@@ -111,7 +114,7 @@ class TierStack:
         self._copies = copies
         self._wake = wake
         self._closing = closing
-        self._waiting = Waiting(host, lower, wait, spare=spare)
+        self._waiting = Waiting(host, lower, wait, spare=spare, clock=clock)
         self.keepers: list[Callable[[], bool]] = [self._waiting.give_up_one]
         """Functions that unpin the pages kept for one waiting request; each returns False if it
         keeps no pages."""
@@ -470,7 +473,7 @@ class TierStack:
     def disable(self, reason: str) -> None:
         """Disables the tiers: no page is found or stored any more. Logs ``reason``."""
         if self._off is None:
-            logger.warning("the tiers are off from now on: %s", reason)
+            logger.warning("the tiers are disabled from now on: %s", reason)
             self._off = reason
             # Copies in progress are not cancelled: SGLang expects a result for each.
             self._waiting.leave_all()
@@ -484,6 +487,19 @@ class TierStack:
             tier.close()
         for close in self._closing:
             close()
+
+    def check_integrity(self) -> None:
+        """Checks host memory, waiting requests and stores. O(capacity).
+
+        Raises:
+            AssertionError: they disagree.
+        """
+        self.host.check_integrity()
+        self._waiting.check_integrity()
+        if self._presumed > len(self._stores):
+            raise AssertionError(f"{self._presumed} of {len(self._stores)} stores are presumed")
+        if unreported := self._queued.keys() - self._restored.keys():
+            raise AssertionError(f"{unreported} have a load, and no report of it")
 
     @property
     def _under_way(self) -> list[_Store]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.clock import Clock
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
@@ -38,6 +39,7 @@ class Staging:
         here: Number of leading pages that are in host memory.
         tiers: Lower tiers, the nearest first.
         spare: Slots of host memory to leave free for others.
+        clock: Clock of the duration of the load.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Staging:
         tiers: Sequence[LowerTier],
         *,
         spare: int = 0,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.keys = keys[here:]
         self.done = False
         self.landed: dict[str, int] = {}
@@ -56,7 +60,7 @@ class Staging:
         self.seconds = 0.0
         """Seconds from the lookup until the pages were published; 0 before."""
         self._spare = spare
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._lookups = [(tier, tier.lookup(self.keys)) for tier in tiers]
         self._parts: list[_Part] | None = None
         self._abandoned = False
@@ -133,5 +137,5 @@ class Staging:
             landed = host.places(self.keys[: sum(self.landed.values())])
             host.pin(landed)
             self._pinned = np.concatenate((self._pinned, landed))
-        self.seconds = time.monotonic() - self._began
+        self.seconds = self._clock() - self._began
         self.done = True

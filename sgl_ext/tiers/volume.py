@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.native_ticket import NativeTicket
 from sgl_ext.memory.runs import run_starts
 from sgl_ext.memory.transfer import (
     FileLane,
@@ -100,13 +101,13 @@ class Volume:
             limit = capacity // arena.stride
             if limit < 1:
                 raise ExtError(
-                    f"{capacity:,} B in {directory} hold no page of {arena.stride:,} B; "
-                    "raise the capacity"
+                    f"a capacity of {capacity:,} B in {directory} is less than one page of "
+                    f"{arena.stride:,} B; raise the capacity"
                 )
             if capacity > (total := shutil.disk_usage(directory).total):
                 raise ExtError(
-                    f"{capacity:,} B of KV in {directory} were asked for, the disk has {total:,} B "
-                    "in all; lower the capacity"
+                    f"a capacity of {capacity:,} B in {directory} exceeds the disk, which has "
+                    f"{total:,} B in total; lower the capacity"
                 )
             self.slots = Slots(limit)
             try:
@@ -123,10 +124,12 @@ class Volume:
             except BlockingIOError:
                 raise ExtError(
                     f"{self._folder.pages} is in use by another server; stop it, or give this one "
-                    "a directory of its own"
+                    "another directory"
                 ) from None
             except OSError as error:
-                raise ExtError(f"cannot keep KV in {self._folder.path}: {error.strerror}") from None
+                raise ExtError(
+                    f"cannot store KV in {self._folder.path}: {error.strerror}"
+                ) from None
             self.lane = wrap(lane) if wrap else lane
             self.direct = lane.direct
             undo.pop_all()
@@ -136,7 +139,7 @@ class Volume:
         """Number of whole slots in the file."""
         return os.fstat(self._fd).st_size // self._arena.stride
 
-    def submit(self, slots: NDArray[np.int64], places: Pages, *, write: bool) -> Ticket:
+    def submit(self, slots: NDArray[np.int64], places: Pages, *, write: bool) -> NativeTicket:
         """Starts to write arena slots to slots of the file, or to read them from there.
 
         Args:
@@ -216,7 +219,7 @@ class Volume:
         lost = len(self.slots.index)
         self.dead = True
         self.slots.abandon()
-        logger.error("%s is not used any more: %s, then restart the server", self.directory, why)
+        logger.error("%s is disabled: %s, then restart the server", self.directory, why)
         return lost
 
     def succeeded(self) -> None:
@@ -267,6 +270,6 @@ class Volume:
         try:
             self.file.close()
         except ExtError as error:
-            logger.warning("%s stays open: %s", self._folder.pages, error)
+            logger.warning("cannot close %s: %s", self._folder.pages, error)
         os.close(self._fd)
         self._folder.close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sgl_ext.clock import Clock
 from sgl_ext.tiers.arena import Key
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
@@ -34,11 +35,19 @@ class Waiting:
         lower: Lower tiers, the nearest first.
         wait: Seconds that a request is held back, at most.
         spare: Slots of host memory that loads leave free for others.
+        clock: Clock of deadlines and leases.
     """
 
     def __init__(
-        self, host: HostPages, lower: Sequence[LowerTier], wait: float, *, spare: int = 0
+        self,
+        host: HostPages,
+        lower: Sequence[LowerTier],
+        wait: float,
+        *,
+        spare: int = 0,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._host = host
         self._lower = lower
         self._wait = wait
@@ -63,7 +72,7 @@ class Waiting:
         if request is not None and request.staging.done and not request.owner:
             del self._requests[rid]  # the other request's staging may not cover all of its pages
             request = None
-        now = time.monotonic()
+        now = self._clock()
         if request is not None:
             request.seen = now
         elif self._lower and here < len(keys):
@@ -81,7 +90,7 @@ class Waiting:
         request = self._requests.get(rid)
         if request is None or request.staging.done:
             return True
-        now = time.monotonic()
+        now = self._clock()
         if request.deadline is None:
             request.deadline = now + self._wait
         return now > request.deadline
@@ -128,7 +137,7 @@ class Waiting:
             if staging.short_of_room:
                 break  # later stagings must not take the room first
         self._stagings = [staging for staging in self._stagings if not staging.done]
-        now = time.monotonic()
+        now = self._clock()
         for rid in [rid for rid, each in self._requests.items() if now > each.seen + _LEASE_S]:
             self.leave(rid)
 
@@ -136,13 +145,30 @@ class Waiting:
         """Returns whether a request waits for a lower tier."""
         return any(not request.staging.done for request in self._requests.values())
 
+    def check_integrity(self) -> None:
+        """Checks the requests against the loads that they wait for. O(requests).
+
+        Raises:
+            AssertionError: two requests own one load, a load in progress has been forgotten, or a
+                request has a second deadline.
+        """
+        owned = [id(each.staging) for each in self._requests.values() if each.owner]
+        if len({*owned}) < len(owned):
+            raise AssertionError("two requests own one load")
+        here = {id(staging) for staging in self._stagings}
+        for rid, each in self._requests.items():
+            if not each.staging.done and id(each.staging) not in here:
+                raise AssertionError(f"{rid} waits for a load that nothing advances")
+        if twice := self._requests.keys() & self._deadlines.keys():
+            raise AssertionError(f"{twice} have two deadlines")
+
     def _same(self, key: Key) -> Staging | None:
         """Returns the staging in progress whose first page is ``key``; None if there is none."""
         return next((other for other in self._stagings if other.keys[0] == key), None)
 
     def _begin(self, keys: Sequence[Key], here: int, computed: float | None) -> Staging:
         tiers = [tier for tier in self._lower if tier.worthwhile(computed)]
-        staging = Staging(keys, here, self._host, tiers, spare=self._spare)
+        staging = Staging(keys, here, self._host, tiers, spare=self._spare, clock=self._clock)
         while staging.advance(self._host):
             pass
         if not staging.done:

@@ -191,27 +191,27 @@ Batch::Batch(const std::int32_t *table, std::int64_t height, std::int64_t width,
   if (extents.size() != ends.size() || (!extents.empty() && extents.size() != requests.size()))
     throw std::invalid_argument("the batch has " + std::to_string(requests.size()) +
                                 " requests, " + std::to_string(extents.size()) + " extents and " +
-                                std::to_string(ends.size()) + " ends; they must be as many");
+                                std::to_string(ends.size()) + " ends; expected equal numbers");
   if (contexts.size() != requests.size() || queries.size() != requests.size())
     throw std::invalid_argument("the batch has " + std::to_string(requests.size()) +
                                 " requests, " + std::to_string(contexts.size()) +
                                 " contexts and " + std::to_string(queries.size()) +
-                                " query counts; they must be as many");
+                                " query counts; expected equal numbers");
   rows_.reserve(requests.size());
   for (std::size_t i = 0; i < requests.size(); ++i) {
     if (requests[i] < 0 || requests[i] >= height)
-      refuse(i, "names request " + std::to_string(requests[i]) + " of a table of " +
-                    std::to_string(height));
+      refuse(i, "references request " + std::to_string(requests[i]) + " of a table of " +
+                    std::to_string(height) + " requests");
     if (contexts[i] < 0 || contexts[i] > width || contexts[i] >= kUnlimited)
       refuse(i, "has a context of " + std::to_string(contexts[i]) + " tokens; the table holds " +
-                    std::to_string(width));
+                    std::to_string(width) + " per request");
     if (queries[i] < 0 || queries[i] > contexts[i])
       refuse(i, "has " + std::to_string(queries[i]) + " queries in a context of " +
-                    std::to_string(contexts[i]));
+                    std::to_string(contexts[i]) + " tokens");
     const std::int64_t extent = extents.empty() ? queries[i] : extents[i];
     const std::int64_t end = ends.empty() ? contexts[i] : ends[i];
     if (extent < queries[i] || end < contexts[i] || end > width || extent > end)
-      refuse(i, "is no part of " + std::to_string(extent) + " queries that end at " +
+      refuse(i, "is not a part of " + std::to_string(extent) + " queries that end at " +
                     std::to_string(end));
     const std::int32_t *slots = table + requests[i] * pitch;
     rows_.push_back({slots, tokens_, static_cast<int>(contexts[i]), static_cast<int>(queries[i]),

@@ -34,7 +34,7 @@ const Isa &isa_named(const std::string &name) {
     }
   }
   throw std::invalid_argument("instruction set '" + name +
-                              "' is not among those of this machine (" + known + ")");
+                              "' is not supported on this machine; expected one of " + known);
 }
 
 const char *address(std::uintptr_t value) { return reinterpret_cast<const char *>(value); }
@@ -42,7 +42,7 @@ const char *address(std::uintptr_t value) { return reinterpret_cast<const char *
 void check_slots(const Batch &batch, std::int64_t slots) {
   if (batch.last_slot() >= slots)
     throw std::invalid_argument("the batch has slot " + std::to_string(batch.last_slot()) +
-                                "; the pool has " + std::to_string(slots));
+                                "; the pool has " + std::to_string(slots) + " slots");
 }
 
 // Where the slots from `slots` on lie, if not in the pool: K, V, elements from one to the next.
@@ -62,17 +62,19 @@ class Attention {
         shape_{heads, kv_heads, head_dim, std::min(window.value_or(kUnlimited), kUnlimited)},
         scale_(static_cast<float>(scale)) {
     if (dtype != "bfloat16" && dtype != "float32")
-      throw std::invalid_argument("dtype '" + dtype + "': bfloat16 and float32 are served");
+      throw std::invalid_argument("dtype '" + dtype +
+                                  "' is not supported; expected bfloat16 or float32");
     if (kv_heads < 1 || heads < kv_heads || heads % kv_heads)
-      throw std::invalid_argument(std::to_string(heads) + " heads are not whole groups of " +
+      throw std::invalid_argument(std::to_string(heads) + " heads are not a multiple of " +
                                   std::to_string(kv_heads) + " KV heads");
     if (head_dim < 16 || head_dim % 16 || head_dim > 1024)
       throw std::invalid_argument("head_dim " + std::to_string(head_dim) +
-                                  ": a multiple of 16 up to 1024 is served");
+                                  " is not supported; expected a multiple of 16 up to 1024");
     if (!std::isfinite(scale) || scale <= 0)
-      throw std::invalid_argument("scale " + std::to_string(scale) + " is not above 0");
+      throw std::invalid_argument("scale " + std::to_string(scale) +
+                                  "; expected a finite number above 0");
     if (window && *window < 0)
-      throw std::invalid_argument("window " + std::to_string(*window) + " is below 0");
+      throw std::invalid_argument("window " + std::to_string(*window) + "; expected 0 or more");
     const bool wide = dtype == "float32";
     kernels_ = wide ? isa_.fp32 : isa_.bf16;
     element_ = wide ? 4 : 2;
@@ -84,8 +86,8 @@ class Attention {
            const Far &far) const {
     check_slots(batch, slots);
     if (far.slots < 0 || far.slots > slots || far.slots >= INT32_MAX)
-      throw std::invalid_argument("slots from " + std::to_string(far.slots) + " on of " +
-                                  std::to_string(slots) + " cannot lie elsewhere");
+      throw std::invalid_argument("far_slots " + std::to_string(far.slots) + "; expected 0 to " +
+                                  std::to_string(slots) + ", the slots of the pool");
     if (batch.tokens() > tokens)
       throw std::invalid_argument("the batch has " + std::to_string(batch.tokens()) +
                                   " queries; " + std::to_string(tokens) + " were given");

@@ -46,8 +46,8 @@ auto density_of(const Bits &bits, float radius, int threads) {
 
 auto distances_from(const Bits &bits, std::size_t entry) {
   if (entry >= bits.shape(0))
-    throw std::invalid_argument("entry " + std::to_string(entry) + " of " +
-                                std::to_string(bits.shape(0)));
+    throw std::invalid_argument("entry " + std::to_string(entry) + " is not one of " +
+                                std::to_string(bits.shape(0)) + " entries");
   std::vector<float> out(bits.shape(0));
   {
     nb::gil_scoped_release release;
@@ -58,11 +58,11 @@ auto distances_from(const Bits &bits, std::size_t entry) {
 
 auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t most,
                  std::size_t copies, bool pairwise) {
-  if (!most || !copies) throw std::invalid_argument("a cluster has a member, which is in one");
+  if (!most || !copies) throw std::invalid_argument("most and copies must be at least 1");
   for (std::size_t i = 0; i < order.shape(0); ++i)
     if (order.data()[i] < 0 || std::size_t(order.data()[i]) >= bits.shape(0))
-      throw std::invalid_argument("entry " + std::to_string(order.data()[i]) + " of " +
-                                  std::to_string(bits.shape(0)));
+      throw std::invalid_argument("entry " + std::to_string(order.data()[i]) +
+                                  " is not one of " + std::to_string(bits.shape(0)) + " entries");
   Clusters found;
   {
     nb::gil_scoped_release release;
@@ -73,7 +73,7 @@ auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t
 
 auto blocks_of(const Bits &bits, std::size_t block, std::size_t window) {
   if (!block || window < block)
-    throw std::invalid_argument("a block has an entry, and is looked for among as many at least");
+    throw std::invalid_argument("block must be at least 1, and window at least block");
   std::vector<std::int32_t> order;
   {
     nb::gil_scoped_release release;
@@ -125,7 +125,7 @@ Coded coded(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centro
       centroids.shape(2) != sgl_ext::codes::centroids || projection.shape(0) != kv_heads ||
       projection.shape(1) != dim || projection.shape(2) != dim || mean.shape(0) != kv_heads ||
       mean.shape(1) != dim)
-    throw std::invalid_argument("codes, centroids and queries are of different shapes");
+    throw std::invalid_argument("the shapes of codes, centroids and queries do not match");
   return {shape, {codes.data(), centroids.data(), projection.data(), mean.data()}};
 }
 
@@ -135,7 +135,7 @@ auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centr
   const Coded of = coded(codes, centroids, projection, mean, queries);
   const std::size_t count = queries.shape(0);
   if (beside.shape(0) != count || beside.shape(1) != of.shape.heads)
-    throw std::invalid_argument("codes, centroids and queries are of different shapes");
+    throw std::invalid_argument("the shapes of codes, centroids and queries do not match");
   auto out = empty<Floats>(count, of.shape.entries);
   nb::gil_scoped_release release;
   sgl_ext::codes::mass(of.shape, of.keys, count, queries.data(), scale, beside.data(), threads,
@@ -149,12 +149,12 @@ using Slots = Of<std::int64_t, 1>;
 void require_seen(const Slots &slots, const Slots &starts, const Slots &lengths,
                   std::size_t rows) {
   if (starts.shape(0) != rows || lengths.shape(0) != rows)
-    throw std::invalid_argument("rows and what they see do not fit each other");
+    throw std::invalid_argument("expected one start and one length per row");
   const std::int64_t all = std::int64_t(slots.shape(0));
   for (std::size_t row = 0; row < rows; ++row)
     if (starts.data()[row] < 0 || lengths.data()[row] < 0 ||
         starts.data()[row] > all - lengths.data()[row])
-      throw std::invalid_argument("a row sees more slots than there are");
+      throw std::invalid_argument("a row references slots that do not exist");
 }
 
 auto choose(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
@@ -165,9 +165,9 @@ auto choose(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centro
             std::size_t each, int threads) {
   const Coded of = coded(codes, centroids, projection, mean, queries);
   const std::size_t rows = queries.shape(0), dim = of.shape.head_dim;
-  if (dim % 16) throw std::invalid_argument("a head has no multiple of 16 dimensions");
+  if (dim % 16) throw std::invalid_argument("head_dim must be a multiple of 16");
   if (!block || !devices || !each)
-    throw std::invalid_argument("a block has an entry, and a device gives a block");
+    throw std::invalid_argument("block, devices and each must be at least 1");
   require_seen(slots, starts, lengths, rows);
   const sgl_ext::Seen seen{dim, bfloat16,
                            {reinterpret_cast<const void *>(near), near_stride}, count,
@@ -192,12 +192,12 @@ auto step_of(const Kept<double> &frequency, const Kept<std::int64_t> &place,
   const sgl_ext::Hot hot{frequency.data(), place.data(), frequency.shape(0), held.data(),
                          held.shape(0)};
   if (place.shape(0) != hot.blocks || hot.capacity > hot.blocks)
-    throw std::invalid_argument("frequencies and places are of different blocks");
+    throw std::invalid_argument("frequency, place and held do not match in length");
   for (const Slots &numbers : {activated, there})
     for (std::size_t i = 0; i < numbers.shape(0); ++i)
       if (numbers.data()[i] < 0 || std::size_t(numbers.data()[i]) >= hot.blocks)
-        throw std::invalid_argument("block " + std::to_string(numbers.data()[i]) + " of " +
-                                    std::to_string(hot.blocks));
+        throw std::invalid_argument("block " + std::to_string(numbers.data()[i]) +
+                                    " is not one of " + std::to_string(hot.blocks) + " blocks");
   return array(sgl_ext::step(hot, decay, activated.data(), activated.shape(0), there.data(),
                              there.shape(0)));
 }
@@ -209,10 +209,10 @@ auto table_of(const Of<std::int64_t, 2> &first, std::size_t block, std::int32_t 
   const std::size_t rows = first.shape(0), blocks = first.shape(1), middle = blocks * block;
   require_seen(slots, starts, lengths, rows);
   if (text && text->shape(0) != middle)
-    throw std::invalid_argument("the order of the text is one of all that a row is given");
+    throw std::invalid_argument("text must have one valid index per entry that a row is given");
   for (std::size_t i = 0; text && i < middle; ++i)
     if (text->data()[i] < 0 || std::size_t(text->data()[i]) >= middle)
-      throw std::invalid_argument("the order of the text is one of all that a row is given");
+      throw std::invalid_argument("text must have one valid index per entry that a row is given");
   const std::size_t begin = sinks + middle + window;
   const auto *longest = std::max_element(lengths.data(), lengths.data() + rows);
   const std::size_t width = begin + (rows ? std::size_t(*longest) : 0);
@@ -240,7 +240,7 @@ auto table_of(const Of<std::int64_t, 2> &first, std::size_t block, std::int32_t 
 auto best_blocks_of(const Of<float, 2> &scores, std::size_t block, std::size_t devices,
                     std::size_t each) {
   if (!block || !devices || !each)
-    throw std::invalid_argument("a block has an entry, and a device gives a block");
+    throw std::invalid_argument("block, devices and each must be at least 1");
   const std::size_t rows = scores.shape(0);
   const sgl_ext::Dealt dealt{scores.shape(1), block, devices, each};
   auto out = empty<Numbers>(rows, dealt.chosen());

@@ -43,9 +43,10 @@ class Rotation {
            bool interleaved)
       : shape_{layers, heads, head_dim, rotary_dim, interleaved} {
     if (dtype != "bfloat16" && dtype != "float32")
-      throw std::invalid_argument("dtype '" + dtype + "': bfloat16 and float32 are served");
+      throw std::invalid_argument("dtype '" + dtype +
+                                  "' is not supported; expected bfloat16 or float32");
     if (layers < 1 || heads < 1 || head_dim < 1)
-      throw std::invalid_argument("layers, heads and head_dim are at least 1");
+      throw std::invalid_argument("layers, heads and head_dim must be at least 1");
     if (rotary_dim < 2 || rotary_dim % 2 || rotary_dim > head_dim)
       throw std::invalid_argument("rotary_dim " + std::to_string(rotary_dim) +
                                   " is not an even number from 2 to head_dim " +
@@ -66,7 +67,8 @@ class Rotation {
         throw std::invalid_argument("run " + std::to_string(i) + ": " + std::to_string(row[2]) +
                                     " tokens of " + std::to_string(token_bytes_) +
                                     " bytes, pitches " + std::to_string(row[3]) + " and " +
-                                    std::to_string(row[4]));
+                                    std::to_string(row[4]) +
+                                    "; expected pitches of at least a token's bytes");
       runs.push_back({reinterpret_cast<const char *>(row[0]), reinterpret_cast<char *>(row[1]),
                       row[2], row[3], row[4]});
       tokens += row[2];

@@ -214,12 +214,12 @@ TEST(what_has_no_offsets_is_refused) {
   const auto lane = engine.add_lane<FileLane>(make_thread_io(1), kLimits);
   int ends[2];
   CHECK(::pipe(ends) == 0);
-  CHECK_REFUSES(std::invalid_argument, "no regular file", file_region(ends[0], kPage, *lane));
+  CHECK_REFUSES(std::invalid_argument, "neither a regular file", file_region(ends[0], kPage, *lane));
   CHECK_REFUSES(std::invalid_argument, "Bad file descriptor", file_region(ends[0], kPage, *lane));
   ::close(ends[1]);
   const int terminal = ::posix_openpt(O_RDWR | O_NOCTTY);
   CHECK(terminal >= 0);
-  CHECK_REFUSES(std::invalid_argument, "device with offsets", file_region(terminal, kPage, *lane));
+  CHECK_REFUSES(std::invalid_argument, "nor a device", file_region(terminal, kPage, *lane));
 }
 
 TEST(what_would_write_elsewhere_or_not_at_all_is_refused) {

@@ -21,7 +21,7 @@ std::optional<std::string> CudaLane::refuses(const Copy&, const Region& src,
                                              const Region& dst) const {
   for (const Region* region : {&src, &dst}) {
     if (region->kind == Kind::file) {
-      return region->describe() + " is none that a CUDA lane reaches; it copies memory";
+      return region->describe() + " cannot be accessed by a CUDA lane, which copies memory";
     }
   }
   return std::nullopt;
@@ -92,7 +92,7 @@ void CudaLane::work(std::size_t level) {
     }
     if (took) {
       if (const int error = broken ? broken : dispatch(piece, stream); error != 0) {
-        finish(piece, outcome(piece, error, broken ? "making the stream" : "dispatching the copy"));
+        finish(piece, outcome(piece, error, broken ? "creating a stream" : "dispatching the copy"));
       } else {
         open.bytes += piece.bytes;
         open.pieces.push_back(piece);

@@ -58,14 +58,14 @@ CudaRuntime::CudaRuntime(const std::string& path, int device) {
   }
   if (device < 0 || device >= devices) {
     throw Refused("there is no CUDA device " + std::to_string(device) + "; " + library +
-                  " finds " + std::to_string(devices));
+                  " finds " + std::to_string(devices) + " devices");
   }
 }
 
 void CudaRuntime::load(void* handle) {
   const auto find = [&](auto& function, const char* name) {
     void* symbol = ::dlsym(handle, name);
-    if (!symbol) throw Refused(library + " is no CUDA runtime: it has no " + name);
+    if (!symbol) throw Refused(library + " is not a CUDA runtime: it lacks " + name);
     std::memcpy(&function, &symbol, sizeof function);
   };
   find(get_device_count, "cudaGetDeviceCount");

@@ -80,7 +80,7 @@ void Engine::check_here() const {
   if (!forked()) return;
   throw Refused("this engine belongs to process " + std::to_string(process_) +
                 ", which forked this one (" + std::to_string(::getpid()) +
-                "); make an engine here");
+                "); create an engine in this process");
 }
 
 void Engine::check_open() const {

@@ -15,8 +15,8 @@ namespace sgl_ext::transfer {
 namespace {
 
 std::string misaligned(const char* what, std::int64_t value, std::int64_t alignment) {
-  return std::string(what) + " " + std::to_string(value) + " is no multiple of " +
-         std::to_string(alignment) + ", which direct I/O on this file asks for";
+  return std::string(what) + " " + std::to_string(value) + " is not a multiple of " +
+         std::to_string(alignment) + ", which direct I/O on this file requires";
 }
 
 }  // namespace
@@ -47,8 +47,8 @@ std::optional<std::string> FileLane::refuses(const Copy& copy, const Region& src
   const Region& file = write ? dst : src;
   const Region& memory = write ? src : dst;
   if (file.kind != Kind::file || memory.kind != Kind::host) {
-    return "it goes from " + src.describe() + " to " + dst.describe() +
-           "; a file lane goes between host memory and a file";
+    return "it copies from " + src.describe() + " to " + dst.describe() +
+           "; a file lane copies between host memory and a file";
   }
   if (file.lane != this) return file.describe() + " was opened by another lane";
 
@@ -190,7 +190,7 @@ bool FileLane::settle(Io& io, std::int64_t result) {
     what = std::strerror(code);
   } else if (io.done < io.length) {
     code = io.write ? EIO : ENODATA;
-    what = io.write ? "the file took no more" : "the file ended";
+    what = io.write ? "the file accepted no more data" : "the file ended";
   }
   if (code != 0) {
     what = std::string(io.write ? "writing " : "reading ") + std::to_string(io.length) +
@@ -219,7 +219,7 @@ std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lan
   // A terminal is a device too, but reading one may take for ever.
   const bool device = S_ISBLK(status.st_mode) || S_ISCHR(status.st_mode);
   if ((!S_ISREG(status.st_mode) && !device) || ::lseek(fd, 0, SEEK_CUR) < 0) {
-    refuse(" is no regular file or device with offsets to read at");
+    refuse(" is neither a regular file nor a device that can be read at an offset");
   }
   if ((flags & O_ACCMODE) == O_WRONLY) {
     refuse(" is open for writing only; open it for reading and writing");

@@ -31,7 +31,7 @@ std::optional<std::string> HostLane::refuses(const Copy&, const Region& src,
                                              const Region& dst) const {
   for (const Region* region : {&src, &dst}) {
     if (region->kind != Kind::host) {
-      return region->describe() + " is none that a host lane reaches; it copies host memory";
+      return region->describe() + " cannot be accessed by a host lane, which copies host memory";
     }
   }
   return std::nullopt;

@@ -41,7 +41,7 @@ void Lane::start_threads(std::size_t count) {
     }
   } catch (const std::system_error& error) {
     throw Refused("thread " + std::to_string(threads_.size()) + " of " + std::to_string(count) +
-                  " could not be started (" + error.what() + "); ask for fewer");
+                  " could not be started (" + error.what() + "); request fewer threads");
   }
 }
 

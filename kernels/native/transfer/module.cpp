@@ -55,7 +55,7 @@ bool wait_sliced(Deadline deadline, Wait wait) {
       over = wait(until);
     }
     if (over || until >= deadline) return over;
-    if (Gil::ending()) throw Refused("the interpreter is ending; nothing can be waited for");
+    if (Gil::ending()) throw Refused("the interpreter is shutting down; cannot wait");
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
 }

@@ -47,7 +47,7 @@ std::shared_ptr<Region> Regions::add(std::shared_ptr<Region> region) {
     next_file_ += (region->length + 2 * kGuard - 1) / kGuard * kGuard;
   } else if (region->base <= 0 || region->base >= kFileSpace ||
              region->length > kFileSpace - region->base) {
-    throw std::invalid_argument("no memory lies at " + hex(region->base) + " for " +
+    throw std::invalid_argument("there is no memory at " + hex(region->base) + " for " +
                                 std::to_string(region->length) + " bytes");
   }
   auto next = by_base_.lower_bound(region->base);

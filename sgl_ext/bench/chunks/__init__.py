@@ -1,1 +1,1 @@
-"""The benchmark of linked chunks."""
+"""Benchmark of linked chunks."""

@@ -1,4 +1,4 @@
-"""How far the answers to linked prompts are from those to computed ones."""
+"""Accuracy of linked prompts: divergence from computed prompts, and needles that are found."""
 
 from __future__ import annotations
 
@@ -32,51 +32,53 @@ from sgl_ext.distributions import distributions
 PARTS = ("documents", "methods", "merged", "needles")
 
 _TOP = 512
-"""Tokens whose logprobs are compared."""
+"""Most likely tokens whose logprobs are compared at each position."""
 _DEADLINE_S = 600.0
 _NEEDLE_TOKENS = 24
-"""Of an answer: six digits, each a token, and the sentence before them."""
+"""Maximum tokens of an answer: six digits, each a token, and the sentence before them."""
 
 
 @dataclass(frozen=True)
 class AccuracySizes:
-    """How much is compared."""
+    """Methods and numbers of prompts that are compared."""
 
     compared: Sequence[str]
-    """Methods that figures compare."""
+    """Methods that the figures compare."""
     methods: Sequence[str]
-    """All of them, by fewer prompts."""
+    """All methods, which are compared on fewer prompts."""
     as_they_are: int
-    """Prompts of each set whose chunks are documents as they are."""
+    """Prompts of each question set whose chunks are unchanged documents."""
     by_all: int = 0
-    """As many of them are linked by all methods."""
+    """Prompts of each question set, among these, that are linked by all methods."""
     merged: int = 0
-    """Prompts of each set whose chunks are documents merged."""
+    """Prompts of each question set whose chunks are merged documents."""
     merged_length: int = 0
-    """Tokens of such a prompt."""
+    """Tokens of a prompt of merged documents."""
     needles: int = 0
+    """Prompts that hide a needle."""
     needle_length: int = 0
+    """Tokens of a prompt that hides a needle."""
 
 
 class _Compared(NamedTuple):
-    """A prompt linked by a method, and computed; nats."""
+    """Comparison of a prompt linked by one method with the same prompt computed."""
 
     first: float
-    """KL(computed || linked) of the right answer's first token."""
+    """KL(computed || linked) of the right answer's first token, in nats."""
     mean: float
-    """Over all of its tokens."""
+    """Mean of KL(computed || linked) over all tokens of the right answer, in nats."""
     cost: float
-    """Share of the prompt's KV that was computed, by tokens and layers."""
+    """Share of the prompt's KV that was computed, over tokens and layers."""
 
 
 class Accuracy:
-    """Compares two servers.
+    """Comparison of the answers of two servers.
 
     Args:
-        stock: computes everything.
-        ours: links.
-        layers: of the model.
-        partial: what was found earlier.
+        stock: server that computes whole prompts.
+        ours: server that links chunks.
+        layers: layers of the model.
+        partial: results of an earlier, interrupted run.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Accuracy:
         self._contexts = Contexts(ours.url, template)
 
     def report(self, report: Report, parts: Collection[str] = PARTS) -> None:
-        """Adds runs and figures of some of :data:`PARTS`."""
+        """Adds the runs and figures of the given :data:`PARTS`."""
         of_sets = {name: asked(name) for name in get_args(QuestionSet)}
         if "documents" in parts:
             self._report_documents(report, of_sets)
@@ -126,7 +128,7 @@ class Accuracy:
     def _report_documents(
         self, report: Report, of_sets: Mapping[QuestionSet, Sequence[Question]]
     ) -> None:
-        """Each a chunk as it is."""
+        """Adds the divergence of prompts whose chunks are unchanged documents."""
         whole = {
             name: document_prompts(self._template, each, self._sizes.as_they_are)
             for name, each in of_sets.items()
@@ -141,7 +143,12 @@ class Accuracy:
     def _compare_to(
         self, report: Report, where: str, found: Mapping[str, Sequence[_Compared]]
     ) -> None:
-        """Figures of the default method."""
+        """Adds figures that compare the default method with two others.
+
+        Args:
+            where: suffix of the names of the figures.
+            found: comparisons by method.
+        """
         klt = {name: statistics.mean(one.mean for one in each) for name, each in found.items()}
         cost = {name: statistics.mean(one.cost for one in each) for name, each in found.items()}
         for name, other in (("lego16", "lego-16"), ("blend15", "blend-15")):
@@ -151,7 +158,7 @@ class Accuracy:
     def _divergence(
         self, report: Report, what: str, prompts: Sequence[Prompt], methods: Sequence[str]
     ) -> dict[str, list[_Compared]]:
-        """By method."""
+        """Adds one run for each method, and returns the comparisons of ``prompts`` by method."""
         found: dict[str, list[_Compared]] = {name: [] for name in methods}
         for prompt in prompts:
             for name, compared in zip(methods, self._compare(prompt, methods), strict=True):
@@ -173,8 +180,8 @@ class Accuracy:
         return found
 
     def _compare(self, prompt: Prompt, methods: Sequence[str]) -> list[_Compared]:
-        """The prompt by each of ``methods``."""
-        # An answer is tokenised with the question before it, as the server does.
+        """Returns the comparison of a prompt for each of ``methods``."""
+        # The server tokenizes an answer together with the question before it.
         question = len(self._template.encode(prompt.question))
         end = self._template.encode(prompt.question + prompt.answers[0])
         begin, count = len(prompt.tokens), len(end) - question
@@ -228,7 +235,7 @@ class Accuracy:
         report.figures["needle_found_vs_blend15"] = rate[DEFAULT] - rate["blend-15"]
 
     def _finds(self, prompt: Prompt, name: str) -> bool:
-        """Whether the answer has the needle's code."""
+        """Returns whether a system's answer contains the needle's code."""
         (code,) = prompt.answers
         if name == "stock":
             told, _ = generate(self._stock.url, list(prompt.tokens), _NEEDLE_TOKENS)

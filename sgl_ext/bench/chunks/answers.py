@@ -1,9 +1,10 @@
-"""How right a model's answers are when the documents of its prompts are linked: F1 on HotpotQA.
+"""Quality of a model's answers when the documents of its prompts are linked: F1 on HotpotQA.
 
-Each document is a chunk as it is: the gold ones and three others, for on a small machine all ten
-take minutes a question. ``full`` computes the same prompts, on the same server, and all are in the
-precision that the server takes by itself: what is lost is what a user would lose. A whole run
-takes hours; one that was broken off goes on where it was, if it is given the same ``--out``.
+Each document is an unchanged chunk. A prompt has the gold documents of a question and three others,
+because all ten take minutes per question on a small machine. ``full`` computes the same prompts on
+the same server. All systems use the precision that the server selects by default, so the measured
+loss is the loss that a user would see. A whole run takes hours; an interrupted run continues where
+it stopped if it is given the same ``--out``.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def run(*, quick: bool, out: Path) -> Report:
 
 
 def _scores(url: str, contexts: Contexts, prompt: Prompt, layers: int) -> dict[str, dict[str, Any]]:
-    """Of each system."""
+    """Returns the score of each system for one prompt."""
     texts = {method: text_of(prompt, contexts.create(prompt, method)) for method in _METHODS}
     answered = partial_of(generate, url, tokens=_ANSWER_TOKENS, stop="\n")
-    # Together they are decoded in the time of one: the weights are read once for all.
+    # Decoded together, the requests take the time of one: a step reads the weights once for all.
     with nothing_missing(url), ThreadPoolExecutor(1 + len(texts)) as threads:
         full, *linked = threads.map(answered, (list(prompt.tokens), *texts.values()))
     text, _ = full

@@ -1,14 +1,15 @@
-"""Linking chunks against computing them: how soon the first token comes, how many prompts are
-answered, and how far the answers are off.
+"""Linking chunks against computing them: TTFT, throughput, and divergence of the answers.
 
-Prompts are documents of real questions and one of the questions, the chunks of each in several
-orders, so that prompts share no prefix: once the documents as they are, once merged into chunks of
-512 tokens. Contexts are created before anything is timed, as an application would, primed by
-documents that are in none of the prompts. ``stock`` is SGLang with its radix cache. Speed and load
-are measured in the precision that the machine is fastest in, answers are compared in float32. A
-whole run takes hours; one that was broken off goes on with the prompt that it was at, if it is
-given the same ``--out`` (on the same machine: all systems are asked each prompt one after the
-other), and measures load anew.
+A prompt consists of documents of real questions and one of the questions. Its chunks are sent in
+several orders, so that a radix cache finds few shared prefixes. Chunks are either unchanged
+documents, or documents merged into chunks of 512 tokens. Contexts are created before anything is
+timed, as an application would do; the documents that prime them are in none of the prompts.
+``stock`` is SGLang with its radix cache. Speed and load are measured in the precision that is
+fastest on the machine; answers are compared in float32.
+
+A whole run takes hours. An interrupted run continues with the prompt at which it stopped if it is
+given the same ``--out``; it measures load again. It must continue on the same machine, because all
+systems are measured on a prompt one after another.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _METHODS = (
 )  # fmt: skip
 _COMPARED = ("lego-16", "blend-15", DEFAULT)
 _COMPARED_POOL = 80_000
-"""Tokens, where prompts come one after the other and none comes again."""
+"""Device pool of the servers whose answers are compared, in tokens.
+
+Prompts are sent one after another, and none is sent again.
+"""
 
 
 @dataclass(frozen=True)
 class _Sizes:
     pool: int
-    """Tokens."""
+    """Device pool of the server that links chunks, in tokens."""
     speed: SpeedSizes
     load: LoadSizes
     accuracy: AccuracySizes
@@ -81,7 +85,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
     report = Report("chunks", config)
-    # Too small a pool ends the run, and decides nothing else; load is measured anew.
+    # A pool that is too small ends the run; its size has no other effect. Load is measured again.
     deciding = {name: value for name, value in config.items() if name not in ("pool", "load")}
     partial = Partial(out, "chunks", deciding, quick=quick)
     if {"speed", "load"} & {*parts}:

@@ -1,4 +1,4 @@
-"""Prompts of chunks as a server with contexts is asked them."""
+"""Servers of the chunk benchmarks, their contexts, and requests with linked prompts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
 _EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
 DEFAULT = Chunks().method
 EXACT = ("--dtype", "float32")
-"""Arguments of servers whose answers differ by what is linked, not by rounding."""
+"""Arguments of servers whose answers should differ because of linking, not of rounding."""
 _DEADLINE_S = 600.0
 
 Ids = Mapping[tuple[int, ...], str]
-"""Of contexts, by their tokens."""
+"""Ids of contexts, by the token ids of their chunks."""
 
 
 _STOCK_POOL = 65_536
-"""Tokens: 16 of the longest prompts but one."""
+"""Device pool of the stock server, in tokens: 16 prompts of the second largest length (4,096)."""
 
 
 def systems(pool: int, *arguments: str) -> list[server.System]:
-    """SGLang with its radix cache, and with chunks.
+    """Returns two systems: SGLang with its radix cache, and SGLang that links chunks.
 
     Args:
-        pool: tokens that the KV of the server with chunks holds, by each method; the other one
-            never finds more than a first chunk again.
-        arguments: more of them, for both.
+        pool: device pool of the system that links chunks, in tokens; it has to hold the KV of the
+            chunks for each method. The stock system gets at most ``_STOCK_POOL``, because it never
+            finds more than a first chunk again.
+        arguments: further arguments of both servers.
     """
 
     def sized(tokens: int) -> tuple[str, ...]:
@@ -53,27 +54,31 @@ def systems(pool: int, *arguments: str) -> list[server.System]:
 
 
 def asked(of: QuestionSet) -> list[Question]:
-    """What prompts are made of: all of a set but the last, whose documents prime contexts."""
+    """Returns all questions of a set but the last; prompts are made of them.
+
+    The documents of the last question of HotpotQA prime contexts.
+    """
     return questions(of)[:-1]
 
 
 class Contexts:
-    """The contexts of a server, created as those of a corpus are: behind the same few passages.
+    """Contexts of a server, primed with the same few passages, as the contexts of a corpus are.
 
     Args:
-        template: whose prefix the prompts have.
+        url: URL of the server.
+        template: template of the prompts.
     """
 
     def __init__(self, url: str, template: Template) -> None:
         self._cache = ContextCache(url)
-        # A server primes chunks with the first ones of those that are created together.
+        # A server primes chunks with the first chunks of the same creation request.
         last = document_prompts(template, questions("hotpotqa")[-1:], 1)[0]
         self.token_bytes = 0
-        """Of a token's KV; known when contexts have been created."""
+        """Bytes of a token's KV; 0 until contexts have been created."""
         self._passages = sorted(last.chunks)[:PASSAGES]
 
     def create(self, prompt: Prompt, method: str) -> Ids:
-        """Contexts of a prompt's chunks, which serve for their other orders, too."""
+        """Creates the contexts of a prompt's chunks, which also serve the prompt's other orders."""
         chunks = sorted(prompt.chunks)
         together = [*self._passages, *chunks]
         created = self._cache.create(together, method=method, prefix=prompt.prefix)
@@ -85,16 +90,22 @@ class Contexts:
 
 
 def text_of(prompt: Prompt, ids: Ids) -> str:
-    """What ``/generate`` is asked."""
+    """Returns the text of the prompt's ``/generate`` request, with marks for its contexts."""
     return "".join([prompt.prefix, *(mark(ids[chunk]) for chunk in prompt.chunks), prompt.question])
 
 
 def computed_share(meta: Mapping[str, Any], tokens: int, layers: int) -> float:
-    """Of the KV of a prompt of ``tokens``, by tokens and layers, what was computed for it."""
+    """Returns the share of a linked prompt's KV that was computed, over tokens and layers.
+
+    Args:
+        meta: ``meta_info`` of the answer.
+        tokens: tokens of the prompt.
+        layers: layers of the model.
+    """
     (entry,) = (entry for entry in meta["ext"] if entry["power"] == "chunks")
     computed: int = tokens - entry["linked"] - entry["prefix"]
     if entry["method"].startswith("blend-"):
-        # The first layers are computed of all that is linked, to see where values differ.
+        # CacheBlend computes the first layers of all linked tokens to find the values that differ.
         linked: int = entry["linked"]
         return (computed + BLEND_LAYERS / layers * linked) / tokens
     return computed / tokens
@@ -102,11 +113,11 @@ def computed_share(meta: Mapping[str, Any], tokens: int, layers: int) -> float:
 
 @contextmanager
 def nothing_missing(url: str) -> Iterator[None]:
-    """Within it every chunk that the server links is there.
+    """Checks at its end that the server had the KV of every chunk that it linked meanwhile.
 
     Raises:
-        ExtError: one was not, so that what was measured is not linking; or the server does not
-            say.
+        ExtError: the KV of a chunk was missing and was computed, so that the measurement is not one
+            of linking; or the server does not report its metrics.
     """
     before = _missing(url)
     yield
@@ -115,11 +126,11 @@ def nothing_missing(url: str) -> Iterator[None]:
 
 
 def _missing(url: str) -> float:
-    """Tokens of chunks that a server has computed so far because it had no KV of them."""
+    """Returns how many tokens of chunks a server has computed because their KV was missing."""
     try:
         text = requests.get(f"{url}/metrics", timeout=_DEADLINE_S).text
     except requests.RequestException as error:
-        raise ExtError(f"{url} does not tell its metrics: {error}") from None
+        raise ExtError(f"{url} does not report its metrics: {error}") from None
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -131,14 +142,15 @@ def _missing(url: str) -> float:
 def generate(
     url: str, prompt: str | Sequence[int], tokens: int, stop: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The text that a server goes on with, greedily, and the answer's ``meta_info``.
+    """Returns the text that a server generates greedily, and the ``meta_info`` of the answer.
 
     Args:
-        tokens: of the answer, at most.
-        stop: it ends before this text, too.
+        prompt: text or token ids.
+        tokens: maximum tokens of the answer.
+        stop: text before which the answer ends; None for none.
 
     Raises:
-        ExtError: the server does not answer or refuses.
+        ExtError: the server does not answer, or it refuses the request.
     """
     body = {
         "text" if isinstance(prompt, str) else "input_ids": prompt,

@@ -1,8 +1,8 @@
-"""How many linked prompts a second are answered when they arrive as a Poisson process (EPIC §4.5).
+"""Throughput of linked prompts that arrive as a Poisson process (EPIC §4.5).
 
-Each system is first given more than it can answer, which says what it answers at most; then all
-are given what SGLang, which computes everything, can just keep up with. Some orders begin with the
-same chunk, which a radix cache finds, as it would in practice.
+First, each system is sent more requests than it can answer, which gives its maximum throughput.
+Then all systems are sent the load that SGLang, which computes whole prompts, can just sustain. Some
+orders begin with the same chunk, which a radix cache finds, as it would in practice.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from sgl_ext.bench.harness.report import Report, summary
 _TOKENS = 4096
 _ANSWER_TOKENS = 8
 _SURGE = 4.0
-"""Arrivals at this many times the rate at which single requests are answered pile up."""
+"""Arrival rate at which requests queue up, relative to the rate of requests sent one by one."""
 _STEADY = 0.8
-"""Arrivals at this share of what a system answers at most do not pile up."""
+"""Arrival rate at which requests do not queue up, as a share of a system's maximum throughput."""
 
 
 @dataclass(frozen=True)
 class LoadSizes:
-    """How much is measured."""
+    """Numbers of requests and rounds that are measured."""
 
     requests: int
-    """Of each system in each round."""
+    """Requests of each system in each round."""
     rounds: int
     methods: Sequence[str]
 
 
 class _Answered(NamedTuple):
     per_s: float
+    """Answers per second."""
     ttft: list[float]
-    """Seconds."""
+    """TTFT of each request, in seconds."""
 
 
 class Load:
-    """Puts two servers under load.
+    """Load measurement on two servers.
 
     Args:
-        stock: computes everything.
-        ours: links.
+        stock: server that computes whole prompts.
+        ours: server that links chunks.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class Load:
         self._taken: Counter[str] = Counter()
 
     def report(self, report: Report) -> None:
-        """Adds runs and figures."""
+        """Adds the runs and figures of load."""
         systems = ("stock", *self._sizes.methods)
         surge = {name: _SURGE * self._alone(name) for name in systems}
         answered: dict[str, list[float]] = {name: [] for name in systems}
         for round_ in range(self._sizes.rounds):
             for place in range(len(systems)):
                 name = systems[(round_ + place) % len(systems)]
-                answered[name].append(self._offer(name, surge[name]).per_s)
+                answered[name].append(self._offer(name, surge[name], round_).per_s)
         most = {name: statistics.median(each) for name, each in answered.items()}
         steady = _STEADY * most["stock"]
         for name in systems:
-            there = self._offer(name, steady)
+            there = self._offer(name, steady, 0)
             row = {
                 "what": "load",
                 "system": name,
@@ -89,13 +90,19 @@ class Load:
         report.figures["throughput_speedup_vs_blend15"] = most[DEFAULT] / most["blend-15"]
 
     def _alone(self, name: str) -> float:
-        """Answers per second, one request after the other; the first ones are slow."""
+        """Returns answers per second of requests sent one by one.
+
+        Takes the fastest of three, because the first requests are slow.
+        """
         self._create(name)
         return max(self._send(name, [0.0]).per_s for _ in range(3))
 
-    def _offer(self, name: str, rate: float) -> _Answered:
-        """What comes of requests that arrive at ``rate`` per second, the same times for all."""
-        chance = random.Random(len(self._prompts))  # noqa: S311
+    def _offer(self, name: str, rate: float, round_: int) -> _Answered:
+        """Sends requests that arrive at ``rate`` per second on average.
+
+        At the same rate and in the same round, all systems get the same arrival times.
+        """
+        chance = random.Random(round_)  # noqa: S311
         arrivals = [0.0]
         while len(arrivals) < self._sizes.requests:
             arrivals.append(arrivals[-1] + chance.expovariate(rate))
@@ -104,7 +111,7 @@ class Load:
             return self._send(name, arrivals)
 
     def _create(self, name: str) -> None:
-        """Their KV may have gone since."""
+        """Creates the contexts of the prompts again, because their KV may have been evicted."""
         if name != "stock":
             self._ids = [self._contexts.create(prompt, name) for prompt in self._prompts]
 
@@ -120,8 +127,11 @@ class Load:
         )
 
     def _next(self, name: str) -> str | list[int]:
-        """A prompt of the same chunks in another order than the system's last ones, the same for
-        all systems."""
+        """Returns the system's next prompt, as text or token ids.
+
+        Its chunks are in another order than in the system's earlier prompts. All systems get the
+        same sequence of prompts.
+        """
         self._taken[name] += 1
         which = self._taken[name] % len(self._prompts)
         prompt: Prompt = self._template.reordered(self._prompts[which], seed=self._taken[name])

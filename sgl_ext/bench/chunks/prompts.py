@@ -1,4 +1,4 @@
-"""Prompts of chunks: a prefix, documents in chunks of some size, and a question."""
+"""Prompts of chunks: a prefix, documents in chunks, and a question."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sgl_ext.bench.data.questions import Document, Question
 from sgl_ext.errors import ExtError
 
 CHUNK_TOKENS = 512
-"""As in EPIC §4.2."""
+"""Default of the tokens of a chunk, as in EPIC §4.2."""
 _SYSTEM = "You answer questions about documents. Answer with a few words, without a sentence."
 _HOLE = "\ue0c2"
-"""A private-use character, which a template leaves alone."""
+"""Placeholder for the documents: a private-use character, which chat templates do not change."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt whose parts were tokenised each by itself.
+    """Prompt whose parts were tokenized separately.
 
     Attributes:
-        name: of the question; equal where prompts differ only in their chunks.
-        prefix: text up to the first chunk.
-        chunks: token ids. There need not be a text that is tokenised into them: most end amid a
-            document.
-        question: text from the last chunk to where the assistant's answer begins.
-        answers: any of them is right.
-        tokens: token ids of all of it, for a server that links nothing.
+        name: name of the question; equal for prompts that differ only in their chunks.
+        prefix: text before the first chunk.
+        chunks: token ids of each chunk. There may be no text that is tokenized into them, because
+            most chunks end within a document.
+        question: text after the last chunk, up to the start of the assistant's answer.
+        answers: right answers, any of which is accepted.
+        tokens: token ids of the whole prompt, for a server that does not link chunks.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Prompt:
 
 
 class Template:
-    """What a chat template writes around documents and a question.
+    """Text that a chat template writes around documents and a question.
 
     Args:
         tokenizer: a ``transformers`` tokenizer.
 
     Raises:
-        ExtError: it has no chat template.
+        ExtError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -66,28 +66,29 @@ class Template:
         self._break = self.encode("\n\n")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a part; special tokens are only those that are written in it."""
+        """Returns the token ids of a part, with no special tokens but those written in it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def question(self, text: str) -> str:
-        """All that follows the documents."""
+        """Returns the text after the documents, for a question."""
         return f"Question: {text}\nAnswer with a few words.{self._end}"
 
     def cut(self, ids: Sequence[int], size: int) -> list[int]:
-        """At most ``size`` tokens of a document, which end as a whole one does."""
+        """Returns at most ``size`` tokens of a document, with the ending of a whole document."""
         if len(ids) <= size:
             return list(ids)
         return [*ids[: max(size - len(self._break), 0)], *self._break][:size]
 
     def sizes(self, question: str, *, length: int, tokens: int = CHUNK_TOKENS) -> list[int]:
-        """Tokens of each chunk of a prompt of ``length`` tokens.
+        """Returns the number of tokens of each chunk of a prompt of ``length`` tokens.
 
-        All have ``tokens``, except the last; it shares with the one before it if it would have
-        less than a quarter of that, for linking a few tokens saves nothing.
+        All chunks except the last have ``tokens`` tokens. If the last one would have less than a
+        quarter of that, it shares its tokens evenly with the chunk before it, because linking few
+        tokens saves nothing.
 
         Raises:
-            ExtError: prefix and question alone are that long.
+            ExtError: prefix and question alone have ``length`` tokens or more.
         """
         around = len(self.encode(self.prefix)) + len(self.encode(self.question(question)))
         if around >= length:
@@ -107,11 +108,11 @@ class Template:
         *,
         seed: int,
     ) -> Prompt:
-        """The prompt of these chunks, in an order of the seed's."""
+        """Returns the prompt of these chunks, in an order that ``seed`` and ``name`` determine."""
         return self._assembled(name, chunks, self.question(question), answers, seed)
 
     def reordered(self, prompt: Prompt, *, seed: int) -> Prompt:
-        """The prompt with its chunks in an order of the seed's."""
+        """Returns the prompt with its chunks in the order that ``seed`` determines."""
         return self._assembled(
             prompt.name, sorted(prompt.chunks), prompt.question, prompt.answers, seed
         )
@@ -139,14 +140,15 @@ def question_prompts(
     tokens: int = CHUNK_TOKENS,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Prompts of the first ``count`` questions whose gold documents are small enough.
+    """Returns prompts of the first ``count`` questions whose gold documents are small enough.
 
-    With another seed they are of the same chunks in other orders.
+    Another seed gives the same chunks in other orders.
 
     Args:
-        questions: of one set; the documents of all of them serve where one question has too few.
+        questions: questions of one set; documents of the others fill up a question that has too
+            few.
         length: tokens of each prompt.
-        tokens: of a chunk, at most.
+        tokens: maximum tokens of a chunk.
 
     Raises:
         ExtError: there are fewer such questions, or too few documents.
@@ -177,10 +179,10 @@ def document_prompts(
     distractors: int | None = None,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Prompts of the first ``count`` questions, each of their documents a chunk, as it is.
+    """Returns prompts of the first ``count`` questions; each document is an unchanged chunk.
 
     Args:
-        distractors: documents beside the gold ones, at most; all if not given.
+        distractors: maximum number of documents besides the gold ones; None for all.
 
     Raises:
         ExtError: there are fewer questions.
@@ -200,7 +202,7 @@ def document_prompts(
 
 
 def _few(documents: Sequence[Document], distractors: int | None) -> list[Document]:
-    """The gold ones, and as many others at most, in the order that they have."""
+    """Returns the gold documents and at most ``distractors`` others, in the given order."""
     others = [document for document in documents if not document.gold]
     kept = others[:distractors]
     return [document for document in documents if document.gold or document in kept]
@@ -209,16 +211,17 @@ def _few(documents: Sequence[Document], distractors: int | None) -> list[Documen
 def merged(
     template: Template, question: Question, others: Sequence[Question], sizes: Sequence[int]
 ) -> list[list[int]] | None:
-    """Documents in chunks of exactly ``sizes`` tokens.
+    """Merges documents into chunks of exactly ``sizes`` tokens.
 
-    The gold ones are whole, in any of the chunks. The question's other documents fill the chunks
-    up, then those of ``others``; the last of a chunk is cut off where it ends.
+    Each gold document is whole, in a random chunk that has room for it. The question's other
+    documents fill the chunks up, then the documents of ``others``. The last document of a chunk is
+    cut off at the end of the chunk.
 
     Returns:
         Token ids of each chunk; None if the gold documents do not fit.
 
     Raises:
-        ExtError: too few documents.
+        ExtError: there are too few documents.
     """
     chance = random.Random(f"{question.set}/{question.number}")  # noqa: S311
     gold = [template.encode(str(each)) for each in question.documents if each.gold]
@@ -234,7 +237,9 @@ def merged(
     for at, chunk in enumerate(chunks):
         while room[at]:
             if (filler := next(fillers, None)) is None:
-                raise ExtError(f"{len(others)} questions have too few documents for {sum(sizes)}")
+                raise ExtError(
+                    f"{len(others)} questions have too few documents for {sum(sizes)} tokens"
+                )
             chunk.append(template.cut(template.encode(str(filler)), room[at]))
             room[at] -= len(chunk[-1])
         whole = chunk[:-1]

@@ -1,4 +1,4 @@
-"""How soon the first token of a linked prompt comes, by the length of the prompt."""
+"""TTFT of linked prompts, by the length of the prompt."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from sgl_ext.bench.harness.sampling import ratio_of_medians
 
 @dataclass(frozen=True)
 class SpeedSizes:
-    """How much is measured."""
+    """Numbers of prompts and orders that are measured."""
 
     lengths: Mapping[int, int]
-    """Prompts of each number of tokens."""
+    """Number of prompts, by their length in tokens."""
     orders: int
-    """Of each prompt's chunks, at most."""
+    """Maximum number of orders of each prompt's chunks."""
     methods: Sequence[str]
     as_they_are: int
-    """Prompts whose chunks are documents as they are."""
+    """Number of prompts whose chunks are unchanged documents."""
 
 
 class Speed:
-    """Measures two servers.
+    """TTFT measurement on two servers.
 
     Args:
-        stock: computes everything.
-        ours: links.
-        partial: what was found earlier.
+        stock: server that computes whole prompts.
+        ours: server that links chunks.
+        partial: results of an earlier, interrupted run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Speed:
         self._asked = asked("hotpotqa")
 
     def report(self, report: Report) -> None:
-        """Adds runs and figures."""
+        """Adds the runs and figures of TTFT."""
         merged = {length: self._merged(length) for length in self._sizes.lengths}
         for length, systems in merged.items():
             _report(report, f"ttft, chunks of 512, {length} tokens", systems)
@@ -81,7 +81,7 @@ class Speed:
         figures["ttft_over_limit_4k"] = statistics.median(at_4k[DEFAULT]) / limit
 
     def _merged(self, length: int) -> dict[str, list[float]]:
-        """Seconds to the first token of each system."""
+        """Returns the TTFTs of prompts of merged documents in seconds, by system."""
         by_order = [
             question_prompts(
                 self._template, self._asked, self._sizes.lengths[length] + 1,
@@ -106,7 +106,7 @@ class Speed:
         warm, *others = zip(*by_order, strict=True)
         names = [f"ttft, {what}, {prompts[0].name}" for prompts in others]
         if not all(name in self._partial for name in names):
-            self._times(warm[:1], 0)  # the first ones in a process are slow
+            self._times(warm[:1], 0)  # the first requests of a process are slow
         for number, (name, prompts) in enumerate(zip(names, others, strict=True)):
             times = self._partial.find(name, partial_of(self._times, prompts, number))
             for system, seconds in times.items():
@@ -114,13 +114,13 @@ class Speed:
         return found
 
     def _times(self, orders: Sequence[Prompt], number: int) -> dict[str, list[float]]:
-        """Seconds to the first token of each order of a prompt, by system."""
+        """Returns the TTFT of each order of a prompt in seconds, by system."""
         from sgl_ext.bench.harness.load_generator import Request, run
 
         found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
         with nothing_missing(self._ours.url):
             named = {name: self._contexts.create(orders[0], name) for name in self._sizes.methods}
-            # Orders with the same chunk in front would share a prefix.
+            # Orders that begin with the same chunk would share a prefix.
             different = {prompt.chunks[0]: prompt for prompt in orders}.values()
             for order, prompt in enumerate(different):
                 requests = {"stock": (self._stock.url, Request(list(prompt.tokens), 1))} | {
@@ -135,11 +135,14 @@ class Speed:
         return found
 
     def _limit(self, length: int, stock: float) -> float:
-        """Seconds to the first token if computing took as long as a token of stock's prefill does,
-        and linking as long as copying the bytes does.
+        """Returns an ideal TTFT of the default method, in seconds.
+
+        A computed token takes as long as a token of stock's prefill, and linking takes as long as
+        copying the bytes of the linked KV.
 
         Args:
-            stock: seconds that computing all of such a prompt takes.
+            length: tokens of the prompt.
+            stock: seconds that stock takes to compute such a prompt.
         """
         (prompt,) = question_prompts(
             self._template, self._asked, 1, length=length, seed=self._sizes.orders
@@ -152,7 +155,7 @@ class Speed:
 
 
 def _copy_rate() -> float:
-    """Bytes per second of a plain copy, by all cores."""
+    """Returns the throughput of a plain copy by all cores, in bytes per second."""
     from sgl_ext._native import _transfer
 
     here, there = (np.ones(256 << 20, np.uint8) for _ in range(2))

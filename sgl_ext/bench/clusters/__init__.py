@@ -1,1 +1,1 @@
-"""The benchmark of contexts on SSDs."""
+"""Benchmark of the ``clusters`` power: decoding over contexts that are stored on SSDs."""

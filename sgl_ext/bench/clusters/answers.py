@@ -1,4 +1,4 @@
-"""What a server takes to come next when it follows a stored context, against dense attention."""
+"""Next-token distributions of a server over a stored context, against dense attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _DEADLINE_S = 900.0
 def report_answers(
     report: Report, url: str, samples: Sequence[Sample], shares: Sequence[float], partial: Partial
 ) -> None:
-    """Adds runs and figures: KL to dense attention, and how often the likeliest token is."""
+    """Adds the KL divergence from dense attention and the share of equal top tokens to the report.
+
+    Args:
+        shares: values of ``sparsity``, the share of the context that a token reads.
+    """
     found = [
         partial.find(f"answers, {each.name}", partial_of(_of_sample, url, each, shares))
         for each in samples
@@ -69,7 +73,11 @@ def report_answers(
 
 
 def store(url: str, tokens: Sequence[int]) -> str:
-    """Has a server store a context; returns its id."""
+    """Stores a context on a server and returns its id.
+
+    Raises:
+        ExtError: the server did not store the context.
+    """
     answer = requests.post(
         f"{url}/ext/stored_contexts", json={"input_ids": [*tokens]}, timeout=_DEADLINE_S
     )
@@ -80,27 +88,35 @@ def store(url: str, tokens: Sequence[int]) -> str:
 
 
 def follow(url: str, body: dict[str, Any], context: str, share: float) -> dict[str, Any]:
-    """What a server answers to a prompt that follows a context."""
+    """Returns a server's answer to a request that follows a stored context.
+
+    Args:
+        body: body of ``/generate``, with ``sampling_params``.
+        share: ``sparsity`` of the request.
+
+    Raises:
+        ExtError: the server did not answer.
+    """
     params = {**body["sampling_params"], "custom_params": follows(context, share)}
     answer = requests.post(
         f"{url}/generate", json={**body, "sampling_params": params}, timeout=_DEADLINE_S
     )
     if not answer.ok:
-        raise ExtError(f"{url} does not follow a context: {answer.text[:300]}")
+        raise ExtError(f"{url} did not answer a request over a stored context: {answer.text[:300]}")
     found: dict[str, Any] = answer.json()
     return found
 
 
 def follows(context: str, share: float) -> dict[str, Any]:
-    """What a request says that follows a context."""
+    """Returns the ``custom_params`` of a request that follows a stored context."""
     return {"ext_stored": {"id": context, "sparsity": share}}
 
 
 def _of_sample(
     url: str, sample: Sample, shares: Sequence[float]
 ) -> dict[str, list[tuple[float, bool]]]:
-    """By share, of each token: KL in nats, and whether the likeliest one is the same."""
-    last = len(sample.unseen) - 1  # the first has nothing before it but the context
+    """Returns the KL divergence in nats, and whether top tokens agree, of each token by share."""
+    last = len(sample.unseen) - 1  # in the request, no token precedes the first one
     whole = [*sample.context, *sample.unseen]
     right = distributions(
         url, whole, last, len(sample.context) + 1, top=_TOP, deadline=_DEADLINE_S

@@ -1,7 +1,8 @@
-"""Benchmark of ``clusters``: attention found, answers, and time of tokens.
+"""Benchmark of ``clusters``: attention mass of selections, divergence of answers, time per token.
 
-A server records keys and queries of real texts, from which ``mass`` calculates how much of the
-attention a selection finds. Then servers follow stored contexts (``answers``, ``serving``).
+A server records keys and queries of real texts. The part ``mass`` calculates from them the share
+of the attention that a selection covers. In the parts ``answers`` and ``serving``, servers follow
+stored contexts.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _DEVICES = 4
 @dataclass(frozen=True)
 class _Sizes:
     contexts: Sequence[int]
-    """Tokens of each context."""
+    """Length of each context, in tokens."""
     unseen: int
-    """Tokens that follow each context."""
+    """Number of tokens that follow each context."""
     pool: int
     shares: Sequence[float]
     rounds: int
@@ -68,7 +69,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
 
 
 def _find(report: Report, partial: Partial, name: str, measure: Callable[[Report], None]) -> None:
-    """Adds the results of a part, or those of an interrupted run."""
+    """Measures a part and adds its results, or adds those of an interrupted run."""
 
     def found() -> dict[str, Any]:
         part = Report(report.name, {})

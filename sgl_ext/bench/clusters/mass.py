@@ -1,4 +1,4 @@
-"""Share of the attention to a context that each selector finds, calculated from records."""
+"""Share of the attention to a context that each selector covers, calculated from records."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sgl_ext.clusters.activations import attention_mass
 from sgl_ext.clusters.codes import Codes
 
 _BUDGETS = (0.1, 0.2)
-"""Shares of the entries between sinks and window."""
+"""Budgets of a selector, as shares of the entries between sinks and window."""
 PER_HEAD = "ours, entry by entry, per KV head"
 _NAMES = (*SELECTORS, PER_HEAD)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Result of one selector, of all layers of one context.
+    """Result of one selector over all layers of one context.
 
     Attributes:
         mass: attention relative to exact top-k with the same number of entries,
@@ -43,7 +43,14 @@ class _Found:
 
 
 def relative_mass(layer: Layer, chosen: Mask) -> NDArray[np.float64]:
-    """Returns each query's attention to its entries, relative to the best as many entries."""
+    """Returns the attention mass of each selection relative to the best one of the same size.
+
+    Args:
+        chosen: entries that each query is given, bool ``[queries, entries]``.
+
+    Returns:
+        Relative mass, float64 ``[queries]``.
+    """
     limit = layer.best[np.arange(len(chosen)), chosen.sum(axis=1) - 1]
     mass = np.where(chosen, layer.mass, 0).sum(axis=1, dtype=np.float64)
     found: NDArray[np.float64] = mass / limit
@@ -94,12 +101,12 @@ def _masses(found: Sequence[_Found]) -> list[NDArray[np.float64]]:
 
 
 def _together(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Returns the masses of all contexts, ``[budgets, layers, queries]``."""
+    """Concatenates the masses of all contexts to ``[budgets, layers, queries]``."""
     return np.concatenate(masses, axis=2)
 
 
 def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
-    """Returns mass and index by selector, in the form of JSON."""
+    """Returns the mass and the index size of each selector, in JSON types."""
     layers = range(observed.profile.geometry.layers)
     mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _NAMES}
     index = dict.fromkeys(_NAMES, 0.0)
@@ -115,11 +122,11 @@ def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
 
 
 def _of_layer(layer: Layer) -> dict[str, _Found]:
-    """Returns the mass ``[budgets, queries]`` and the bytes of the index by selector."""
+    """Returns the mass ``[budgets, queries]`` and the bytes of the index of each selector."""
     found = {}
     mine = SELECTORS[OURS](layer)
     asked = [round(share * len(layer.keys)) for share in _BUDGETS]
-    # Our selector rounds up to whole blocks of every device. The others get as many entries.
+    # Our selector rounds up to whole blocks of every device. The others get the same number.
     budgets = [int(mine.select(budget).sum(axis=1).max()) for budget in asked]
     for name, make in SELECTORS.items():
         selector = mine if name == OURS else make(layer)
@@ -132,7 +139,7 @@ def _of_layer(layer: Layer) -> dict[str, _Found]:
 
 
 def _per_head(layer: Layer, budget: int) -> NDArray[np.float64]:
-    """Returns :func:`relative_mass` of a selection by each KV head for itself."""
+    """Returns :func:`relative_mass` if each KV head selects its own entries."""
     codes, kv_heads = layer.profile.codes, layer.keys.shape[1]
     group = layer.queries.shape[1] // kv_heads
     found = np.zeros(len(layer.queries))

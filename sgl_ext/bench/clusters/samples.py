@@ -1,10 +1,10 @@
-"""Contexts of real text that a server has read, and what is asked of them that it has not."""
+"""Contexts of real text, texts that follow them, and records of their keys and queries."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -25,29 +25,35 @@ from sgl_ext.errors import ExtError
 
 _DEADLINE_S = 900.0
 _ESSAY_SKIPPED = 20_000
-"""Characters, so that an essay does not begin the text of which another is the end."""
+"""Characters that are skipped, so that the text is not the end of one essay and the start of
+another."""
 
 Task = Literal["questions", "continuation"]
 
 
 class Sample(NamedTuple):
-    """A context, and a text that follows it."""
+    """Context with a text that follows it."""
 
     name: str
     task: Task
     context: tuple[int, ...]
-    """Token ids."""
+    """Token ids of the context."""
     unseen: tuple[int, ...]
-    """Of questions with their answers, or of how the text goes on."""
+    """Token ids of questions with their answers, or of the continuation of the text."""
 
 
 def samples(model: Path, lengths: Sequence[int], unseen: int) -> list[Sample]:
-    """One of each length: documents and questions, and at last an essay.
+    """Returns one sample of each length: documents with questions, and an essay as the last one.
+
+    A single length gives documents with questions.
 
     Args:
-        model: whose tokenizer makes the tokens.
-        lengths: tokens of the contexts.
-        unseen: tokens that follow each.
+        model: directory of the model whose tokenizer is used.
+        lengths: number of tokens of each context.
+        unseen: number of tokens that follow each context.
+
+    Raises:
+        ExtError: a question set has too few documents or questions.
     """
     from transformers import AutoTokenizer
 
@@ -73,7 +79,13 @@ def samples(model: Path, lengths: Sequence[int], unseen: int) -> list[Sample]:
 def _documents(
     of: QuestionSet, encode: Callable[[str], list[int]], length: int, unseen: int, skip: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Documents of questions one after the other, and questions whose gold ones are among them."""
+    """Returns a context of gold documents, and questions about them, as token ids.
+
+    Args:
+        length: number of tokens of the context.
+        unseen: number of tokens of the questions with their answers.
+        skip: number of questions of the set that are skipped, in hundreds.
+    """
     tokens: list[int] = []
     asked: list[list[int]] = []
     for question in questions(of)[100 * skip :]:
@@ -84,20 +96,23 @@ def _documents(
             break
         tokens += more
         asked.append(encode(f"\n\nQuestion: {question.question}\nAnswer: {question.answers[0]}"))
-    # Those that were read first are asked of as well as those that were read last.
+    # The first ``unseen`` tokens have questions about early documents and about late ones.
     spread = [*chain.from_iterable(asked[::2]), *chain.from_iterable(asked[1::2])]
     if len(tokens) < length or len(spread) < unseen:
-        raise ExtError(f"{of} has too few documents for a context of {length} tokens")
+        raise ExtError(f"{of} has too few documents or questions for a context of {length} tokens")
     return (*tokens,), (*spread[:unseen],)
 
 
 def stored_system(
     name: str, place: Path, devices: int, pool: int, section: Mapping[str, Any]
 ) -> System:
-    """A server that stores contexts in as many new directories.
+    """Returns a system that stores contexts in new directories, one for each device.
 
     Args:
-        section: of the configuration, but for the directories.
+        place: folder of the directories.
+        devices: number of directories.
+        pool: tokens that the KV pool of the server holds.
+        section: section ``clusters`` of the configuration, without ``directories``.
     """
     places = [place / f"device{at}" for at in range(devices)]
     for each in places:
@@ -111,10 +126,10 @@ def stored_system(
 
 
 def record(url: str, tokens: Sequence[int]) -> Recorded:
-    """What the server at ``url`` has written down of a context.
+    """Has the server at ``url`` record a context, loads the record and removes its file.
 
     Raises:
-        ExtError: it did not.
+        ExtError: the server did not record the context, or the record cannot be loaded.
     """
     answer = requests.post(
         f"{url}/ext/stored_contexts",
@@ -132,11 +147,11 @@ def record(url: str, tokens: Sequence[int]) -> Recorded:
 
 @dataclass(frozen=True)
 class Observed:
-    """A sample as the model has read it.
+    """Sample with the keys and queries that a model has computed for it.
 
     Attributes:
-        profile: of the context, with the queries that it is stored by.
-        asked: of the context and what follows it.
+        profile: record of the context alone, with the queries that profile it.
+        asked: record of the context and the unseen text.
     """
 
     sample: Sample
@@ -145,26 +160,27 @@ class Observed:
 
     @classmethod
     def by(cls, url: str, sample: Sample) -> Observed:
-        """The model of a server reads it."""
+        """Records a sample on the server at ``url``."""
         profile = record(url, sample.context)
         return cls(sample, profile, record(url, [*sample.context, *sample.unseen]))
 
     @cached_property
     def block(self) -> int:
-        """Entries that are stored together."""
+        """Number of entries that are stored together."""
         return Blocks.fitting(self.profile.geometry.entry_bytes)
 
     @property
     def unseen(self) -> slice:
-        """Where the queries of the unseen text are among those asked; general ones come behind."""
+        """Range of the unseen text's queries in ``asked``. Queries of general questions follow."""
         first = int(np.argmax(self.asked.seen > len(self.sample.context)))
         return slice(first, first + len(self.sample.unseen))
 
     def layers(self, numbers: Sequence[int], block: int | None = None) -> Iterator[Layer]:
-        """What is asked of some layers.
+        """Yields the keys and queries of some layers.
 
         Args:
-            block: entries that are stored together, if not as many as fit into a sector.
+            numbers: numbers of the layers.
+            block: number of entries that are stored together; None: as many as fit into a sector.
         """
         block = block or self.block
         options = Options().fitted(len(self.sample.context), block)
@@ -185,16 +201,17 @@ class Observed:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is asked of a layer's middle.
+    """Entries of one layer between sinks and window, and queries that attend to them.
 
     Attributes:
-        block: entries that are stored together.
-        keys: ``[entries, kv_heads, head_dim]``.
-        queries: ``[queries, heads, head_dim]`` of the unseen text.
-        beside: ``[queries, heads]`` logarithm of the exponentials' sum over what is always in
-            memory.
-        scale: of logits.
-        profile: from the context alone.
+        number: number of the layer.
+        block: number of entries that are stored together.
+        keys: keys of the entries, ``[entries, kv_heads, head_dim]``.
+        queries: queries of the unseen text, ``[queries, heads, head_dim]``.
+        beside: logarithm of the sum of the exponentials of the logits of all tokens that are
+            always in memory, ``[queries, heads]``.
+        scale: scale of the logits.
+        profile: profile of the layer, computed from the context alone.
     """
 
     number: int
@@ -205,16 +222,12 @@ class Layer:
     scale: float
     profile: Profile
 
-    def only(self, some: slice) -> Layer:
-        """For some of the queries."""
-        return replace(self, queries=self.queries[some], beside=self.beside[some])
-
     @cached_property
     def mass(self) -> NDArray[np.float32]:
-        """``[queries, entries]``: the attention that the unseen text pays."""
+        """Attention of each query to each entry, summed over heads, ``[queries, entries]``."""
         return attention_mass(self.queries, self.keys, self.scale, self.beside)
 
     @cached_property
     def best(self) -> NDArray[np.float64]:
-        """``[queries, entries]``: the attention to the best one, the best two, and so on."""
+        """Attention of each query to its best entry, its best two, etc., ``[queries, entries]``."""
         return np.cumsum(-np.sort(-self.mass, axis=1), axis=1, dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Selectors of the entries of a context that a query reads: ours, Swarm's and the best possible.
+"""Selectors of the entries of a context that a query reads: the server's, Swarm's and an oracle.
 
-Each is given a budget of entries and ranks them by estimated attention, summed over the heads of a
-layer. Its index is what it keeps in memory for the estimate.
+A selector has a budget of entries and ranks entries by estimated attention, summed over the heads
+of a layer. Its index is the data that it keeps in memory for the estimate.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Scores = NDArray[np.float32]
 
 DEVICES = 8
 _NUMBER = 4
-"""Bytes of the number of an entry."""
+"""Bytes of an entry's number."""
 _OF_BLOCK = 12
-"""Bytes that our index keeps for a block: checksum and number of activations."""
+"""Bytes that the server's index has for a block: checksum and number of activations."""
 
 
 class Selector(Protocol):
-    """Chooses entries for the queries of a layer."""
+    """Selector of entries for the queries of a layer."""
 
     @property
     def index_bytes(self) -> float:
-        """Bytes of the index."""
+        """Size of the index, in bytes."""
         ...
 
     def select(self, budget: int) -> Mask:
@@ -64,10 +64,12 @@ class Entries:
 
 @dataclass(frozen=True)
 class Together:
-    """Selector of stored blocks, the same number on each device, as the server does it.
+    """Selector of stored blocks, equally many from each device, as in the server.
 
     Attributes:
-        scores: scores of entries in the order of storage.
+        scores: scores of the entries, in the order of storage.
+        order: numbers of the entries, in the order of storage.
+        block: number of entries of a block.
     """
 
     scores: Scores
@@ -102,7 +104,7 @@ class Clustered:
         for row, (clusters, entries) in enumerate(self.chosen(budget)):
             over = len(entries) - budget
             found[row, entries] = True
-            if over > 0:  # the members of the last cluster that are farthest from its medoid
+            if over > 0:  # remove the members of the last cluster that are farthest from its medoid
                 last = self.clusters.members[slice(*self.clusters.starts[clusters[-1] :][:2])]
                 before = [
                     self.clusters.members[slice(*self.clusters.starts[one:][:2])]
@@ -114,7 +116,7 @@ class Clustered:
 
 
 def exact(layer: Layer) -> Selector:
-    """Returns an oracle that has read all keys: the entries with most attention."""
+    """Returns an oracle that has all keys in memory and selects the entries with most attention."""
     return Entries(layer.mass, _key_bytes(layer) * len(layer.keys))
 
 
@@ -127,13 +129,13 @@ def ours(layer: Layer) -> Together:
 
 
 def by_position(layer: Layer) -> Selector:
-    """Returns our selector with entries stored in the order of the text."""
+    """Returns the server's selector with entries that are stored in the order of the text."""
     text = np.arange(len(layer.keys), dtype=np.int32)
     return Together(_in_text(ours(layer)), text, layer.block, layer.profile.codes.bytes)
 
 
 def coded_entries(layer: Layer) -> Selector:
-    """Returns a selector of single entries by our codes."""
+    """Returns a selector of single entries by the server's codes."""
     return Entries(_in_text(ours(layer)), layer.profile.codes.bytes)
 
 
@@ -145,7 +147,7 @@ def _in_text(stored: Together) -> Scores:
 
 
 def swarm(layer: Layer) -> Clustered:
-    """Clusters of co-activated entries, selected by their medoids (Swarm §5)."""
+    """Returns a selector of clusters of co-activated entries by their medoids (Swarm §5)."""
     clusters = cluster(layer.profile.activations, "faithful")
     medoids = layer.keys[clusters.medoids]
     scores = attention_mass(layer.queries, medoids, layer.scale, layer.beside)
@@ -154,7 +156,7 @@ def swarm(layer: Layer) -> Clustered:
 
 
 def _key_bytes(layer: Layer) -> float:
-    """Returns the stored bytes of an entry's keys, of all KV heads in 2 bytes a number."""
+    """Returns the bytes of an entry's keys of all KV heads, with 2 bytes per number."""
     _, kv_heads, head_dim = layer.keys.shape
     return 2.0 * float(kv_heads * head_dim)
 

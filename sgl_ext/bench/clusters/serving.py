@@ -1,4 +1,4 @@
-"""Tokens of servers that follow a context on SSDs, with and without reading ahead."""
+"""Time per token of servers that follow a stored context, with and without prefetch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ from sgl_ext.bench.harness.report import Report, summary
 AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
 _SHARE = 0.1
 _PM9A3_BYTES, _PM9A3_OPERATIONS = 6.9e9, 1.1e6
-"""Published bytes and operations a second of a Samsung PM9A3."""
+"""Published bytes and operations per second of a Samsung PM9A3."""
 _SLOWER = 40
-"""Factor of the emulated SSD, with which reading takes as long as computing on two cores."""
+"""Factor by which the emulated SSD is slower, so that reading takes as long as computing on two
+cores."""
 _DEVICES = 4
 _PROMPT, _ANSWER = 24, 64
 _TIMES = 2.0
 _UNPREDICTED = 3
-"""First layers, whose queries nobody can predict."""
+"""Number of first layers, whose queries cannot be predicted."""
 
 
 def report_serving(
     report: Report, model: Path, sample: Sample, pool: int, rounds: int, out: Path
 ) -> None:
-    """Adds runs and figures."""
+    """Measures servers without emulation, with a slow SSD, and with prefetch; adds their figures.
+
+    Args:
+        pool: tokens that the KV pool of a server holds.
+        rounds: number of measured answers of each server.
+    """
     slow = {
         "bytes_per_second": int(_PM9A3_BYTES / _SLOWER),
         "operations_per_second": _PM9A3_OPERATIONS / _SLOWER,
@@ -56,7 +62,7 @@ def report_serving(
             for at in range(rounds + 1):
                 prompt = sample.unseen[at * _PROMPT :][:_PROMPT]
                 for each, context in zip(servers, contexts, strict=True):
-                    # The first one opens the context.
+                    # The first round opens the context and is not counted.
                     into = measured[each.system.name] if at else _Measured()
                     _answer(each.url, prompt, context, into)
     for name, one in measured.items():
@@ -67,14 +73,14 @@ def report_serving(
 
 @dataclass
 class _Measured:
-    """Of one server.
+    """Measurements of one server.
 
     Attributes:
-        tokens: seconds of a token, of each answer.
-        seconds: of the answers.
-        spent: seconds of the forwards' thread, by what for.
-        blocks: ``[3, layers]`` that were read when they were wanted, had been expected, or were in
-            memory.
+        tokens: time per token of each answer, in seconds.
+        seconds: time of the long answers together, in seconds.
+        spent: time of the forwards' thread by activity, in seconds.
+        blocks: number of blocks that were read when needed, were prefetched, or were in memory,
+            int64 ``[3, layers]``.
     """
 
     tokens: list[float] = field(default_factory=list)
@@ -87,7 +93,7 @@ _BLOCKS = ("fetched", "expected", "in_memory")
 
 
 def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) -> None:
-    """Has a server answer a prompt whose KV it has, with one token and with many."""
+    """Measures answers of one token and of many to a prompt whose KV is cached."""
     _ask(url, prompt, context, 1)
     short = _ask(url, prompt, context, 1)
     before = server.live(url)["clusters"]["open"][context]
@@ -116,7 +122,7 @@ def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
 def _report(report: Report, name: str, measured: _Measured) -> None:
     fetched, expected, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
     wanted = fetched + expected + held
-    coverage = float(expected / max(expected + fetched, 1))  # of those that were not in memory
+    coverage = float(expected / max(expected + fetched, 1))  # of the blocks not in memory
     spent = {what: each / measured.seconds for what, each in measured.spent.items()}
     report.runs.append(
         {

@@ -1,1 +1,1 @@
-"""Real texts and questions for benchmarks and tests."""
+"""Texts and questions from real data sets for benchmarks and tests, and scores of answers."""

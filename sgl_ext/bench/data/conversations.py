@@ -1,4 +1,4 @@
-"""Multi-turn conversations of ShareGPT as growing prompts, in tokens of a model."""
+"""Multi-turn ShareGPT conversations as growing prompts, in token ids of a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from sgl_ext.errors import ExtError
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one conversation; what the assistant says is what the data set has.
+    """Turns of one conversation, with the assistant's answers from the data set.
 
     Attributes:
-        number: of the conversation in the data set.
-        prompts: for each turn all that was said before, and the user's words.
-        heard: ``prompts`` with the assistant's answer: what a server that gave it has in its
-            cache. The next prompt begins with it, up to the template's tokens between turns.
+        number: number of the conversation in the data set.
+        prompts: token ids of the prompt of each turn: all earlier turns and the user's message.
+        heard: token ids of each of ``prompts`` with the assistant's answer, which a server that
+            gave this answer has in its cache. The next prompt begins with them, up to the
+            template's tokens between turns.
     """
 
     number: int
@@ -35,15 +36,15 @@ def conversations(
     tokens: tuple[int, int],
     but: Collection[Conversation] = (),
 ) -> list[Conversation]:
-    """The first ``count`` conversations that have ``turns`` consecutive turns of a length.
+    """Returns the first ``count`` conversations with ``turns`` consecutive prompts of a length.
 
     Args:
         model: directory of the model whose tokenizer and chat template are used.
-        tokens: least and most tokens of each of the prompts.
-        but: conversations that are not wanted again.
+        tokens: minimum and maximum tokens of each prompt.
+        but: conversations to leave out.
 
     Raises:
-        ExtError: the data set has fewer.
+        ExtError: the data set has fewer such conversations.
     """
     from transformers import AutoTokenizer
 
@@ -53,7 +54,7 @@ def conversations(
     for number, texts in enumerate(sharegpt_whole_conversations()):
         if len(found) == count:
             return found
-        # Some 4 characters are a token: what is far too short needs no tokenizer.
+        # A token has about 4 characters, so a text that is far too short need not be tokenized.
         if number in known or sum(map(len, texts)) < 3 * tokens[0] or len(texts) < 2 * turns:
             continue
         if conversation := _turns(tokenizer, number, texts, turns, tokens):

@@ -1,4 +1,4 @@
-"""A needle in a haystack: one sentence within essays, and a question about it."""
+"""Needle-in-a-haystack prompts: one sentence within essays, and a question about it."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _CITIES = (
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact that no essay has."""
+    """Fact that no essay contains."""
 
     city: str
     code: str
 
     @property
     def sentence(self) -> str:
-        """What is put into the haystack."""
+        """Sentence that is inserted into the essays."""
         return f" The secret code of {self.city} is {self.code}."
 
     @property
     def question(self) -> str:
-        """Its only answer is ``code``."""
+        """Question whose only right answer is ``code``."""
         return f"What is the secret code of {self.city}?"
 
 
 def needle(number: int) -> Needle:
-    """The needle of that number; needles of neighbouring numbers differ in their cities."""
+    """Returns the needle with this number; needles with successive numbers have other cities."""
     chance = random.Random(f"needle/{number}")  # noqa: S311
     return Needle(_CITIES[number % len(_CITIES)], str(chance.randrange(100_000, 1_000_000)))
 
 
 def essays() -> str:
-    """Paul Graham's essays, one after the other.
+    """Returns Paul Graham's essays as one text.
 
     Raises:
         ExtError: see :func:`sgl_ext.packages.fetch`.
@@ -66,19 +66,19 @@ def needle_prompts(
     tokens: int = CHUNK_TOKENS,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Prompts of the first ``count`` needles, each behind some sentence of one of its chunks.
+    """Returns prompts of the first ``count`` needles, each after a random sentence of one chunk.
 
-    With another seed they are of the same chunks in other orders.
+    Another seed gives the same chunks in other orders.
 
     Args:
         length: tokens of each prompt.
-        tokens: of a chunk, at most.
+        tokens: maximum tokens of a chunk.
 
     Raises:
         ExtError: no chunk has room for a needle, or there are not enough essays.
     """
     text = essays()
-    width = 8 * tokens  # a token of English has less than 8 characters
+    width = 8 * tokens  # English text has fewer than 8 characters per token
     windows = range(0, len(text) - 2 * width, width)
     prompts: list[Prompt] = []
     for number in range(count):
@@ -97,7 +97,7 @@ def needle_prompts(
 
 
 def _passage(text: str, start: int, characters: int) -> str:
-    """From the first sentence that begins behind ``start``."""
+    """Returns the text from the first sentence that begins after ``start``."""
     begin = text.find(". ", start) + 2
     return text[begin : begin + characters].lstrip()
 
@@ -105,9 +105,9 @@ def _passage(text: str, start: int, characters: int) -> str:
 def _hide(
     template: Template, hidden: Needle, ids: list[int], size: int, chance: random.Random
 ) -> list[int]:
-    """``ids`` with the needle behind one of the sentences that leave room for it."""
+    """Returns ``ids`` with the needle after one of the sentences that leave room for it."""
     inserted = template.encode(hidden.sentence)
-    room = size - len(inserted) - len(template.encode("\n\n"))  # it is cut to ``size``
+    room = size - len(inserted) - len(template.encode("\n\n"))  # the caller cuts it to ``size``
     if room < 0:
         raise ExtError(f"a chunk of {size} tokens is too small for a needle; ask for longer ones")
     pieces = template.tokenizer.convert_ids_to_tokens(ids[:room])

@@ -1,4 +1,4 @@
-"""Questions over several documents each, from data sets inside a package."""
+"""Questions over several documents, from data sets inside a package."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ SETS: dict[QuestionSet, PackagedFile] = {
         "musique", "a1883c5edf273160a24d01f52b0b8e463d9e06ba023aeffb9bc40321af794c5f", 13_555_182
     ),
 }
-"""1,000 questions each: those that HippoRAG was evaluated on."""
+"""Files of the question sets: each has the 1,000 questions that HippoRAG was evaluated on."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One paragraph of Wikipedia."""
+    """Paragraph of Wikipedia."""
 
     title: str
     text: str
     gold: bool
-    """Whether the question's answer follows from it and the other gold ones."""
+    """True if the question's answer follows from it together with the other gold documents."""
 
     def __str__(self) -> str:
-        """As it is written into prompts."""
+        """Returns the document's text in prompts."""
         return f"Title: {self.title}\n{self.text}\n\n"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question that no document answers alone.
+    """Question that no document answers alone.
 
     Attributes:
         set: name of its data set.
-        number: of the question in the data set.
-        answers: any of them is right; the first is how the data set puts it.
-        documents: at least two of them gold.
+        number: number of the question in the data set.
+        answers: right answers, any of which is accepted; the first is the data set's main answer.
+        documents: documents, of which at least two are gold.
     """
 
     set: QuestionSet
@@ -72,7 +72,7 @@ class Question:
 
 
 def questions(of: QuestionSet, *, seed: int = 0) -> list[Question]:
-    """All questions of a set in file order, the documents of each in an order of the seed's.
+    """Returns all questions of a set in file order, with documents in an order set by ``seed``.
 
     Raises:
         ExtError: see :func:`sgl_ext.packages.fetch`.
@@ -82,7 +82,7 @@ def questions(of: QuestionSet, *, seed: int = 0) -> list[Question]:
 
 
 def _question(of: QuestionSet, number: int, record: dict[str, Any], seed: int) -> Question:
-    documents = list(dict.fromkeys(_documents(record)))  # 2Wiki has some twice
+    documents = list(dict.fromkeys(_documents(record)))  # 2WikiMultihopQA has some documents twice
     random.Random(f"{seed}/{of}/{number}").shuffle(documents)  # noqa: S311
     answers = dict.fromkeys([record["answer"], *record.get("answer_aliases", ())])
     return Question(of, number, record["question"], tuple(answers), tuple(documents))

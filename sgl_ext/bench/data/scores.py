@@ -1,4 +1,4 @@
-"""How right answers are: SQuAD's measures, and how sure their mean is."""
+"""Scores of answers: SQuAD's measures, and the confidence interval of their mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Interval(NamedTuple):
-    """A mean and its confidence interval."""
+    """Mean and its confidence interval."""
 
     mean: float
     low: float
@@ -24,17 +24,20 @@ class Interval(NamedTuple):
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated blanks (SQuAD v1.1)."""
+    """Returns lower-case text without punctuation, articles and repeated blanks (SQuAD v1.1)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1(answer: str, right: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of an answer's words, for the best of ``right``."""
+    """Returns the F1 of an answer's words: the harmonic mean of precision and recall.
+
+    Takes the best match of ``right``.
+    """
     return max(_f1(_words(answer), _words(each)) for each in right)
 
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
-    """1 if the answer is one of ``right`` after :func:`normalised`, else 0."""
+    """Returns 1 if the answer equals one of ``right`` after :func:`normalised`, else 0."""
     return float(normalised(answer) in map(normalised, right))
 
 
@@ -49,16 +52,16 @@ def _f1(words: Counter[str], right: Counter[str]) -> float:
 
 
 def mean_interval(scores: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Mean of scores and its bootstrap interval by percentiles.
+    """Returns the mean of scores and its bootstrap percentile interval.
 
-    For two systems that answered the same questions give the differences of their scores: the
-    questions differ more than the systems.
+    To compare two systems that answered the same questions, pass the differences of their scores:
+    the questions differ more than the systems do.
 
     Raises:
-        ValueError: fewer than two scores.
+        ValueError: there are fewer than two scores.
     """
     values = np.asarray(scores, np.float64)
-    # By percentiles, because the corrected methods are undefined where all scores are equal.
+    # Percentiles, because the corrected methods are undefined if all scores are equal.
     found = stats.bootstrap(
         (values,), np.mean, confidence_level=confidence, method="percentile",
         rng=np.random.default_rng(seed),

@@ -1,4 +1,4 @@
-"""Real texts for benchmarks and tests, from data sets inside packages."""
+"""Texts from real data sets inside packages, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAREGPT = PackagedFile(
 
 
 def sharegpt_conversations() -> Iterator[list[str]]:
-    """Conversations in file order: the turns' texts, the user's first."""
+    """Yields conversations in file order, each as the texts of its turns, the user's first."""
     for record in _sharegpt_records():
         turns = record["conversations"]
         if turns and turns[0]["from"] == "human":
@@ -26,23 +26,27 @@ def sharegpt_conversations() -> Iterator[list[str]]:
 
 
 def sharegpt_whole_conversations() -> Iterator[list[str]]:
-    """As :func:`sharegpt_conversations`, with long ones whole.
+    """Yields conversations as :func:`sharegpt_conversations` does, but long ones whole.
 
-    The data set has them in parts, each named after the conversation and the turn it begins with.
+    The data set has long conversations in parts. The id of a part names the conversation and the
+    turn that the part begins with.
     """
     for _, parts in groupby(_sharegpt_records(), lambda record: record["id"].rpartition("_")[0]):
         turns: list[dict[str, str]] = []
         for part in parts:
             begin = int(part["id"].rpartition("_")[2])
             if begin > len(turns):
-                break  # a part is missing: what comes before it is a conversation
+                break  # a part is missing: the conversation ends before it
             turns[begin:] = part["conversations"]
         if turns and turns[0]["from"] == "human":
             yield [turn["value"] for turn in turns]
 
 
 def _sharegpt_records() -> Iterator[dict[str, Any]]:
-    """The packaged file is cut short in its last record, so records are decoded one by one."""
+    """Yields the records of the data set.
+
+    The packaged file is cut off within its last record, so records are decoded one by one.
+    """
     text = fetch(SHAREGPT).read_text(encoding="utf-8")
     decoder = json.JSONDecoder()
     position = text.index("[") + 1
@@ -58,7 +62,12 @@ def _sharegpt_records() -> Iterator[dict[str, Any]]:
 
 
 def sharegpt_prompts(count: int, *, characters: tuple[int, int] = (40, 4000)) -> list[str]:
-    """First user turns whose length lies in ``characters``."""
+    """Returns the first messages of conversations, in file order.
+
+    Args:
+        count: number of messages; fewer are returned if the data set has fewer.
+        characters: minimum and maximum length of a message.
+    """
     low, high = characters
     first = (turns[0].strip() for turns in sharegpt_conversations())
     return list(islice((text for text in first if low <= len(text) <= high), count))

@@ -1,1 +1,1 @@
-"""Servers under mixed load, compared with stock SGLang answer by answer."""
+"""Benchmark of exactness: answers under mixed load, compared with those of stock SGLang."""

@@ -1,4 +1,4 @@
-"""Whether an answer is the one that stock SGLang gives."""
+"""Comparison of an answer with that of stock SGLang."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 ALIKE = 1e-3
-"""Logprobs in float32 that differ by no more are the same."""
+"""Largest difference at which two float32 logprobs count as equal."""
 
 
 class Ending(Enum):
-    """How a request ended, as its client sees it."""
+    """End of a request, as its client observes it."""
 
     DONE = "done"
     ABORTED = "aborted"
-    """Aborted by its id; the tokens sent before are kept."""
+    """The client aborted it by its id; the tokens received before are kept."""
     LEFT = "left"
     """The client closed the connection."""
     REFUSED = "refused"
-    """An error, in JSON or as the status."""
+    """The server answered with an error, in JSON or as the status."""
     CUT = "cut"
-    """The connection ended, or there was none."""
+    """The connection broke, or could not be opened."""
     HUNG = "hung"
-    """It had not ended by its deadline."""
+    """The request did not end within its deadline."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Answer:
     """Greedy tokens and their logprobs.
 
     Attributes:
-        gaps: by how much each token's logprob is above the second best's.
+        gaps: difference between the logprobs of each token and of the second best.
     """
 
     tokens: Sequence[int]
@@ -41,12 +41,14 @@ class Answer:
 
 @dataclass
 class Found:
-    """The outcome of a request.
+    """Outcome of a request.
 
     Attributes:
-        answers: of each of its ``n``, as far as it came.
-        whole: which of them were ended by the server and not by an abort.
-        said: the error.
+        answers: answers of the ``n`` of the request by number, as far as they were received.
+        whole: numbers of the answers that the server completed without an abort.
+        ids: request ids of the answers by number.
+        said: error message; empty if there is none.
+        seconds: duration of the request, in seconds.
     """
 
     ending: Ending = Ending.DONE
@@ -59,12 +61,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first one between an answer and what stock gives.
+    """First difference between an answer and that of stock SGLang.
 
     Attributes:
-        number: of the answer, among ``n``.
-        at: token of the answer.
-        gap: between stock's best and second best there.
+        number: number of the answer among ``n``.
+        at: position of the token in the answer.
+        what: description of the difference.
+        gap: gap of stock SGLang's logprobs at this token.
     """
 
     number: int
@@ -74,9 +77,9 @@ class Difference:
 
 
 def compare(expected: Answer, found: Found, n: int, *, logprobs: bool) -> Difference | None:
-    """The first difference, None if there is none.
+    """Returns the first difference; None if there is none.
 
-    Answers that were given up are compared as far as they came.
+    Answers that were given up are compared as far as they were received.
     """
     if found.ending is Ending.DONE and len(found.answers) != n:
         return Difference(0, 0, f"{len(found.answers)} answers, not {n}")

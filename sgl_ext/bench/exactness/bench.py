@@ -1,13 +1,14 @@
-"""Exact powers give the answers of stock SGLang, token by token.
+"""Comparison of the answers of exact powers with those of stock SGLang, token by token.
 
-With ``--config`` any configuration is driven for ``--minutes`` with a mixed load: conversations of
-several turns, several answers at once, streams, logprobs, priorities, requests that are given up,
-prompts of contexts, followers of stored contexts, flushes, and kills. What is counted has to be
-zero: answers that differ, requests that hang, servers that die, what is held when all have ended.
+With ``--config``, a configuration serves a mixed load for ``--minutes``: conversations of several
+turns, several answers of one request, streams, logprobs, priorities, requests that are given up,
+prompts with contexts, followers of stored contexts, flushes, and kills. The following counts must
+be zero: answers that differ, requests that hang or are refused, servers that die, and resources
+that are held after all requests have ended.
 
-Without it tiers are compared one by one. Conversations take turns on a device pool that holds a few
-of them, so that what a turn finds was evicted in between. Every answer is compared with a server
-without the extension: greedy tokens, and their logprobs, in float32.
+Without ``--config``, tiers are compared one by one. Conversations take turns on a device pool that
+holds few of them, so that the KV that a turn hits was evicted before. Every answer is compared with
+that of a server without the extension: greedy tokens and their logprobs, in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -38,36 +40,42 @@ _OUTPUT_TOKENS = 8
 _DEADLINE_S = 300.0
 _PEERS_CLIENTS = 2
 
+_LEAK = re.compile("mem(ory)? leak", re.IGNORECASE)
+"""Messages of SGLang's checks of its pools."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     parser.add_argument(
         "--config", metavar="FILE",
-        help="an --ext-config, or the name of a shipped one; its directories become new ones",
+        help="an --ext-config, or the name of a shipped one; new directories replace its own",
     )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=10.0, help="of load (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="length of the load (default: 10)"
+    )
     parser.add_argument(
         "--cover", action="append", default=[], metavar="COUNTER",
-        help="go on until this count of the report is above zero, for up to ten times --minutes "
-        "more; may be repeated",
+        help="continue until this count of the report is above zero, for up to ten times --minutes "
+        "longer; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of all that is asked")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all requests (default: 0)")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument(
-        "--layers", type=int, default=6, help="of SmolLM2 that are used; 30 is all of it"
+        "--layers", type=int, default=6, help="layers of SmolLM2 that are used (default: 6, of 30)"
     )
     parser.add_argument(
         "--deadline", type=float, default=180.0, metavar="SECONDS",
-        help="after which a request hangs (default: 180)",
+        help="time after which a request counts as hung (default: 180)",
     )  # fmt: skip
     parser.add_argument(
         "--server-args", default="", metavar="ARGUMENTS",
-        help="SGLang's own, beside a page of 16, a pool of 3,072 tokens, chunks of 512, float32",
+        help="further SGLang arguments; preset are pages of 16, a pool of 3,072 tokens, chunks of "
+        "512, and float32",
     )  # fmt: skip
 
 
 def minutes(options: argparse.Namespace) -> float | None:
-    """Estimates the minutes of a run, with its servers' starts and ends; None if unknown."""
+    """Returns the estimated minutes of a run with its servers' starts and ends; None if unknown."""
     return None if options.config is None else options.minutes + 3
 
 
@@ -78,12 +86,13 @@ def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
 
 
 def drive(options: argparse.Namespace, out: Path) -> Report:
-    """Runs a configuration under load; options as of :func:`add_arguments`.
+    """Runs a configuration under load, with the options of :func:`add_arguments`.
 
-    Logs, and requests that went wrong, are kept in ``out/exactness-NAME``.
+    Logs and failed requests are kept in ``out/exactness-NAME``.
 
     Raises:
-        ExtError: there is no such configuration, or a server does not start.
+        ExtError: there is no such configuration, a server does not start, or stock SGLang does not
+            answer.
     """
     source = find(options.config)
     place = out / f"exactness-{source.stem}"
@@ -115,7 +124,7 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
 def _told(
     name: str, options: argparse.Namespace, tally: Tally, said: Sequence[str], place: Path
 ) -> Report:
-    tally.leaked += not tally.dead and any("memory leak" in line for line in said)
+    tally.leaked += not tally.dead and any(_LEAK.search(line) for line in said)
     told = {**asdict(tally), **tally.server}
     del told["server"]
     config = {key: value for key, value in vars(options).items() if key not in ("name", "out")}
@@ -128,7 +137,7 @@ def _told(
     report.figures = {key: float(count) for key, count in told.items()}
     lacking = tally.lacking(options.cover, tally.server)
     missed = f"does not cover {', '.join(lacking)}" if lacking else ""
-    if found := tally.failed or ("complaints" if said else missed):
+    if found := tally.failed or ("errors in the logs" if said else missed):
         report.failed = f"{name}: {found}; see {place}"
         for line in said[:5]:
             report.failed += f"\n{line}"
@@ -176,7 +185,7 @@ def _compare(
     largest = dict.fromkeys(differing, 0.0)
     hits = dict.fromkeys(differing, 0)
     for turn in range(len(held[0].prompts)):
-        # Back and forth: what a small tier still has is asked for first, what it has not, last.
+        # The order alternates: a small tier is first asked for the KV that it still holds.
         for conversation in held[:: -1 if turn % 2 else 1]:
             expected, *found = (_answer(each, conversation.prompts[turn]) for each in servers)
             for name, answer in zip(differing, found, strict=True):

@@ -1,4 +1,4 @@
-"""Requests of an exactness run over HTTP, and stock SGLang's answers to compare them with."""
+"""HTTP requests of an exactness run, and the answers of stock SGLang to the same prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOCK_DEADLINE_S = 600.0
 
 
 def session() -> aiohttp.ClientSession:
-    """Connections that are not used twice: one that is idle may be closed by the server."""
+    """Returns a session that uses each connection once, because a server may close idle ones."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22
@@ -27,10 +27,10 @@ def session() -> aiohttp.ClientSession:
 
 
 def greedy(prompt: Mapping[str, Any], tokens: int, **more: Any) -> dict[str, Any]:
-    """The body of ``/generate`` for so many tokens.
+    """Returns the body of a greedy ``/generate`` request for ``tokens`` new tokens.
 
     Args:
-        prompt: ``input_ids`` or ``text``, and ``custom_params`` if it has some.
+        prompt: ``input_ids`` or ``text``, and optionally ``custom_params``.
         more: further sampling parameters.
     """
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
@@ -41,20 +41,19 @@ def greedy(prompt: Mapping[str, Any], tokens: int, **more: Any) -> dict[str, Any
 
 
 class Stock:
-    """Stock SGLang's answers; each distinct prompt is asked once."""
+    """Answers of stock SGLang; each distinct prompt is requested once."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
         self._asked: dict[tuple[tuple[int, ...], int], asyncio.Task[Answer]] = {}
 
-    @property
-    def asked(self) -> int:
-        """Distinct prompts."""
-        return len(self._asked)
-
     async def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """Raises ExtError if stock SGLang does not answer."""
+        """Returns the answer of stock SGLang to a prompt.
+
+        Raises:
+            ExtError: stock SGLang does not answer.
+        """
         key = (tuple(prompt), tokens)
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(*key))
@@ -86,7 +85,11 @@ async def ask(
     leave: Leave | None,
     deadline: float,
 ) -> Found:
-    """Asks a server that may end meanwhile; returns after ``deadline`` seconds at the latest."""
+    """Sends a request to a server that may end meanwhile; returns within ``deadline`` seconds.
+
+    Args:
+        leave: when and how the client gives the request up; None: never.
+    """
     found = Found()
     began = time.monotonic()
     try:
@@ -174,7 +177,7 @@ async def _abort(session: aiohttp.ClientSession, url: str, ids: Sequence[str]) -
 
 
 def _refused(found: Found, said: str) -> None:
-    if found.ending is not Ending.ABORTED:  # SGLang may make an error of an abort
+    if found.ending is not Ending.ABORTED:  # SGLang may report an abort as an error
         found.ending, found.said = Ending.REFUSED, said[:1000]
 
 

@@ -1,4 +1,4 @@
-"""Drives a server with the script of an exactness run and counts what went wrong."""
+"""Load of an exactness run: sends the requests of its script and counts faults."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from sgl_ext.bench.exactness.script import Ask, Event, Material, events, script
 from sgl_ext.bench.exactness.servers import Victim
 
 FAULTS = ("different", "hung", "dead", "leaked", "refused")
-"""Counts that must be zero."""
+"""Names of the counts that must be zero."""
 _PROGRESS_S = 10.0
 _QUIET_S = 60.0
-"""In which a server without requests holds nothing any more."""
+"""Time in which a server without requests must release all resources, in seconds."""
 _TOLD_S = 60.0
 _LONGER = 10
-"""Times as long as asked for that a run takes at most until it has covered what it must."""
+"""Longest extension of a run until it covers the required counts, as a multiple of its time."""
 _AFTERWARDS_S = 45.0
-"""After a peer was killed, in which requests may be told to come again later."""
+"""Time after the restart of a killed server in which requests may end with 503, in seconds."""
 
 
 @dataclass
 class Tally:
-    """Counts of a run; :data:`FAULTS` must be zero."""
+    """Counts of a run. Those in :data:`FAULTS` must be zero."""
 
     different: int = 0
     hung: int = 0
     dead: int = 0
     leaked: int = 0
     refused: int = 0
-    """Requests that ended with an error, or whose connection ended, that no event explains."""
+    """Requests that ended with an error or a broken connection and that no event explains."""
     requests: int = 0
     answers: int = 0
-    """Compared answers, each of a request's n."""
+    """Compared answers; a request has ``n`` of them."""
     tokens: int = 0
     """Tokens of these answers."""
     several: int = 0
@@ -56,7 +56,7 @@ class Tally:
     """Requests aborted by their id."""
     left: int = 0
     explained: int = 0
-    """Requests that a kill ended."""
+    """Requests that ended because of a kill."""
     flushes: int = 0
     kills: int = 0
     server: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Tally:
         self.left += found.ending is Ending.LEFT
 
     def lacking(self, covers: Sequence[str], server: Mapping[str, int]) -> list[str]:
-        """Returns the names of ``covers`` whose counts are zero.
+        """Returns the names in ``covers`` whose counts are zero.
 
         Args:
             server: counters of the servers so far.
@@ -84,17 +84,20 @@ class Tally:
 
     @property
     def failed(self) -> str:
-        """The faults that are not zero."""
+        """Description of the faults that are not zero; empty if all are."""
         return ", ".join(f"{getattr(self, name)} {name}" for name in FAULTS if getattr(self, name))
 
 
 class Load:
-    """Clients that go through their scripts against one or two servers.
+    """Clients that send the requests of their scripts to one or two servers.
 
     Args:
-        victims: the server under test, and its peer.
-        clients: of each of them.
-        failures: file that says all of what went wrong, a JSON object in each line.
+        victims: the server under test, and its peer if it has one.
+        clients: number of clients of each server.
+        stock: URL of stock SGLang.
+        texts: prompts of the requests.
+        deadline: deadline of a request, in seconds.
+        failures: file for the details of each fault, with a JSON object per line.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Load:
         self._killed_at = float("-inf")
 
     async def run(self, seconds: float, covers: Sequence[str] = ()) -> Tally:
-        """Drives the servers for so long, and on until each counter of ``covers`` is above zero.
+        """Runs the load for ``seconds``, and longer until each count of ``covers`` is above zero.
 
         Raises:
             ExtError: stock SGLang does not answer, or a killed server does not start.
@@ -153,7 +156,7 @@ class Load:
             await asyncio.wait(clients)
             telling.cancel()
 
-    # What happens
+    # Events
 
     async def _events(self, seconds: float) -> None:
         began = time.monotonic()
@@ -178,7 +181,7 @@ class Load:
                 self._paused += time.monotonic() - since
 
     async def _cover(self, seconds: float, covers: Sequence[str]) -> None:
-        """Waits until the run has covered what it must; a slow machine takes longer."""
+        """Waits until each count of ``covers`` is above zero. A slow machine needs more time."""
         give_up = time.monotonic() + seconds
         while self.tally.lacking(covers, self._counted()) and time.monotonic() < give_up:
             self._check_alive()
@@ -207,7 +210,7 @@ class Load:
                 self._note("dead", said=said)
 
     async def _dying(self) -> None:
-        """A server's connections end before it does."""
+        """Waits until a dying server has ended, because its connections end before its process."""
         for _ in range(50):
             self._check_alive()
             if self.tally.dead:
@@ -223,7 +226,7 @@ class Load:
             return False
 
     async def _look(self) -> None:
-        """Servers that nobody asks anything hold nothing; then they forget what they have."""
+        """Checks that servers without requests hold no resources, and flushes their caches."""
         for victim in self._victims:
             held: Any = "no answer"
             give_up = time.monotonic() + _QUIET_S
@@ -252,7 +255,7 @@ class Load:
             material = Material(material.talks)
         for count, asked in enumerate(script(self._seed, number, material)):
             await asyncio.sleep(asked.pause)
-            while not self._open.is_set():  # it may have been closed again meanwhile
+            while not self._open.is_set():  # it may have been cleared again meanwhile
                 await self._open.wait()
             if self._ended:
                 return
@@ -294,7 +297,7 @@ class Load:
         if what:
             self._note_request(what, rid, asked, prompt, expected, found, difference)
 
-    # What is told
+    # Reports
 
     async def _tell(self) -> None:
         began = time.monotonic()
@@ -305,14 +308,14 @@ class Load:
             tally = self.tally
             print(
                 f"{time.monotonic() - began:5.0f} s: {tally.answers} answers of {tally.requests} "
-                f"requests ({self._under_way} under way), {tally.different} different, "
+                f"requests ({self._under_way} in progress), {tally.different} different, "
                 f"{tally.hung} hung, {tally.leaked} leaked, {tally.refused} refused; "
                 + ", ".join(f"{name} {count}" for name, count in sorted(self._counted().items())),
                 flush=True,
             )
 
     async def _state(self, victim: Victim) -> dict[str, Any]:
-        """Returns the scheduler's internal state; empty if it does not answer."""
+        """Returns the internal state and load of a server's scheduler; empty without an answer."""
         if victim.down:
             return {}
         try:
@@ -331,7 +334,7 @@ class Load:
             self._counts[victim.name, victim.deaths, name] = count
 
     def _counted(self) -> Counter[str]:
-        """Sums the counters of all servers, killed ones included."""
+        """Returns the sums of the counters over all servers, killed ones included."""
         counts = Counter[str]()
         for (_, _, name), count in self._counts.items():
             counts[name] += int(count)
@@ -381,7 +384,7 @@ def counts_of(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _held(state: Mapping[str, Any]) -> str:
-    """Returns the resources that an idle server still holds."""
+    """Returns a description of the resources that a server holds; empty if there are none."""
     ours = state.get("sgl_ext", {})
     found = {
         "running": state["load"].get("num_running_reqs", 0),

@@ -1,4 +1,4 @@
-"""Texts of an exactness run: conversations, prompts of contexts, and followers of stored ones."""
+"""Texts of an exactness run: conversations, prompts with contexts, followers of stored contexts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from sgl_ext.client import ContextCache, part
 
 _TALKS = 32
 _LONGEST = 900
-"""Tokens of a conversation with its answers: three answers at once fit the pool."""
+"""Maximum tokens of a conversation with its answers; three answers at once fit the pool."""
 _LONGEST_ANSWER = 256
-"""New tokens of a turn; short answers make more requests."""
+"""Maximum new tokens of a turn; short answers allow more requests."""
 _ANSWER = 24
 _CHARACTERS = (1500, 4000)
 _CONTEXTS, _STORED, _QUESTIONS = 4, 2, 4
 _CUT = 1300
-"""Characters of a context: some 300 tokens."""
+"""Maximum characters of a context, about 300 tokens."""
 _STORED_TOKENS = 700
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request body, and the prompt tokens that stock SGLang gets instead.
+    """Prompt of a request, and the equivalent prompt for stock SGLang.
 
     Attributes:
+        ids: token ids for stock SGLang.
         body: ``input_ids`` or ``text``, and ``custom_params`` of a follower.
-        answer: tokens.
+        answer: number of new tokens.
     """
 
     ids: tuple[int, ...]
@@ -43,7 +44,7 @@ class Prompt:
 
 
 class Texts:
-    """All that is asked, of one seed."""
+    """Prompts that are drawn from one seed."""
 
     def __init__(self, model: Path, seed: int, *, chunks: bool, clusters: bool) -> None:
         from transformers import AutoTokenizer
@@ -73,13 +74,13 @@ class Texts:
 
     @property
     def material(self) -> Material:
-        """For the script."""
+        """Sizes of the material, for the script."""
         return Material(
             [len(turns) for turns in self._talks], len(self._linked), len(self._followers)
         )
 
     def create(self, url: str) -> None:
-        """Makes the contexts on a server that has none, those on devices if there are none yet.
+        """Creates the linked contexts on a server, and the stored contexts if there are none yet.
 
         Raises:
             ExtError: the server refuses.
@@ -91,7 +92,11 @@ class Texts:
             self._stored_ids = [store(url, context) for context in self._stored]
 
     async def prompt(self, ask: Ask, stock: Stock) -> Prompt:
-        """Raises ExtError if stock SGLang does not answer what was asked before."""
+        """Returns the prompt of a request, with stock SGLang's answers to earlier turns.
+
+        Raises:
+            ExtError: stock SGLang does not answer an earlier turn.
+        """
         if ask.kind == "linked":
             pair, question = self._linked[ask.talk]
             texts = ["Read this. ", *(self._contexts[at] for at in pair), self._questions[question]]

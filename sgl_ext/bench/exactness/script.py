@@ -1,6 +1,6 @@
-"""The script of an exactness run: what each client asks, and what happens to the server meanwhile.
+"""Script of an exactness run: the requests of each client, and the events of the servers.
 
-Plain data drawn from a seed; nothing here asks a server.
+The script is plain data that is drawn from a seed. Nothing here contacts a server.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Kind = Literal["plain", "linked", "follower"]
 
 
 class Event(Enum):
-    """Faults and commands that the server gets beside its clients' requests."""
+    """Fault or command that a server gets in addition to its clients' requests."""
 
     BUSY_FLUSH = "flush while busy"
     """``/flush_cache`` under load, which SGLang refuses."""
     FLUSH = "flush"
-    """``/flush_cache`` when every request has ended, and a look at what is still held."""
+    """``/flush_cache`` after all requests have ended, and a check of what is still held."""
     KILL = "kill -9"
-    """Every process of the server, under load; then it starts again."""
+    """SIGKILL of all processes of a server under load, and a restart."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """A client gives a request up.
+    """Way in which a client gives a request up.
 
     Attributes:
-        by: ``id``: ``/abort_request``; ``disconnect``: the connection is closed.
-        share: of the answer's tokens, of a stream, that come before.
-        seconds: after which, where no tokens come one by one.
+        by: ``id``: by ``/abort_request``; ``disconnect``: the client closes the connection.
+        share: share of the answer's tokens that a stream gives before.
+        seconds: delay without a stream, in seconds.
     """
 
     by: Literal["id", "disconnect"]
@@ -42,13 +42,14 @@ class Leave:
 
 @dataclass(frozen=True)
 class Ask:
-    """One greedy request.
+    """Greedy request.
 
     Attributes:
-        talk: number of the conversation, of the context, or of the prompt of contexts.
-        turn: of a conversation; its prompt is all that was said and answered before.
-        n: answers of one request; all of them are the same.
-        pause: seconds before it.
+        talk: number of the conversation, of the prompt with contexts, or of the follower.
+        turn: turn of a conversation; its prompt begins with all earlier turns and answers.
+        n: number of answers; all of them are equal.
+        leave: when and how the client gives the request up; None: never.
+        pause: seconds before the request.
     """
 
     kind: Kind
@@ -64,15 +65,20 @@ class Ask:
 
 @dataclass(frozen=True)
 class Mix:
-    """Shares of what is asked, and how often events come.
+    """Shares of the kinds of requests, and intervals of events.
 
     Attributes:
-        n: how often 1, 2 and 3 answers are asked, relatively.
-        leave: requests that are given up.
-        linked: visits to prompts of contexts, where there are chunks; of conversations the rest.
-        followers: visits to followers of stored contexts, where there are clusters.
-        again: visits to one of the conversations that were had lately.
-        flush: seconds between flushes of an idle server, and between those of a busy one.
+        n: relative frequencies of 1, 2 and 3 answers.
+        stream: share of requests that are streamed.
+        logprobs: share of requests with logprobs.
+        leave: share of requests that are given up.
+        linked: share of prompts with contexts, if ``chunks`` is on.
+        followers: share of followers of stored contexts, if ``clusters`` is on. Conversations are
+            the rest.
+        again: share of the conversations that repeat a recent one.
+        priorities: number of priorities.
+        pause: mean pause before a turn after the first, in seconds.
+        flush: seconds between flushes of an idle server, and between flushes of a busy one.
         kill: seconds between kills.
     """
 
@@ -95,7 +101,13 @@ _LATELY = 6
 
 @dataclass(frozen=True)
 class Material:
-    """Sizes of the material: turns of each conversation, prompts of contexts, followers."""
+    """Sizes of the material.
+
+    Attributes:
+        talks: number of turns of each conversation.
+        linked: number of prompts with contexts.
+        followers: number of followers of stored contexts.
+    """
 
     talks: Sequence[int]
     linked: int = 0
@@ -103,7 +115,7 @@ class Material:
 
 
 def script(seed: int, client: int, material: Material, mix: Mix = MIX) -> Iterator[Ask]:
-    """The requests of a client, one after the other, without end."""
+    """Yields the requests of a client in order, without end."""
     chance = random.Random(f"{seed}/{client}")  # noqa: S311
     lately: list[int] = []
     while True:
@@ -130,7 +142,7 @@ def _ask(chance: random.Random, mix: Mix, kind: Kind, talk: int, turn: int) -> A
     (n,) = chance.choices((1, 2, 3), mix.n)
     stream = chance.random() < mix.stream
     if leave and leave.by == "id" and n > 1:
-        stream = True  # the ids of several answers are known from their tokens only
+        stream = True  # the ids of several answers are known only from their tokens
     return Ask(
         kind=kind,
         talk=talk,

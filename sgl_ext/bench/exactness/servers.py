@@ -1,4 +1,4 @@
-"""The servers of an exactness run: the one under test, stock SGLang, and a peer's other side."""
+"""Servers of an exactness run: the server under test, stock SGLang, and a peer's other side."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ UNDER_TEST, BESIDE = "server", "peer"
 
 
 def find(name: str) -> Path:
-    """The file of that path, or of that name among the shipped ones.
+    """Returns the configuration file with that path, or the shipped one with that name.
 
     Raises:
-        ExtError: there is none.
+        ExtError: there is no such file.
     """
     for path in (Path(name), SHIPPED / f"{name}.yaml"):
         if path.is_file():
@@ -44,11 +44,11 @@ def find(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """Configurations with directories of their own.
+    """Configurations of a run, with new directories.
 
     Attributes:
-        config: of the server under test.
-        beside: of its peer; None without one.
+        config: configuration of the server under test.
+        beside: configuration of its peer; None without a peer.
     """
 
     config: Mapping[str, Any]
@@ -58,10 +58,10 @@ class Setup:
         return section in self.config
 
     def systems(self, arguments: str = "") -> list[System]:
-        """Stock SGLang, the server under test, and its peer.
+        """Returns stock SGLang, the server under test, and its peer.
 
         Args:
-            arguments: further ones of SGLang, which count before :data:`ARGUMENTS`.
+            arguments: further SGLang arguments, which override :data:`ARGUMENTS`.
         """
         more = shlex.split(arguments)
         found = [System("stock", _STOCK, _ENVIRONMENT)]
@@ -73,16 +73,16 @@ class Setup:
 
 
 def setup(source: Path, scratch: Path, sockets: Path) -> Setup:
-    """Reads a configuration; every directory that it names becomes a new one.
+    """Reads a configuration and replaces every directory that it names by a new one.
 
-    So a run begins with nothing stored, and touches nothing of a server that is in use.
+    A run therefore begins with nothing stored, and does not touch the files of a server in use.
 
     Args:
-        scratch: where tiers and clusters store.
-        sockets: the directory of peers; its path is short, as that of a socket has to be.
+        scratch: folder for the directories of tiers and clusters.
+        sockets: directory of peers; its path must be short, because it has sockets.
 
     Raises:
-        ExtError: it is not a configuration.
+        ExtError: the configuration is invalid.
     """
     try:
         load(source)
@@ -115,19 +115,19 @@ def setup(source: Path, scratch: Path, sockets: Path) -> Setup:
 
 
 class Victim:
-    """A server that can be killed and started again with the same arguments.
+    """Server that can be killed and started again with the same arguments.
 
     Args:
-        place: where logs are written.
-        stack: ends the ones that were started again.
+        place: folder of the logs.
+        stack: stack that ends the servers that were started again.
     """
 
     def __init__(self, server: Server, model: Path, place: Path, stack: ExitStack) -> None:
         self.server = server
         self.down = False
-        """Whether it was killed and is not ready again."""
+        """True from a kill until the server is ready again."""
         self.deaths = 0
-        """Kills."""
+        """Number of kills."""
         self.logs = [server.log]
         self._model, self._place, self._stack = model, place, stack
 
@@ -140,10 +140,10 @@ class Victim:
         return self.server.url
 
     def died(self) -> str:
-        """Why it is not alive; nothing if it is, or was killed by this run."""
+        """Returns why the server has ended; empty if it is alive or this run killed it."""
         if self.down or (code := self.server.process.poll()) is None:
             return ""
-        return f"{self.name} ended with {code}; its log is {self.server.log}"
+        return f"{self.name} ended with code {code}; its log is {self.server.log}"
 
     def kill(self) -> None:
         self.down = True
@@ -153,7 +153,11 @@ class Victim:
         self.server.process.wait()
 
     def start(self) -> None:
-        """Raises ExtError if it does not start."""
+        """Starts the server again.
+
+        Raises:
+            ExtError: it does not start.
+        """
         system = replace(self.server.system, name=f"{self.name}-{self.deaths}")
         (self.server,) = self._stack.enter_context(serve([system], self._model, self._place))
         self.logs.append(self.server.log)
@@ -161,9 +165,9 @@ class Victim:
 
 
 def complaints(logs: Sequence[Path]) -> list[str]:
-    """Lines of logs that say that something went wrong in a server.
+    """Returns the lines of logs that report an error of a server.
 
-    SGLang's traceback of a request whose client has gone is none.
+    SGLang's traceback of a request whose client has disconnected is not an error.
     """
     found = []
     for log in logs:

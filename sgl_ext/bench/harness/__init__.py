@@ -1,1 +1,1 @@
-"""Servers, reports and samples that every benchmark shares."""
+"""Servers, load, samples and reports that the benchmarks share."""

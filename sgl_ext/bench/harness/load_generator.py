@@ -1,11 +1,11 @@
-"""SGLang's own load generator as a function: requests at given times in, timings out."""
+"""SGLang's load generator as a function from requests at given times to timings."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sglang.benchmark import serving
 
@@ -14,19 +14,17 @@ from sgl_ext.errors import ExtError
 
 @dataclass(frozen=True)
 class Request:
-    """One ``/generate`` request, sent ``at`` seconds after the run's start."""
+    """A ``/generate`` request that is sent ``at`` seconds after the start of the run."""
 
     prompt: str | Sequence[int]
     """Text, or token ids."""
     output_tokens: int
     at: float = 0.0
-    body: Mapping[str, object] = field(default_factory=dict)
-    """Further fields of the request's JSON."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What the client saw of one request; seconds."""
+    """Times of one request as its client observes them, in seconds."""
 
     ttft: float
     """Time to first token."""
@@ -34,21 +32,20 @@ class Timing:
     """Mean time per output token after the first; 0 if there was only one."""
     latency: float
     cached_tokens: int
-    text: str
 
 
 class RequestError(ExtError):
-    """A request of a run was refused or broken off; the message carries the server's words."""
+    """Error for a request that was refused or interrupted; its message is the server's."""
 
 
-def run(url: str, requests: Sequence[Request], *, concurrency: int | None = None) -> list[Timing]:
-    """Sends ``requests`` to the server at ``url``; at most ``concurrency`` at once.
+def run(url: str, requests: Sequence[Request]) -> list[Timing]:
+    """Sends ``requests`` to the server at ``url``, each at its time.
 
     Returns:
         Timings in the order of ``requests``.
 
     Raises:
-        RequestError: at the first request that failed.
+        RequestError: a request failed; it is raised at the first one.
     """
     # The generator's request functions read their options from a module-wide namespace.
     serving.set_global_args(
@@ -58,17 +55,15 @@ def run(url: str, requests: Sequence[Request], *, concurrency: int | None = None
             top_logprobs_num=0, token_ids_logprob=None, cache_report=True, header=None,
         )
     )  # fmt: skip
-    return asyncio.run(_run(url, requests, concurrency))
+    return asyncio.run(_run(url, requests))
 
 
-async def _run(url: str, requests: Sequence[Request], concurrency: int | None) -> list[Timing]:
-    slots = asyncio.Semaphore(concurrency or len(requests) or 1)
+async def _run(url: str, requests: Sequence[Request]) -> list[Timing]:
     start = asyncio.get_running_loop().time()
 
     async def send(request: Request) -> Timing:
         await asyncio.sleep(start + request.at - asyncio.get_running_loop().time())
-        async with slots:
-            return _timing(await serving.async_request_sglang_generate(_input(url, request)))
+        return _timing(await serving.async_request_sglang_generate(_input(url, request)))
 
     return await asyncio.gather(*map(send, requests))
 
@@ -83,7 +78,7 @@ def _input(url: str, request: Request) -> serving.RequestFuncInput:
         model="",
         lora_name="",
         image_data=None,
-        extra_request_body=dict(request.body),
+        extra_request_body={},
     )
 
 
@@ -91,9 +86,9 @@ def _timing(output: serving.RequestFuncOutput) -> Timing:
     if not output.success:
         raise RequestError(output.error.strip()[-2000:])
     if output.prompt_len == 0:
-        # The generator takes a stream that holds only an error for an answer.
+        # The generator counts a stream that has only an error as an answer.
         raise RequestError("the server refused the request in its stream; see the server's log")
     tpot = sum(output.itl) / len(output.itl) if output.itl else 0.0
-    # The generator's clock waits for text, and a token may be half a character.
+    # The generator measures to the first text, and a token may be an incomplete character.
     ttft = output.ttft or output.latency
-    return Timing(ttft, tpot, output.latency, output.cached_tokens, output.generated_text)
+    return Timing(ttft, tpot, output.latency, output.cached_tokens)

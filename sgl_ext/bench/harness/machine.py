@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""Description of the machine that a benchmark runs on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_ext import __version__
 
 
 def describe() -> dict[str, Any]:
-    """Hardware, operating system, load and versions, in plain JSON types."""
+    """Returns hardware, operating system, load and versions, in JSON types."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

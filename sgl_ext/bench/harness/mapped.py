@@ -1,4 +1,4 @@
-"""Files that processes have mapped."""
+"""Files that processes have mapped, and POSIX shared memory among them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARED = Path("/dev/shm")
 
 
 def mapped_files(pids: Sequence[int]) -> dict[int, str]:
-    """Files that are mapped, by inode."""
+    """Returns the paths of the files that processes have mapped, by inode."""
     found = {}
     for pid in pids:
         with suppress(OSError):
@@ -22,19 +22,19 @@ def mapped_files(pids: Sequence[int]) -> dict[int, str]:
 
 
 def mapped_segments(pids: Sequence[int]) -> frozenset[int]:
-    """Inodes of POSIX shared memory that is mapped.
+    """Returns the inodes of the POSIX shared memory that processes have mapped.
 
-    Not its names, because a named semaphore is mapped before it gets its own.
+    Names would not do, because a named semaphore is mapped before it gets its name.
     """
     maps = mapped_files(pids)
     return frozenset(inode for inode in maps if maps[inode].startswith(f"{_SHARED}/"))
 
 
 def segments(inodes: Collection[int]) -> list[Path]:
-    """Those of POSIX shared memory that there are."""
+    """Returns the existing files of POSIX shared memory with these inodes."""
     found = []
     for path in _SHARED.iterdir():
-        with suppress(OSError):  # another's, that has just gone
+        with suppress(OSError):  # a file of another process, removed meanwhile
             if path.stat().st_ino in inodes:
                 found.append(path)
     return found

@@ -1,4 +1,4 @@
-"""What a long run has found so far, in a file, so that one that was broken off can go on."""
+"""Results of a long run in a file, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from sgl_ext.bench.harness.progress import say
 
 
 class Partial:
-    """Findings by name, one line each.
+    """Results by name, in a file with one line for each.
 
     Args:
-        bench: name of the bench; its file lies in ``directory``.
-        config: what else decides them; those of another one are forgotten, as are those of other
-            code.
-        quick: a quick run has a file of its own.
+        directory: folder of the file.
+        bench: name of the benchmark.
+        config: configuration that the results depend on. Results of another configuration or of
+            other code are discarded.
+        quick: True for a quick run, which has its own file.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Partial:
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [header]
         for line in lines[1:] if lines[:1] == [header] else ():
-            with suppress(ValueError):  # cut off when the run was
+            with suppress(ValueError):  # cut off when the run was interrupted
                 name, self._found[name] = json.loads(line)
                 kept.append(line)
         path.write_text("\n".join(kept) + "\n")
@@ -44,8 +45,11 @@ class Partial:
         return name in self._found
 
     def find(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What was found under that name; if nothing was, what ``measure`` returns, which JSON has
-        to take."""
+        """Returns the result of that name; measures and keeps it if there is none.
+
+        Args:
+            measure: returns the result, in JSON types.
+        """
         if name not in self._found:
             say(f"measuring {name}")
             self._found[name] = found = measure()
@@ -54,13 +58,13 @@ class Partial:
         return self._found[name]
 
     def forget(self) -> None:
-        """All has been reported."""
+        """Removes the file, after all results were reported."""
         self._path.unlink(missing_ok=True)
 
 
 @functools.cache
 def _code() -> str:
-    """Digest of this package as it is."""
+    """Returns a digest of the Python files and native modules of this package."""
     python = sorted(Path(sgl_ext.__file__).parent.rglob("*.py"))
     native = (_attention, _clusters, _rotation, _transfer)
     found = xxhash.xxh3_64()

@@ -10,17 +10,17 @@ _EVERY_S = 10.0
 
 
 def say(text: str) -> None:
-    """Prints a line at once."""
+    """Prints a line to standard error immediately."""
     print(f"sgl_ext: {text}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """Counts equal steps, and says every ten seconds how many are done and what is left.
+    """Progress of equal steps, reported every ten seconds with the time that is left.
 
     Args:
-        what: is measured.
-        steps: in all.
-        now: a clock, in seconds.
+        what: name of the measurement.
+        steps: number of all steps.
+        now: clock, in seconds.
     """
 
     def __init__(self, what: str, steps: int, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +29,7 @@ class Progress:
         self._begin = self._said = now()
 
     def step(self) -> None:
-        """One more is done."""
+        """Counts a step as done."""
         self._done += 1
         if (now := self._now()) - self._said < _EVERY_S:
             return

@@ -1,4 +1,4 @@
-"""Starts of SGLang that import the models that are served here, and not all that there are."""
+"""Quick start of SGLang, which imports only the models that are served here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _SERVED = {"llama", "mistral", "qwen2", "qwen3", "transformers"}
-"""Modules of models; others that they need are imported all the same."""
+"""Modules of the served models; other model modules that they need are imported nevertheless."""
 
 
 @cache
 def environment() -> dict[str, str]:
-    """For a process that serves: it starts seconds earlier."""
+    """Returns environment variables of a server process, with which it starts seconds earlier."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         return {}

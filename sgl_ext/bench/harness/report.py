@@ -1,4 +1,4 @@
-"""The result of a benchmark: a table for people, a JSON file for programs."""
+"""Report of a benchmark, as tables and as a JSON file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SCHEMA = 1
 
 @dataclass
 class Report:
-    """Figures and the runs they come from."""
+    """Figures of a benchmark, and the runs that they are calculated from."""
 
     name: str
     config: Mapping[str, Any]
     figures: dict[str, float] = field(default_factory=dict)
-    """What an issue or the README names; dimensionless ratios unless the key says a unit."""
+    """Values that an issue or a README quotes; dimensionless ratios unless the key has a unit."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """One row per measured system and setting, as printed."""
+    """One row for each measured system and setting, as printed."""
     machine: Mapping[str, Any] = field(default_factory=machine.describe)
     failed: str = ""
-    """Why the command fails although everything was measured."""
+    """Reason for which the command fails although everything was measured; empty if it does not."""
 
     def write(self, directory: Path) -> Path:
-        """Writes ``directory/NAME.json`` whole or not at all."""
+        """Writes ``directory/NAME.json`` atomically and returns its path."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.name}.json"
         content = {
@@ -51,7 +51,7 @@ class Report:
     def print(self) -> None:
         """Prints the runs as tables and the figures below them."""
         console = Console()
-        # A table for each kind of thing: what is measured in one bench may differ widely.
+        # One table for each kind of measurement, because their columns differ.
         kinds = [str(run.get("what", "")).partition(" ")[0] for run in self.runs]
         for kind in dict.fromkeys(kinds):
             runs = [run for run, of in zip(self.runs, kinds, strict=True) if of == kind]
@@ -71,7 +71,10 @@ def _cell(value: Any) -> str:
 
 
 def summary(samples: Sequence[float], prefix: str, scale: float = 1.0) -> dict[str, float]:
-    """Percentiles of ``samples`` (times ``scale``) as ``PREFIX_p50`` and so on."""
+    """Returns percentiles of ``samples`` times ``scale``: ``PREFIX_p50``, ``_p90`` and ``_p99``.
+
+    A single sample has ``PREFIX_p50`` only.
+    """
     scaled = sorted(sample * scale for sample in samples)
     if len(scaled) < 2:
         return {f"{prefix}_p50": scaled[0]} if scaled else {}

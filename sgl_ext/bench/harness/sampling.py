@@ -1,4 +1,4 @@
-"""Interleaved samples: what systems differ in must not be when they were measured."""
+"""Interleaved samples of systems, so that the time of measurement does not differ between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Sample = TypeVar("Sample")
 
 
 def interleaved(
-    samplers: Sequence[Callable[[int], Sample]], rounds: int, what: str = "a round"
+    samplers: Sequence[Callable[[int], Sample]], rounds: int, what: str = "rounds"
 ) -> list[list[Sample]]:
-    """Calls every sampler once a round, each round beginning with the next one.
+    """Calls every sampler once per round; each round begins with the next sampler.
 
     Args:
-        samplers: take one sample; given the number of the round.
-        what: is measured, for who waits.
+        samplers: functions that take one sample, given the number of the round.
+        what: name of the measurement in progress reports.
 
     Returns:
         The samples of each sampler.
@@ -34,5 +34,5 @@ def interleaved(
 
 
 def ratio_of_medians(samples: Sequence[float], to: Sequence[float]) -> float:
-    """Median of ``samples`` over median of ``to``."""
+    """Returns the median of ``samples`` over the median of ``to``."""
     return statistics.median(samples) / statistics.median(to)

@@ -26,19 +26,20 @@ from sgl_ext.errors import ExtError
 
 START_DEADLINE_S = 300.0
 BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
-"""Of servers side by side: SGLang takes what others load meanwhile for its own weights."""
+"""Arguments of servers that start side by side: SGLang counts memory that other servers load
+meanwhile as its own weights."""
 _STOP_DEADLINE_S = 30.0
 _FORGET_DEADLINE_S = 600.0
 _PORTS = range(10_000, 22_000)
-"""Below those that SGLang gives to its own sockets while it starts, and the kernel to
-connections."""
+"""Ports of servers. They are below those that SGLang gives to its own sockets while it starts, and
+below those that the kernel gives to connections."""
 _PORTS_TRIED = 100
 _held: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
 class System:
-    """One configuration of the server under comparison."""
+    """Configuration of a server that is compared with others."""
 
     name: str
     arguments: Sequence[str] = ()
@@ -47,7 +48,7 @@ class System:
 
 @dataclass(frozen=True)
 class Server:
-    """A running system."""
+    """Running server of a system."""
 
     system: System
     url: str
@@ -59,16 +60,17 @@ class Server:
 def serve(
     systems: Sequence[System], model: Path, logs: Path, *, deadline: float = START_DEADLINE_S
 ) -> Iterator[list[Server]]:
-    """Starts all ``systems`` side by side and stops them with everything they left behind.
+    """Starts all ``systems`` side by side; at the end stops them and removes what they leave.
 
-    Idle schedulers sleep, so that the one being measured has the machine.
+    Idle schedulers sleep, so that the server that is measured has the machine to itself.
 
     Args:
-        logs: directory of ``NAME.log`` files, one per system.
-        deadline: seconds until the last one must be ready.
+        logs: directory of the ``NAME.log`` files, one per system.
+        deadline: seconds until the last server must be ready.
 
     Raises:
-        ExtError: a server died or was not ready in time; names its log and its last lines.
+        ExtError: a server ended or was not ready in time; the message has the last lines of its
+            log.
     """
     logs.mkdir(parents=True, exist_ok=True)
     give_up = time.monotonic() + deadline
@@ -80,7 +82,7 @@ def serve(
         try:
             yield servers
         finally:
-            for server in servers:  # all at once: each takes seconds to end
+            for server in servers:  # signals all first, because each takes seconds to end
                 with suppress(psutil.NoSuchProcess):
                     server.process.terminate()
 
@@ -92,7 +94,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
     if setpriv := shutil.which("setpriv"):
-        # A benchmark that is killed takes its servers with it.
+        # The servers of a benchmark end when it is killed.
         command = [setpriv, "--pdeathsig", "TERM", *command]
     scratch = run_directory.subdirectory()
     environment = {
@@ -123,32 +125,35 @@ def _start(command: Sequence[str], environment: Mapping[str, str], sink: IO[byte
 
 
 def forget(url: str) -> None:
-    """Device and host memory forget everything; what lies on SSDs stays.
+    """Flushes the KV in device and host memory; KV on SSDs stays.
 
     Raises:
         ExtError: the server is busy for too long.
     """
     give_up = time.monotonic() + _FORGET_DEADLINE_S
     while time.monotonic() < give_up:
-        # What has answered may not have ended.
+        # The scheduler may not have ended a request that was answered.
         if requests.post(f"{url}/flush_cache", timeout=_FORGET_DEADLINE_S).ok:
             return
         time.sleep(0.05)
-    raise ExtError(f"{url} did not forget its KV in {_FORGET_DEADLINE_S:g} s")
+    raise ExtError(f"{url} did not flush its KV within {_FORGET_DEADLINE_S:g} s")
 
 
 def live(url: str) -> dict[str, Any]:
-    """What the extension says of itself in a running server; empty in a stock one."""
+    """Returns the state of the extension in a running server; empty for stock SGLang."""
     found = requests.get(f"{url}/server_info", timeout=_FORGET_DEADLINE_S).json()
     state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
     return state
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface, which no other call gives while this process lives.
+    """Returns a free TCP port of the loopback interface; no other call returns it again.
 
-    A server binds it seconds later, and until then another's must not choose it: its answers
-    would be taken for this one's.
+    A server binds the port seconds later. Until then no other server may choose it, because its
+    answers would be taken for those of this server. The port is reserved while this process lives.
+
+    Raises:
+        ExtError: no free port was found.
     """
     for _ in range(_PORTS_TRIED):
         port = secrets.choice(_PORTS)
@@ -158,19 +163,19 @@ def free_port() -> int:
         except OSError:
             held.close()
             continue
-        # Servers bind what is bound and not listened on; this function does not.
+        # A server can bind a port that is bound but not listened on; this function cannot.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _held.append(held)
         return port
-    raise ExtError(f"{_PORTS_TRIED} ports of {_PORTS} were all in use")
+    raise ExtError(f"{_PORTS_TRIED} ports from {_PORTS.start} to {_PORTS.stop - 1} were in use")
 
 
 def _wait_until_ready(server: Server, give_up: float) -> None:
     while time.monotonic() < give_up:
         if server.process.poll() is not None:
             raise ExtError(
-                f"the server {server.system.name!r} ended with {server.process.returncode}; "
-                f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+                f"the server {server.system.name!r} ended with code {server.process.returncode}; "
+                f"its log {server.log} ends with:\n{_last_lines(server.log)}"
             )
         with suppress(requests.RequestException):
             if requests.get(f"{server.url}/health", timeout=5).ok:
@@ -178,7 +183,7 @@ def _wait_until_ready(server: Server, give_up: float) -> None:
         time.sleep(0.2)
     raise ExtError(
         f"the server {server.system.name!r} was not ready in time; "
-        f"its log is {server.log}, it ends with:\n{_last_lines(server.log)}"
+        f"its log {server.log} ends with:\n{_last_lines(server.log)}"
     )
 
 
@@ -213,5 +218,8 @@ def _tree(process: psutil.Popen) -> list[psutil.Process]:
 
 
 def _shared_memory_of(tree: list[psutil.Process]) -> list[Path]:
-    """POSIX shared memory that the processes map: stock SGLang leaves it when it is stopped."""
+    """Returns the POSIX shared memory that processes have mapped.
+
+    Stock SGLang leaves it behind when it is stopped.
+    """
     return segments(mapped_segments([process.pid for process in tree]))

@@ -1,1 +1,1 @@
-"""The benchmark of the slab, its allocator and the transfer engine."""
+"""Benchmark of the attention over the slab and of the transfer engine."""

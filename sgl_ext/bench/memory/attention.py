@@ -1,9 +1,9 @@
-"""The CPU attention in place over the block-major slab.
+"""Benchmark of the CPU attention that reads K and V in place, over the block-major slab.
 
-Against the gather of the context and torch's attention over the same slab, against a plain read of
-the same bytes, and against itself over SGLang's layer-major pool. SmolLM2's geometry with all its
-layers, so that K and V come from main memory; slots in shuffled runs of 16; both pools lie in huge
-pages. Figures compare lower deciles of interleaved samples.
+It is compared with a gather of the context and torch's attention over the same slab, with a plain
+read of the same bytes, and with itself over SGLang's layer-major pool. The geometry is SmolLM2's
+with all layers, so that K and V come from main memory. Slots lie in shuffled runs of 16, and both
+pools lie in huge pages. Figures compare lower deciles of interleaved samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUN = 16
 _NEW = 16
 
 Forward = Callable[[int], Any]
-"""One attention of the layer with this number."""
+"""Function that computes the attention of a layer, given by its number."""
 
 
 def measure(report: Report, *, quick: bool) -> None:
@@ -104,11 +104,11 @@ def _extend(report: Report, slab: Any, pool: Any, row: Any, rounds: int) -> None
 
 
 def _ratio(samples: Sequence[float], to: Sequence[float]) -> float:
-    """Lower decile of ``samples`` over that of ``to``.
+    """Returns the lower decile of ``samples`` over that of ``to``.
 
-    A thread that waits at the end of a parallel region for one that was preempted waits for a
-    whole time slice, many times what is measured: where others want the cores too, the median is
-    the scheduler's figure.
+    At the end of a parallel region, threads wait for a thread that the kernel has preempted. They
+    wait for a whole time slice, which is many times the measured time. If other processes use the
+    cores, the median therefore measures the kernel's scheduler.
     """
     return _lower_decile(samples) / _lower_decile(to)
 
@@ -118,11 +118,12 @@ def _lower_decile(samples: Sequence[float]) -> float:
 
 
 def _measured(systems: dict[str, Forward], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one layer by system, every sample of the next layer.
+    """Returns the seconds of one layer by system; each sample takes the next layer.
 
-    One layer is short beside a time slice of the machine, so that most samples have the cores to
-    themselves even where others want them; all layers together would not. Systems over the same
-    pool are many layers apart, or one would find in the cache what another has read.
+    One layer is short compared with a time slice of the machine. Most samples therefore have the
+    cores to themselves even if other processes use them; all layers together would not. Systems
+    over the same pool are many layers apart, because otherwise one would find in the CPU cache what
+    another has read.
     """
 
     def sampler(forward: Forward, first: int) -> Callable[[int], float]:

@@ -1,8 +1,8 @@
-"""The transfer engine against plain ``memcpy`` and against fio, and what submitting costs.
+"""Benchmark of the transfer engine against plain ``memcpy`` and fio, and of the cost of submitting.
 
-Everything is a ratio of samples taken in turns on the same machine: what else runs there slows
-both sides. Copies leave a slab and walk through more memory than the last-level cache holds; reads
-fill a slab and bypass the page cache.
+Rates are compared as ratios of interleaved samples on the same machine, so that other load slows
+both sides. Copies read from a slab and walk through more memory than the last-level cache holds.
+Reads from files write to a slab and bypass the page cache.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from sgl_ext.memory.transfer import File, FileLane, HostLane, Priority, Transfer
 
 MIB = 1 << 20
 _WARM_UP = 100
-"""Copies until the kernel has spread the lane's threads over the cores."""
+"""Number of copies until the kernel has spread the lane's threads over the cores."""
 _DEADLINE_S = 60.0
 _FIO_DEADLINE_S = 300
 _THREADS = 2
 _DEPTH = 32
 _QUEUED = 4
-"""Batches of reads under way; each reads into a place of its own."""
+"""Number of batches of reads in flight; each has its own destination."""
 _RAMP_S = 0.25
-"""Not counted: rate limiters of disks let the first requests after a pause through faster."""
+"""Time at the start that is not counted, in seconds. Rate limiters of disks let the first requests
+after a pause through faster."""
 _FILE_SIZE = 512 * MIB
 _READ_SIZES = (4096, 64 << 10, MIB)
 _COPIES = 10_000
 
 
 _GROUP = 20
-"""Blocks of FastSwitch's mean block group (section 3.1)."""
+"""Number of blocks in FastSwitch's mean block group (§3.1)."""
 
 SMOLLM2 = Layout(
     page=16, layers=30, kv_heads=3, head_dim=64, dtype="bfloat16", fingerprint="SmolLM2-135M"
@@ -59,7 +60,11 @@ LLAMA3 = Layout(
 
 
 def require_fio() -> None:
-    """Raises ExtError where fio is not installed; to be called before anything is measured."""
+    """Checks that fio is installed. Call it before anything is measured.
+
+    Raises:
+        ExtError: fio is not installed.
+    """
     if shutil.which("fio") is None:
         raise ExtError(
             "bench memory compares SSD reads with fio, which is not installed; on Debian and "
@@ -92,18 +97,21 @@ def measure(report: Report, *, quick: bool, out: Path) -> None:
 
 
 def _slab(engine: TransferEngine, layout: Layout, size: int) -> Slab:
-    """``size`` bytes or a little more; in huge pages a request to the disk is one piece."""
+    """Returns a slab of ``size`` bytes or slightly more, in huge pages.
+
+    In huge pages, a request to the disk is one piece.
+    """
     slab = Slab.create(layout, -(-size // layout.block_bytes))
     slab.back_with_huge_pages(0, slab.blocks)
-    ctypes.memset(slab.address, 1, slab.size)  # every page is there before anything is timed
+    ctypes.memset(slab.address, 1, slab.size)  # allocates every page before anything is timed
     engine.register(slab.address, slab.size, owner=slab, pinned=True)
     return slab
 
 
 def _private_memory(engine: TransferEngine, size: int) -> NDArray[np.uint8]:
-    """Where a block group goes when it leaves the slab; in huge pages too."""
+    """Returns private memory in huge pages, the destination of block groups."""
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapping, np.uint8)
     begin = -array.ctypes.data % HUGE_PAGE
@@ -121,7 +129,10 @@ def _copy(
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
-    """One block group: a single 1-D copy for all layers, the next place every time."""
+    """Measures the copy of one block group; returns its rate as a fraction of that of memcpy.
+
+    A block group is a single 1-D copy for all layers. Each copy takes the next place in the slab.
+    """
     size = _GROUP * slab.layout.block_bytes
     places = cycle(range(0, slab.size - size, size))
 
@@ -163,7 +174,10 @@ def _dispatch(
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
-    """One layer of one block each: what a swap without block groups would submit."""
+    """Measures the submission of a batch of copies; returns the median microseconds per copy.
+
+    Each copy is one layer of one block, as in a swap without block groups.
+    """
     layout = slab.layout
     token, row = layout.token_bytes, layout.token_bytes // layout.layers
     block, layer = np.divmod(np.arange(_COPIES), layout.layers)
@@ -186,7 +200,7 @@ def _dispatch(
 
 @contextlib.contextmanager
 def _file(directory: Path) -> Iterator[Path]:
-    """A file that both systems read; written by fio, so that it is on the disk."""
+    """Creates a file that both systems read. fio writes it, so that it is on the disk."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"memory-transfer-{os.getpid()}.bin"
     try:
@@ -197,7 +211,11 @@ def _file(directory: Path) -> Iterator[Path]:
 
 
 def _fio(path: Path, how: str, size: int, more: Sequence[str]) -> float:
-    """Bytes per second of one fio job with io_uring and O_DIRECT, its buffers in huge pages too."""
+    """Runs one fio job with io_uring, O_DIRECT and huge pages; returns its bytes per second.
+
+    Raises:
+        ExtError: fio failed.
+    """
     command = ["fio", "--name=job", f"--filename={path}", f"--size={_FILE_SIZE}", f"--rw={how}"]
     command += [f"--bs={size}", f"--iodepth={_DEPTH}", "--ioengine=io_uring", "--direct=1"]
     command += [f"--iomem_align={HUGE_PAGE}", "--output-format=json", *more]
@@ -248,7 +266,10 @@ def _read(
 def _engine_rate(
     engine: TransferEngine, disk: FileLane, batches: Iterator[NDArray[np.int64]], seconds: float
 ) -> float:
-    """Bytes per second after the ramp; several batches are queued, so that it never runs dry."""
+    """Returns the engine's bytes per second after the ramp.
+
+    Several batches are queued, so that the lane always has work.
+    """
     begin = time.perf_counter()
     counted_from, counted = begin, 0
     tickets = [engine.submit(next(batches), disk) for _ in range(_QUEUED - 1)]
@@ -266,9 +287,10 @@ def _engine_rate(
 
 
 def _random_reads(file: File, slab: Slab, size: int) -> list[NDArray[np.int64]]:
-    """Batches that read into four places in turn, about as little memory as fio reads into.
+    """Returns batches that read into four places in turn.
 
-    Where a disk is emulated, its bytes come through the caches of the host.
+    They fill about as little memory as fio does. This matters for the disk of a virtual machine,
+    whose bytes come through the caches of the host.
     """
     random = np.random.default_rng(0)
     count = max(_DEPTH // _QUEUED, MIB // size)

@@ -1,1 +1,1 @@
-"""The benchmark of engines that lend each other memory."""
+"""Benchmark of the ``peer`` power: engines that lend each other KV memory."""

@@ -1,4 +1,4 @@
-"""Benchmark of ``peer``: longest request, time to first token, and the cost for the worker."""
+"""Benchmark of ``peer``: cost of lending, longest request, TTFT, and slowdown of the worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PARTS = ("resize", "context", "ttft", "interference")
 @dataclass(frozen=True)
 class _Sizes:
     local: int
-    """Tokens of local memory, for the longest request; the model has 8,192 positions."""
+    """Tokens of local KV memory in the part ``context``; the model has 8,192 positions."""
     ttft: TtftSizes
     rounds: int
-    """Rounds of the worker's requests in each situation."""
+    """Number of rounds of the worker's requests in each situation."""
 
 
 _QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3)
@@ -46,7 +46,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
 
 
 def _contexts(local: int) -> dict[str, Lent]:
-    """Returns the sizes by the name of the figure that they are for."""
+    """Returns the setups of the part ``context``, by the name of the figure."""
 
     def lent(factor: float) -> int:
         return int(factor * local) // PAGE * PAGE

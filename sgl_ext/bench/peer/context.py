@@ -1,4 +1,4 @@
-"""The longest request with the same local KV memory (SwiftCache §5.3), and how it is computed."""
+"""Longest request with and without borrowed memory, for equal local memory (SwiftCache §5.3)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from sgl_ext.errors import ExtError
 
 _DEADLINE_S = 120.0
 _SEARCHED = 8 * PAGE
-"""Tokens less than the most that could be, among which the longest prompt is looked for."""
+"""Width of the range in which the longest prompt is searched, in tokens. Its end is the maximum."""
 
 
 def report_context(report: Report, local: int, setups: dict[str, Lent], logs: Path) -> None:
     """Adds a run and a figure for each setup.
 
     Args:
-        local: tokens of local KV memory, of all.
-        setups: by the figure that it is for.
+        local: tokens of local KV memory of each server.
+        setups: setup of the master, by the name of its figure.
     """
     stock = System("stock", (*COMMON, "--max-total-tokens", str(local)))
     longest_stock = 0
@@ -57,14 +57,21 @@ def report_context(report: Report, local: int, setups: dict[str, Lent], logs: Pa
 
 
 def _longest(server: Server, most: int) -> tuple[int, float]:
-    """The longest prompt that is answered, at most ``most`` tokens, and how long that took."""
+    """Returns the longest prompt that is answered, in tokens, and its time in seconds.
+
+    Args:
+        most: maximum number of tokens.
+
+    Raises:
+        ExtError: the server does not answer the shortest prompt of the search.
+    """
     chance = random.Random(most)  # noqa: S311
     ids = [chance.randrange(1000, 40_000) for _ in range(most)]
-    # SGLang wants a page and two tokens beside the prompt.
+    # SGLang needs a page and two tokens in addition to the prompt.
     longest, too_long = most - PAGE - 2 - _SEARCHED, most - PAGE - 1
     seconds = _answers(server, ids[:longest])
     if seconds is None:
-        raise ExtError(f"{server.url} answers no request of {longest} tokens")
+        raise ExtError(f"{server.url} did not answer a request of {longest} tokens")
     tried = too_long - 1
     while longest < too_long - 1:
         found = _answers(server, ids[:tried])
@@ -77,7 +84,7 @@ def _longest(server: Server, most: int) -> tuple[int, float]:
 
 
 def _answers(server: Server, ids: list[int]) -> float | None:
-    """Seconds that a request took, with nothing cached; None if it is not answered."""
+    """Returns the seconds of a request with an empty cache; None if it is not answered."""
     body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -86,7 +93,7 @@ def _answers(server: Server, ids: list[int]) -> float | None:
     began = time.monotonic()
     try:
         found = requests.post(f"{server.url}/generate", json=body, timeout=_DEADLINE_S)
-    except requests.Timeout:  # it waits for ever
+    except requests.Timeout:  # the request waits without end
         requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=_DEADLINE_S)
         return None
     if not found.ok or found.json()["meta_info"]["completion_tokens"] != 1:

@@ -1,10 +1,10 @@
-"""What a worker loses by the traffic over the memory that it has lent (SwiftCache §5.2).
+"""Slowdown of a worker by traffic over the memory that it has lent (SwiftCache §5.2).
 
-Worker and master have a core each. The worker is asked the same while the master decodes long
-requests in the worker's memory, while another server on the master's core decodes them in its own,
-and while nobody does. The figures compare the first two, as the paper's master computes on a
-device of its own: here a busy neighbour costs something whatever memory it reads. What it costs in
-all is ``…_vs_idle``.
+Worker and master run on one core each. The worker answers equal requests in three situations: the
+master decodes a long request in the worker's memory, another server on the master's core decodes
+it in its own memory, or no other server computes. The figures compare the first two situations,
+because the paper's master computes on its own device, whereas here a busy neighbour slows the
+worker down whatever memory it reads. The figures ``…_vs_idle`` compare the first with the third.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from sgl_ext.errors import ExtError
 _MASTER_CORE, _WORKER_CORE = 0, 1
 _PROMPT, _ANSWER, _REQUESTS = 512, 32, 6
 _LONG, _MANY = 3000, 2000
-"""Tokens of a master's prompt, and of its answer, which is broken off."""
+"""Tokens of the master's prompt, and of its answer, which is aborted."""
 _DEADLINE_S = 600.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) -> None:
-    """Adds the worker's times in each situation and the two figures."""
+    """Adds the worker's TTFT and TPOT in each situation and their ratios to the report."""
     own = System(
         "own",
         (*COMMON, "--max-total-tokens", str(setup.local + setup.borrowed), "--enable-ext"),
@@ -53,7 +53,7 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
                 forget(worker.url)
                 with _busy(situations[name], round_):
                     times = _ask(worker, f"{round_}/{name}")
-                if round_:  # the first one warms up
+                if round_:  # the first round is a warm-up
                     found[name] += times
     for name, times in found.items():
         report.runs.append(
@@ -72,15 +72,19 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
 
 
 def _ask(worker: Server, seed: str) -> Sequence[tuple[float, float]]:
-    """Times to the first token, and of each further one; seconds."""
+    """Returns TTFT and TPOT of each request, in seconds.
+
+    Raises:
+        ExtError: a part of a new prompt was cached.
+    """
     chance = random.Random(seed)  # noqa: S311
     found = []
     for at in range(_REQUESTS):
         prompt = tuple(chance.randrange(1000, 40_000) for _ in range(_PROMPT))
-        # By tokens, not by text: an untrained model may say half a character for long.
+        # Times of tokens, not of text: an untrained model may give incomplete characters for long.
         (heard,) = run(worker.url, [Talk(f"{seed}/{at}", 0.0, (Turn(prompt, _ANSWER),))])
         if heard.cached:
-            raise ExtError(f"{worker.url} had {heard.cached} tokens of a new prompt in its cache")
+            raise ExtError(f"{worker.url} found {heard.cached} tokens of a new prompt in its cache")
         each = (heard.times[-1] - heard.times[0]) / (_ANSWER - 1)
         found.append((heard.ttft, each))
     return found
@@ -88,7 +92,11 @@ def _ask(worker: Server, seed: str) -> Sequence[tuple[float, float]]:
 
 @contextmanager
 def _busy(server: Server | None, seed: int) -> Iterator[None]:
-    """The server decodes long requests meanwhile."""
+    """Has a server decode a long request within the context; without a server, does nothing.
+
+    Raises:
+        ExtError: the request does not begin, or ends before the context does.
+    """
     if server is None:
         yield
         return
@@ -118,10 +126,10 @@ def _busy(server: Server | None, seed: int) -> Iterator[None]:
         end = time.monotonic() + _DEADLINE_S
         while not begun.wait(1.0):
             if not thread.is_alive() or time.monotonic() > end:
-                raise ExtError(f"{server.url} does not begin to answer")
+                raise ExtError(f"{server.url} did not begin to answer")
         yield
         if not thread.is_alive():
-            raise ExtError(f"{server.url} ended before the worker was measured")
+            raise ExtError(f"{server.url} ended its answer before the worker was measured")
     finally:
         over.set()
         thread.join()

@@ -1,9 +1,10 @@
-"""What it takes to lend a unit and to have it back, in a small pool and in a large one (§3.4).
+"""Time to lend a unit and to reclaim it, in a small and in a large pool (SwiftCache §3.4).
 
-``resize_us_ratio`` is of the free blocks alone. ``resize_whole_us_ratio`` is of all that a worker
-does for it: it decides, looks for what is cached there, changes SGLang's counts, says so, and has
-the blocks back when its master has left them. Both pools have as many sequences cached then; what
-it costs to look at more of them in the large one is among the runs.
+``resize_us_ratio`` covers the bookkeeping of free blocks alone. ``resize_whole_us_ratio`` covers
+all work of the worker: it decides, searches the range for cached prefixes, changes SGLang's counts,
+sends its message, and adds the blocks again after its master has left them. Both pools have the
+same number of cached sequences. A run with more of them in the large pool shows the cost of the
+search.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _SMALL, _LARGE = 1_000, 100_000
 _BLOCKS = 8
 _REPEATS, _WHOLE_REPEATS = 2_000, 500
 _CACHED, _MANY_CACHED, _LENGTH = 10, 1_000, 20
-"""Sequences, and blocks of one."""
+"""Numbers of cached sequences, and length of each in blocks."""
 _LAYOUT = Layout(16, layers=1, kv_heads=1, head_dim=32, dtype="float32", fingerprint="none")
-"""Blocks of a page of memory, so that any number of them is a unit."""
+"""Layout whose blocks are memory pages, so that any number of blocks can be lent."""
 _LONG_S = 1e9
 
 
 def report_resize(report: Report) -> None:
-    """Adds the microseconds of both pools, half of whose blocks are in use, and their ratios."""
+    """Adds the microseconds of both pools and their ratios. Up to half of the blocks are in use."""
     sizes = _SMALL, _LARGE
     free = _medians([_Free(blocks).resize for blocks in sizes], _REPEATS)
     for blocks, median in zip(sizes, free, strict=True):
@@ -42,7 +43,7 @@ def report_resize(report: Report) -> None:
     report.figures["resize_us_ratio"] = free[1] / free[0]
     settings = (_SMALL, _CACHED), (_LARGE, _CACHED), (_LARGE, _MANY_CACHED)
     *alike, many = (_Whole(*setting).resize for setting in settings)
-    # The last one empties the processor's caches, at the cost of who comes after it.
+    # The last setting empties the CPU caches, which would slow down the setting after it.
     whole = [*_medians(alike, _WHOLE_REPEATS), *_medians([many], _WHOLE_REPEATS)]
     for setting, median in zip(settings, whole, strict=True):
         _add(report, "resize_whole", *setting, _WHOLE_REPEATS, median)
@@ -62,13 +63,16 @@ def _add(report: Report, what: str, blocks: int, cached: int, samples: int, medi
 
 
 def _medians(each: Sequence[Callable[[], float]], repeats: int) -> Sequence[float]:
-    """Of what each returns, one after the other so that a busy moment meets all."""
+    """Returns the median result of each function.
+
+    Calls of the functions alternate, so that other load affects all of them.
+    """
     times = [[one() for one in each] for _ in range(repeats)]
     return [statistics.median(of_one) for of_one in zip(*times, strict=True)]
 
 
 class _Free:
-    """The free blocks of a pool."""
+    """Bookkeeping of the free blocks of a pool, without a worker."""
 
     def __init__(self, blocks: int) -> None:
         self._groups = BlockGroups(blocks, page=1, expected_tokens=1)
@@ -77,7 +81,7 @@ class _Free:
         self._groups.release([(1 + owner, 5) for owner in owners[::2]])
 
     def resize(self) -> float:
-        """Seconds that it took."""
+        """Removes and adds blocks; returns the time in seconds."""
         began = time.perf_counter()
         self._groups.shrink(_BLOCKS)
         self._groups.grow(_BLOCKS)
@@ -85,10 +89,11 @@ class _Free:
 
 
 class _Whole:
-    """A worker over a pool of SGLang's, without an engine, and what its master says.
+    """Worker over SGLang's pool without an engine, and the messages of its master.
 
     Args:
-        cached: sequences that lie in the pool and could be evicted.
+        blocks: number of blocks of the pool.
+        cached: number of sequences in the pool that can be evicted.
     """
 
     def __init__(self, blocks: int, cached: int) -> None:
@@ -103,7 +108,7 @@ class _Whole:
         slab = Slab.create(_LAYOUT, 1 + blocks)
         start = (1 + self._resizer.least) * _LAYOUT.block_bytes
         self._memory = Lendable(slab.mapping, slab.fd, slab.name, start, slab.size)
-        self._slab = slab  # keeps its file
+        self._slab = slab  # keeps the file open
         self._worker = Worker(
             self._memory, self, Terms("block", lease=_LONG_S, deadline=_LONG_S),
             block=_LAYOUT.block_bytes, page=_LAYOUT.page, first=1, memory_page=PAGE,
@@ -135,11 +140,11 @@ class _Whole:
         self._resizer.grow(blocks)
 
     def resize(self) -> float:
-        """Seconds that it took: a need that is gone, one that comes, and the master's answer."""
-        self._now += 1000.0  # the last need is out of the window
+        """Lends blocks, reclaims them, and hears the master's answer; returns the seconds."""
+        self._now += 1000.0  # the previous need is outside the window
         took = self._step(self._all - _BLOCKS)
         if self.blocks != self._all - _BLOCKS:
-            raise AssertionError(f"{self.blocks} of {self._all} blocks are left")
+            raise AssertionError(f"{self.blocks} of {self._all} blocks remain after lending")
         self._answer()
         took += self._step(self._all)
         keep = self._answer()
@@ -147,7 +152,7 @@ class _Whole:
         self._worker.hear(keep, self._now)
         took += time.perf_counter() - began + self._step(self._all)
         if self.blocks != self._all:
-            raise AssertionError(f"{self.blocks} of {self._all} blocks have come back")
+            raise AssertionError(f"{self.blocks} of {self._all} blocks exist after reclaiming")
         return took
 
     def _step(self, blocks: int) -> float:
@@ -163,7 +168,7 @@ class _Whole:
 
 
 def _scheduler(blocks: int) -> Any:
-    """What of SGLang's holds and counts KV."""
+    """Returns a stand-in for the scheduler with the parts that hold and count KV."""
     import torch
 
     from sgl_ext.engine.kv.allocator import BlockGroupAllocator

@@ -1,4 +1,4 @@
-"""A master and its worker as two servers, for benches and tests."""
+"""Master and worker as two servers, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sgl_ext.models import SMOLLM2, prepare, untrained
 PAGE = 16
 LAYERS = 30
 TOKEN_BYTES = LAYERS * 2 * 3 * 64 * 4
-"""Of SmolLM2 in float32."""
+"""KV bytes of a token of SmolLM2 in float32."""
 WORKER_TOKEN_BYTES = 6 * 2 * 6 * 48 * 4
-"""Of the untrained model in float32."""
+"""KV bytes of a token of the untrained model in float32."""
 CHUNK = 512
-"""Tokens that are computed at a time, by all."""
+"""Chunk size of the prefill of all servers, in tokens."""
 COMMON = (
     "--page-size", str(PAGE), "--dtype", "float32", *BESIDE_OTHERS,
     "--chunked-prefill-size", str(CHUNK),
@@ -32,13 +32,13 @@ _LEND_DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Lent:
-    """How a master is set up.
+    """Setup of a master.
 
     Attributes:
-        local: tokens that its own memory holds, its layer buffers included.
-        borrowed: tokens that the worker lends.
+        local: tokens that fit its own memory, layer buffers included.
+        borrowed: tokens that fit the memory that the worker lends.
         stream: see :class:`~sgl_ext.config.Peer`.
-        emulate: bytes per second of the way to the worker's memory; None for as it is.
+        emulate: bytes per second of the link to the worker's memory; None: not slowed down.
     """
 
     local: int
@@ -48,29 +48,34 @@ class Lent:
 
     @property
     def buffers(self) -> int:
-        """Layers that have a buffer."""
+        """Number of layers that have a buffer."""
         return {"direct": 0, "layer": 1, "layers": 2}[self.stream]
 
     @property
     def regular(self) -> int:
-        """Tokens that the master's own blocks hold: what its buffers leave (Eq. 5)."""
+        """Tokens that fit the master's own blocks, beside its layer buffers (Eq. 5)."""
         rest = self.local - self.buffers * self.borrowed / LAYERS
         return int(rest) // PAGE * PAGE
 
     @property
     def formula(self) -> float:
-        """Tokens in all, of real numbers."""
+        """Tokens that fit own and borrowed memory by Eq. 5, not rounded to blocks."""
         return self.local + self.borrowed * (1 - self.buffers / LAYERS)
 
 
 def peer(role: str, directory: Path, **more: Any) -> tuple[str, ...]:
-    """The arguments that make a server one of a pair."""
+    """Returns the arguments that make a server a master or a worker."""
     section = {"role": role, "directory": str(directory), **more}
     return ("--enable-ext", "--ext-config", json.dumps({"peer": section}))
 
 
 def worker_tokens(lent: int, own: int) -> int:
-    """Tokens of a worker that has room for ``lent`` tokens of the master and ``own`` of its own."""
+    """Returns the pool size of a worker, in tokens of its model.
+
+    Args:
+        lent: tokens of the master that fit the memory that is lent.
+        own: tokens of the worker that fit the rest.
+    """
     return own + -(-lent * TOKEN_BYTES // (WORKER_TOKEN_BYTES * PAGE)) * PAGE
 
 
@@ -80,28 +85,22 @@ def pair(
     logs: Path,
     *,
     own: int = 2048,
-    master: tuple[str, ...] = (),
-    worker: tuple[str, ...] = (),
     beside: tuple[System, ...] = (),
     environments: Mapping[str, Mapping[str, str]] | None = None,
-    terms: Mapping[str, str] | None = None,
 ) -> Iterator[list[Server]]:
-    """A master, its worker, and further systems; yields when all that is to be lent is lent.
+    """Serves a master, its worker and further systems; yields them when the memory is lent.
 
     Args:
-        own: tokens of the worker's own.
-        master: further arguments of the master.
-        worker: of the worker.
-        beside: further systems, of the master's model.
-        environments: variables of ``master`` and ``worker``.
-        terms: times on which they lend, of both.
+        own: tokens of the worker that fit its memory beside the lent part.
+        beside: further systems, which serve the master's model.
+        environments: environment variables of ``master`` and ``worker``.
 
     Raises:
         ExtError: a server did not start, or the worker does not lend.
     """
     environments = environments or {}
     capacity = setup.borrowed * TOKEN_BYTES
-    both = {"capacity": f"{capacity}B", **(terms or {})}
+    both = {"capacity": f"{capacity}B"}
     stream: dict[str, Any] = {"stream": setup.stream}
     if setup.emulate is not None:
         stream["emulate"] = {"bytes_per_second": setup.emulate}
@@ -114,7 +113,7 @@ def pair(
                 "master",
                 (
                     *COMMON, "--max-total-tokens", str(setup.regular),
-                    *peer("master", directory, **both, **stream), *master,
+                    *peer("master", directory, **both, **stream),
                 ),
                 environments.get("master", {}),
             ),
@@ -122,7 +121,7 @@ def pair(
                 "worker",
                 (
                     *COMMON, "--model-path", str(untrained()), "--max-total-tokens", str(tokens),
-                    *peer("worker", directory, **{"window": "1s"} | both), *worker,
+                    *peer("worker", directory, **{"window": "1s"} | both),
                 ),
                 environments.get("worker", {}),
             ),
@@ -134,19 +133,19 @@ def pair(
 
 
 def borrowed(master: Server) -> int:
-    """Whole tokens that a master has of its workers."""
+    """Returns the tokens that a master has borrowed from its workers, in whole blocks."""
     found = live(master.url)["peer"]["borrowed_bytes"]
     return int(found // (TOKEN_BYTES * PAGE) * PAGE)
 
 
 def wait_until_lent(master: Server, tokens: int) -> None:
-    """Returns when the master has all but a block of that.
+    """Waits until the master has borrowed all but two blocks of ``tokens`` tokens.
 
     Raises:
-        ExtError: it has not in a minute.
+        ExtError: it has not borrowed them within a minute.
     """
     end = time.monotonic() + _LEND_DEADLINE_S
     while (found := borrowed(master)) < tokens - 2 * PAGE:
         if time.monotonic() > end:
-            raise ExtError(f"{master.url} has {found} tokens of its worker's, not {tokens}")
+            raise ExtError(f"{master.url} has borrowed {found} tokens of its worker, not {tokens}")
         time.sleep(0.1)

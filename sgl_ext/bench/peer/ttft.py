@@ -1,13 +1,13 @@
-"""Conversations whose prefixes exceed local memory: in a worker's memory, or in host memory with
-HiCache (SwiftCache §5.1).
+"""TTFT of conversations whose prefixes exceed local memory (SwiftCache §5.1).
 
-On one machine both ways are memory copies. So both are slowed down until loading stands to
-computing as in the paper's Figure 1: at 5,000 tokens of history, loading over PCIe takes 75 ms
-where computing 256 new tokens takes 27 ms, and NVLink has 400 GB/s where PCIe has 32. Loads overlap
-with computing, layer by layer, in both: where nothing but this counts, ours takes 27 of 75 at 5,000
-tokens, and less the longer the history is. Once more without slowing anything down, as it is.
+The prefixes are in a worker's memory, or in host memory with HiCache. On one machine both links are
+memory copies. Both are therefore slowed down to the ratios of the paper's Figure 1: with 5,000
+tokens of history, loading over PCIe takes 75 ms and computing 256 new tokens takes 27 ms; NVLink
+has 400 GB/s and PCIe has 32 GB/s. Both systems overlap loads with computation, layer by layer. If
+nothing else counts, the TTFT with a worker's memory is 27/75 of HiCache's at 5,000 tokens, and less
+with a longer history. A second measurement leaves both links as they are.
 
-What is said is ShareGPT's, cut into turns of as many new tokens.
+The texts are ShareGPT's, cut into turns of equally many new tokens.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from sgl_ext.models import SMOLLM2, prepare
 
 HISTORY, NEW = 5000, 256
 LOAD_OVER_COMPUTE = 75 / 27
-"""At that history and so many new tokens (Figure 1)."""
+"""Ratio of loading ``HISTORY`` tokens to computing ``NEW`` tokens (Figure 1)."""
 PEER_OVER_HOST = 400 / 32
 _HICACHE_GB = 4
 _PAUSE_S = 0.75
-"""Between two requests: HiCache writes into host memory behind its answer, on the same cores, which
-would be counted against who is asked next."""
+"""Pause between two requests, in seconds. HiCache writes to host memory after its answer, on the
+same cores, which would slow down the next request."""
 _SHAREGPT = (1500, 7500)
-"""Tokens of the conversations that texts are made of."""
+"""Least and most tokens of the conversations that texts are made of."""
 
 
 @dataclass(frozen=True)
 class TtftSizes:
-    """How much is measured."""
+    """Sizes of the measurement."""
 
     held: int
-    """Conversations."""
+    """Number of conversations."""
     turns: int
-    """Of each, that are timed."""
+    """Number of timed turns of each conversation."""
     history: int
-    """Tokens before the first of them."""
+    """Tokens before the first timed turn."""
     local: int
     """Tokens of local KV memory."""
     borrowed: int
+    """Tokens that fit the memory that the worker lends."""
 
 
 def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
-    """Adds runs and figures, with both ways slowed down and as they are."""
+    """Adds runs and figures, with both links slowed down and as they are."""
     model = prepare(SMOLLM2)
     texts = _texts(model, sizes)
     compute = _compute_seconds(model, logs / "compute")
@@ -95,7 +96,7 @@ def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
 
 
 def _texts(model: Path, sizes: TtftSizes) -> list[list[int]]:
-    """One for each conversation, as long as its last turn."""
+    """Returns one text for each conversation, as long as its last prompt, as token ids."""
     length = sizes.history + sizes.turns * NEW
     each = -(-length // _SHAREGPT[0])
     parts = conversations(model, sizes.held * each, turns=1, tokens=_SHAREGPT)
@@ -109,8 +110,11 @@ def _texts(model: Path, sizes: TtftSizes) -> list[list[int]]:
 def _timed(
     servers: dict[str, Server], texts: Sequence[Sequence[int]], sizes: TtftSizes
 ) -> tuple[dict[str, list[float]], float]:
-    """Times to the first token by system, and the seconds that the master's forwards waited for
-    layers meanwhile."""
+    """Returns the TTFT of each system's requests, in seconds, and the wait for layers.
+
+    The wait is the time that the master's forwards waited for layers during these requests, in
+    seconds.
+    """
     for server in servers.values():
         forget(server.url)
         for text in texts:
@@ -131,24 +135,27 @@ def _waited(master: Server) -> float:
 
 
 def _ask(server: Server, prompt: Sequence[int], cached: int = 0) -> float:
-    """Seconds to the first token of a prompt, of which so much has to be cached.
+    """Returns the TTFT of a prompt, in seconds.
+
+    Args:
+        cached: number of tokens that must be cached, up to a page less.
 
     Raises:
-        ExtError: it was not.
+        ExtError: fewer tokens were cached.
     """
     from sgl_ext.bench.harness.load_generator import Request, run
 
     (timing,) = run(server.url, [Request([*prompt], 1)])
     if timing.cached_tokens < cached - PAGE:
         raise ExtError(
-            f"{server.system.name} had {timing.cached_tokens} of {cached} tokens in its caches: "
-            "what was measured is not loading"
+            f"{server.system.name} had {timing.cached_tokens} of {cached} tokens in its caches, "
+            "so the request did not measure loading"
         )
     return timing.ttft
 
 
 def _compute_seconds(model: Path, logs: Path) -> float:
-    """To compute so many new tokens with that history in memory."""
+    """Returns the median seconds to compute ``NEW`` tokens behind ``HISTORY`` cached ones."""
     from sgl_ext.bench.harness.load_generator import Request, run
 
     chance = random.Random(0)  # noqa: S311

@@ -1,1 +1,1 @@
-"""The benchmark of restored prefixes."""
+"""Benchmark of restored prefixes."""

@@ -1,4 +1,4 @@
-"""Many contexts that are restored at once, and contexts that are asked for again and again."""
+"""Restoration of several contexts: batches that arrive at once, and Poisson arrivals."""
 
 from __future__ import annotations
 
@@ -28,51 +28,55 @@ if TYPE_CHECKING:
     from sgl_ext.bench.harness.load_generator import Timing
 
 _LOAD = 0.7
-"""Share of what Cake restores at most at which contexts are asked for."""
+"""Arrival rate of contexts, as a share of Cake's maximum throughput."""
 _AT_MOST = 24
-"""Contexts that are asked for at once, to see how many Cake restores at most: so many that what is
-idle at the end, when one of them is left, counts for little."""
+"""Contexts that are requested at once to measure Cake's maximum throughput.
+
+With so many, resources that are idle at the end, when one context is left, count for little.
+"""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How much is measured."""
+    """Numbers of batches and arrivals that are measured."""
 
     batches: Mapping[int, int]
-    """Batches of each number of requests, for each seed."""
+    """Batches for each seed, by the number of requests of a batch."""
     seeds: Sequence[int]
     arrivals: int
-    """Contexts that are asked for one after the other, for each of their seeds: so many that it
-    does not matter that nobody waits at first."""
+    """Contexts that are requested one after another, for each of ``arrival_seeds``.
+
+    With so many, it does not matter that no request waits at first.
+    """
     arrival_seeds: Sequence[int]
 
 
 @dataclass
 class _Measured:
     ttft: list[float] = field(default_factory=list)
-    """Of every request, seconds."""
+    """TTFT of every request, in seconds."""
     means: list[float] = field(default_factory=list)
-    """Of every batch."""
+    """Mean TTFT of every batch, in seconds."""
     seconds: float = 0.0
-    """From a batch's arrival to its last first token; of all batches."""
+    """Seconds from the start of a batch to the end of its last request, summed over batches."""
     computing: float = 0.0
-    """Seconds of forwards of prompts, with what they wait for."""
+    """Seconds of prefill forwards, including their waits."""
     loading: float = 0.0
-    """Seconds that what was loaded takes at the rate of the slow device."""
+    """Seconds that the loaded bytes take at the rate of the slow device."""
 
     def busy(self) -> dict[str, float]:
-        """Shares of the time, of systems that tell."""
+        """Returns shares of the time; empty for systems that do not report them."""
         if not self.computing:
             return {}
         return {"computing": self.computing / self.seconds, "loading": self.loading / self.seconds}
 
 
 class Batches:
-    """Measures servers.
+    """Measurement of batches and arrivals on all servers.
 
     Args:
-        contexts: more than any batch has.
-        rate: bytes that the slow device moves in a second.
+        contexts: contexts that batches are drawn from, at least as many as any batch has.
+        rate: rate of the slow device, in bytes per second.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Batches:
         self._sizes = sizes
 
     def report(self, report: Report) -> None:
-        """Adds runs and figures of contexts that are asked for at once."""
+        """Adds the runs and figures of contexts that are requested at once."""
         for size in self._sizes.batches:
             measured = self._of_size(size)
             for name, one in measured.items():
@@ -158,7 +162,7 @@ class Batches:
         measured.means.append(statistics.mean(timing.ttft for timing in timings))
 
     def report_arrivals(self, report: Report) -> None:
-        """Adds runs and figures of Poisson arrivals."""
+        """Adds the runs and figures of Poisson arrivals."""
         most = self._most()
         measured = {each.system.name: _Measured() for each in self._servers}
         for turn, seed in enumerate(self._sizes.arrival_seeds):
@@ -190,10 +194,10 @@ class Batches:
         )
 
     def _most(self) -> float:
-        """Contexts that Cake restores in a second."""
+        """Returns the maximum throughput of Cake, in contexts per second."""
         (cake,) = (each for each in self._servers if each.system.name == CAKE)
         warm = self._contexts[:_AT_MOST]
-        for each in self._servers:  # they learn what everything costs
+        for each in self._servers:  # the servers learn the costs
             self._measure(each, warm, [0.0] * len(warm), _Measured())
         measured = _Measured()
         for seed in self._sizes.arrival_seeds:
@@ -204,7 +208,7 @@ class Batches:
 
 
 def _busy(url: str) -> tuple[float, float]:
-    """Seconds that a server has computed prompts, and bytes that it has loaded from its SSD."""
+    """Returns seconds of prefill and bytes loaded from SSD of a server; zeros for a stock one."""
     found = server.live(url)
     if not found:
         return 0.0, 0.0

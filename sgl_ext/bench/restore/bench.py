@@ -1,9 +1,9 @@
-"""Restoring long contexts from a slow tier: recomputing, loading, Cake, CacheFlow's policy, ours.
+"""Restoration of long contexts from a slow tier: recomputing, loading, Cake, CacheFlow, and ours.
 
 The tier is an SSD that is slowed down until loading a context of 4,096 tokens takes half as long
-as, as long as, or twice as long as computing it. Every system has its own copy of the contexts' KV
-there, and nothing in device or host memory when it is asked. Then contexts lie in host memory,
-behind a link that is slowed down likewise.
+as computing it, as long, or twice as long. Every system has its own copy of the contexts' KV on the
+SSD, and nothing in device or host memory when a request arrives. The part ``host`` restores
+contexts from host memory, behind a link that is slowed down likewise.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from sgl_ext.bench.restore.stages import report_stages
 from sgl_ext.models import SMOLLM2, prepare
 
 _REFERENCE = 4096
-"""Tokens of the context whose loading takes ``ratio`` times as long as its computing."""
+"""Tokens of the context that takes ``ratio`` times as long to load as to compute."""
 _STAGE_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class _Sizes:
     lengths: Sequence[int]
-    """Tokens of contexts that are restored alone."""
+    """Lengths of the contexts that are restored one at a time, in tokens."""
     each: int
-    """Contexts of each length."""
+    """Number of contexts of each length."""
     rounds: int
-    """In which they are asked for."""
+    """Rounds in which each of these contexts is requested."""
     ratios: Sequence[float]
-    """Of loading to computing."""
+    """Ratios of the time of loading to the time of computing."""
     mixed: int
-    """Contexts of mixed lengths that batches are drawn from."""
+    """Number of contexts of mixed lengths that batches are drawn from."""
     batches: BatchSizes
     by_layers: Sequence[int]
-    """Tokens of contexts that are restored from host memory, layer by layer."""
+    """Lengths of the contexts that are restored from host memory, in tokens."""
     by_stages: Sequence[int]
-    """Tokens of contexts that two stages of a pipeline restore, four times each."""
+    """Lengths of the contexts that two stages of a pipeline restore four times each, in tokens."""
     pool: int
-    """Tokens."""
+    """Device pool, in tokens."""
 
 
 _QUICK = _Sizes(
@@ -117,7 +117,7 @@ def _slow_tiers(
             if {"alone", "batches"} & {*parts}:
                 names += [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, *([LONGEST] if alike else [])]
             rate = round(full / ratio)
-            staging = round(sizes.pool * token_bytes)  # six servers have to fit beside each other
+            staging = round(sizes.pool * token_bytes)  # six servers share the machine's memory
             running = systems(names, filled, Path(scratch), sizes.pool, f"{staging}B", rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 if "alone" in parts:
@@ -127,7 +127,7 @@ def _slow_tiers(
                     batches.report(report)
                 if alike and "arrivals" in parts:
                     batches.report_arrivals(report)
-            report.write(out / "partial")  # if a later one fails
+            report.write(out / "partial")  # kept if a later ratio fails
         if "host" in parts:
             report_layers(report, model, logs, sizes.by_layers, round(full))
 
@@ -139,14 +139,14 @@ def _alone(
     rounds: int,
     ratio: float,
 ) -> None:
-    """One request at a time."""
+    """Measures one request at a time, and adds runs and figures."""
     from sgl_ext.bench.harness.load_generator import Request
     from sgl_ext.bench.harness.load_generator import run as send
 
     names = [each.system.name for each in servers]
     ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     longest = max(contexts, key=lambda each: each.length)
-    # The first one in a process is slow.
+    # The first request of a process is slow and does not count.
     for turn, context in enumerate([longest, *[*contexts] * rounds]):
         for at in range(len(servers)):
             one = servers[(turn + at) % len(servers)]
@@ -182,5 +182,5 @@ def _alone(
 
 
 def _note(report: Report, name: str, value: float, worse: Callable[[float, float], float]) -> None:
-    """The worst of all lengths is the figure."""
+    """Sets a figure to the worst value so far."""
     report.figures[name] = worse(report.figures.get(name, value), value)

@@ -1,4 +1,4 @@
-"""Long contexts of real conversations and of recorded coding agents, and what comes after them."""
+"""Long contexts from real conversations and recorded coding agents, with new tokens after them."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ AGENTS = tuple(
     )
 )
 NEW_TOKENS = 32
-"""Behind a context: what the user says next."""
+"""Tokens after a context: the user's next message."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt, most of which was computed before."""
+    """Prompt most of which was computed before."""
 
     name: str
     tokens: Sequence[int]
-    """The context, and :data:`NEW_TOKENS` more."""
+    """Token ids of the context and of :data:`NEW_TOKENS` more."""
 
     @property
     def length(self) -> int:
-        """Tokens of the context."""
+        """Number of tokens of the context, without the new ones."""
         return len(self.tokens) - NEW_TOKENS
 
     @property
     def heard(self) -> list[int]:
-        """The context: what tiers are given beforehand."""
+        """Token ids of the context, whose KV tiers are given beforehand."""
         return [*self.tokens[: self.length]]
 
 
 def texts(model: Path) -> Iterator[tuple[str, list[int]]]:
-    """Names and tokens of conversations and agents' sessions, every fourth one of the latter."""
+    """Yields the names and token ids of conversations and of agents' steps.
+
+    Every fourth text is a step, as long as there are steps.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -70,10 +73,10 @@ def texts(model: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def of_lengths(model: Path, lengths: Sequence[int]) -> list[Context]:
-    """One context of each length, no two of the same text.
+    """Returns one context of each length, no two from the same text.
 
     Raises:
-        ExtError: the data sets have none that is long enough.
+        ExtError: the data sets have too few texts that are long enough.
     """
     left = sorted(enumerate(lengths), key=lambda each: -each[1])
     found: dict[int, Context] = {}
@@ -85,23 +88,23 @@ def of_lengths(model: Path, lengths: Sequence[int]) -> list[Context]:
                 break
         if not left:
             return [found[place] for place in range(len(lengths))]
-    raise ExtError(f"no conversations are left with {[length for _, length in left]} tokens")
+    raise ExtError(f"no texts are left for contexts of {[length for _, length in left]} tokens")
 
 
 def mixed_lengths(count: int, least: int, most: int, seed: int) -> list[int]:
-    """Lengths as they come in use: many short ones, few long ones (log-uniform)."""
+    """Returns log-uniform lengths in tokens, as in practice: many short ones, few long ones."""
     choose = random.Random(f"lengths/{seed}")  # noqa: S311
     return [round(least * (most / least) ** choose.random()) for _ in range(count)]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    # What is longer than any prompt is not tokenised in vain.
+    # Text beyond the longest prompt need not be tokenized.
     tokens: list[int] = tokenizer(text[:60_000])["input_ids"]
     return tokens
 
 
 def _agents() -> Iterator[str]:
-    """What agents were sent in each step, without the instructions that all steps share."""
+    """Yields the messages of each step of an agent, without the system messages of all steps."""
     sessions = (
         [json.loads(line) for line in fetch(file).read_text(encoding="utf-8").splitlines()]
         for file in AGENTS

@@ -1,4 +1,7 @@
-"""Prefixes in host memory behind a slow link: loaded, computed, and both, by layers or tokens."""
+"""Restoration from host memory behind a slow link: loading, computing, or both.
+
+Both at once are done by layers, by tokens, or in whichever way is faster.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,17 @@ from sgl_ext.bench.restore.servers import RECOMPUTE, base
 _NEW = NEW_TOKENS // 2
 LOAD, LAYERS, TOKENS, AUTO = "load from host", "by layers", "by tokens", "either"
 _POOL = 2048
-"""Tokens of the device: the contexts of each length have more, and go in their order."""
+"""Device pool, in tokens: contexts of each length exceed it, and are evicted in their order."""
 
 
 def report_layers(
     report: Report, model: Path, logs: Path, lengths: Sequence[int], bytes_per_second: int
 ) -> None:
-    """Adds runs and figures.
+    """Adds the runs and figures of restoration from host memory.
 
     Args:
-        bytes_per_second: of the link.
+        lengths: lengths of the contexts, in tokens.
+        bytes_per_second: rate of loads from host memory.
     """
     host = {"capacity": "1GiB", "emulate": {"bytes_per_second": bytes_per_second}}
 
@@ -51,7 +55,7 @@ def report_layers(
 def _ttft(
     servers: Sequence[server.Server], contexts: Sequence[Context]
 ) -> Mapping[str, Sequence[float]]:
-    """Seconds; by then the device has forgotten each context, and host memory has it."""
+    """Returns TTFTs in seconds by system, of contexts that only host memory has by then."""
     from sgl_ext.bench.harness.load_generator import Request, run
 
     found: dict[str, list[float]] = {each.system.name: [] for each in servers}

@@ -1,4 +1,4 @@
-"""What deciding costs the scheduler's thread while many requests wait to be restored."""
+"""Cost of decisions for the scheduler's thread while many requests wait to be restored."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sgl_ext.tiers.tier import TierStatistics
 _REQUESTS = 256
 _PAGE = 16
 _PAGES = 128
-"""Of each request's prefix."""
+"""Pages of each request's prefix."""
 _STEPS = 300
 _AGEING = 0.2
 _DEADLINE_S = 60.0
 
 
 class _Asleep:
-    """A tier that has everything and brings nothing while it is asleep."""
+    """Tier that has all pages, and whose loads block until it is closed and then load none."""
 
     name = "ssd"
     immediate = True
@@ -58,7 +58,7 @@ class _Asleep:
 
 
 def report_planner(report: Report) -> None:
-    """Adds what a step costs under each policy, when all requests have begun to load."""
+    """Adds the cost of a scheduler step under each policy, with all requests being restored."""
     for policy in POLICIES:
         tier = _Asleep()
         lower = LowerTier(tier, keep_after=1, wake=lambda: None)
@@ -89,7 +89,14 @@ def report_planner(report: Report) -> None:
 
 
 def _begin(restorer: Restorer) -> dict[str, list[Key]]:
-    """Requests that the tier has most of, and the keys of their pages."""
+    """Opens restorations of requests whose prefix the tier has.
+
+    Returns:
+        Keys of the pages of each request, by request id.
+
+    Raises:
+        ExtError: not all were opened before the deadline.
+    """
     rids = [f"request {number}" for number in range(_REQUESTS)]
     asked = {rid: [f"{rid} {page}".encode() for page in range(_PAGES)] for rid in rids}
     for rid, keys in asked.items():
@@ -108,11 +115,11 @@ def _ask(restorer: Restorer, rid: str, keys: Sequence[Key]) -> None:
 
 
 def _step(restorer: Restorer, requests: Mapping[str, Sequence[Key]]) -> tuple[float, float]:
-    """Seconds of one of the scheduler's steps.
+    """Performs what one step of the scheduler asks of the restorer.
 
     Returns:
-        Of deciding whose turn it is and what its forward does; of what is called for each request,
-        because SGLang looks all of them up in each step.
+        Seconds of choosing the request that is computed next and planning its forward; seconds of
+        the calls for each request, because SGLang looks all of them up in each step.
     """
     rids = [*requests]
     began = time.perf_counter()
@@ -126,5 +133,5 @@ def _step(restorer: Restorer, requests: Mapping[str, Sequence[Key]]) -> tuple[fl
         turns += restorer.turn(rid, continuing=False)
     asked = time.perf_counter()
     if turns != 1:
-        raise RuntimeError(f"{turns} requests had their turn in one step")
+        raise RuntimeError(f"{turns} requests may be computed in one step; expected one")
     return decided - began, asked - decided

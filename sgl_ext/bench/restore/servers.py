@@ -1,4 +1,4 @@
-"""Servers whose SSD holds the KV of contexts, and answers as slowly as is asked for."""
+"""Servers with the KV of contexts on an SSD that is slowed down to a given rate."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 PAGE = 16
 RECOMPUTE, LOAD, CAKE, LONGEST, OURS = "recompute", "load", "cake", "longest", "shortest"
 RECOMPUTE_IN_CHUNKS = "recompute, 512 at a time"
-"""Prompts that come together end one after the other, as those that are restored do."""
+"""System in which prompts that arrive together end one after another, as restored ones do."""
 _POLICIES = (CAKE, LONGEST, OURS)
 _CAPACITY = "12GiB"
 _DEADLINE_S = 600.0
 
 
 def base(pool: int) -> tuple[str, ...]:
-    """Arguments of all servers.
+    """Returns the arguments that all servers share.
 
     Args:
-        pool: tokens that the device holds.
+        pool: device pool, in tokens.
     """
     return ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *server.BESIDE_OTHERS)
 
@@ -38,10 +38,14 @@ def base(pool: int) -> tuple[str, ...]:
 def fill(
     directory: Path, contexts: Sequence[Context], model: Path, pool: int, logs: Path
 ) -> dict[str, float]:
-    """Has a server compute all contexts and keep their KV on an SSD in ``directory``.
+    """Computes all contexts on a server that stores their KV on an SSD, in ``directory``.
+
+    Args:
+        pool: device pool, in tokens.
+        logs: directory of the server's log.
 
     Returns:
-        Seconds that each took, by its name.
+        Seconds that each context took, by its name.
     """
     directory.mkdir()
     ssd = {"directories": [str(directory)], "capacity": _CAPACITY, "keep_after": 1}
@@ -65,7 +69,15 @@ def systems(
     staging: str,
     bytes_per_second: int,
 ) -> list[server.System]:
-    """Each with its own copy of what :func:`fill` has left in ``filled``."""
+    """Returns the systems with these names, each with its own copy of the stored KV.
+
+    Args:
+        filled: directory that :func:`fill` has written.
+        scratch: directory for the copies.
+        pool: device pool, in tokens.
+        staging: size of the host memory for pages in transit.
+        bytes_per_second: rate of the SSD.
+    """
     found = []
     for name in names:
         if name in (RECOMPUTE, RECOMPUTE_IN_CHUNKS):
@@ -91,20 +103,20 @@ def systems(
 
 
 def loaded(context: Context, timing: Timing) -> None:
-    """Raises ExtError if a server that should only load has computed some of the context."""
+    """Raises ExtError if a server that should only load has computed a part of the context."""
     whole = context.length // PAGE * PAGE
     if timing.cached_tokens < whole:
         raise ExtError(
             f"{timing.cached_tokens} of {whole} tokens of {context.name} were loaded, and the "
-            f"rest computed: what loading alone takes was not measured"
+            f"rest was computed; the time of loading alone was not measured"
         )
 
 
 def wait_until_stored(url: str) -> None:
-    """Returns when the server's tiers have stored what they were given.
+    """Waits until the server's tiers have stored all pages that they were given.
 
     Raises:
-        ExtError: they have not for too long.
+        ExtError: they still store pages at the deadline.
     """
     give_up = time.monotonic() + _DEADLINE_S
     quiet = 0
@@ -114,4 +126,4 @@ def wait_until_stored(url: str) -> None:
         if quiet == 3:
             return
         time.sleep(0.05)
-    raise ExtError(f"{url} still stores after {_DEADLINE_S} s")
+    raise ExtError(f"{url} still stores pages after {_DEADLINE_S:g} s")

@@ -1,4 +1,4 @@
-"""A process that holds one stage of a model, its tier, and what came into it."""
+"""Process of one pipeline stage, with the stage's tier and its stored inputs."""
 
 from __future__ import annotations
 
@@ -31,61 +31,69 @@ from sgl_ext.tiers.ssd import SsdTier
 
 CHUNK = 512
 _FIRST = 8
-"""Pages of the first read of boundaries: computing begins when it is there. Each further read is of
-twice as many, up to a chunk."""
+"""Pages of the first read of boundary activations, with which computing begins.
+
+Each further read has twice as many pages, up to a chunk.
+"""
 _COMPUTED = 5 / 8
-"""Of a prompt: as much as is computed at most, and boundaries are read of. They come before any KV
-of the same device: computing waits for them, and nothing for the KV that they keep back."""
+"""Share of a prompt up to which boundary activations are read; this limits computing.
+
+They are read before any KV on the same device: computing waits for them, and nothing waits for the
+KV that they delay.
+"""
 _UNIT = 8
 """Pages of one load."""
 _CAPACITY = 4 << 30
 DEADLINE_S = 300.0
 KEPT, AS_IT_COMES, IN_SEQUENCE = "boundaries", "as it comes", "in sequence"
-"""Where a stage's input comes from while it restores: its store; the stage before, part by part as
-that computes; the stage before, when that has restored its own layers."""
+"""Sources of a stage's input while it restores.
+
+The input comes from the stage's own store; from the previous stage, part by part as it computes; or
+from the previous stage when it has restored its own layers.
+"""
 
 
 class Place(NamedTuple):
-    """Of a stage, in its pipeline and on its machine."""
+    """Place of a stage in its pipeline and on its machine."""
 
     before: Connection | None
-    """From which the stage before sends; None to the first stage."""
+    """Connection to receive from the previous stage; None for the first stage."""
     after: Connection | None
-    """To the stage behind; None to the last."""
+    """Connection to send to the next stage; None for the last stage."""
     folder: Path
-    """Of its part of the model."""
+    """Folder of the stage's part of the model."""
     scratch: Path
-    """For what it keeps."""
+    """Folder for the files of the stage's tiers."""
     tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     core: int
-    """That it runs on."""
+    """CPU core that the process runs on."""
 
 
 class Filled(NamedTuple):
-    """Of one stage."""
+    """Result of filling one stage."""
 
     seconds: float
-    """Of computing the prompt."""
+    """Time of computing the prompt, in seconds."""
     token_bytes: int
-    """Of a token's KV."""
+    """Bytes of a token's KV in the stage."""
     row_bytes: int
-    """Of what goes into the stage for a token."""
+    """Bytes of a token's boundary activations; 0 for the first stage."""
 
 
 class Restoration(NamedTuple):
-    """Of one stage."""
+    """Result of a restoration in one stage."""
 
     ended: float
-    """On the machine's monotonic clock."""
+    """End of the restoration on the machine's monotonic clock, in seconds."""
     computed: int
-    """Tokens."""
+    """Number of tokens that were computed."""
     difference: float
-    """Largest, of any element of the KV, to what was computed at first."""
+    """Largest absolute difference of a KV element from the value computed when filling."""
 
 
 class _Behind(SsdTier):
-    """A tier whose loads begin when what lies before them on the same device has been read."""
+    """SSD tier whose loads wait until ``begins`` is set: boundary activations are read first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -94,12 +102,12 @@ class _Behind(SsdTier):
 
     def load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
         if not self.begins.wait(DEADLINE_S):
-            raise RuntimeError(f"boundaries have not been read in {DEADLINE_S:g} s")
+            raise RuntimeError(f"boundary activations were not read in {DEADLINE_S:g} s")
         return super().load(keys, pages)
 
 
 class Stage:
-    """One stage of several; commands come through its connection."""
+    """One of several pipeline stages. :func:`serve` calls its methods by name."""
 
     def __init__(self, place: Place) -> None:
         os.sched_setaffinity(0, {place.core})
@@ -111,11 +119,11 @@ class Stage:
         self._scratch = place.scratch
         self._undo = ExitStack()
         self._costs: dict[str, Costs] = {}
-        """By mode; what was learnt goes on from one restoration to the next."""
+        """Estimated costs by mode, kept from one restoration to the next."""
         self._open(None)
 
     def fill(self, ids: Sequence[int]) -> Filled:
-        """Computes a prompt, as a pipeline does, and keeps KV and inputs."""
+        """Computes a prompt, as a pipeline does, and stores the stage's KV and inputs."""
         seconds, keys = 0.0, _keys(ids)
         for begin in range(0, len(ids), CHUNK):
             end = min(begin + CHUNK, len(ids))
@@ -127,24 +135,24 @@ class Stage:
             if self._before is not None:
                 kept = self._boundaries.keep(some, came.view(np.uint8))
                 if kept < len(some):
-                    raise RuntimeError("the store of boundaries does not keep what it is given")
+                    raise RuntimeError("the store of boundary activations has not stored all pages")
             if self._after is not None:
                 self._after.send(out)
             places = np.arange(len(some))
             pages = self._model.kv(begin, end)
             self._arena.memory[places, : self._model.layout.block_bytes] = pages
             if not self._tier.tier.store(some, places).all():
-                raise RuntimeError("the tier does not keep what it is given")
+                raise RuntimeError("the tier has not stored all pages")
         self._expected = self._model.kv(0, len(ids))
         rows = 0 if self._before is None else self._boundaries.row_bytes
         return Filled(seconds, self._model.layout.token_bytes, rows)
 
     def slow_down(self, bytes_per_second: float) -> None:
-        """From now on its device moves so much; what it holds stays."""
+        """Slows the stage's device down to this rate; what the device holds stays."""
         self._open(bytes_per_second)
 
     def restore(self, ids: Sequence[int], mode: str) -> Restoration:
-        """Restores the prompt that was filled."""
+        """Restores the prompt that was filled, with input from the source ``mode``."""
         self._model.forget()
         keys, inputs = _keys(ids), Arrivals()
         came: list[NDArray[np.float32]] = []
@@ -212,7 +220,7 @@ class Stage:
         if self._before is not None:
             reader.join(DEADLINE_S)
             if reader.is_alive():
-                raise RuntimeError(f"the input of a stage has not ended in {DEADLINE_S:g} s")
+                raise RuntimeError(f"the input of a stage did not end in {DEADLINE_S:g} s")
         difference = np.abs(
             self._model.kv(0, len(ids)).view(np.float32) - self._expected.view(np.float32)
         )
@@ -222,13 +230,18 @@ class Stage:
         self._undo.close()
 
     def _receive(self) -> Any:
-        """What the stage before sends next."""
+        """Returns the next object that the previous stage sends."""
         if self._before is None or not self._before.poll(DEADLINE_S):
-            raise RuntimeError(f"the stage before has sent nothing in {DEADLINE_S:g} s")
+            raise RuntimeError(f"the previous stage has sent nothing in {DEADLINE_S:g} s")
         return self._before.recv()
 
     def _open(self, rate: float | None) -> None:
-        """The rate is that of one device, of which boundaries and KV are never read at once."""
+        """Opens the stage's tiers; closes earlier ones first.
+
+        Args:
+            rate: bytes per second of the device, which boundary activations and KV share because
+                they are never read at once; None for a device as it is.
+        """
         self._undo.close()
         engine = TransferEngine()
         self._undo.callback(engine.close)
@@ -257,7 +270,7 @@ class Stage:
 
 
 def serve(commands: Connection, place: Place) -> None:
-    """The process: ``(method, arguments)`` in, results out, until None comes."""
+    """Runs the process: receives ``(method, arguments)`` and sends results, until None arrives."""
     stage = Stage(place)
     try:
         commands.send(None)
@@ -269,7 +282,7 @@ def serve(commands: Connection, place: Place) -> None:
 
 
 def _keys(ids: Sequence[int]) -> list[Key]:
-    """Of the prompt's whole pages."""
+    """Returns the keys of the prompt's whole pages."""
     digest, keys = hashlib.sha256(), []
     for begin in range(0, len(ids) // PAGE * PAGE, PAGE):
         digest.update(np.array(ids[begin : begin + PAGE], np.int64).tobytes())

@@ -1,7 +1,8 @@
-"""A model in two processes, each with half of the layers: what boundary activations are worth.
+"""Benefit of boundary activations for a model in two processes, each with half of the layers.
 
 SGLang's pipeline parallelism does not start on this kind of machine with a model whose embeddings
-are tied, so that two processes of our own run its layers, each on one core, without a scheduler.
+are tied. Therefore two processes of this package run the model's layers, each on one core, without
+a scheduler.
 """
 
 from __future__ import annotations
@@ -35,20 +36,23 @@ STAGES = 2
 _MODES = (KEPT, AS_IT_COMES, IN_SEQUENCE)
 _DEADLINE_S = 600.0
 _TOLERANCE = 1e-3
-"""Of the KV's elements: what other sizes of forwards change by rounding in float32."""
+"""Limit of the difference of KV elements: forwards of other sizes round differently in float32."""
 
 
 class Stages:
-    """Processes, one for each stage."""
+    """Processes of a pipeline, one for each stage."""
 
     def __init__(self, commands: Sequence[Connection]) -> None:
         self._commands = commands
 
     def ask(self, name: str, *arguments: object) -> list[Any]:
-        """Has all stages do something at once; what each says.
+        """Calls a method of all stages at once, and returns the answer of each stage.
+
+        Args:
+            name: name of the method of :class:`~sgl_ext.bench.restore.stage_process.Stage`.
 
         Raises:
-            ExtError: one of them has ended, or does not answer.
+            ExtError: a stage has ended, or it does not answer.
         """
         for stage, each in enumerate(self._commands):
             try:
@@ -58,7 +62,7 @@ class Stages:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """What each stage says next."""
+        """Returns the next answer of each stage."""
         found: dict[int, Any] = {}
         give_up = time.monotonic() + _DEADLINE_S
         while len(found) < len(self._commands):
@@ -77,15 +81,17 @@ class Stages:
 
 class _EndedError(ExtError):
     def __init__(self, stage: int) -> None:
-        super().__init__(f"the process of stage {stage} has ended; it says above why")
+        super().__init__(f"the process of stage {stage} has ended; see its error above")
 
 
 @contextmanager
 def stages(model: Path, scratch: Path, tokens: int) -> Iterator[Stages]:
-    """Starts the processes; none of them is left.
+    """Starts the processes of the stages, and kills all of them at the end.
 
     Args:
-        tokens: of the longest prompt.
+        model: directory of the model.
+        scratch: directory for the parts of the model and for the files of the tiers.
+        tokens: tokens of the longest prompt.
     """
     from transformers import AutoConfig
 
@@ -113,7 +119,7 @@ def stages(model: Path, scratch: Path, tokens: int) -> Iterator[Stages]:
             theirs.close()
             processes.append(process)
             commands.append(ours)
-        for ends in between:  # only the stages have them now: if one ends, the other sees it
+        for ends in between:  # only the stages hold them now: if one stage ends, the other notices
             for each in ends:
                 each.close()
         running = Stages(commands)
@@ -126,7 +132,7 @@ def stages(model: Path, scratch: Path, tokens: int) -> Iterator[Stages]:
 
 
 def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: int) -> None:
-    """Adds runs and figures: contexts restored with loading as slow as computing."""
+    """Adds the runs and figures of stages that restore; loading is as slow as computing."""
     contexts = of_lengths(model, lengths)
     for context in contexts:
         ids = context.tokens[: context.length // PAGE * PAGE]
@@ -148,7 +154,7 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
                     restored: list[Restoration] = running.ask("restore", ids, mode)
                     _check(restored, len(ids))
                     computed[mode] = [one.computed for one in restored]
-                    if turn:  # the first ones learn what everything costs
+                    if turn:  # the first restorations learn the costs
                         took[mode].append(max(each.ended for each in restored) - began)
         for mode, each in took.items():
             report.runs.append(
@@ -173,5 +179,5 @@ def _check(restored: Sequence[Restoration], tokens: int) -> None:
         if not each.difference < _TOLERANCE or not 0 < each.computed < tokens:
             raise ExtError(
                 f"stage {stage} computed {each.computed} of {tokens} tokens, and its KV differs by "
-                f"{each.difference:g} from what it was"
+                f"{each.difference:g} from the KV computed before"
             )

@@ -1,1 +1,1 @@
-"""The benchmark of preempted requests."""
+"""Benchmark of preempted requests."""

@@ -1,12 +1,12 @@
-"""Conversations that do not fit the device: recomputing, swapping as vLLM did, FastSwitch's, ours.
+"""Conversations that do not fit the device: recomputation, and swapping as in vLLM and FastSwitch.
 
-ShareGPT's conversations come as a Poisson process, and priorities change all the time, so that
-those that run give way to others. Once with host memory as it is, where a copy costs next to
-nothing against an iteration of a CPU, and once behind a link that is slowed down until swapping a
-request takes as much of an iteration as on the paper's machine.
+ShareGPT conversations arrive as a Poisson process, and priorities change all the time, so that
+running requests are preempted. Systems are compared in two settings: with host memory as it is,
+where a copy takes little time compared with an iteration on a CPU, and behind a link that is slowed
+down until swapping a request takes as much of an iteration as on the paper's machine (FastSwitch).
 
-Loads are shares of what the server would generate if swapping cost nothing: of what it generates
-with host memory as it is when all conversations come at once.
+Loads are relative to the throughput that our system would have if swapping cost nothing. This is
+measured with host memory as it is and all conversations arriving at once.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from sgl_ext.bench.swap.systems import (
 from sgl_ext.models import SMOLLM2, prepare
 
 _AT_ONCE = 1000.0
-"""Conversations in a second."""
+"""Arrival rate at which all conversations arrive at once, in conversations per second."""
 _HEAVY = 1.3
 _LIGHT = 0.4
 _LEVELS = (0, 100)
 _BOUND = 5
-"""Times to the first token at light load that P95 may take at the largest load that counts."""
+"""Bound of the P95 TTFT that defines the largest load, in multiples of our P95 at light load."""
 _LOOSER = (10, 15)
+"""Further bounds, which are looser."""
 _START_DEADLINE_S = 900.0
-"""Of eight servers side by side."""
+"""Deadline for the start of all servers side by side, in seconds."""
 _SMALL = ("link", "without", "loads", "traces", "static")
 _LARGE = ("native", "beside", "light")
 PARTS = (*_SMALL, *_LARGE, "exact")
@@ -62,31 +63,34 @@ PARTS = (*_SMALL, *_LARGE, "exact")
 class _Sizes:
     conversations: int
     longest: int
+    """Maximum tokens of a conversation, including its answers."""
     pause: float
+    """Mean pause between turns, in seconds."""
     pool: int
-    """Tokens of the device."""
+    """Device pool, in tokens."""
     host: str
-    """Memory for what has given way."""
+    """Capacity of host memory for swapped-out requests and for prefixes."""
     quantum: int
-    """Iterations between priorities that are drawn anew, if the part does not say it."""
+    """Iterations between draws of the priorities, unless the part sets it."""
     seeds: Sequence[int]
     few_seeds: Sequence[int]
-    """Of what no figure is asked of each of."""
+    """Seeds of the parts that need fewer runs."""
     loads: Sequence[float]
+    """Loads of the part ``loads``, in ascending order."""
 
 
 _QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (_LIGHT, _HEAVY))
 _SMALL_SIZES = _Sizes(
     48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY)
 )
-# Computing again costs as much as the device holds, for each time that priorities are drawn anew:
-# against stock SGLang it holds more, and more conversations share it.
+# Each draw of the priorities costs a recomputation of as much as the device holds. Against stock
+# SGLang the device therefore holds more, and more conversations share it.
 _LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
 _EXACT = (6, 300)
-"""Conversations of a quick run, and of a whole one."""
+"""Conversations of the part ``exact``, in a quick run and in a whole one."""
 
 Runs = Mapping[str, Sequence[Run]]
-"""Of each system, by seed."""
+"""Runs of each system, in the order of the seeds."""
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -99,6 +103,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             bench = _Bench(report, model, sizes, out, name, quick=quick)
             for part in chosen:
                 getattr(bench, part)()
+            if {*of} <= {*parts}:
+                bench.forget()
     if "exact" in parts:
         report_exact(report, model, out / "logs", _EXACT[not quick], small.pool)
     return report
@@ -111,15 +117,19 @@ class _Bench:
         self._report, self._sizes = report, sizes
         self._workload = Workload(model, sizes.conversations, sizes.longest, sizes.pause)
         self._logs = out / "logs" / "swap"
-        # What the measurements themselves depend on, rates of few seeds' capacity; others may be
-        # added.
+        # Only sizes that measurements depend on: few_seeds, because arrival rates follow from the
+        # capacity with them. Further seeds and loads may be added to an interrupted run.
         decisive = ("conversations", "longest", "pause", "pool", "host", "quantum", "few_seeds")
         kept = {name: value for name, value in asdict(sizes).items() if name in decisive}
-        self._kept = Partial(out, f"preempt-{name}", kept | DEFINITIONS, quick=quick)
+        self._kept = Partial(out, f"swap-{name}", kept | DEFINITIONS, quick=quick)
         self._trace = _trace("random", sizes.quantum)
 
+    def forget(self) -> None:
+        """Deletes the results that were kept for an interrupted run."""
+        self._kept.forget()
+
     def link(self) -> None:
-        """Behind the link, at a load that nobody keeps up with."""
+        """Measures systems behind the link, at a load that none of them sustains."""
         names = (RECOMPUTE, PER_PAGE, OURS)
         runs = self._offer("link", names, self._trace, _HEAVY, linked=True)
         figures, ours = self._report.figures, runs[OURS]
@@ -136,13 +146,13 @@ class _Bench:
         )
 
     def without(self) -> None:
-        """The same without each of our parts."""
+        """Measures our system without each of its parts, as in :meth:`link`."""
         names = (OURS, *WITHOUT)
         runs = self._offer("without", names, self._trace, _HEAVY, linked=True, few=True)
         self._report.figures["swap_out_blocks_ratio"] = _ratio(runs, OURS, WITHOUT_REUSE, _stored)
 
     def loads(self) -> None:
-        """Behind the link: the largest load at which P95 stays within a bound."""
+        """Finds the largest load behind the link at which the P95 TTFT stays within a bound."""
         trace, names = self._trace, (PER_PAGE, OURS)
         own = self._capacity(PER_PAGE, linked=True) / self._capacity(OURS, linked=False)
         self._report.figures["sync_swap_capacity"] = own
@@ -160,7 +170,7 @@ class _Bench:
             figures[name] = most[OURS] / most[PER_PAGE]
 
     def traces(self) -> None:
-        """The other priority traces, behind the link."""
+        """Measures the other priority traces, behind the link."""
         for pattern, every in (("random", 25), ("markov", 50), ("markov", 25)):
             runs = self._offer(
                 f"{pattern} {every}", (PER_PAGE, OURS), _trace(pattern, every), _HEAVY, linked=True,
@@ -172,12 +182,16 @@ class _Bench:
             figures[f"throughput_ratio_{at}"] = _ratio(runs, OURS, PER_PAGE, _throughput)
 
     def native(self) -> None:
-        """Host memory as it is."""
-        # Stock has no traces: what is compared with is its recomputing, with ours of who gives way.
+        """Measures systems with host memory as it is."""
+        # Stock SGLang has no priority traces, so the comparison is with its recomputation, for
+        # requests that are preempted by our policy.
         self._compare({RECOMPUTE: "stock", PER_PAGE: "sync_swap"}, few=False)
 
     def beside(self) -> None:
-        """The same of others: recomputing beside our tier, and stock's order of first come."""
+        """Measures two further systems with host memory as it is.
+
+        One recomputes beside our host tier, and one is stock SGLang, first come, first served.
+        """
         others = {RECOMPUTE_BESIDE_TIER: "recompute_beside_tier", STOCK: "stock_first_come"}
         self._compare(others, few=True)
 
@@ -189,7 +203,7 @@ class _Bench:
             figures[f"native_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
 
     def light(self) -> None:
-        """Where next to nobody gives way."""
+        """Measures a load at which hardly any request is preempted."""
         names = (PER_PAGE, OURS)
         runs = self._offer("light", names, self._trace, _LIGHT, linked=False, few=True)
         self._report.figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(
@@ -197,7 +211,7 @@ class _Bench:
         )
 
     def static(self) -> None:
-        """Two priorities, which stock SGLang has, too."""
+        """Measures two fixed priorities, which stock SGLang supports, too."""
         names = (STOCK, HICACHE, PER_PAGE, OURS)
         policy = {"policy": "static"}
         runs = self._offer("static", names, policy, 0.9, linked=False, levels=_LEVELS)
@@ -217,7 +231,17 @@ class _Bench:
         levels: tuple[int | None, ...] = (None,),
         few: bool = False,
     ) -> Runs:
-        """The same conversations at the same times to each system, for each seed."""
+        """Sends the same conversations at the same times to each system, for each seed.
+
+        Args:
+            what: name of the runs.
+            names: systems that are compared.
+            policy: ``policy`` or ``trace``, and ``quantum``, of all systems but the stock ones.
+            load: arrival rate, relative to the throughput if swapping cost nothing.
+            linked: True to put the systems behind the link.
+            levels: priorities, of which each conversation draws one.
+            few: True to use only ``few_seeds``.
+        """
         seeds = self._sizes.few_seeds if few else self._sizes.seeds
         talks = [self._workload.talks(seed, levels) for seed in seeds]
         ideal, link = self._capacity(OURS, linked=False), self._link() if linked else None
@@ -238,7 +262,7 @@ class _Bench:
         return runs
 
     def _capacity(self, name: str, *, linked: bool) -> float:
-        """Tokens that a system generates in a second when all conversations come at once."""
+        """Returns the tokens per second of a system to which all conversations arrive at once."""
         return statistics.median(one.per_second for one in self._at_once(name, linked=linked))
 
     def _at_once(self, name: str, *, linked: bool) -> list[Run]:
@@ -281,18 +305,20 @@ class _Bench:
 
 
 def _trace(pattern: str, every: int) -> dict[str, Any]:
-    return {"policy": pattern, "quantum": every}
+    return {"trace": pattern, "quantum": every}
 
 
 def _ratio(runs: Runs, above: str, below: str, of: Callable[[Run], float]) -> float:
-    """Median of the ratios of each seed."""
+    """Returns the median over the seeds of the ratio between two systems."""
     pairs = zip(runs[above], runs[below], strict=True)
     return statistics.median(of(one) / of(other) for one, other in pairs)
 
 
 def _of_all(runs: Runs, above: str, below: str, rank: float) -> float:
-    """Ratio of a percentile of the time to the first token, over all seeds: of the turns of one
-    there are too few."""
+    """Returns the ratio of a TTFT percentile between two systems, over the turns of all seeds.
+
+    One seed alone has too few turns.
+    """
     values = [
         float(np.percentile([ttft for one in runs[name] for ttft in one.ttft], rank))
         for name in (above, below)
@@ -313,7 +339,7 @@ def _throughput(run: Run) -> float:
 
 
 def _stored(run: Run) -> float:
-    """Pages that were copied from the device."""
+    """Returns the number of pages that were copied from the device."""
     return sum(run.counts.get(name, 0) for name in ("stored_pages", "tails", "copied_again"))
 
 
@@ -322,7 +348,7 @@ def _recomputed(run: Run) -> float:
 
 
 def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> float:
-    """Largest load, interpolated, below which all stay within ``bound``."""
+    """Returns the largest load, interpolated, below which all of ``p95`` stay within ``bound``."""
     over = next((at for at, value in enumerate(p95) if value > bound), None)
     if over is None:
         return loads[-1]
@@ -333,7 +359,7 @@ def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> floa
 
 
 def _summary(runs: Sequence[Run]) -> dict[str, float]:
-    """Medians over seeds."""
+    """Returns medians over the seeds, and values over the turns of all seeds."""
     found: dict[str, Callable[[Run], float]] = {
         "ttft_p50_s": _p50,
         "ttft_p95_s": _p95,

@@ -1,4 +1,4 @@
-"""One run of conversations against one server, and what is kept of it."""
+"""Runs of conversations against one server, and their results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from sgl_ext.bench.harness import server
-from sgl_ext.bench.swap import load as preempt_load
+from sgl_ext.bench.swap import load
 from sgl_ext.bench.swap.load import Heard, Talk, Turn
 
 _SETTLED = 0.8
-"""Tokens at the end of a run come of a batch that empties."""
+"""Share of a run's tokens that its steady throughput covers; later, the batch drains."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is said.
+    """Conversations of a run.
 
     Attributes:
-        longest: tokens of a conversation.
-        pause: seconds between its turns, on average.
+        model: directory of the model.
+        conversations: number of conversations.
+        longest: maximum tokens of a conversation.
+        pause: mean pause between the turns of a conversation, in seconds.
     """
 
     model: Path
@@ -31,8 +33,8 @@ class Workload:
     pause: float
 
     def talks(self, seed: int, levels: tuple[int | None, ...] = (None,)) -> Sequence[Talk]:
-        """Of which one begins in a second."""
-        return preempt_load.talks(
+        """Returns the conversations of a seed, one of which begins per second."""
+        return load.talks(
             self.model, self.conversations, longest=self.longest, pause=self.pause, seed=seed,
             levels=levels,
         )  # fmt: skip
@@ -40,13 +42,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """What is kept; seconds, tokens, pages.
+    """Results of one run.
 
     Attributes:
-        per_second: tokens that were generated in a second, until ``_SETTLED`` of them had been.
-        gap: percentiles of the time between tokens in service: p50, p99, p99.9.
-        computed: tokens.
-        counts: of the server's swapping.
+        ttft: TTFT of each turn, in seconds.
+        gap: percentiles of the time between tokens in service, in seconds: p50, p99, p99.9.
+        seconds: time from the first request to the last token.
+        generated: number of generated tokens.
+        per_second: generated tokens per second, up to the share ``_SETTLED`` of them.
+        computed: number of tokens that were computed, including generated and recomputed ones.
+        counts: increments of the server's swap counters.
     """
 
     ttft: list[float]
@@ -59,16 +64,16 @@ class Run:
 
     @property
     def throughput(self) -> float:
-        """Generated tokens in a second, of the whole run."""
+        """Generated tokens per second, over the whole run."""
         return self.generated / self.seconds
 
     def percentile(self, rank: float) -> float:
-        """Of the time to the first token."""
+        """Returns a percentile of the TTFT, in seconds."""
         return float(np.percentile(self.ttft, rank))
 
 
 def mean_pages(talks: Sequence[Talk], page: int) -> float:
-    """Of a turn in the middle of its answer."""
+    """Returns the mean number of pages of a turn in the middle of its answer."""
     pages = []
     for talk in talks:
         tokens = 0
@@ -80,27 +85,27 @@ def mean_pages(talks: Sequence[Talk], page: int) -> float:
 
 
 def mean_answer(talks: Sequence[Talk]) -> float:
-    """Tokens that a conversation's answers have."""
+    """Returns the mean number of tokens that the answers of a conversation have."""
     return sum(turn.answer for talk in talks for turn in talk.turns) / len(talks)
 
 
 def warm_up(one: server.Server, talks: Sequence[Talk]) -> None:
-    """The first requests of a process are slow."""
+    """Sends a few short requests, because the first requests of a process are slow."""
     short = [Turn(turn.said, 8) for talk in talks[:4] for turn in talk.turns[:1]]
     beginnings = [Talk(f"warm {at}", 0.0, (turn,)) for at, turn in enumerate(short)]
-    preempt_load.run(one.url, beginnings)
+    load.run(one.url, beginnings)
 
 
 def measure(one: server.Server, talks: Sequence[Talk], rate: float) -> Run:
-    """Begins with nothing in its caches.
+    """Measures a run that begins with empty caches.
 
     Args:
-        talks: as if one began in a second.
-        rate: how many do.
+        talks: conversations with arrival times for one per second.
+        rate: conversations that begin per second.
     """
     server.forget(one.url)
     before = server.live(one.url).get("swap", {})
-    heard = preempt_load.run(one.url, preempt_load.at_rate(talks, rate))
+    heard = load.run(one.url, load.at_rate(talks, rate))
     after = server.live(one.url).get("swap", {})
     counts = {name: value - before[name] for name, value in after.items()}
     return _run(heard, counts)
@@ -110,7 +115,7 @@ def _run(heard: Sequence[Heard], counts: dict[str, float]) -> Run:
     times = np.sort(np.concatenate([each.times for each in heard]))
     begin = min(each.began for each in heard)
     settled = int(_SETTLED * len(times))
-    gaps = preempt_load.gaps_in_service(heard)
+    gaps = load.gaps_in_service(heard)
     recomputed = counts.get("recomputed_tokens", 0)
     computed = sum(each.prompt - each.cached + len(each.times) for each in heard)
     return Run(

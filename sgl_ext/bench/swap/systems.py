@@ -1,10 +1,13 @@
-"""Servers that handle preempted requests in different ways, behind a link of the paper's terms.
+"""Systems that handle preempted requests in different ways, and a link as slow as the paper's.
 
-What swaps page by page does so as FastSwitch describes vLLM (§2.2, §3.3): keys and values of each
-layer by themselves, all pages of a request, when it gives way and when a turn ends, whatever host
-memory had of them; all others wait until who gives way is out, and until who comes back is in. What
-recomputes is SGLang without host memory, with the same policy of who gives way; once more with
-prefixes of earlier turns in host memory, so that it differs from ours in swapping alone.
+``PER_PAGE`` swaps page by page, as FastSwitch describes vLLM (§2.2, §3.3). It copies keys and
+values of each layer separately. It copies all pages of a request when the request is preempted and
+when a turn ends, even pages that host memory has. All other requests wait until a preempted request
+is swapped out, and until a resumed request is swapped in.
+
+``RECOMPUTE`` is SGLang without host memory, with the same choice of the preempted requests.
+``RECOMPUTE_BESIDE_TIER`` has prefixes of earlier turns in host memory, so that it differs from ours
+in swapping alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_ext.bench.harness import server
+from sgl_ext.config.swap import EXPERIMENT
 
 PAGE = 16
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
@@ -28,31 +32,30 @@ WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REU
     "ours, no reuse",
 )
 _SWAP: Mapping[str, Mapping[str, Any]] = {
-    RECOMPUTE: {"baseline": {"recompute": True}},
-    RECOMPUTE_BESIDE_TIER: {"baseline": {"recompute": True}},
-    PER_PAGE: {
-        "baseline": {"by_layer": True, "wait": True, "copy_again": True},
-        "swap_in": "wait",
-    },
-    OURS: {},
-    WITHOUT_GROUPS: {"baseline": {"by_layer": True}},
-    WITHOUT_ASYNC_OUT: {"baseline": {"wait": True}},
+    PER_PAGE: {"swap_in": "wait"},
     WITHOUT_ASYNC_IN: {"swap_in": "wait"},
     WITHOUT_CHOICE: {"swap_in": "overlap"},
-    WITHOUT_REUSE: {"baseline": {"copy_again": True}},
+}
+_EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
+    RECOMPUTE: {"recompute": True},
+    RECOMPUTE_BESIDE_TIER: {"recompute": True},
+    PER_PAGE: {"by_layer": True, "wait": True, "copy_again": True},
+    WITHOUT_GROUPS: {"by_layer": True},
+    WITHOUT_ASYNC_OUT: {"wait": True},
+    WITHOUT_REUSE: {"copy_again": True},
 }
 _COPIES_OF_A_PAGE = 60
-"""Keys and values of each of 30 layers."""
+"""Copies that swap one page: keys and values of each of 30 layers, separately."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between host memory and the device: as slow, against an iteration, as in FastSwitch.
+    """Link between host memory and the device, as slow relative to an iteration as in FastSwitch.
 
     Args:
-        iteration: seconds of an iteration here.
-        pages: of a request that is swapped, on average.
-        page_bytes: of one of them.
+        iteration: seconds of an iteration on this machine.
+        pages: mean number of pages of a swapped request.
+        page_bytes: bytes of a page.
     """
 
     iteration: float
@@ -60,12 +63,12 @@ class Link:
     page_bytes: int
 
     PER_PAGE = 1.16
-    """Iterations that a swap page by page and layer by layer takes, LLaMA-8B on an A10 with PCIe 4;
-    of that, the bytes alone:"""
+    """Iterations that a swap by pages and layers takes, with LLaMA-8B on an A10 with PCIe 4."""
     BYTES = 0.15
+    """Part of :attr:`PER_PAGE` that the bytes alone take, in iterations."""
 
     def config(self) -> dict[str, Any]:
-        """Of ``tiers.host.link``."""
+        """Returns the value of the option ``tiers.host.link``."""
         page = self.iteration / self.pages
         return {
             "bytes_per_second": round(self.page_bytes / (self.BYTES * page)),
@@ -73,20 +76,20 @@ class Link:
         }
 
 
-DEFINITIONS = {"swap": _SWAP, "link": (Link.PER_PAGE, Link.BYTES)}
-"""What decides the measurements, beside the workload."""
+DEFINITIONS = {"swap": _SWAP, "experiments": _EXPERIMENTS, "link": (Link.PER_PAGE, Link.BYTES)}
+"""Definitions that decide the measurements, besides the workload."""
 
 
 def systems(
     names: Sequence[str], pool: int, memory: str, policy: Mapping[str, Any], link: Link | None
 ) -> list[server.System]:
-    """Servers by name.
+    """Returns the systems with these names.
 
     Args:
-        pool: tokens that the device holds.
-        memory: of the host, for what has given way and for earlier turns.
-        policy: of all that swap: ``policy``, ``quantum``.
-        link: None: host memory as it is.
+        pool: device pool, in tokens.
+        memory: capacity of host memory, for swapped-out requests and for earlier turns.
+        policy: ``policy`` or ``trace``, and ``quantum``, of all systems but the stock ones.
+        link: link that slows host memory down; None for host memory as it is.
     """
     base = ("--max-total-tokens", str(pool), "--page-size", str(PAGE), *server.BESIDE_OTHERS)
     found = []
@@ -97,11 +100,16 @@ def systems(
             found.append(server.System(name, arguments))
             continue
         host: dict[str, Any] = {"capacity": memory}
-        swap = {"capacity": memory, **policy, **_SWAP[name]}
+        swap = {"capacity": memory, **policy, **_SWAP.get(name, {})}
+        experiment = dict(_EXPERIMENTS.get(name, {}))
+        if (trace := swap.pop("trace", None)) is not None:
+            experiment["trace"] = trace
         if name == RECOMPUTE:
-            host["capacity"] = swap["capacity"] = "2MiB"  # as without host memory
+            host["capacity"] = swap["capacity"] = "2MiB"  # in effect no host memory
         elif link is not None:
             host["link"] = link.config()
         config = json.dumps({"tiers": {"host": host}, "swap": swap})
-        found.append(server.System(name, (*base, "--enable-ext", "--ext-config", config)))
+        environment = {EXPERIMENT: json.dumps(experiment)} if experiment else {}
+        arguments = (*base, "--enable-ext", "--ext-config", config)
+        found.append(server.System(name, arguments, environment))
     return found

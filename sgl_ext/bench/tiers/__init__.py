@@ -1,1 +1,1 @@
-"""The benchmark of KV beyond the device."""
+"""Benchmark of the ``tiers`` power: KV in host memory and on SSDs."""

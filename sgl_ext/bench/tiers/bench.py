@@ -1,8 +1,8 @@
-"""Multi-turn conversations whose KV exceeds the device: tiers against recomputing and HiCache.
+"""Benchmark of ``tiers`` against recomputing and HiCache, on multi-turn conversations.
 
-Every system serves on a device pool that holds a part of all conversations. Turn by turn each
-conversation is continued, so when its next turn comes the device has forgotten it. Then further
-conversations are held one at a time, which fit the device: there tiers must cost nothing.
+The device pool of each system holds a part of the KV of all conversations. They are continued turn
+by turn, so that the device has evicted the KV of a conversation before its next turn. Further
+conversations, which fit the device, are held one at a time. They measure the overhead of tiers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RECOMPUTE, OURS = "recompute", "host+ssd"
 _PAGE = 16
 _HOST_GIB = 2
 _RESIDENT_HOST_GIB = 0.5
-"""Less, so that all of it has been used when turns are timed."""
+"""Host memory for resident turns, in GiB. It is small, so that all of it is used before turns are
+timed."""
 _OUTPUT_TOKENS = 4
 _RESIDENT_OUTPUT_TOKENS = 12
 
@@ -63,7 +64,7 @@ def run(*, quick: bool, out: Path) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="tiers-") as scratch:
         systems = _systems(pool, Path(scratch))
-        if quick:  # starting six servers alone would take two minutes
+        if quick:  # the start of six servers would take two minutes
             systems = [each for each in systems if each.name not in ("host", "ssd")]
         with server.serve(systems, model, out / "logs") as servers:
             _warm_up(servers, resident)
@@ -82,7 +83,7 @@ def run(*, quick: bool, out: Path) -> Report:
 
 
 def _warm_up(servers: Sequence[server.Server], conversations: Sequence[Conversation]) -> None:
-    """The first requests of a process are slow."""
+    """Sends the first requests of each process, which are slow."""
     for prompt in conversations[0].prompts:
         _ask(servers, prompt, _OUTPUT_TOKENS)
 
@@ -128,7 +129,11 @@ def _systems(pool: int, scratch: Path, host_gib: float = _HOST_GIB) -> list[serv
 def _ask(
     servers: Sequence[server.Server], prompt: Sequence[int], output_tokens: int, first: int = 0
 ) -> list[Timing]:
-    """One prompt to every server in turn, beginning with another one each time."""
+    """Sends one prompt to every server in turn and returns the timings in the order of ``servers``.
+
+    Args:
+        first: number of the server that is first, modulo the number of servers.
+    """
     from sgl_ext.bench.harness.load_generator import Request
     from sgl_ext.bench.harness.load_generator import run as send
 
@@ -144,9 +149,13 @@ def _ask(
 def _by_turns(
     servers: Sequence[server.Server], held: Sequence[Conversation]
 ) -> dict[str, list[Timing]]:
-    """Every conversation's first turn, then every one's second...; timings of turns after that."""
+    """Sends the first turn of every conversation, then the second one of every conversation, etc.
+
+    Returns:
+        Timings of the turns after the first, by system.
+    """
     timings: dict[str, list[Timing]] = {each.system.name: [] for each in servers}
-    # What is computed anew every time needs no first turn.
+    # A system that recomputes every prompt does not need the KV of earlier turns.
     with_memory = [each for each in servers if each.system.name != RECOMPUTE]
     for turn in range(len(held[0].prompts)):
         for number, conversation in enumerate(held):
@@ -209,11 +218,18 @@ def _report_resident(
     *,
     rounds: int,
 ) -> None:
-    """Turns whose KV is still on the device.
+    """Adds the overhead of tiers for turns whose KV is still on the device.
 
-    Turns differ more among each other than systems do, and two processes of one system by a few
-    per cent for as long as they live: turn by turn, over several processes of each. Memory is slow
-    when it is first used, so all of it is before anything is timed.
+    Turns differ more from each other than systems do, so systems are compared turn by turn. Two
+    processes of one system differ by a few percent throughout their lifetime, so several processes
+    of each are compared. Memory is slow on first use, so all of it is used before anything is
+    timed.
+
+    Args:
+        systems: creates the systems of a round, with new directories.
+        resident: conversations that are timed.
+        before: conversations that fill the memory beforehand.
+        rounds: number of processes of each system.
     """
     latency: dict[str, list[float]] = {RECOMPUTE: [], OURS: []}
     ratios = []

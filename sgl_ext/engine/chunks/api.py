@@ -53,7 +53,8 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
     texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
     if (size := sum(map(len, texts))) > _LARGEST:
         raise ExtError(
-            f"these texts have {size} characters; create contexts of at most {_LARGEST} at once"
+            f"the texts have {size} characters, but a request may have at most {_LARGEST}; create "
+            "the contexts in several requests"
         )
     parts = await service.splitting.parts(body.chunks, body.split, _MOST)
     return await service.create(

@@ -164,7 +164,7 @@ def _wait_until_listening(url: str, headers: Mapping[str, str], verify: bool | s
             if requests.get(f"{url}/model_info", headers=headers, verify=verify, timeout=5).ok:
                 return
         time.sleep(0.1)
-    raise ExtError(f"the server at {url} did not listen within {_DEADLINE_S} s")
+    raise ExtError(f"the server at {url} did not answer within {_DEADLINE_S} s")
 
 
 def require(found: Fidelity, method: str, largest: float) -> None:
@@ -175,19 +175,19 @@ def require(found: Fidelity, method: str, largest: float) -> None:
         largest: maximum divergence of moved chunks, in nats.
     """
     logger.info(
-        "linked chunks: %s diverges by %.3f nats from computing everything; a chunk in its own "
-        "place by %.4f",
+        "linked chunks: %s diverges by %.3f nats from full computation; a chunk at its original "
+        "position by %.4f",
         method, found.divergence, found.exact,
     )  # fmt: skip
     if not found.exact <= _EXACT:
         raise ExtError(
-            f"a chunk that is linked where it was computed diverges by {found.exact:.3f} nats "
-            f"(rounding is below {_EXACT}): this model cannot be served with chunks; leave the "
-            "section out"
+            f"a chunk that is linked at its original position diverges by {found.exact:.3f} nats "
+            f"(rounding is below {_EXACT}), so this model cannot be served with chunks; remove "
+            "the chunks section"
         )
     if not found.divergence <= largest:
         raise ExtError(
             f"chunks linked by {method} diverge by {found.divergence:.3f} nats on the probe, more "
             f"than chunks.largest_divergence = {largest}; choose another chunks.method, raise the "
-            "bound, or leave the section out"
+            "limit, or remove the chunks section"
         )

@@ -32,21 +32,21 @@ class Chunk(SglExpr):
     def __init__(self, text_or_id: str, method: str | None) -> None:
         super().__init__()
         if not isinstance(text_or_id, str):
-            raise TypeError(f"a chunk is a text or an id, not {text_or_id!r}")
+            raise TypeError(f"a chunk must be a text or the id of a context, found {text_or_id!r}")
         if not text_or_id:
             raise ExtError("a chunk cannot be empty")
         self.is_id = _ID.fullmatch(text_or_id) is not None
         if self.is_id and method is not None:
-            raise ExtError(
-                f"{text_or_id} is prepared for a link method already; leave {method!r} out"
-            )
+            raise ExtError(f"{text_or_id} is already prepared for a link method; omit {method!r}")
         self.content, self.method = text_or_id, method
 
     def __repr__(self) -> str:
         return f"Chunk({self.content!r})"
 
     def __format__(self, _: str) -> str:
-        raise TypeError("a chunk cannot be within an f-string; put it between texts with +")
+        raise TypeError(
+            "a chunk cannot be formatted into an f-string; concatenate it with texts by +"
+        )
 
 
 @dataclass
@@ -96,8 +96,8 @@ _backends_lock = Lock()
 def _texts_of(backend: Any) -> _Texts:
     if not hasattr(backend, "base_url"):
         raise ExtError(
-            f"a text becomes a chunk only on a RuntimeEndpoint, and the program runs on "
-            f"{type(backend).__name__}; create a context and name its id"
+            "a text can become a chunk only on a RuntimeEndpoint, but the program runs on "
+            f"{type(backend).__name__}; create a context and give its id"
         )
     with _backends_lock:
         if backend not in _backends:
@@ -118,8 +118,8 @@ HOOKS = (
         "sglang.lang.interpreter.StreamExecutor._execute",
         "around",
         _execute,
-        "which server a text goes to is known only where the program runs, and no expression of "
-        "SGLang's is told who evaluates it",
+        "the server that a text is sent to is known only where the program runs, and SGLang does "
+        "not pass the executor to expressions",
     ),
 )
 

@@ -147,7 +147,9 @@ class ChunkLinks:
                 spans.setdefault(span.source, []).append(span)
         for link, parts in spans.items():
             if (chunk := request.found.get(link.chunk)) is None:
-                raise RuntimeError(f"{rid}: {link} was taken to lie before token {start}")
+                raise RuntimeError(
+                    f"{rid}: {link} has tokens from {start} on, but its KV was not looked up"
+                )
             sources = np.concatenate(
                 [chunk.addresses[one.start - link.at : one.end - link.at] for one in parts]
             )
@@ -286,7 +288,8 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     """
     if ext.slab is None:
         raise hooks.ActivationError(
-            f"chunks need the block-major layout, and {ext.layer_major_because}"
+            f"chunks require the block-major KV layout, but {ext.layer_major_because}; remove the "
+            "chunks section"
         )
     copy = rotation_of(scheduler.tp_worker.model_runner.model, ext.slab.layout)
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool

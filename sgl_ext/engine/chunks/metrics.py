@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from sgl_ext.engine.chunks.report import Linked
 
 _TOKENS = {
-    "linked": "Prompt tokens whose KV was copied from a chunk's.",
-    "recomputed": "Tokens of chunks that were computed because the link method wants it.",
-    "missing": "Tokens of chunks that were computed because there was no KV of them.",
+    "linked": "Prompt tokens whose KV was copied from a chunk.",
+    "recomputed": "Tokens of chunks that were recomputed by the link method.",
+    "missing": "Tokens of chunks that were computed because their KV was missing.",
 }
 
 
@@ -25,7 +25,7 @@ class LinkMetrics:
         labels = ("tp_rank", "method")
         self._rank = str(rank)
         self._requests = Counter(
-            "sglang_ext:chunks_requests", "Times that a prompt with chunks was admitted.", labels
+            "sglang_ext:chunks_requests", "Admissions of prompts with chunks.", labels
         )
         self._tokens = {
             name: Counter(f"sglang_ext:chunks_{name}_tokens", text, labels)
@@ -44,8 +44,11 @@ class LinkMetrics:
 def export(found: Fidelity, method: str) -> None:
     """Exports the measured fidelity. The server's own process calls it once."""
     gauges = {
-        "divergence": (found.divergence, "Of moved chunks from computing everything, in nats."),
-        "exactness": (found.exact, "Divergence of a chunk in its own place, in nats."),
+        "divergence": (
+            found.divergence,
+            "Divergence of moved chunks from full computation, in nats.",
+        ),
+        "exactness": (found.exact, "Divergence of a chunk at its original position, in nats."),
     }
     for name, (nats, text) in gauges.items():
         gauge = Gauge(

@@ -54,7 +54,7 @@ class Parts:
                 body = self._marked(body)
             except (ExtError, RecursionError, orjson.JSONEncodeError) as error:
                 if not isinstance(error, ExtError):
-                    error = ExtError("the request is nested too deeply; give less than 250 levels")
+                    error = ExtError("the request is nested too deeply; use fewer than 250 levels")
                 await (await refusal(Request(scope), error))(scope, receive, send)
                 return
             length = (b"content-length", str(len(body)).encode())
@@ -108,8 +108,8 @@ class Parts:
             found = part.get("text")
         if not isinstance(found, str):
             raise ExtError(
-                f"a part of text is a text, {{'type': 'text', 'text': …}} or "
-                f"{{'type': '{_PART}', 'id': …}}, not {part!r:.200}"
+                "a part of text must be a string, {'type': 'text', 'text': …} or {'type': "
+                f"'{_PART}', 'id': …}}, found {part!r:.200}"
             )
         return found
 
@@ -123,7 +123,7 @@ class Parts:
             return None
         if part["type"] == _PART:
             if not isinstance(id_ := part.get("id"), str):
-                raise ExtError(f"the id of a context is a text, not {id_!r:.200}")
+                raise ExtError(f"the id of a context must be a string, found {id_!r:.200}")
             return mark(self._contexts.get(id_, _salt(salt)).id)
         if not self._automatic or not isinstance(text := part.get("text"), str):
             return None
@@ -144,14 +144,16 @@ def _texts(content: object) -> list[str]:
 
 def _salt(found: object) -> str | None:
     if found is not None and not isinstance(found, str):
-        raise ExtError(f"the cache_salt of a prompt with contexts is a text, not {found!r:.200}")
+        raise ExtError(
+            f"the cache_salt of a prompt with contexts must be a string, found {found!r:.200}"
+        )
     return found
 
 
 def _object(request: Mapping[str, object], name: str) -> Mapping[str, object]:
     found = request.get(name)
     if found is not None and not isinstance(found, Mapping):
-        raise ExtError(f"{name} is an object, not {found!r:.200}")
+        raise ExtError(f"{name} must be an object, found {found!r:.200}")
     return found or {}
 
 

@@ -57,7 +57,7 @@ class EngineContexts:
                 }
             )
         except ValidationError as error:
-            raise ExtError(f"no contexts can be created so: {error}") from None
+            raise ExtError(f"cannot create contexts with these arguments: {error}") from None
         found = self._run(created(self._service, body))
         return tuple(map(self._service.describe, found))
 
@@ -102,7 +102,7 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
     config = carried_by(engine.server_args)
     if config is None or config.chunks is None:
         raise ExtError(
-            "this engine links no chunks; create it with enable_ext=True and "
+            "chunks are not enabled on this engine; create it with enable_ext=True and "
             "ext_config={'chunks': {}}"
         )
     manager = engine.tokenizer_manager

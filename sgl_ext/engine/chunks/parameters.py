@@ -16,8 +16,8 @@ MARKED = "ext_marked"
 """Key of a flag: the tokens of the prompt contain marks, which the server's front replaces by a
 composition."""
 NO_BLEND = (
-    "blend-R chooses tokens by the values of all KV heads, which tensor parallel ranks share "
-    "out; choose another method"
+    "blend-R selects tokens by the values of all KV heads, which tensor parallelism splits across "
+    "ranks; choose another method"
 )
 
 T = TypeVar("T")

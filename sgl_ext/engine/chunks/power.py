@@ -47,7 +47,7 @@ class ChunksPower(Power[Chunks]):
     unserved = (
         ("enable_return_hidden_states", bool, "hidden states in answers"),
         ("enable_streaming_session", bool, "streaming sessions"),
-        ("skip_tokenizer_init", bool, "no tokenizer"),
+        ("skip_tokenizer_init", bool, "a disabled tokenizer"),
         ("enable_lora", bool, "LoRA adapters"),
         ("lora_paths", bool, "LoRA adapters"),
     )

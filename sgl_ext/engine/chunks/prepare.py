@@ -61,14 +61,17 @@ class ChunkPreparation:
             return []
         if method.preparation is Preparation.BOS:
             if not (bos := self.bos()):
-                raise ExtError("lego-0 needs a begin-of-sequence token, which this model has not")
+                raise ExtError(
+                    "lego-0 requires a begin-of-sequence token, which this model does not have; "
+                    "choose another method"
+                )
             return bos * BOS_TOKENS
         # All chunks take the first passages, so that they share the KV of their prefix.
         others = [each for each in passages if each != tuple(tokens[: len(each)])][:PASSAGES]
         if not others:
             raise ExtError(
-                "a primed chunk is computed behind others of its kind: create several at once, or "
-                "the first ones with another method"
+                "a primed chunk is computed after other chunks of its kind, and there are none; "
+                "create several at once, or the first ones with another method"
             )
         return [*lead, *chain.from_iterable(others)]
 
@@ -131,8 +134,9 @@ class ChunkPreparation:
                         selected: list[int] = entry["selected"]
                         return selected
             raise ExtError(
-                f"the KV of a chunk of {len(tokens)} tokens had to go before it was looked at, "
-                f"{_ATTEMPTS} times: the server's KV is too small for it; split it, or try again"
+                f"the KV of a chunk of {len(tokens)} tokens was evicted {_ATTEMPTS} times before "
+                "it was read, because the server's KV pool is too small for it; split the chunk, "
+                "or try again"
             )
         await self.compute(before, tokens, salt)
         if method.recompute is Recompute.ALL:

@@ -14,11 +14,11 @@ from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 _UNSERVED = (
-    ("input_ids", "its tokens are those of its text"),
-    ("input_embeds", "its tokens are those of its text"),
-    ("positional_embed_overrides", "its tokens are those of its text"),
-    ("lora_path", "contexts are of the base model"),
-    ("session_params", "a session goes on from tokens, of which it knows no contexts"),
+    ("input_ids", "its tokens are computed from its text"),
+    ("input_embeds", "its tokens are computed from its text"),
+    ("positional_embed_overrides", "its tokens are computed from its text"),
+    ("lora_path", "contexts belong to the base model"),
+    ("session_params", "a session continues from tokens, whose contexts it does not know"),
     ("token_indices_to_pool", "linked tokens have no hidden states"),
     ("multi_item_delimiter_indices", "linked tokens have no logits"),
 )
@@ -89,13 +89,14 @@ class PromptLinking:
         if not any(isinstance(text, str) and marked(text) for text in texts):
             if chat:
                 raise ExtError(
-                    "the contexts of this chat are not in its prompt: its template leaves them "
-                    "out, or it came with input_ids, which a chat with contexts does not have"
+                    "the prompt of this chat does not contain its contexts: the chat template "
+                    "drops them, or the request has input_ids, which a chat with contexts does "
+                    "not support; omit input_ids, or send the prompt to /generate"
                 )
             return []
         for name, why in _UNSERVED:
             if _given(getattr(request, name)) and not (chat and name == "input_ids"):
-                raise ExtError(f"a prompt with contexts has no {name}: {why}")
+                raise ExtError(f"a prompt with contexts does not support {name}: {why}")
         named: list[Context] = []
         columns = (_each(request, name, type_, len(texts)) for name, type_ in _PER_PROMPT)
         linked = [
@@ -111,11 +112,15 @@ class PromptLinking:
     def _link(self, asked: _Asked, logprobs: bool, chat: bool, named: list[Context]) -> _Linked:
         """Links one prompt, and appends its contexts to ``named``."""
         if not isinstance(asked.text, str):
-            raise ExtError(f"a prompt beside one with contexts is a text, not {asked.text!r:.200}")
+            raise ExtError(
+                f"in a batch with contexts, each prompt must be a text, found {asked.text!r:.200}"
+            )
         params = asked.params or {}
         custom = params.get("custom_params") or {}
         if not isinstance(custom, Mapping):
-            raise ExtError(f"custom_params of a prompt with contexts is an object, not {custom!r}")
+            raise ExtError(
+                f"custom_params of a prompt with contexts must be an object, found {custom!r}"
+            )
 
         def context_of(id_: str) -> Context:
             named.append(self._contexts.get(id_, asked.salt))
@@ -149,13 +154,13 @@ class PromptLinking:
         if not isinstance(ids, list) or not all(
             isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
         ):
-            raise ExtError(f"{MARKED} is what the server itself says of chats; leave it out")
+            raise ExtError(f"{MARKED} is reserved for the server; omit it")
         text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if self._encode(text, False) != ids:
             raise ExtError(
-                "contexts in a chat need a prompt whose tokens can be read back as its text, and "
-                "this one's cannot (a tokenizer that loses characters, or a continued last "
-                "message); send the prompt to /generate"
+                "contexts in a chat require a prompt whose tokens decode to its text, and the "
+                "tokens of this one do not (a tokenizer that loses characters, or a continued "
+                "last message); send the prompt to /generate"
             )
         return text
 
@@ -166,8 +171,8 @@ def _each(request: object, name: str, type_: type, count: int) -> list[object]:
     values = found if isinstance(found, list) else [found] * count
     if len(values) != count or not all(isinstance(value, type_ | None) for value in values):
         raise ExtError(
-            f"{name} of prompts with contexts is one {type_.__name__} or {count} of them, "
-            f"not {found!r:.200}"
+            f"{name} of prompts with contexts must be one {type_.__name__} or a list of {count}, "
+            f"found {found!r:.200}"
         )
     return values
 

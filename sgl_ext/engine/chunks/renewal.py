@@ -58,7 +58,7 @@ class Renewal:
             try:
                 await self._compute(context)
             except ExtError as error:
-                logger.warning("sgl_ext: %s is not renewed: %s", context.id, error)
+                logger.warning("sgl_ext: context %s was not renewed: %s", context.id, error)
                 continue
             self._unused[context.id] = context
         self._unused = {id_: each for id_, each in self._unused.items() if self._known(each)}

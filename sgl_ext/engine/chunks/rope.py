@@ -33,15 +33,17 @@ def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
     try:
         copy = RotatingCopy(layout, _rope_of(embedding))
     except ValueError as error:
-        raise hooks.ActivationError(f"chunks do not serve this KV: {error}") from None
+        raise hooks.ActivationError(
+            f"chunks do not support this KV layout: {error}; remove the chunks section"
+        ) from None
     longest = len(embedding.cos_sin_cache) - 1
     for start, end in ((min(start, longest), min(end, longest)) for start, end in _MOVES):
         off = _error_of(embedding, layout, copy, start, end)
         if not off <= _ROUNDING:
             raise hooks.ActivationError(
-                f"keys moved from position {start} to {end} are off by {off:.2g} from those that "
-                f"the model computes there (rounding is below {_ROUNDING}): it cannot be served "
-                "with chunks; leave the section out"
+                f"keys moved from position {start} to {end} differ by {off:.2g} from the keys "
+                f"that the model computes there (rounding is below {_ROUNDING}), so this model "
+                "cannot be served with chunks; remove the chunks section"
             )
     return copy
 
@@ -50,8 +52,8 @@ def require_architecture(name: str) -> None:
     """Raises ActivationError for a model class whose layers may rotate keys differently."""
     if name not in _ARCHITECTURES:
         raise hooks.ActivationError(
-            f"chunks are served for {', '.join(sorted(_ARCHITECTURES))}, not for {name}: in other "
-            "models layers differ in how they rotate keys; leave the chunks section out"
+            f"chunks support {', '.join(sorted(_ARCHITECTURES))}, not {name}, because the layers "
+            "of other models may rotate keys differently; remove the chunks section"
         )
 
 
@@ -60,8 +62,8 @@ def _embedding_of(model: torch.nn.Module) -> Any:
     found = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
     if len(found) != 1:
         raise hooks.ActivationError(
-            f"chunks need one rotary embedding for all layers, and this model has {len(found)}; "
-            "leave the chunks section out"
+            "chunks require one rotary embedding for all layers, but this model has "
+            f"{len(found)}; remove the chunks section"
         )
     (embedding,) = found.values()
     return embedding
@@ -73,7 +75,7 @@ def _rope_of(embedding: Any) -> Rope:
     try:
         frequencies = frequencies_of(table)
     except ValueError as error:
-        raise hooks.ActivationError(f"{error}; leave the chunks section out") from None
+        raise hooks.ActivationError(f"{error}; remove the chunks section") from None
     return Rope(embedding.rotary_dim, frequencies, not embedding.is_neox_style)
 
 

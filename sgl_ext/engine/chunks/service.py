@@ -113,8 +113,8 @@ class ContextService(Front):
         """
         if len(chunks) > self.contexts.limit:
             raise ExtError(
-                f"{len(chunks)} chunks at once, and the server keeps {self.contexts.limit} "
-                "(chunks.limit)"
+                f"{len(chunks)} chunks were given at once, but the server keeps at most "
+                f"{self.contexts.limit} (chunks.limit); create fewer"
             )
         tokens = [
             await self._read(self._tokens_of, number, chunk) for number, chunk in enumerate(chunks)
@@ -137,8 +137,9 @@ class ContextService(Front):
             # The last page may be partly filled, and SGLang reserves one page.
             if len(ids) + len(text) + 2 * self._page >= self._most:
                 raise ExtError(
-                    f"chunk {number} has {len(ids)} tokens, and is computed behind {len(text)}; "
-                    f"model and KV pool take less than {self._most} in all: split it"
+                    f"chunk {number} has {len(ids)} tokens and a prefix of {len(text)} tokens; "
+                    f"the model and the KV pool allow fewer than {self._most} tokens in total: "
+                    "split the chunk"
                 )
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
@@ -210,7 +211,8 @@ class ContextService(Front):
             wrong = [token for token in tokens if not 0 <= token < size]
             if wrong:
                 raise ExtError(
-                    f"chunk {number} has the token ids {wrong[:3]}; the vocabulary ends at {size}"
+                    f"chunk {number} has the token ids {wrong[:3]}; expected ids below the "
+                    f"vocabulary size {size}, and not negative"
                 )
         if not tokens:
             raise ExtError(f"chunk {number} is empty")

@@ -87,13 +87,13 @@ class Splitting:
                         found += parts
                         if len(found) > most:
                             raise ExtError(
-                                f"these are more than {most} chunks, {len(found)} at least; "
-                                f"create at most {most} at once"
+                                f"the texts split into more than {most} chunks (at least "
+                                f"{len(found)}); create at most {most} at once"
                             )
         except TimeoutError:
             raise ExtError(
-                f"splitting has taken more than {LIMIT_S:g} s; give less text at once, or "
-                "split it yourself"
+                f"splitting took more than {LIMIT_S:g} s; give less text at once, or split it in "
+                "advance"
             ) from None
         finally:
             turns.stopped.set()

@@ -59,6 +59,7 @@ LAUNCHER_HOOKS = (
         "sglang.srt.entrypoints.http_server._wait_and_warmup",
         "around",
         _probe,
-        "SGLang's own warm-up request is the last thing that can keep a server from being ready",
+        "SGLang's own warm-up request is the last step that can prevent a server from becoming "
+        "ready",
     ),
 )

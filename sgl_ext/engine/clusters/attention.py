@@ -119,8 +119,8 @@ class StoredAttention:
         each, memory = self._each(share), self.memory
         if each > memory.most:
             raise ExtError(
-                f"a query is given {each} blocks of the context, at most {memory.most} fit into "
-                "memory at once: ask for a smaller share"
+                f"the requested share selects {each} blocks of the context per query, but at most "
+                f"{memory.most} fit into memory at once; lower sparsity"
             )
         parts: list[torch.Tensor] = []
         wanted_by_all: list[NDArray[np.int64]] = []
@@ -153,7 +153,10 @@ class StoredAttention:
         self._spent("placing", began)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
-            raise ExtError(f"attention of layer {layer} to it is no number; store it again")
+            raise ExtError(
+                f"the attention of layer {layer} to the context is not finite; store the context "
+                "again"
+            )
         return found
 
     def expect(

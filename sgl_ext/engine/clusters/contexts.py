@@ -115,8 +115,8 @@ class StoredContexts:
         share = self._config.sparsity if asked.sparsity is None else asked.sparsity
         if share > self._config.largest:
             raise ExtError(
-                f"sparsity {share:g} is more than this server's clusters.largest, "
-                f"{self._config.largest:g}"
+                f"sparsity {share:g} exceeds this server's clusters.largest, "
+                f"{self._config.largest:g}; lower sparsity"
             )
         follower = Follower(asked.id, share, req, time.monotonic())
         self._followers[req.rid] = follower
@@ -149,8 +149,9 @@ class StoredContexts:
         if future is None or not future.done():
             if time.monotonic() - follower.since > self._config.wait:
                 raise UnavailableError(
-                    f"context {follower.id} was not open in {self._config.wait:g} s; "
-                    f"{len(self._open)} are open or being opened (clusters.open): try again later"
+                    f"context {follower.id} was not opened within {self._config.wait:g} s; "
+                    f"{len(self._open)} contexts are open or being opened (clusters.open): try "
+                    "again later"
                 )
             return False
         if (error := future.exception()) is not None:
@@ -164,7 +165,7 @@ class StoredContexts:
         if tokens + prompt >= self._longest:
             raise ExtError(
                 f"context {follower.id} has {tokens} tokens and the prompt {prompt}; the model "
-                f"takes less than {self._longest} in all"
+                f"accepts fewer than {self._longest} in total"
             )
         follower.tokens = tokens
         params = follower.req.sampling_params
@@ -293,4 +294,4 @@ def _close(opened: Future[StoredAttention]) -> None:
         try:
             opened.result().memory.close()
         except ExtError as error:  # a device does not respond
-            logger.error("a context was not closed, and its memory is not used again: %s", error)
+            logger.error("a context was not closed, and its memory is not reused: %s", error)

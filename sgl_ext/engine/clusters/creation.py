@@ -132,7 +132,9 @@ class StoredCreation:
         Removes the file in the end, and all files of the context if an error is raised.
         """
         if len(self._storing) >= _AT_ONCE:
-            raise BusyError(f"{_AT_ONCE} contexts are being stored or wait for it; try again later")
+            raise BusyError(
+                f"{_AT_ONCE} contexts are already being stored or waiting; try again later"
+            )
         id_ = new_id()
         record = recorded_file(self._folders[0], id_)
         one = self._storing[id_] = _Storing(salt)
@@ -150,8 +152,8 @@ class StoredCreation:
             remove(id_, self._folders)
             if isinstance(error, TimeoutError):
                 raise ExtError(
-                    f"the context was not stored in {_STORE_DEADLINE_S:g} s; it was at "
-                    f"{one.progress}"
+                    f"the context was not stored within {_STORE_DEADLINE_S:g} s; its progress "
+                    f"was: {one.progress}"
                 ) from None
             raise
         finally:
@@ -162,8 +164,9 @@ class StoredCreation:
         if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
             what = "characters" if isinstance(text, str) else "tokens"
             raise ExtError(
-                f"the context has {len(text)} {what}; model and KV pool take {self._most} tokens "
-                "with what profiles it"
+                f"the context has {len(text)} {what}; the model and the KV pool allow "
+                f"{self._most} tokens, besides those that profile the context: store a shorter "
+                "context"
             )
         if isinstance(text, str):
             tokens: list[int] = self._manager.tokenizer.encode(text)
@@ -171,11 +174,14 @@ class StoredCreation:
             tokens = list(text)
             size = self._manager.model_config.vocab_size
             if wrong := [token for token in tokens if not 0 <= token < size]:
-                raise ExtError(f"the token ids {wrong[:3]} are beyond the vocabulary of {size}")
+                raise ExtError(
+                    f"the token ids {wrong[:3]} are outside the vocabulary of {size} tokens"
+                )
         if len(tokens) > self._most:
             raise ExtError(
-                f"the context has {len(tokens)} tokens; model and KV pool take {self._most} with "
-                "what profiles it"
+                f"the context has {len(tokens)} tokens; the model and the KV pool allow "
+                f"{self._most} tokens, besides those that profile the context: store a shorter "
+                "context"
             )
         self._require_room(len(tokens))
         return tokens
@@ -190,8 +196,9 @@ class StoredCreation:
             needed = blocks.file_bytes + (0 if at else record)
             if (free := shutil.disk_usage(folder).free) < needed:
                 raise ExtError(
-                    f"device {at} has no room for {needed:,} B of the context, {free:,} B are "
-                    "free; delete contexts, or name larger or more directories"
+                    f"device {at} has not enough free space: the context needs {needed:,} B, "
+                    f"{free:,} B are free; delete contexts, or configure larger or more "
+                    "directories"
                 )
 
     async def _record(self, id_: str, tokens: list[int], salt: str | None) -> None:
@@ -205,8 +212,8 @@ class StoredCreation:
             entries = await self._ask([*tokens, *asked], how, _ANSWER)
         if not any(entry.get("recorded") for entry in entries):
             raise ExtError(
-                "the context had to give way to other requests while it was computed; try again "
-                "when the server has less to do, or give it more KV memory"
+                "the context was preempted by other requests while it was computed; try again "
+                "when the server has less load, or give it more KV memory"
             )
 
     async def _ask(
@@ -237,12 +244,10 @@ class StoredCreation:
         failed = failed_file(record.parent, record.stem)
         while not record.exists():
             if failed.exists():
-                raise ExtError(
-                    f"the context cannot be stored: {failed.read_text(errors='replace')}"
-                )
+                raise ExtError(f"cannot store the context: {failed.read_text(errors='replace')}")
             if time.monotonic() > end:
                 raise ExtError(
-                    f"{record.name} was not written in {_WRITE_DEADLINE_S:g} s; try again"
+                    f"{record.name} was not written within {_WRITE_DEADLINE_S:g} s; try again"
                 )
             await asyncio.sleep(0.05)
 
@@ -265,9 +270,9 @@ class StoredCreation:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            logger.error("context %s cannot be stored: %s", id_, told)
+            logger.error("cannot store context %s: %s", id_, told)
             if not told.startswith(_SAYS):
-                raise ExtError("the context cannot be stored; the server's log says why")
+                raise ExtError("cannot store the context; see the server's log")
             for device, directory in enumerate(self._directories):
                 told = told.replace(str(directory), f"device {device}")
             raise ExtError(told.removeprefix(_SAYS))

@@ -130,7 +130,7 @@ class StoredForward:
         message = str(error)
         if not isinstance(error, DeviceError):
             # The memory of the context may be inconsistent.
-            message = part.context.failed or f"context {key[0]} is given up: {error}"
+            message = part.context.failed or f"context {key[0]} is disabled after an error: {error}"
             part.context.failed = message
         logger.error("%s", message, exc_info=not isinstance(error, ExtError))
         self._failed.add(key)

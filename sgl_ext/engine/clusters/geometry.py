@@ -25,13 +25,16 @@ def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
     }
     if len(layers) != layout.layers or len(shapes) != 1:
         raise ExtError(
-            f"the model has {len(layers)} layers of attention of {len(shapes)} shapes, and "
-            f"{layout.layers} layers of KV; clusters serve models whose layers are all alike"
+            f"the model has {len(layers)} attention layers of {len(shapes)} shapes and "
+            f"{layout.layers} KV layers; clusters support only models whose layers all have the "
+            "same shape"
         )
     if getattr(scheduler.model_config, "model_is_mrope", False):
-        raise ExtError("clusters do not serve models whose positions have several parts (mrope)")
+        raise ExtError(
+            "clusters do not support models whose positions have several components (mrope)"
+        )
     if any(each.sliding_window_size > -1 or each.logit_cap for each in layers):
-        raise ExtError("clusters do not serve sliding windows or capped attention logits")
+        raise ExtError("clusters do not support sliding windows or capped attention logits")
     ((heads, kv_heads, head_dim, scale),) = shapes
     require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
     return Geometry(

@@ -41,12 +41,12 @@ HOOKS = (
         f"{_TREE}.checkpoint",
         "before",
         _on_checkpoint,
-        "the KV of a request that ends has no other owner than its tree",
+        "the KV of a request that ends is owned by its radix tree only",
     ),
     hooks.Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
         "before",
         _on_finish,
-        "SGLang takes every forward's result for a token",
+        "SGLang treats the result of every forward as a token",
     ),
 )

@@ -274,7 +274,8 @@ class StoredMemory:
         area = self._asked
         if area.busy:
             raise DeviceError(
-                f"context {self._stored.name}: a device has not answered an earlier read yet"
+                f"context {self._stored.name}: an earlier read from a device is still pending; "
+                "try again later"
             )
         reading = self._read(layer, numbers, area, Priority.URGENT)
         reading.wait(self._deadline)
@@ -301,8 +302,8 @@ class StoredMemory:
         found = _clusters.checksums(np.ascontiguousarray(blocks))
         if (harmed := found != self._stored.layers[layer].sums[numbers]).any():
             raise DeviceError(
-                f"context {self._stored.name}: {harmed.sum()} of {len(harmed)} blocks are not what "
-                "was written; store it again"
+                f"context {self._stored.name}: {harmed.sum()} of {len(harmed)} blocks are damaged "
+                "(their checksums differ); store it again"
             )
         used = self._blocks.block * self._blocks.entry_bytes
         self._fetched_bytes[behind : behind + len(numbers)] = blocks[:, :used]

@@ -18,19 +18,19 @@ class StoredMetrics(Paced):
     def __init__(self) -> None:
         self._blocks = Counter(
             "sglang_ext:clusters_blocks",
-            "Blocks of stored contexts that queries were given, by where they came from.",
+            "Blocks of stored contexts that were selected for queries, by their source.",
             ("source",),
         )
         self._seconds = Counter(
             "sglang_ext:clusters_seconds",
-            "Seconds of the forwards' thread, by what they were spent on.",
+            "Seconds that the thread of the forwards spent, by activity.",
             ("what",),
         )
         self._gauges = {
             name: Gauge(f"sglang_ext:clusters_{name}", text, multiprocess_mode="mostrecent")
             for name, text in (
                 ("open", "Stored contexts that are open."),
-                ("followed", "Requests that follow one."),
+                ("followed", "Requests that follow a stored context."),
             )
         }
         self._totals = Totals()

@@ -65,4 +65,4 @@ def said(value: object, kind: type[Said]) -> Said:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ValueError(f"what is said of a stored context: {error}") from None
+        raise ValueError(f"invalid parameter of a stored context: {error}") from None

@@ -90,13 +90,13 @@ class ClustersPower(Power[Clusters]):
 
         if ext.slab is None:
             raise ActivationError(
-                f"clusters store blocks of the slab, and {ext.layer_major_because}: leave out "
-                "clusters"
+                f"clusters require the block-major KV layout, but {ext.layer_major_because}; "
+                "remove the clusters section"
             )
         self._scheduler, config = scheduler, self.section
         folders = own_folders(config.directories)
         if left := sweep(folders):
-            logger.info("removed what is left of contexts that were not stored: %s", left)
+            logger.info("removed files of contexts that were not completely stored: %s", left)
         geometry = geometry_of(scheduler, ext.slab.layout)
         self.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
         self.recorder = Recorder(ext.slab, geometry, folders[0])
@@ -205,7 +205,10 @@ class ClustersPower(Power[Clusters]):
 
         Contexts belong to the weights that the server started with.
         """
-        message = "an update of the model's weights began; restart to follow stored contexts again"
+        message = (
+            "an update of the model's weights has started; restart the server to use stored "
+            "contexts again"
+        )
         self.recorder.stale = message
         self.stored.give_up(message)
 

@@ -73,7 +73,7 @@ def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
         if layers:
             return tuple(layers)
     raise ExtError(
-        f"the layers of {type(model).__name__} are not known to clusters.prefetch; set it to 0"
+        f"clusters.prefetch does not support the layers of {type(model).__name__}; set it to 0"
     )
 
 

@@ -161,16 +161,16 @@ class Recorder:
             Recorded(self._geometry, tokens, kv, layers, seen, asked.salt).save(scratch)
             scratch.rename(path)
         except Exception as error:  # an exception in this thread would be lost
-            logger.exception("a context cannot be written down")
+            logger.exception("cannot write the record of a context")
             scratch.unlink(missing_ok=True)
             with suppress(OSError):
                 failed_file(self._directory, asked.id).write_text(self._why(error, kv.nbytes))
 
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):
-            return f"{type(error).__name__}; the server's log says more"
+            return f"{type(error).__name__}; see the server's log"
         free = shutil.disk_usage(self._directory).free
         return (
-            f"{error.strerror or error}; it is first written as a whole onto device 0, "
-            f"where it needs more than {needed:,} B and {free:,} B are free"
+            f"{error.strerror or error}; the whole record is first written to device 0, where it "
+            f"needs more than {needed:,} B, but {free:,} B are free"
         )

@@ -84,7 +84,9 @@ class StoredService(Front):
         key = getattr(request, "extra_key", None)  # requests for embeddings have none
         keys = key if isinstance(key, list) else [key]
         if any(isinstance(key, str) and key.startswith("ext:") for key in keys):
-            raise ExtError("an extra_key that begins with ext: is the server's own; name another")
+            raise ExtError(
+                "an extra_key that begins with ext: is reserved for the server; use another"
+            )
         params, salt = request.sampling_params, getattr(request, "cache_salt", None)
         several = isinstance(params, list)
         salts = salt if isinstance(salt, list) and salt else [salt]
@@ -105,7 +107,7 @@ class StoredService(Front):
         except ValueError as error:
             raise ExtError(str(error)) from None
         if params.get("beam_width") not in (None, 0, 1):
-            raise ExtError("beams do not follow stored contexts; leave out one of the two")
+            raise ExtError("beam search does not support stored contexts; omit one of the two")
         for salt in salts:
             self._about(follows.id, salt)
         found: dict[str, object] = msgspec.to_builtins(follows)
@@ -184,7 +186,7 @@ class StoredService(Front):
         try:
             self._about(id_, salt)
         except DamagedError as error:
-            logger.warning("stored context %s is deleted, which is damaged: %s", id_, error)
+            logger.warning("deleting stored context %s, which is damaged: %s", id_, error)
         try:
             remove(id_, self._folders)
         except OSError as error:

@@ -78,16 +78,17 @@ def require_names(view: ServerArgs, store_first: str | None, own: str | None) ->
 
 def _not_store_first(power: str, found: str) -> str:
     return (
-        f"{power} computes parts of a prompt in one forward, for which prefill must store K and V "
-        f"before it attends, and {found} is not known to; use --prefill-attention-backend "
-        f"{', '.join(_STORE_FIRST_NAMES[:-1])} or {_STORE_FIRST_NAMES[-1]}, or leave out {power}"
+        f"{power} computes parts of a prompt in one forward, which requires a prefill backend "
+        f"that stores K and V before attention, and {found} is not known to do so; use "
+        f"--prefill-attention-backend {', '.join(_STORE_FIRST_NAMES[:-1])} or "
+        f"{_STORE_FIRST_NAMES[-1]}, or remove {power}"
     )
 
 
 def _not_own(power: str, phase: str, found: str) -> str:
     return (
-        f"the compiled CPU attention is needed, and {phase} runs {found}; use --attention-backend "
-        f"{_OWN_NAME} for both phases, or leave out {power}"
+        f"{power} requires the compiled CPU attention, but {phase} runs {found}; use "
+        f"--attention-backend {_OWN_NAME} for both phases, or remove {power}"
     )
 
 
@@ -120,9 +121,9 @@ def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -
         if not found.is_native(query, keys, keys, scale):
             asked = str(runner.dtype).removeprefix("torch.")
             raise ExtError(
-                "the compiled CPU attention is needed, and it is switched off or does not serve "
-                f"queries of {asked} over KV of {layout.dtype} with heads of "
-                f"{layout.head_dim} here; sgl-ext doctor says what is compiled. Or leave out "
+                f"{power} requires the compiled CPU attention, but it is disabled or does not "
+                f"support queries of {asked} over KV of {layout.dtype} with head_dim "
+                f"{layout.head_dim} here; run sgl-ext doctor to see what is compiled, or remove "
                 f"{power}"
             )
 

@@ -24,9 +24,9 @@ from sgl_ext.engine.core.sglang_types import (
     ScheduleBatch,
     Scheduler,
 )
-from sgl_ext.engine.front import validation
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import forward
+from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
 
 
@@ -160,14 +160,15 @@ HOOKS = (
         f"{_SCHEDULER}.get_init_info",
         "around",
         _ready,
-        "nothing is called between the making of all parts of a scheduler and its ready message, "
-        "whose set of keys is fixed and which is all that the launcher hears of it",
+        "SGLang calls nothing between the creation of all parts of a scheduler and its ready "
+        "message, which has a fixed set of keys and is all that the launcher receives from it",
     ),
     hooks.Hook(
         f"{_SCHEDULER}._add_request_to_queue",
         "around",
         _queue,
-        "SGLang checks what it knows of requests, and queues retracted ones behind all that wait",
+        "SGLang checks only the parameters that it knows, and queues retracted requests behind "
+        "all waiting requests",
     ),
     hooks.Hook(
         f"{_SCHEDULER}._process_hicache_events",
@@ -179,34 +180,35 @@ HOOKS = (
         f"{_SCHEDULER}.get_new_batch_prefill",
         "around",
         _step,
-        "a pool can change its size, and a request leave or join without a prefill, between two "
-        "steps only",
+        "a pool can be resized, and a request can leave or join without a prefill, only between "
+        "two steps",
     ),
     hooks.Hook(
         f"{_SCHEDULER}.run_batch",
         "around",
         _run,
-        "SGLang counts slots when it is idle, after the answers of a step were sent, and measures "
-        "prefills for its log only",
+        "SGLang counts slots only when it is idle, after the answers of a step were sent, and "
+        "measures prefills only for its log",
     ),
     hooks.Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
         "around",
         _forward,
-        "SGLang computes one span a request and forward, at positions that begin with the prompt",
+        "SGLang computes one span per request and forward, at positions that are counted from the "
+        "start of the prompt",
     ),
     hooks.Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
         "before",
         _release,
-        "a request that ends or is retracted in the middle of its prefill tells its tree only",
+        "a request that ends or is retracted during its prefill notifies only its radix tree",
     ),
     *(
         hooks.Hook(
             f"{weight_updates.UPDATER}.{method}",
             "before",
             _weights_changed,
-            "an external cache is not told that the weights change",
+            "an external cache is not notified when the weights change",
         )
         for method in weight_updates.METHODS
     ),
@@ -220,6 +222,6 @@ HOOKS = (
         f"{_SCHEDULER}.release_host_resources",
         "before",
         _leave,
-        "plugins are not told of a scheduler's orderly end",
+        "plugins are not notified when a scheduler shuts down",
     ),
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
@@ -103,10 +104,34 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
     HookRegistry._patched -= set(earlier)
     register(new)
-    HookRegistry.apply_hooks()
+    with _methods_not_searched():
+        HookRegistry.apply_hooks()
     for target, theirs in earlier.items():
         HookRegistry._hooks[target] = theirs + HookRegistry._hooks[target]
     verify(hooks, seams)
+
+
+@contextmanager
+def _methods_not_searched() -> Iterator[None]:
+    """Keeps SGLang's registry from searching all modules for each hooked method.
+
+    The registry replaces a hooked function in every module that has imported it by name, for which
+    it visits each name of each module. That takes a tenth of a second and more for each hook.
+    Modules import functions, not methods.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    search = hook_registry._propagate_patch
+
+    def propagate(original: object, wrapped: object, owner: object) -> int:
+        found: int = 0 if isinstance(owner, type) else search(original, wrapped, owner)
+        return found
+
+    hook_registry._propagate_patch = propagate
+    try:
+        yield
+    finally:
+        hook_registry._propagate_patch = search
 
 
 def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
@@ -115,9 +140,9 @@ def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     missing += [hook.target for hook in hooks if not _applied(hook)]
     if missing:
         raise ActivationError(
-            f"SGLang {installed_sglang()} lacks what sgl_ext {__version__} builds on: "
-            f"{', '.join(missing)}; install an unmodified sglang=={SUPPORTED_SGLANG} "
-            "or start without --enable-ext"
+            f"SGLang {installed_sglang()} lacks functions that sgl_ext {__version__} requires: "
+            f"{', '.join(missing)}; install an unmodified sglang=={SUPPORTED_SGLANG} or start "
+            "without --enable-ext"
         )
 
 

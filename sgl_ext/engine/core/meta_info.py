@@ -34,7 +34,7 @@ HOOKS = (
         "SchedulerOutputStreamer.is_request_level_customized_info_key",
         "around",
         _once,
-        "SGLang takes what a request brings to its meta_info for one value a token, unless a "
-        "subclass of the streamer, which the scheduler names itself, says otherwise",
+        "SGLang treats what a request adds to its meta_info as one value per token, unless a "
+        "subclass of the streamer, which the scheduler chooses itself, overrides this",
     ),
 )

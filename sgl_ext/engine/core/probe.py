@@ -18,7 +18,9 @@ def main() -> None:
 
         name = type(current_platform).__name__
         if platform.reason_inactive() is None and name != "NativeCpuPlatform":
-            raise hooks.ActivationError(f"SGLang chose the platform {name}, not this package's")
+            raise hooks.ActivationError(
+                f"SGLang chose the platform {name}, expected the platform of sgl_ext"
+            )
         # On the CPU platform, this imports and patches the modules of SGLang that it changes.
         current_platform.init_backend()
         from sgl_ext.engine.core import scheduler

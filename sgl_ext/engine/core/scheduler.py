@@ -5,18 +5,9 @@ from __future__ import annotations
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, hooks, meta_info, runtime
 from sgl_ext.engine.core.powers import ORDER
-from sgl_ext.engine.front import validation
 from sgl_ext.engine.kv import install, ownership
-from sgl_ext.engine.step import (
-    admission,
-    beams,
-    budget,
-    cached_tokens,
-    forward,
-    logprobs,
-    penalties,
-    stop_patterns,
-)
+from sgl_ext.engine.step import admission, budget, cached_tokens, forward
+from sgl_ext.engine.workarounds import beams, logprobs, penalties, stop_patterns, validation
 
 HOOKS = (
     *dispatch.HOOKS,

@@ -14,7 +14,7 @@ Unserved = tuple[tuple[str, Callable[[Any], bool], str], ...]
 COMMON: Unserved = (
     ("enable_hierarchical_cache", bool, "HiCache"),
     ("radix_cache_backend", bool, "another radix cache"),
-    ("disable_radix_cache", bool, "no radix cache"),
+    ("disable_radix_cache", bool, "a disabled radix cache"),
     ("speculative_algorithm", bool, "speculative decoding"),
     ("pp_size", lambda size: size > 1, "pipeline parallelism"),
     ("attn_cp_size", lambda size: size > 1, "context parallelism"),
@@ -26,6 +26,6 @@ def require_served(server_args: ServerArgs, power: str, unserved: Unserved) -> N
     for field, is_meant, what in (*COMMON, *unserved):
         if is_meant(getattr(server_args, field)):
             raise hooks.ActivationError(
-                f"{power} does not work with {what} (--{field.replace('_', '-')}); "
-                "leave out one of the two"
+                f"{power} does not support {what} (--{field.replace('_', '-')}); remove one of "
+                "the two"
             )

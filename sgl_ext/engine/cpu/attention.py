@@ -159,8 +159,8 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             lengths = forward_batch.extend_seq_lens.tolist()
         else:
             raise NotImplementedError(
-                f"the CPU attention does not know the rows of a {forward_batch.forward_mode.name} "
-                "batch; start without the option that needs it (speculative decoding, say)"
+                f"the CPU attention does not support {forward_batch.forward_mode.name} batches; "
+                "start without the option that needs them (for example speculative decoding)"
             )
         requests = forward_batch.req_pool_indices.tolist()
         split = runtime.current and runtime.current.split
@@ -215,8 +215,8 @@ class CpuAttnBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         if layer.logit_cap:
             raise NotImplementedError(
-                f"layer {layer.layer_id} caps its attention logits at {layer.logit_cap}; the CPU "
-                "attention does not, and would give wrong tokens: serve this model on a GPU"
+                f"layer {layer.layer_id} caps its attention logits at {layer.logit_cap}, which "
+                "the CPU attention does not support; serve this model on a GPU"
             )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)

@@ -59,8 +59,10 @@ def install() -> EmulatedLink | None:
     except ValueError:
         rate = 0.0
     if not rate > 0:
-        raise ExtError(f"{EMULATED}={asked} is no number of bytes a second")
-    logger.warning("HiCache's loads are slowed down to %.0f B/s", rate)
+        raise ExtError(
+            f"{EMULATED}={asked} is invalid; expected a positive number of bytes per second"
+        )
+    logger.warning("HiCache's loads are throttled to %.0f B/s", rate)
     link = EmulatedLink(rate)
     own = LayerLoadingEvent.complete, LayerLoadingEvent.wait
 

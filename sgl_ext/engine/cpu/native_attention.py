@@ -39,8 +39,8 @@ def _imported() -> ModuleType | None:
         from sgl_ext._native import _attention
     except ImportError as error:
         logger.warning(
-            "the compiled CPU attention cannot be imported (%s); torch's serves in its place and "
-            "is several times slower at decode: reinstall sgl-ext to build it",
+            "the compiled CPU attention cannot be imported (%s); torch's attention is used "
+            "instead, which is several times slower at decode: reinstall sgl-ext to build it",
             error,
         )
         return None
@@ -62,8 +62,8 @@ def native_attention(kernels: str | None = None) -> NativeAttention | None:
     isas = module.isas()
     if kernels not in ("native", *isas):
         raise ExtError(
-            f"{ATTENTION}={kernels} is not known here; set it to native, torch or one of "
-            f"{', '.join(isas)}, or leave it unset"
+            f"{ATTENTION}={kernels} is not supported on this machine; set it to native, torch or "
+            f"one of {', '.join(isas)}, or unset it"
         )
     return NativeAttention("" if kernels == "native" else kernels)
 
@@ -91,7 +91,7 @@ def batch_of(
     if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
         raise ValueError(
             f"the slot table is {table.dtype} of shape {tuple(table.shape)} and strides "
-            f"{table.stride()}; the attention reads rows of int32"
+            f"{table.stride()}; expected contiguous rows of int32"
         )
     height, width = table.shape
     return _attention.Batch(

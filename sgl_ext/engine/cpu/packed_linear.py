@@ -93,7 +93,7 @@ def _changing(original: Original) -> Callable[..., Any]:
     def change(*args: object, **kwargs: object) -> object:
         global _left
         if _packed:
-            logger.info("the model's weights change: they are not packed from now on")
+            logger.info("the model's weights change; packed weights are not used from now on")
         _packed.clear()
         _left = 0
         return original(*args, **kwargs)

@@ -41,16 +41,16 @@ def accelerator_name() -> str | None:
 def reason_inactive() -> str | None:
     """Returns why SGLang should not use the platform in this process; None if it should."""
     if (found := hooks.installed_sglang()) != SUPPORTED_SGLANG:
-        return f"it is made for SGLang {SUPPORTED_SGLANG}, found {found}"
+        return f"it requires SGLang {SUPPORTED_SGLANG}, found {found}"
     if os.environ.get("SGLANG_PLATFORM"):
         # SGLang loads only the entry point that is named there, so it must be this one.
         return None
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        return "SGLANG_USE_CPU_ENGINE=1 asks for SGLang's own CPU engine"
+        return "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine"
     others = [ep.name for ep in entry_points(group="sglang.srt.platforms")]
     others = [name for name in others if name != PLATFORM_NAME]
     if others:
-        return f"the platform plugin {others[0]!r} is installed (SGLang takes only one)"
+        return f"the platform plugin {others[0]!r} is installed (SGLang supports only one)"
     accelerator = accelerator_name()
     return accelerator and f"torch has the accelerator {accelerator!r}"
 
@@ -124,7 +124,7 @@ def _cpu_defaults(server_args: object, previous: Any) -> None:
         if _wants_float32(view):
             _LOG.warning(
                 "torch emulates bfloat16 on this CPU: serving in float32, which is many times "
-                "faster; --dtype asks for another"
+                "faster; set --dtype to use another"
             )
             declare_resolution(server_args, PLATFORM_NAME, dtype="float32")
         _bind_threads(view.tp_size * view.pp_size * view.dp_size)

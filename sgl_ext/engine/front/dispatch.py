@@ -9,8 +9,9 @@ from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.power import Answer
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
-from sgl_ext.engine.front import errors, validation
+from sgl_ext.engine.front import errors
 from sgl_ext.engine.front.fronts import add_front, fronts_of
+from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
 
 
@@ -80,12 +81,12 @@ LAUNCHER_HOOKS = (
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "before",
         _serve,
-        "SGLang's server takes no further routes",
+        "SGLang's server does not accept additional routes",
     ),
     hooks.Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
         _generate,
-        "SGLang tokenizes texts as a whole and expands batches before it looks at their number",
+        "SGLang tokenizes whole texts and expands batches before it checks their number",
     ),
 )

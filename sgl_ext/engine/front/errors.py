@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.front.checks import MALFORMED
+from sgl_ext.engine.workarounds.checks import MALFORMED
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def install(app: FastAPI, off: Mapping[str, str]) -> None:
 def _off(section: str, path: str) -> Callable[[], None]:
     def off() -> None:
         raise SectionOffError(
-            f"{path} belongs to the section {section}, which is off; start the server with "
+            f"{path} requires the section {section}, which is not enabled; start the server with "
             f"{section} in its configuration (--ext-config)"
         )
 

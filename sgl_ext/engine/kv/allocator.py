@@ -148,8 +148,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def resize(self, config: object) -> None:
         raise NotImplementedError(
-            "SGLang resizes pools after graph capture only where it backs them itself; "
-            'set {"memory": {"layout": "layer_major"}} to use that'
+            "SGLang resizes pools after graph capture only if it allocates their memory itself; "
+            'set {"memory": {"layout": "layer_major"}} to use this'
         )
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -248,7 +248,9 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         if free_index.numel() and start_pos % self.page_size:
-            raise ValueError(f"segment start {start_pos} is no multiple of page {self.page_size}")
+            raise ValueError(
+                f"segment start {start_pos} is not a multiple of the page size {self.page_size}"
+            )
         # One slot of each page is enough to name the page, because a segment begins with a page.
         self.free(free_index[:: self.page_size])
 

@@ -57,7 +57,7 @@ def obstacle(
     reasons = (
         (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
         (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
-        (config.v_head_dim != config.head_dim, "values of another width than keys"),
+        (config.v_head_dim != config.head_dim, "values whose head_dim differs from that of keys"),
         (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
         (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
     )
@@ -122,11 +122,11 @@ def _require_no_slab(ext: runtime.ExtRuntime, reason: str) -> None:
     if ext.config.memory.layout == "block_major":
         refuse(
             hooks.ActivationError(
-                f"the block-major layout does not serve {reason}; "
-                'leave out "layout", or set it to "layer_major"'
+                f'the block-major KV layout does not support {reason}; remove "layout", or set it '
+                'to "layer_major"'
             )
         )
-    ext.layer_major_because = f"the slab does not serve {reason}"
+    ext.layer_major_because = f"the KV slab does not support {reason}"
 
 
 def _pools_built(pools: Any, configurator: KVCacheConfigurator, **_kw: object) -> object:
@@ -135,7 +135,7 @@ def _pools_built(pools: Any, configurator: KVCacheConfigurator, **_kw: object) -
     if ext is None or configurator.is_draft_worker or ext.slab is not None:
         return pools
     if ext.config.memory.layout == "layer_major":
-        ext.layer_major_because = "the configuration asks for it"
+        ext.layer_major_because = "the configuration selects the layer-major layout"
     elif ext.layer_major_because is None:
         # Models with MLA, sliding windows, recurrent state or a sparse index have other pools.
         model = ", ".join(configurator.model_config.hf_config.architectures or ())
@@ -157,8 +157,8 @@ def _build_allocator(
     if type(allocator) not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator):
         refuse(
             hooks.ActivationError(
-                f"the block-major layout does not serve the allocator {type(allocator).__name__}; "
-                'set {"memory": {"layout": "layer_major"}}'
+                "the block-major KV layout does not support the allocator "
+                f'{type(allocator).__name__}; set {{"memory": {{"layout": "layer_major"}}}}'
             )
         )
     from sgl_ext.engine.kv.allocator import BlockGroupAllocator
@@ -206,37 +206,37 @@ HOOKS = (
         f"{_CONFIGURATOR}._build_mha_kv_pool",
         "around",
         _build_pool,
-        "the platform's pool class exists for out-of-tree platforms only, and there also serves "
+        "SGLang uses a platform's pool class only on out-of-tree platforms, and there also for "
         "parts of composite pools",
     ),
     hooks.Hook(
         f"{_CONFIGURATOR}._init_pools",
         "after",
         _pools_built,
-        "SGLang builds each kind of pool in a method of its own",
+        "SGLang builds each kind of pool in a separate method",
     ),
     hooks.Hook(
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
         "around",
         _build_allocator,
-        "the platform's allocator class serves pages of more than one token only",
+        "SGLang uses a platform's allocator class only for pages of more than one token",
     ),
     hooks.Hook(
         "sglang.srt.mem_cache.allocation.alloc_for_extend",
         "around",
         _serving_extend,
-        "allocators are asked for slots without the requests that these are for",
+        "allocators do not receive the requests that they allocate slots for",
     ),
     hooks.Hook(
         "sglang.srt.mem_cache.allocation.alloc_for_decode",
         "around",
         _serving_decode,
-        "allocators are asked for slots without the requests that these are for",
+        "allocators do not receive the requests that they allocate slots for",
     ),
     hooks.Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
         "before",
         _rows_freed,
-        "the request pool announces rows that are taken, not rows that are freed",
+        "the request pool reports rows that are allocated, but not rows that are freed",
     ),
 )

@@ -46,9 +46,9 @@ def check_resumed(req: Req) -> None:
 def _check_prefix(req: Req, loaded: int) -> None:
     if req.kv.cache_protected_len != req.prefix_len - loaded:
         raise TwoOwnersError(
-            f"request {req.rid} begins with a prefix of {req.prefix_len} tokens, {loaded} of them "
-            f"in slots of its own, and takes {req.kv.cache_protected_len} for the tree's; please "
-            "report this"
+            f"request {req.rid} has a prefix of {req.prefix_len} tokens, {loaded} of them in its "
+            f"own slots, but counts {req.kv.cache_protected_len} as owned by the radix tree; "
+            "please report this"
         )
 
 
@@ -59,7 +59,7 @@ def _inserted(result: Any, tree: RadixTree, *_args: object, **_kw: object) -> ob
         return result
     if (freed := unused(tree.path_device_indices(result.last_device_node))) is not None:
         raise TwoOwnersError(
-            f"block {freed} was freed, and the radix tree still has it; please report this"
+            f"block {freed} was freed, but the radix tree still owns it; please report this"
         )
     return result
 
@@ -77,8 +77,8 @@ def check_step(scheduler: Scheduler, batch: ScheduleBatch) -> None:
     owned = owned_tokens(scheduler, batch)
     if owned > scheduler.max_total_num_tokens:
         raise TwoOwnersError(
-            f"{owned} tokens of KV are free, cached or held by requests, and there are "
-            f"{scheduler.max_total_num_tokens}: blocks have two owners; please report this"
+            f"{owned} tokens of KV are free, cached or held by requests, but the pool has "
+            f"{scheduler.max_total_num_tokens}, so some blocks have two owners; please report this"
         )
 
 
@@ -110,6 +110,6 @@ HOOKS = (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
         "after",
         _inserted,
-        "SGLang takes it that what a request has behind its protected prefix is its own",
+        "SGLang assumes that a request owns all KV after its protected prefix",
     ),
 )

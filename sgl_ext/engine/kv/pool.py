@@ -55,7 +55,7 @@ class SlabKVPool(MHATokenToKVPool):
         return self.slab.size // 2, self.slab.size // 2
 
     def get_contiguous_buf_infos(self) -> object:
-        raise NotImplementedError("a layer of the block-major slab is no contiguous buffer")
+        raise NotImplementedError("a layer of the block-major slab is not a contiguous buffer")
 
     def _clear_buffers(self) -> None:
         super()._clear_buffers()

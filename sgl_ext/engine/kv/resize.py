@@ -31,15 +31,18 @@ class KVResizer:
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, BlockGroupAllocator):
             raise ExtError(
-                f"SGLang runs on {type(allocator).__name__}, which cannot change its size; "
-                "start with the block-major layout"
+                f"SGLang uses the allocator {type(allocator).__name__}, which cannot be resized; "
+                "start with the block-major KV layout"
             )
         self._scheduler = scheduler
         self._allocator = allocator
         self._holders = [getattr(scheduler, name, None) for name in HOLDERS]
         for name, holder in zip(HOLDERS, self._holders, strict=True):
             if not hasattr(holder, "max_total_num_tokens"):
-                raise ExtError(f"this SGLang's scheduler has no size in {name}; it cannot follow")
+                raise ExtError(
+                    f"SGLang's scheduler has no max_total_num_tokens in {name}, so it cannot "
+                    "follow a resized pool; install the supported SGLang"
+                )
         self._longest_request: int = scheduler.model_config.context_len - 1
 
     @property

@@ -25,17 +25,18 @@ from sgl_ext.engine.core.activation import (
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.sglang_types import ServerArgs
-from sgl_ext.engine.front import dispatch, errors, validation
+from sgl_ext.engine.front import dispatch, errors
 from sgl_ext.engine.launch import run_directory
+from sgl_ext.engine.workarounds import validation
 
 logger = logging.getLogger(__name__)
 
 _UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("nnodes", lambda value: value > 1, "several nodes"),
+    ("nnodes", lambda value: value > 1, "multiple nodes"),
     ("dp_size", lambda value: value > 1, "data parallelism"),
     ("attn_dp_size", lambda value: value > 1, "data parallelism"),
     ("ep_join_mode", bool, "elastic expert parallelism"),
-    ("tokenizer_worker_num", lambda value: value > 1, "several tokenizer workers"),
+    ("tokenizer_worker_num", lambda value: value > 1, "multiple tokenizer workers"),
     ("use_ray", bool, "Ray"),
     ("encoder_only", bool, "the encoder-only server"),
     ("smg_grpc_mode", bool, "the gRPC router mode"),
@@ -51,8 +52,8 @@ def require_verifiable(server_args: ServerArgs) -> None:
     for field, is_unserved, what in _UNSERVED:
         if is_unserved(getattr(view, field)):
             raise hooks.ActivationError(
-                f"--enable-ext does not work with {what} (--{field.replace('_', '-')}) yet; "
-                "start without one of the two"
+                f"--enable-ext does not support {what} (--{field.replace('_', '-')}) yet; remove "
+                "one of the two"
             )
 
 
@@ -101,8 +102,8 @@ def _require_free_port(host: str, port: int) -> None:
             reason = error.strerror if isinstance(error, OSError) else error
             refuse(
                 hooks.ActivationError(
-                    f"cannot listen on {host}:{port} ({reason}); "
-                    "choose another with --port, or stop what uses it"
+                    f"cannot listen on {host}:{port} ({reason}); choose another port with --port, "
+                    "or stop the process that uses it"
                 )
             )
 
@@ -236,25 +237,25 @@ HOOKS = (
         "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
         "around",
         _wait_for_schedulers,
-        "the launcher waits without a deadline, and has no check of its own on a ready scheduler",
+        "the launcher waits without a deadline, and does not check a ready scheduler",
     ),
     hooks.Hook(
         "sglang.srt.entrypoints.http_server.launch_server",
         "around",
         _launch_server,
-        "its launch_callback is the seam for a greeting, but only its caller can pass one",
+        "launch_callback can print a greeting, but only the caller of launch_server can pass one",
     ),
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.check_server_args",
         "around",
         _check_arguments,
-        "SGLang asserts here what its arguments do not serve, and ends in a traceback",
+        "SGLang rejects unsupported arguments here with assertions, which end in a traceback",
     ),
     hooks.Hook(
         "sglang.srt.server_args.PortArgs.init_new",
         "around",
         _port_args,
-        "socket paths come from the global temporary directory and are left behind there",
+        "SGLang creates socket paths in the global temporary directory and does not remove them",
     ),
     *dispatch.LAUNCHER_HOOKS,
     *errors.LAUNCHER_HOOKS,

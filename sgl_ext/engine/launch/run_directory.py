@@ -83,7 +83,7 @@ def _ensure() -> Path:
         if len(str(directory / "tmp01234567")) > _LONGEST_SOCKET_PATH:
             directory.rmdir()
             raise ValueError(
-                f"the temporary directory {parent} is too long for a socket's path (at most "
+                f"the temporary directory {parent} is too long for the path of a socket (at most "
                 f"{_LONGEST_SOCKET_PATH} characters with the socket); set TMPDIR to a shorter one"
             )
         _lock = (directory / _LOCK).open("w")

@@ -21,7 +21,7 @@ from sgl_ext.engine.core.activation import (
 )
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import ServerArgs
-from sgl_ext.engine.launch import secrets
+from sgl_ext.engine.workarounds import secrets
 
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 
@@ -46,7 +46,7 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-ext",
         action="store_true",
-        help="Activate sgl_ext: KV cache as a resource of the whole machine.",
+        help="Enable sgl_ext, which manages the KV cache as a resource of the whole machine.",
     )
     group.add_argument(
         "--ext-config",
@@ -163,25 +163,27 @@ HOOKS = (
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         "after",
         _add_flags,
-        "SGLang's parser is built from a fixed record and takes no further flags",
+        "SGLang's parser is built from a fixed record and does not accept additional flags",
     ),
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         "around",
         _from_cli_args,
-        "the record is made from declared fields only; ours travel as bookkeeping",
+        "the record is built from declared fields only; the fields of sgl_ext are carried as "
+        "bookkeeping",
     ),
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.resolve_once",
         "around",
         _resolve_once,
-        "the one step every launcher takes between parsing and spawning",
+        "this is the only step that every launcher takes between parsing and spawning",
     ),
     hooks.Hook(
         "sglang.srt.server_args.ServerArgs.resolved_dict",
         "after",
         _mask,
-        "SGLang logs the result and shows it in /server_info, and masks its watermark's keys only",
+        "SGLang logs the result and shows it in /server_info, and masks only the keys of its "
+        "watermark",
     ),
 )
 

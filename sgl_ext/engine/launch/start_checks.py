@@ -59,7 +59,8 @@ def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
     if config.tiers is not None:
         if view.disable_radix_cache:
             raise hooks.ActivationError(
-                "tiers need the radix cache, and SGLang has switched it off for this model"
+                "tiers require the radix cache, which SGLang has disabled for this model; remove "
+                "the tiers section"
             )
         _require_room_for_a_page(config, _layout(view, model))
 
@@ -73,7 +74,9 @@ def _require_model(server_args: ServerArgs) -> None:
     is_local = path.is_absolute() or server_args.model_path.startswith((".", "~"))
     if not path.exists():
         if is_local:
-            raise hooks.ActivationError(f"--model-path {path} does not exist; name a model folder")
+            raise hooks.ActivationError(
+                f"--model-path {path} does not exist; give the path of a model folder"
+            )
         _require_hub(server_args)
     for weights in path.glob("*.safetensors"):
         try:
@@ -81,7 +84,7 @@ def _require_model(server_args: ServerArgs) -> None:
                 pass  # opening reads the header, and compares it with the file's size
         except (SafetensorError, OSError) as error:
             raise hooks.ActivationError(
-                f"{weights} is not whole ({error}); copy or convert the model again"
+                f"{weights} is incomplete or damaged ({error}); copy or convert the model again"
             ) from None
     if (path / "config.json").exists() and server_args.load_format == "auto":
         for lacking in _lacking(path):
@@ -118,9 +121,9 @@ def _require_hub(server_args: ServerArgs) -> None:
             get_hf_file_metadata(url, timeout=_HUB_ANSWER_S)
         except httpx.TransportError as error:
             raise hooks.ActivationError(
-                f"--model-path {name} is no folder here and not in the hub's cache, and "
-                f"{httpx.URL(url).host} cannot be reached ({error}); name a model folder, or "
-                "connect this machine"
+                f"--model-path {name} is neither a local folder nor in the hub's cache, and "
+                f"{httpx.URL(url).host} cannot be reached ({error}); give the path of a model "
+                "folder, or connect this machine to the network"
             ) from None
 
 
@@ -134,8 +137,8 @@ def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
         reason = "memory.layout layer_major"
     if needing and reason is not None:
         raise hooks.ActivationError(
-            f"{' and '.join(needing)}: this needs the block-major layout of KV, which does not "
-            f"serve {reason}; leave out one of the two"
+            f"{' and '.join(needing)}: this requires the block-major KV layout, which does not "
+            f"support {reason}; remove one of the two"
         )
 
 
@@ -178,6 +181,6 @@ def _require_room_for_a_page(config: ExtConfig, layout: Layout | None) -> None:
     for key, size in sizes.items():
         if size is not None and size < least:
             raise hooks.ActivationError(
-                f"{key} is {written_size(size)}, and one page of {layout.page} tokens takes "
+                f"{key} is {written_size(size)}, but one page of {layout.page} tokens takes "
                 f"{least:,} B; raise it, or lower --page-size"
             )

@@ -10,17 +10,20 @@ from prometheus_client import Counter, Gauge
 from sgl_ext.engine.core.metrics import Paced, Totals
 
 _GAUGES = {
-    "lendable_bytes": ("lendable_bytes", "KV memory that a worker may lend."),
-    "lent_bytes": ("lent_bytes", "KV memory that a worker has lent."),
-    "used_bytes": ("used_bytes", "KV memory lent by a worker that its masters use."),
-    "borrowed_bytes": ("borrowed_bytes", "KV memory of workers that a master uses."),
+    "lendable_bytes": ("lendable_bytes", "KV memory that a worker may lend, in bytes."),
+    "lent_bytes": ("lent_bytes", "KV memory that a worker has lent, in bytes."),
+    "used_bytes": ("used_bytes", "KV memory lent by a worker that its masters use, in bytes."),
+    "borrowed_bytes": ("borrowed_bytes", "KV memory of workers that a master uses, in bytes."),
 }
 _COUNTERS = {
-    "lent": ("granted_bytes", "KV memory that a worker has lent, all told."),
-    "reclaimed": ("reclaimed_bytes", "KV memory that a worker has had back, all told."),
-    "replaced": ("replacements", "Times that a worker has not waited for memory any longer."),
+    "lent": ("granted_bytes", "KV memory that a worker has lent in total, in bytes."),
+    "reclaimed": ("reclaimed_bytes", "KV memory that a worker has reclaimed in total, in bytes."),
+    "replaced": (
+        "replacements",
+        "Times that a worker replaced lent memory that was not returned by the deadline.",
+    ),
     "retracted": ("retractions", "Requests that were retracted because memory was reclaimed."),
-    "stream_bytes": ("stream_bytes", "Bytes that went through a master's layer buffers."),
+    "stream_bytes": ("stream_bytes", "Bytes that were copied through a master's layer buffers."),
     "stream_waited_seconds": (
         "stream_waited_seconds",
         "Seconds that a master's forwards waited for its layer buffers.",

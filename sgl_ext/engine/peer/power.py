@@ -40,7 +40,8 @@ class PeerPower(Power[Peer]):
 
         if ext.slab is None:
             raise hooks.ActivationError(
-                f"peers lend blocks of the slab, and {ext.layer_major_because}: leave out peer"
+                f"peer requires the block-major KV layout, but {ext.layer_major_because}; remove "
+                "the peer section"
             )
         self.side = open_side(self.section, scheduler, ext.slab)
         self._measured = bool(get_observability().enable_metrics)

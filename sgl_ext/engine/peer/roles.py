@@ -103,7 +103,7 @@ class WorkerSide(PeerSide):
         self._worker.step(self._need(running), now)
         self._look_again(running, before, self.blocks)
         self._link.say([self._worker.message])
-        self._put_aside(now, "a peer has not given back what it was lent")
+        self._put_aside(now, "a peer has not returned the memory that it was lent")
 
     def close(self) -> None:
         self._worker.close()
@@ -225,7 +225,7 @@ class MasterSide(PeerSide):
             self.out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
         self._most.add(blocks, self._awake)
         self._resizer.promise(self._most.largest(self._awake))
-        self._put_aside(now, "a peer has taken back what it lent")
+        self._put_aside(now, "a peer has reclaimed the memory that it lent")
 
     def _talk(self, now: float) -> None:
         for lend in self._link.heard():

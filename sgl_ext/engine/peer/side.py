@@ -96,8 +96,8 @@ class PeerSide:
                 refuse_waiting(
                     scheduler,
                     req,
-                    f"The request needs more KV memory than the {allocator.size} tokens that "
-                    f"are left: {why}. Retry later.",
+                    f"The request needs more KV memory than the {allocator.size} tokens that are "
+                    f"available: {why}. Retry later.",
                 )
         if self._unfit:
             waiting = scheduler.waiting_queue

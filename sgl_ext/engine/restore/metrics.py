@@ -13,12 +13,12 @@ class RestoreMetrics:
     def __init__(self) -> None:
         self._tokens = Counter(
             "sglang_ext:restore_tokens",
-            "Tokens of prefixes that lower tiers had, by what they came from.",
+            "Tokens of prefixes that lower tiers held, by the source of their KV.",
             ("source",),
         )
         self._seconds = Histogram(
             "sglang_ext:restore_seconds",
-            "From a request's arrival until its prefix was there.",
+            "Seconds from a request's arrival until its prefix was restored.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
         )
 

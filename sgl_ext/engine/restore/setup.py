@@ -60,13 +60,13 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
     """
     if size is None or size < page:
         raise hooks.ActivationError(
-            f"restore computes prompts part by part, and --chunked-prefill-size is {size}; "
-            f"give one of {page} or more"
+            f"restore requires chunked prefill, but --chunked-prefill-size is {size}; set it to "
+            f"{page} or more"
         )
     if config.chunk % page:
         raise hooks.ActivationError(
-            f"restore.chunk is {config.chunk} tokens, no multiple of the page of {page}; "
-            f"{-(-config.chunk // page) * page} is one"
+            f"restore.chunk is {config.chunk} tokens, which is not a multiple of the page size "
+            f"{page}; set it to {-(-config.chunk // page) * page}, for example"
         )
 
 
@@ -87,7 +87,9 @@ def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
     if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
         lower = {tier: now.get(tier, "") for tier in tiers}
         return profile.costs(lower, chunk, now.get(HOST, ""))
-    logger.info("restore has no profile of this model here; sgl-ext calibrate makes one")
+    logger.info(
+        "restore has no profile of this model on this machine; run sgl-ext calibrate to create one"
+    )
     import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # or the first prompt waits for it
 
     return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)

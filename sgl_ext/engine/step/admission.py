@@ -9,7 +9,8 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.engine.kv import ownership
-from sgl_ext.engine.step import beams, budget, penalties
+from sgl_ext.engine.step import budget
+from sgl_ext.engine.workarounds import beams, penalties
 
 
 def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> object:
@@ -113,13 +114,13 @@ HOOKS = (
         f"{_ADDER}.add_one_req",
         "around",
         _admit,
-        "SGLang defers requests for its own storage backends only; an external cache that answers "
-        "late would be too late",
+        "SGLang defers admission only for its own storage backends, and does not wait for an "
+        "external cache",
     ),
     hooks.Hook(
         f"{_ADDER}.preempt_to_schedule",
         "around",
         _preempt,
-        "SGLang would preempt others for a request again and again while it is deferred",
+        "SGLang would preempt other requests repeatedly for a request that is deferred",
     ),
 )

@@ -148,13 +148,13 @@ HOOKS = (
         f"{_ADDER}._replay_len",
         "around",
         _charge,
-        "SGLang charges its budget of computed tokens for every token behind the prefix",
+        "SGLang charges its budget of computed tokens for every token after the prefix",
     ),
     hooks.Hook(
         f"{_ADDER}._update_prefill_budget",
         "after",
         _log,
-        "SGLang logs what a budget is charged beside the extend as tokens that it computes again",
+        "SGLang logs what a budget is charged in addition to the extend as recomputed tokens",
     ),
     hooks.Hook(
         f"{_ADDER}._select_prefill_admission",

@@ -74,7 +74,7 @@ class PlannedForward:
             RuntimeError: the model's forward continues with other rows already.
         """
         if self.cut_over:
-            raise RuntimeError("the forward goes on with other rows already")
+            raise RuntimeError("the forward already continues with other rows")
         model, self.cut_over = self.runner.model, True
         model.forward = forward
         try:
@@ -158,6 +158,6 @@ HOOKS = (
         "sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch",
         "after",
         _logits,
-        "SGLang takes the logits of each row of a batch",
+        "SGLang computes logits for each row of a batch",
     ),
 )

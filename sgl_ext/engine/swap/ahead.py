@@ -143,7 +143,8 @@ class SwapAhead:
             before = tree.path_device_indices(flight.lock.node)[: flight.first]
             if len(before) != flight.first:
                 raise RuntimeError(
-                    f"the tree has {len(before)} tokens of a locked prefix of {flight.first}"
+                    f"the radix tree has {len(before)} of the {flight.first} tokens of a locked "
+                    "prefix"
                 )
             tree.insert(
                 InsertParams(

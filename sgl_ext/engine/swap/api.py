@@ -60,8 +60,8 @@ def install(app: FastAPI, manager: TokenizerManager, useless: str | None) -> Non
         asked = SetInternalStateReq(server_args={_KEY + body.rid: body.priority})
         if not any(await manager.set_internal_state(asked)):
             raise UnknownRequestError(
-                f"no request {body.rid!r} waits or runs; it may have been answered, or be one of "
-                "several answers (n > 1), whose own ids are to be named"
+                f"no request {body.rid!r} is waiting or running; it may have been answered, or it "
+                "may have several answers (n > 1): give the id of each of these"
             )
         return {"rid": body.rid, "priority": body.priority}
 
@@ -74,14 +74,14 @@ def useless(policy: str, by_priority: bool) -> str | None:
     Args:
         by_priority: whether SGLang schedules by priority.
     """
-    counts = "priorities count with swap.policy static"
+    counts = "priorities take effect with swap.policy static"
     if policy == "sglang" and not by_priority:
         return (
-            "swap.policy is sglang without --enable-priority-scheduling, and no priority counts; "
-            f"{counts}, or with that option"
+            "swap.policy is sglang without --enable-priority-scheduling, so priorities have no "
+            f"effect; {counts}, or with that option"
         )
     if policy not in ("sglang", "static"):
-        return f"swap.policy is {policy}, which decides itself who runs; {counts}"
+        return f"swap.policy is {policy}, which decides itself which requests run; {counts}"
     return None
 
 
@@ -119,6 +119,6 @@ HOOKS = (
         "SchedulerInternalStateController.set_internal_state",
         "around",
         _set,
-        "SGLang's schedulers take a fixed set of messages",
+        "SGLang's schedulers accept a fixed set of messages",
     ),
 )

@@ -9,15 +9,15 @@ from prometheus_client import Counter, Gauge
 from sgl_ext.engine.core.metrics import Paced, Totals
 
 _COUNTERS = {
-    "swapped_out": "Preemptions after which the KV was kept.",
-    "swapped_in": "Times that a request came back without a forward.",
+    "swapped_out": "Preemptions of requests whose KV was swapped out.",
+    "swapped_in": "Times that a request was resumed without a forward.",
     "recomputed": "Preemptions after which the request was recomputed.",
     "recomputed_tokens": "Tokens that were recomputed after a preemption.",
-    "loaded_pages": "Pages that came back from host memory.",
-    "waits": "Times that blocks of the device were not free yet of a copy that read them.",
-    "waiting_seconds": "Seconds that the scheduler waited for such copies.",
-    "loading_seconds": "Seconds that all waited for requests to come back.",
-    "busy_seconds": "Seconds that the scheduler's thread spent in swapping, without waits.",
+    "loaded_pages": "Pages that were loaded from host memory.",
+    "waits": "Times that device blocks were needed while a copy still read them.",
+    "waiting_seconds": "Seconds that the scheduler waited for copies that read device blocks.",
+    "loading_seconds": "Seconds that the scheduler waited for the KV of resumed requests.",
+    "busy_seconds": "Seconds that the scheduler's thread spent on swapping, without waits.",
 }
 
 
@@ -32,7 +32,7 @@ class SwapMetrics(Paced):
         }
         self._swapped = Gauge(
             "sglang_ext:swap_swapped",
-            "Swapped requests that wait.",
+            "Swapped-out requests that wait.",
             ["tp_rank"],
             multiprocess_mode="mostrecent",
         )

@@ -14,9 +14,10 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
-from sgl_ext.engine.step import penalties
+from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
+from sgl_ext.swap.victims import Running, choose_victims
 from sgl_ext.tiers.arena import Key, Pages
 
 
@@ -48,12 +49,12 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> o
     whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
     # Loaded KV is valid only when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
-    if swap.baseline.recompute or not (whole and serves(req)):
+    if swap.experiment.recompute or not (whole and serves(req)):
         swap.counts.recomputed += 1
         return original(req, tree, checkpoint=False)
     blocks = _blocks(req, tree, tokens)
     penalties.forget(req)
-    if swap.baseline.wait:
+    if swap.experiment.wait:
         swap.stack.stores = Priority.URGENT
     keys = _keys(req, tokens // page * page, page)
     swap.stack.used(keys, 1)  # its resident pages are not evicted for its missing ones
@@ -65,17 +66,17 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> o
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
     swap.stack.store_lost(keys, blocks)
     swap.out(req.rid, tokens, keys, tail)
-    if swap.baseline.copy_again:
+    if swap.experiment.copy_again:
         swap.copy_again(keys, blocks)
-    if swap.baseline.wait:
+    if swap.experiment.wait:
         swap.stack.in_flight.wait(blocks, COPY_DEADLINE_S)
         swap.stack.stores = Priority.BULK
     return result
 
 
 def ended(swap: SwapManager, tree: RadixTree, req: Req) -> None:
-    """Copies the KV of a finished request again if the baseline ``copy_again`` is set."""
-    if swap.baseline.copy_again and req.finished():
+    """Copies the KV of a finished request again in an experiment with ``copy_again``."""
+    if swap.experiment.copy_again and req.finished():
         tokens = req.kv.kv_committed_len
         whole = tokens // tree.page_size * tree.page_size
         swap.copy_again(_keys(req, whole, tree.page_size), _blocks(req, tree, tokens))
@@ -146,23 +147,20 @@ def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
 
     sign = -1 if get_schedule().schedule_low_priority_values_first else 1
     batch = adder.running_batch
-    running = [one for one in batch.reqs if retractable(one) and one not in adder.preempt_list]
-    running.sort(key=lambda one: (sign * one.priority, -_arrival(one)))
-    victims = []
-    for one in running:
-        if sign * (req.priority - one.priority) <= adder.priority_scheduling_preemption_threshold:
-            break
-        victims.append(one)
-        lacking -= one.kv.kv_allocated_len + adder._get_running_request_total_token_offset(one)
-        if lacking < 0:
-            break
-    if not victims or lacking >= 0:
+    able = [one for one in batch.reqs if retractable(one) and one not in adder.preempt_list]
+    reserved = adder._get_running_request_total_token_offset
+    running = [
+        Running(sign * one.priority, _arrival(one), one.kv.kv_allocated_len + reserved(one))
+        for one in able
+    ]
+    margin = adder.priority_scheduling_preemption_threshold
+    victims = [able[at] for at in choose_victims(running, sign * req.priority, lacking, margin)]
+    if not victims:
         return False
     kept = []
     for at, one in enumerate(batch.reqs):
         if one in victims:
-            offset = adder._get_running_request_total_token_offset(one)
-            adder.memory_budget.total_offset -= offset
+            adder.memory_budget.total_offset -= reserved(one)
             batch.release_req(at, len(batch.reqs) - len(victims))
         else:
             kept.append(at)
@@ -208,7 +206,7 @@ HOOKS = (
         "SchedulerPoolStatsObserver.session_held_tokens",
         "after",
         _held,
-        "SGLang's accounting of slots knows those of requests, sessions and its tree",
+        "SGLang accounts only for the slots of requests, sessions and its radix tree",
     ),
     hooks.Hook(
         "sglang.srt.managers.schedule_batch.release_kv_cache",
@@ -220,6 +218,6 @@ HOOKS = (
         "sglang.srt.managers.schedule_batch.release_req",
         "around",
         _preempted,
-        "SGLang releases the KV of preempted requests as it does that of others",
+        "SGLang releases the KV of preempted requests like that of other requests",
     ),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sgl_ext.config import Swap
+from sgl_ext.config import Swap, SwapExperiment
+from sgl_ext.config.swap import EXPERIMENT
 from sgl_ext.engine.core.hooks import ActivationError, Original
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import (
@@ -18,9 +20,9 @@ from sgl_ext.engine.core.sglang_types import (
     StepPlan,
     TokenizerManager,
 )
-from sgl_ext.engine.step import penalties
 from sgl_ext.engine.swap import api, out, priorities, resume
 from sgl_ext.engine.swap.ahead import SwapAhead
+from sgl_ext.engine.workarounds import penalties
 from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import stride_of
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.swap.metrics import SwapMetrics
+
+logger = logging.getLogger(__name__)
 
 
 class SwapPower(Power[Swap]):
@@ -67,7 +71,9 @@ class SwapPower(Power[Swap]):
             ActivationError: SGLang's arguments ask for another order, or for what is not served.
         """
         super().declare(server_args)
-        policy = self.section.policy
+        if self.section.experiment != SwapExperiment():
+            logger.warning("%s is set: this server is part of an experiment", EXPERIMENT)
+        policy = self.section.order
         if policy == "sglang":
             return
         if (
@@ -75,15 +81,15 @@ class SwapPower(Power[Swap]):
             or server_args.disable_priority_preemption
         ):
             raise ActivationError(
-                f"swap.policy {policy} decides priorities, and does not work with "
-                "--schedule-low-priority-values-first and --disable-priority-preemption; leave "
-                "them out, or set swap.policy to sglang"
+                f"swap.policy {policy} sets priorities itself and does not support "
+                "--schedule-low-priority-values-first or --disable-priority-preemption; remove "
+                "these options, or set swap.policy to sglang"
             )
         if server_args.radix_eviction_policy == "priority":
             raise ActivationError(
-                f"swap.policy {policy} gives requests levels in place of priorities, by which "
-                "--radix-eviction-policy priority would order the cache; choose another one, or "
-                "set swap.policy to sglang"
+                f"swap.policy {policy} replaces the priorities of requests by levels, by which "
+                "--radix-eviction-policy priority would order the cache; choose another eviction "
+                "policy, or set swap.policy to sglang"
             )
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -97,7 +103,7 @@ class SwapPower(Power[Swap]):
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> None:
         by_priority = manager.server_args.enable_priority_scheduling
-        api.install(app, manager, api.useless(self.section.policy, by_priority))
+        api.install(app, manager, api.useless(self.section.order, by_priority))
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_parallel
@@ -106,7 +112,7 @@ class SwapPower(Power[Swap]):
             raise RuntimeError("swap is configured without tiers")
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
         capacity = self.section.capacity // stride_of(ext.slab.layout)
-        self.manager = SwapManager(stack, capacity, self.section.baseline)
+        self.manager = SwapManager(stack, capacity, self.section.experiment)
         self.ahead = SwapAhead(stack, Adaptive())
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []

@@ -33,10 +33,11 @@ def priorities_of(config: Swap) -> Priorities | None:
         "static": lambda: Static(config.ageing),
         "round-robin": lambda: RoundRobin(config.quantum),
         "token-counter": lambda: TokenCounter(config.quantum),
-        "random": lambda: Trace("random", config.quantum, config.seed),
-        "markov": lambda: Trace("markov", config.quantum, config.seed),
     }
+    experiment = config.experiment
     make = policies.get(config.policy)
+    if (trace := experiment.trace) is not None:
+        return Priorities(lambda: Trace(trace, config.quantum, experiment.seed))
     return None if make is None else Priorities(make)
 
 
@@ -143,12 +144,13 @@ HOOKS = (
         "sglang.srt.observability.metrics_collector.QueueCount.from_reqs",
         "around",
         _count,
-        "SGLang makes a series of each priority, and a policy's levels are many",
+        "SGLang creates a metric series per priority, and a policy has many levels",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit",
         "around",
         _full,
-        "SGLang compares what a new request was given with a policy's levels of those that wait",
+        "SGLang compares the priority that a new request was given with the policy's levels of "
+        "waiting requests",
     ),
 )

@@ -20,8 +20,8 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
 )
 from sgl_ext.engine.kv import ownership
-from sgl_ext.engine.step import penalties
 from sgl_ext.engine.step.admission import has_seat, planned
+from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import (
     COPY_DEADLINE_S,
     Ticket,
@@ -232,7 +232,7 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
     loads: list[tuple[Req, Swapped, Pages, list[Ticket]]] = []
     for req in reqs:
         if (swapped := swap.get(req.rid)) is None:
-            raise RuntimeError(f"{req.rid} came back without having been swapped")
+            raise RuntimeError(f"{req.rid} is resumed, but was not swapped out")
         ownership.check_resumed(req)
         slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
         blocks = np.ascontiguousarray(slots.long().numpy() // page)
@@ -267,7 +267,9 @@ def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:
         for ticket in tickets:
             ticket.wait(max(deadline - time.perf_counter(), 0.0))
     except (TimeoutError, TransferError, TransferCancelledError) as error:
-        logger.error("a request's KV could not be brought back, it is computed again: %s", error)
+        logger.error(
+            "the KV of a swapped-out request could not be loaded and is recomputed: %s", error
+        )
         return False
     return True
 

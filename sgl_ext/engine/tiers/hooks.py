@@ -54,30 +54,31 @@ HOOKS = (
         f"{_WRAPPER}._offload_node",
         "before",
         _offloading,
-        "SGLang does not say which node an offloaded node follows, next to which it should lie",
+        "SGLang does not report the predecessor of an offloaded node, next to which its pages "
+        "should be placed",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
         "around",
         _look_early,
-        "an external cache is first asked when a request is admitted, not when it arrives",
+        "an external cache is first queried when a request is admitted, not when it arrives",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.on_idle",
         "after",
         _sleep_while_waiting,
-        "with a request in its queue SGLang's loop spins",
+        "SGLang's loop spins while a request is in its queue",
     ),
     hooks.Hook(
         f"{_WRAPPER}.release_request",
         "before",
         _forget,
-        "an external cache is told of aborted requests only if their load is queued",
+        "an external cache is notified of aborted requests only if their load is queued",
     ),
     hooks.Hook(
         f"{_WRAPPER}.match",
         "around",
         _match,
-        "what an earlier look-up of the request has found stays marked if this one finds nothing",
+        "the result of an earlier lookup of the request stays marked if this lookup finds nothing",
     ),
 )

@@ -54,25 +54,29 @@ class TierLinker(UnifiedCacheLinker):
         ext = runtime.current
         try:
             if ext is None or ext.config.tiers is None:
-                raise hooks.ActivationError("SGLang asks for tiers that nobody configured")
+                raise hooks.ActivationError(
+                    "SGLang requests tiers, but the configuration has no tiers section"
+                )
             if ext.slab is None:
                 raise hooks.ActivationError(
-                    f"tiers need the block-major layout, and {ext.layer_major_because}"
+                    f"tiers require the block-major KV layout, but {ext.layer_major_because}; "
+                    "remove the tiers section"
                 )
             if params.disable:
                 raise hooks.ActivationError(
-                    "tiers need the radix cache, and SGLang has switched it off for this model"
+                    "tiers require the radix cache, which SGLang has disabled for this model; "
+                    "remove the tiers section"
                 )
             if components != {ComponentType.FULL}:
                 raise hooks.ActivationError(
-                    "tiers hold the KV of full attention only; this model has more: "
+                    "tiers support the KV of full attention only, but this model also has: "
                     f"{', '.join(sorted(component.name for component in components))}"
                 )
             swap = ext.config.swap
             self.stack = open_stack(
                 ext.config.tiers,
                 ext.slab,
-                by_layer=swap is not None and swap.baseline.by_layer,
+                by_layer=swap is not None and swap.experiment.by_layer,
                 swapped=0 if swap is None else swap.capacity // stride_of(ext.slab.layout),
             )
         except ExtError as error:

@@ -10,18 +10,18 @@ from sgl_ext.engine.core.metrics import Paced, Totals
 from sgl_ext.tiers.statistics import TierReport
 
 _COUNTERS = {
-    "hit_tokens": "Prompt tokens that were not computed because a tier had them.",
+    "hit_tokens": "Prompt tokens that were not computed because a tier held their KV.",
     "loaded_bytes": "Bytes of KV loaded from a tier.",
     "loading_seconds": "Seconds that loads from a tier took.",
     "stored_bytes": "Bytes of KV stored in a tier.",
     "storing_seconds": "Seconds that stores into a tier took.",
-    "evicted_pages": "Pages that a tier had to give up.",
+    "evicted_pages": "Pages that were evicted from a tier.",
 }
 _GAUGES = {
     "pages": "Pages that a tier holds.",
-    "capacity_pages": "Pages that a tier has room for.",
-    "queue_depth": "Loads and stores that wait or are under way.",
-    "available": "Whether a tier is of use.",
+    "capacity_pages": "Capacity of a tier, in pages.",
+    "queue_depth": "Loads and stores that are queued or in progress.",
+    "available": "Whether a tier is available (1) or not (0).",
 }
 
 

@@ -51,8 +51,9 @@ class TiersPower(Power[Tiers]):
         ):
             # SGLang names an adapter after its path, whose files may change.
             raise ActivationError(
-                "the ssd and remote tiers do not work with LoRA adapters (--enable-lora, "
-                "--lora-paths), whose KV would outlive them; use the host tier alone"
+                "the ssd and remote tiers do not support LoRA adapters (--enable-lora, "
+                "--lora-paths), because the stored KV would outlive the adapters; use the host "
+                "tier only"
             )
         super().declare(server_args)
         declare_resolution(
@@ -104,7 +105,10 @@ class TiersPower(Power[Tiers]):
 
     def weights_changed(self) -> None:
         """Disables the tiers, whose pages belong to the weights that the server started with."""
-        self.stack.disable("an update of the model's weights began; restart to use them again")
+        self.stack.disable(
+            "an update of the model's weights has started; restart the server to use the tiers "
+            "again"
+        )
 
     def describe(self) -> Mapping[str, TierReport]:
         from sgl_ext.tiers.statistics import describe

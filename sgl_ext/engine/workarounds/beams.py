@@ -57,7 +57,8 @@ def _end(scheduler: Scheduler, req: Req) -> None:
     from sglang.srt.managers.scheduler import _make_abort_req
 
     reason = FINISH_ABORT(
-        "The server pauses and retracts its requests. Beam groups cannot be retracted; ask again.",
+        "The server pauses and retracts its requests. Beam groups cannot be retracted; send the "
+        "request again.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
     )
     # The members' rows are freed first, because they are found through the leader's KV record.
@@ -73,6 +74,6 @@ HOOKS = (
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         "before",
         _pause,
-        "SGLang retracts beam groups in a pause, whose members' rows nobody frees",
+        "SGLang retracts beam groups in a pause, but does not free the rows of their members",
     ),
 )

@@ -46,6 +46,6 @@ HOOKS = (
         "SchedulerBatchResultProcessor.process_batch_result_prefill",
         "before",
         _cut,
-        "SGLang does not count the logprobs of prompts that it passes over",
+        "SGLang does not count the logprobs of prompts that it skips",
     ),
 )

@@ -87,13 +87,13 @@ HOOKS = (
         f"{_BATCH}.prepare_for_extend",
         "after",
         _recall,
-        "SGLang makes new penalizers for a preempted request, which have counted nothing",
+        "SGLang creates new penalizers for a preempted request, which have counted no tokens",
     ),
     hooks.Hook(
         f"{_BATCH}.cumulate_penalty_output_tokens",
         "around",
         _feed,
-        "SGLang feeds penalizers what it knows, which is one token more after a request has come "
-        "back than at any other time",
+        "SGLang feeds penalizers the tokens that it knows, which after a resumption is one token "
+        "more than at any other time",
     ),
 )

@@ -16,7 +16,7 @@ from sgl_ext.engine.core.sglang_types import (
     TokenizedReqInput,
     TokenizerManager,
 )
-from sgl_ext.engine.front.checks import (
+from sgl_ext.engine.workarounds.checks import (
     NO_TOKENS,
     check_labels,
     check_request,
@@ -94,7 +94,7 @@ def _handle(
         logger.exception("request %r is refused", request.rid)
         from sglang.srt.managers.io_struct import AbortReq
 
-        message = f"the server cannot take this request in: {error!s:.300}"
+        message = f"the server cannot accept this request: {error!s:.300}"
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
         scheduler.send_abort_output(
             AbortReq(rid=request.rid, abort_message=message, finished_reason=reason), request
@@ -114,19 +114,19 @@ LAUNCHER_HOOKS = (
         f"{_MANAGER}._validate_one_request",
         "around",
         _validate,
-        "SGLang computes with values of any type here",
+        "SGLang does not check the types of these values",
     ),
     hooks.Hook(
         f"{_MANAGER}._create_tokenized_object",
         "around",
         _tokenized,
-        "SGLang's checks let values through that end its scheduler",
+        "SGLang's checks accept values that terminate its scheduler",
     ),
     hooks.Hook(
         f"{_MANAGER}._dispatch_to_scheduler",
         "around",
         _dispatch,
-        "SGLang's routes answer with 500 where a request cannot be encoded",
+        "SGLang's routes answer with 500 if a request cannot be encoded",
     ),
 )
 
@@ -136,6 +136,6 @@ HOOKS = (
         f"{_SCHEDULER}.handle_generate_request",
         "around",
         _handle,
-        "SGLang's scheduler ends with a request that it cannot take in",
+        "SGLang's scheduler terminates on a request that it cannot accept",
     ),
 )

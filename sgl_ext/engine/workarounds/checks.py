@@ -71,21 +71,21 @@ def check_size(sampling_params: object, prompts: int) -> None:
     if isinstance(sampling_params, list):
         if len(sampling_params) != prompts:
             raise ValueError(
-                f"sampling_params are one object or {prompts}, one for each prompt; found "
-                f"{len(sampling_params)}"
+                f"sampling_params must be one object, or a list of {prompts}, one for each "
+                f"prompt; found a list of {len(sampling_params)}"
             )
         each = sampling_params
     else:
         each = [sampling_params or {}]
     for params in each:
         if not isinstance(params, Mapping):
-            raise ValueError(f"sampling_params are an object, not {params!r:.200}")
+            raise ValueError(f"sampling_params must be an object, found {params!r:.200}")
         n = params.get("n", 1)
         if type(n) is not int or not 1 <= n <= _ANSWERS:
-            raise ValueError(f"n is a whole number from 1 to {_ANSWERS}, not {n!r:.200}")
+            raise ValueError(f"n must be an integer from 1 to {_ANSWERS}, found {n!r:.200}")
         if n * prompts > _PROMPTS:
             raise ValueError(
-                f"{prompts} prompts with n={n} are {n * prompts} answers; ask for at most "
+                f"{prompts} prompts with n={n} request {n * prompts} answers; request at most "
                 f"{_PROMPTS} at once"
             )
 
@@ -126,7 +126,9 @@ def check_tokens(name: str, ids: Sequence[int], vocabulary: int) -> None:
     if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
         return
     wrong = next(token for token in ids if not 0 <= token < vocabulary)
-    raise ValueError(f"{name} have the token id {wrong}; the vocabulary has 0 to {vocabulary - 1}")
+    raise ValueError(
+        f"{name} contain the token id {wrong}; expected ids from 0 to {vocabulary - 1}"
+    )
 
 
 def check_sampling(params: SamplingParams, vocabulary: int) -> None:
@@ -141,14 +143,16 @@ def check_sampling(params: SamplingParams, vocabulary: int) -> None:
     for token, bias in (params.logit_bias or {}).items():
         if not abs(bias) <= _LARGEST_BIAS:
             raise ValueError(
-                f"logit_bias of token {token} is {bias}; give a number of at most {_LARGEST_BIAS:g}"
+                f"logit_bias of token {token} is {bias}; expected a magnitude of at most "
+                f"{_LARGEST_BIAS:g}"
             )
     for name in _INTEGERS:
         if (value := getattr(params, name)) is not None and not 0 <= value <= _LARGEST_INT:
-            raise ValueError(f"{name} is {value}; give one from 0 to {_LARGEST_INT}")
+            raise ValueError(f"{name} is {value}; expected 0 to {_LARGEST_INT}")
     if not params.repetition_penalty >= _LEAST_PENALTY:
         raise ValueError(
-            f"repetition_penalty is {params.repetition_penalty}; give at least {_LEAST_PENALTY:g}"
+            f"repetition_penalty is {params.repetition_penalty}; expected at least "
+            f"{_LEAST_PENALTY:g}"
         )
 
 
@@ -159,7 +163,9 @@ def check_levels(name: str, text: str | None) -> None:
         level += 1 if bracket in "[{" else -1
         deepest = max(deepest, level)
     if deepest > _SCHEMA_LEVELS:
-        raise ValueError(f"{name} has {deepest} levels; give one of at most {_SCHEMA_LEVELS}")
+        raise ValueError(
+            f"{name} is nested {deepest} levels deep; expected at most {_SCHEMA_LEVELS} levels"
+        )
 
 
 def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) -> None:
@@ -175,13 +181,13 @@ def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) ->
     tokens = len(request.input_ids or ())
     # If one request of a batch asks for log probabilities, they are computed for all of them.
     if not 0 <= most <= vocabulary:
-        raise ValueError(f"top_logprobs_num is {most}; give one from 0 to {vocabulary}")
+        raise ValueError(f"top_logprobs_num is {most}; expected 0 to {vocabulary}")
     if not request.return_logprob:
         return
     if start < -1 or start > tokens:
         raise ValueError(
-            f"logprob_start_len is {start}; give one from 0 to the prompt's {tokens} tokens, or -1 "
-            "for its answer only"
+            f"logprob_start_len is {start}; expected 0 to {tokens}, the tokens of the prompt, or "
+            "-1 for the logprobs of the answer only"
         )
     new = request.sampling_params.max_new_tokens
     new = context - tokens if new is None else min(new, context - tokens)
@@ -189,7 +195,7 @@ def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) ->
     each = most + len(request.token_ids_logprob or ())
     if each * positions > _LOGPROBS:
         raise ValueError(
-            f"{each} log probabilities of {positions} tokens were asked for, in all more than "
+            f"{each} logprobs of each of {positions} tokens were requested, in total more than "
             f"{_LOGPROBS}; lower top_logprobs_num, or raise logprob_start_len"
         )
 
@@ -197,7 +203,9 @@ def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) ->
 def check_positions(name: str, positions: Any, tokens: int) -> None:
     """Raises ValueError if positions lie outside a prompt of ``tokens`` tokens."""
     if positions and not all(type(at) is int and 0 <= at < tokens for at in positions):
-        raise ValueError(f"{name} are positions in a prompt of {tokens} tokens, from 0 on")
+        raise ValueError(
+            f"{name} must be positions in the prompt, from 0 to below its {tokens} tokens"
+        )
 
 
 def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
@@ -209,7 +217,7 @@ def check_labels(labels: Any, allowed: Sequence[str] | None) -> None:
     for label in labels or ():
         if label not in (allowed or ()):
             raise ValueError(
-                f"custom_labels has {label!r:.100}; the server's metrics have "
+                f"custom_labels has {label!r:.100}; the server allows "
                 f"{', '.join(allowed or ()) or 'none'} (--tokenizer-metrics-allowed-custom-labels)"
             )
 
@@ -221,7 +229,7 @@ def prompts_of(request: GenerateReqInput) -> int:
         ValueError: ``rid`` or the list of prompts is empty.
     """
     if request.rid is not None and not request.rid:
-        raise ValueError("rid is empty; leave it out, or name each prompt's answer")
+        raise ValueError("rid is empty; omit it, or give an id for each prompt")
     prompts = request.text if request.text is not None else request.input_ids
     if prompts is None and (embeds := getattr(request, "input_embeds", None)):
         return 1 if isinstance(embeds[0][0], float) else len(embeds)

@@ -99,8 +99,8 @@ def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
 
         req.finished_len = None
         req.finished_reason = FINISH_ABORT(
-            f"compiling stop_regex {patterns!r:.300}, or matching it against the answer, takes too "
-            "long; give a pattern that does not repeat what repeats, or stop strings",
+            f"compiling stop_regex {patterns!r:.300}, or matching it against the answer, takes "
+            "too long; use a pattern without nested repetitions, or stop strings",
             HTTPStatus.BAD_REQUEST,
             "BadRequestError",
         )
@@ -129,6 +129,6 @@ HOOKS = (
         "sglang.srt.managers.schedule_batch.Req._check_str_based_finish",
         "around",
         _check,
-        "SGLang matches regular expressions of clients without a limit",
+        "SGLang matches regular expressions of clients without a time limit",
     ),
 )

@@ -1,6 +1,7 @@
-"""Breaks single parts of SGLang in every process of a server under test; see SABOTAGE below.
+"""Breaks single parts of SGLang in every process of a server under test.
 
-Python imports this file by its name at start when its directory is on PYTHONPATH.
+``forked.py`` runs this file in each process of a server whose environment has ``SABOTAGE``: the
+name of a function below, and its arguments. ``CHILD`` is True in children of the launcher.
 """
 
 import importlib
@@ -35,13 +36,21 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def after_import(name, change):
-    sys.meta_path.insert(0, AfterImport(name, change))
+    """Calls ``change(module)``, as soon as ``name`` is imported if it is not yet."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport(name, change))
 
 
 def version():
     """``version X``: SGLang says it is X."""
-    real = importlib.metadata.version
-    importlib.metadata.version = lambda name: ARGUMENTS[0] if name == "sglang" else real(name)
+
+    def change(module):
+        real = importlib.metadata.version
+        module.version = lambda name: ARGUMENTS[0] if name == "sglang" else real(name)
+
+    after_import("sgl_ext.engine.core.hooks", change)
 
 
 def hook():
@@ -78,7 +87,7 @@ def report():
     """``report``: schedulers run another version of the extension than their launcher."""
 
     def change(module):
-        if "sglang.srt.managers.scheduler" in sys.modules:
+        if CHILD:  # noqa: F821
             module.__version__ = "0.0.0"
 
     after_import("sgl_ext.engine.core.activation", change)
