@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs the linter, the type check and all tests. With arguments, runs only
-# pytest with them: scripts/test.sh tests/test_config.py -k size
+# pytest with them: scripts/test.sh tests/unit/test_config.py -k size
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -111,7 +111,7 @@ class ContextCache:
         self._ask("DELETE", f"/{quote(id_, safe='')}", dict[str, str], params=self._salt)
 
     def _ask(self, verb: str, path: str, type_: type[T], **content: Any) -> T:
-        url = f"{self.url}/ext/context_cache{path}"
+        url = f"{self.url}/ext/chunks{path}"
         try:
             answer = requests.request(
                 verb,

@@ -36,7 +36,7 @@ def linking(model: Path, config: ExtConfig) -> Check:
             tempfile.TemporaryDirectory(prefix="sgl_ext-doctor-") as logs,
             server.serve([system], model, Path(logs), deadline=config.start_deadline) as (running,),
         ):
-            url = f"{running.url}/ext/context_cache/fidelity"
+            url = f"{running.url}/ext/chunks/fidelity"
             answer = requests.get(url, timeout=_DEADLINE_S)
             answer.raise_for_status()
             found = answer.json()

@@ -33,12 +33,12 @@ POOL = ("--max-total-tokens", "16384")
 
 
 LONGEST = (
-    "swaps", "peer_servers", "start", "chunk_server", "exactness", "cpu_serving",
-    "serving", "links", "tiers",
-    "restores", "layouts", "stored_server", "tier_server", "native_sanitizers", "swap_server",
-    "remote_servers", "rows",
+    "start", "swaps", "exactness", "cpu_serving", "peer_servers", "serving", "tiers",
+    "tier_server", "native_sanitizers", "links", "stored_server", "layouts", "other_pools",
+    "remote_servers", "serve_script", "engine", "chunk_server", "swap_server", "beams", "restores",
+    "setup", "restore_stages", "rows", "packed_linear", "remote_tier", "offline", "peer_loan",
 )  # fmt: skip
-"""Files of tests that take a minute and more, the longest one first."""
+"""Files of tests that take half a minute and more, the longest one first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     except requests.RequestException as error:  # also an OSError
         sys.exit(f"sgl_ext: a server did not answer: {error}")
     except TimeoutError as error:  # also an OSError
-        sys.exit(f"sgl_ext: {error}")
+        sys.exit(f"sgl_ext: {error or 'timed out'}")
     except OSError as error:
         sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
 

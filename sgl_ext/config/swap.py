@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from sgl_ext.config.source import ConfigError
 from sgl_ext.config.values import Bytes, Section
 
 EXPERIMENT = "SGL_EXT_SWAP_EXPERIMENT"
@@ -59,9 +60,14 @@ class Swap(Section):
         """Experiment that the environment asks for; without effect if it asks for none.
 
         Raises:
-            pydantic.ValidationError: :data:`EXPERIMENT` is invalid.
+            ConfigError: :data:`EXPERIMENT` is invalid.
         """
-        return SwapExperiment.model_validate_json(os.environ.get(EXPERIMENT) or "{}")
+        text = os.environ.get(EXPERIMENT) or "{}"
+        try:
+            return SwapExperiment.model_validate_json(text)
+        except ValidationError as error:
+            reason = "; ".join(str(each["msg"]) for each in error.errors())
+            raise ConfigError(f"{EXPERIMENT} is {text:.200}: {reason}") from None
 
     @property
     def order(self) -> str:

@@ -228,6 +228,8 @@ class SwapManager:
     def check_integrity(self) -> None:
         """Checks the budget and the lists against the swapped requests. O(pages).
 
+        Call it between operations: a page of :meth:`save_tail` counts before :meth:`out`.
+
         Raises:
             AssertionError: the budget is exceeded or counted wrongly, a pinned page is not where
                 host memory has it, or a list has a request that is not swapped.
@@ -236,7 +238,10 @@ class SwapManager:
         for rid, one in self._swapped.items():
             pinned = np.flatnonzero(one.places != _NOT_PINNED).tolist()
             used += len(pinned) + (one.tail is not None)
-            places = self.stack.host.places([one.keys[at] for at in pinned])
+            keys = [one.keys[at] for at in pinned]
+            if self.stack.host.missing(keys):
+                raise AssertionError(f"{rid} has pinned pages that host memory lacks")
+            places = self.stack.host.places(keys)
             if places.tolist() != one.places[pinned].tolist():
                 raise AssertionError(f"{rid} has pinned {one.places}, its pages lie in {places}")
         if used != self._used or used > self._capacity:

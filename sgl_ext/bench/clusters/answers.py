@@ -79,7 +79,7 @@ def store(url: str, tokens: Sequence[int]) -> str:
         ExtError: the server did not store the context.
     """
     answer = requests.post(
-        f"{url}/ext/stored_contexts", json={"input_ids": [*tokens]}, timeout=_DEADLINE_S
+        f"{url}/ext/clusters", json={"input_ids": [*tokens]}, timeout=_DEADLINE_S
     )
     if not answer.ok:
         raise ExtError(f"{url} did not store a context: {answer.text[:300]}")
@@ -131,7 +131,7 @@ def _of_sample(
             for share in shares
         }
     finally:
-        requests.delete(f"{url}/ext/stored_contexts/{id_}", timeout=_DEADLINE_S)
+        requests.delete(f"{url}/ext/clusters/{id_}", timeout=_DEADLINE_S)
 
 
 def _following(url: str, sample: Sample, context: str, share: float) -> list[Distribution]:

@@ -132,7 +132,7 @@ def record(url: str, tokens: Sequence[int]) -> Recorded:
         ExtError: the server did not record the context, or the record cannot be loaded.
     """
     answer = requests.post(
-        f"{url}/ext/stored_contexts",
+        f"{url}/ext/clusters",
         json={"input_ids": [*tokens], "record_only": True},
         timeout=_DEADLINE_S,
     )

@@ -98,15 +98,18 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     model = prepare(SMOLLM2)
     config = {"quick": quick, "page": PAGE, "bound": _BOUND}
     report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
+    complete = []
     for name, of, sizes in (("small", _SMALL, small), ("large", _LARGE, large)):
         if chosen := [part for part in parts if part in of]:
             bench = _Bench(report, model, sizes, out, name, quick=quick)
             for part in chosen:
                 getattr(bench, part)()
             if {*of} <= {*parts}:
-                bench.forget()
+                complete.append(bench)
     if "exact" in parts:
         report_exact(report, model, out / "logs", _EXACT[not quick], small.pool)
+    for bench in complete:
+        bench.forget()
     return report
 
 

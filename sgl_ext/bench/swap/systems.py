@@ -109,7 +109,7 @@ def systems(
         elif link is not None:
             host["link"] = link.config()
         config = json.dumps({"tiers": {"host": host}, "swap": swap})
-        environment = {EXPERIMENT: json.dumps(experiment)} if experiment else {}
+        environment = {EXPERIMENT: json.dumps(experiment)}
         arguments = (*base, "--enable-ext", "--ext-config", config)
         found.append(server.System(name, arguments, environment))
     return found

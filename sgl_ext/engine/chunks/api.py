@@ -1,4 +1,4 @@
-"""HTTP routes ``/ext/context_cache`` of a server's contexts."""
+"""HTTP routes ``/ext/chunks`` of a server's contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST = 1 << 22
 
 
 class CreateContexts(BaseModel):
-    """Body of ``POST /ext/context_cache``."""
+    """Body of ``POST /ext/chunks``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -72,7 +72,7 @@ def router(service: ContextService) -> APIRouter:
 
     # SGLang's route class parses bodies with orjson, which rejects lone surrogates. Validation
     # errors quote the values that they reject.
-    routes = APIRouter(prefix="/ext/context_cache", route_class=ORJSONRoute)
+    routes = APIRouter(prefix="/ext/chunks", route_class=ORJSONRoute)
 
     def told(context: Context) -> dict[str, object]:
         return msgspec.structs.asdict(service.describe(context))

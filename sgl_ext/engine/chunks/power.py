@@ -43,7 +43,7 @@ class ChunksPower(Power[Chunks]):
 
     name = "chunks"
     launcher_hooks = warmup.LAUNCHER_HOOKS
-    path = "/ext/context_cache"
+    path = "/ext/chunks"
     unserved = (
         ("enable_return_hidden_states", bool, "hidden states in answers"),
         ("enable_streaming_session", bool, "streaming sessions"),

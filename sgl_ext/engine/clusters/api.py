@@ -1,4 +1,4 @@
-"""HTTP routes ``/ext/stored_contexts`` of a server's stored contexts."""
+"""HTTP routes ``/ext/clusters`` of a server's stored contexts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_ext.engine.front.text import Text
 
 
 class StoreContext(BaseModel):
-    """Body of ``POST /ext/stored_contexts``."""
+    """Body of ``POST /ext/clusters``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     from sgl_ext.engine.front.routes import ExtRoute, add_routes
 
-    routes = APIRouter(prefix="/ext/stored_contexts", route_class=ExtRoute)
+    routes = APIRouter(prefix="/ext/clusters", route_class=ExtRoute)
 
     @routes.post("")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]

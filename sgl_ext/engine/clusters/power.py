@@ -55,7 +55,7 @@ class ClustersPower(Power[Clusters]):
 
     name = "clusters"
     hooks = hooks.HOOKS
-    path = "/ext/stored_contexts"
+    path = "/ext/clusters"
     unserved = (
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         ("enable_lora", bool, "LoRA adapters"),

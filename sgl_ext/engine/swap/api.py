@@ -1,4 +1,4 @@
-"""HTTP route ``POST /ext/priority``: sets the priority of a request that waits or runs."""
+"""HTTP route ``POST /ext/swap/priority``: sets the priority of a request that waits or runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnknownRequestError(ExtError):
 
 
 class GivePriority(BaseModel):
-    """Body of ``POST /ext/priority``."""
+    """Body of ``POST /ext/swap/priority``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,7 +52,7 @@ def install(app: FastAPI, manager: TokenizerManager, useless: str | None) -> Non
 
     routes = APIRouter(route_class=ExtRoute)
 
-    @routes.post("/ext/priority")
+    @routes.post("/ext/swap/priority")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def give(body: GivePriority) -> dict[str, object]:
         if useless is not None:

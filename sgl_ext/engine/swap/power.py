@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Swap, SwapExperiment
+from sgl_ext.config.source import ConfigError
 from sgl_ext.config.swap import EXPERIMENT
 from sgl_ext.engine.core.hooks import ActivationError, Original
 from sgl_ext.engine.core.power import Power
@@ -50,7 +51,7 @@ class SwapPower(Power[Swap]):
 
     name = "swap"
     hooks = (*out.HOOKS, *priorities.HOOKS, *api.HOOKS)
-    path = "/ext/priority"
+    path = "/ext/swap"
     unserved = (
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
@@ -71,7 +72,11 @@ class SwapPower(Power[Swap]):
             ActivationError: SGLang's arguments ask for another order, or for what is not served.
         """
         super().declare(server_args)
-        if self.section.experiment != SwapExperiment():
+        try:
+            experiment = self.section.experiment
+        except ConfigError as error:
+            raise ActivationError(str(error)) from None
+        if experiment != SwapExperiment():
             logger.warning("%s is set: this server is part of an experiment", EXPERIMENT)
         policy = self.section.order
         if policy == "sglang":
@@ -185,7 +190,7 @@ class SwapPower(Power[Swap]):
 
     def poll(self) -> None:
         if self._metrics is not None and self._metrics.due:
-            self._metrics.update(self.describe())
+            self._metrics.update(self.manager.describe())
 
     def pending(self) -> bool:
         return len(self.ahead) > 0
@@ -253,5 +258,8 @@ class SwapPower(Power[Swap]):
         if self.priorities is not None:
             self.priorities.clear()
 
-    def describe(self) -> Mapping[str, float]:
-        return self.manager.describe()
+    def describe(self) -> Mapping[str, object]:
+        found: dict[str, object] = {**self.manager.describe()}
+        if (experiment := self.section.experiment) != SwapExperiment():
+            found["experiment"] = experiment.model_dump()
+        return found

@@ -65,7 +65,6 @@ def main():
     model, prompts, page, scratch, layout = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=page, max_total_tokens=512,
                     log_level="warning", enable_tokenizer_batch_encode=True,
-                    skip_tokenizer_init=True,
                     enable_ext=True, ext_config={"memory": {"layout": layout}})
     info = engine.get_server_info()["sgl_ext"]["memory"]
     result = {"memory": info, "answers": list(answers(engine, prompts))}

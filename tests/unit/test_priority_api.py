@@ -1,4 +1,4 @@
-"""``POST /ext/priority`` without a model: authorization, validation, policies that ignore it."""
+"""``POST /ext/swap/priority`` without a model: authorization, validation, useless policies."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def served(policy: str, *, by_priority: bool = False, **keys: str) -> TestClient
 @pytest.mark.parametrize(("policy", "by_priority"), [("static", True), ("sglang", True)])
 def test_priority_is_set_under_policies_that_use_it(policy: str, by_priority: bool) -> None:
     client = served(policy, by_priority=by_priority)
-    answer = client.post("/ext/priority", json=BODY)
+    answer = client.post("/ext/swap/priority", json=BODY)
     assert (answer.status_code, answer.json()) == (200, BODY)
-    answer = client.post("/ext/priority", json=BODY | {"rid": "nobody"})
+    answer = client.post("/ext/swap/priority", json=BODY | {"rid": "nobody"})
     assert answer.status_code == 404
 
 
 @pytest.mark.parametrize("policy", ["sglang", "fcfs", "round-robin", "token-counter", "random"])
 def test_priority_is_rejected_under_policies_that_ignore_it(policy: str) -> None:
     by_priority = policy != "sglang"  # the other policies enable priority scheduling
-    answer = served(policy, by_priority=by_priority).post("/ext/priority", json=BODY)
+    answer = served(policy, by_priority=by_priority).post("/ext/swap/priority", json=BODY)
     assert answer.status_code == 400
     assert f"swap.policy is {policy}" in answer.json()["error"]["message"]
 
@@ -70,12 +70,12 @@ def test_priority_is_rejected_under_policies_that_ignore_it(policy: str) -> None
 def test_malformed_bodies_are_answered_with_422(change: dict[str, Any], named: str) -> None:
     client = served("static", by_priority=True)
     headers = {"content-type": "application/json"}
-    answer = client.post("/ext/priority", content=json.dumps(BODY | change), headers=headers)
+    answer = client.post("/ext/swap/priority", content=json.dumps(BODY | change), headers=headers)
     assert answer.status_code == 422
     message = answer.json()["error"]["message"]
     assert message.startswith(named)
     assert ".py" not in message
-    assert client.post("/ext/priority", content=b"{", headers=headers).status_code == 422
+    assert client.post("/ext/swap/priority", content=b"{", headers=headers).status_code == 422
 
 
 def test_the_route_requires_the_admin_key_if_one_is_set() -> None:
@@ -87,4 +87,6 @@ def test_the_route_requires_the_admin_key_if_one_is_set() -> None:
     ):
         headers = {"Authorization": f"Bearer {given}"}
         client = served("static", by_priority=True, **keys)
-        assert client.post("/ext/priority", json=BODY, headers=headers).status_code == code, keys
+        assert client.post("/ext/swap/priority", json=BODY, headers=headers).status_code == code, (
+            keys
+        )

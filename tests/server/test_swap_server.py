@@ -92,7 +92,7 @@ def metrics(server: Server) -> dict[str, float]:
 
 def give(server: Server, rid: object, priority: object) -> requests.Response:
     body = {"rid": rid, "priority": priority}
-    return requests.post(f"{server.url}/ext/priority", json=body, timeout=DEADLINE_S)
+    return requests.post(f"{server.url}/ext/swap/priority", json=body, timeout=DEADLINE_S)
 
 
 def test_the_more_urgent_goes_first_and_the_others_lose_nothing(

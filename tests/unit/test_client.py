@@ -109,7 +109,7 @@ def test_server_accepts_the_parts_that_name_contexts(
         ({"chunks": [""]}, "^chunk 0 is empty$"),
         ({"chunks": ["a", [3, 999]]}, "^chunk 1 has the token ids"),
         ({"chunks": ["a"], "method": "magic"}, "^unknown link method 'magic'"),
-        ({"chunks": []}, "/ext/context_cache answered 422: .*at least 1 item"),
+        ({"chunks": []}, "/ext/chunks answered 422: .*at least 1 item"),
         ({"chunks": ["a"], "ttl": -1}, "answered 422: .*greater than 0"),
     ],
 )

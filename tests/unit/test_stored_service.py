@@ -32,7 +32,7 @@ from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
-ROUTE = "/ext/stored_contexts"
+ROUTE = "/ext/clusters"
 MINE = {"cache_salt": "mine"}
 
 

@@ -45,7 +45,7 @@ def server(
     model: Path, directories: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     section = {
-        "directories": [*map(str, directories)], "largest": 1.0, "hot": "8MiB", "prefetch": 2.0,
+        "directories": [*map(str, directories)], "largest": 1.0, "hot": "1600KiB", "prefetch": 2.0,
     }  # fmt: skip
     arguments = (
         "--max-total-tokens", "12000", "--page-size", "16", "--dtype", "float32",
@@ -74,7 +74,7 @@ def asked(model: Path) -> tuple[list[int], list[list[int]]]:
 @pytest.fixture(scope="module")
 def stored(server: Server, asked: tuple[list[int], list[list[int]]]) -> dict[str, Any]:
     body = {"input_ids": asked[0]}
-    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    answer = requests.post(f"{server.url}/ext/clusters", json=body, timeout=DEADLINE_S)
     assert answer.ok, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -113,9 +113,9 @@ def test_a_context_is_stored(
     assert stored["index_bytes"] < stored["bytes"]
     sizes = [sum(file.stat().st_size for file in each.glob("*.blocks")) for each in folders]
     assert stored["bytes"] <= sum(sizes) <= 1.01 * stored["bytes"]
-    listed = requests.get(f"{server.url}/ext/stored_contexts/list", timeout=60).json()
+    listed = requests.get(f"{server.url}/ext/clusters/list", timeout=60).json()
     assert listed == {"contexts": [stored], "unreadable": {}, "damaged": 0, "storing": {}}
-    one = requests.get(f"{server.url}/ext/stored_contexts/{stored['id']}", timeout=60)
+    one = requests.get(f"{server.url}/ext/clusters/{stored['id']}", timeout=60)
     assert one.json() == stored
 
 
@@ -230,7 +230,7 @@ def test_a_record_is_stored_beside_the_server(
 ) -> None:
     context, prompts = asked
     body = {"input_ids": context[:800], "record_only": True}
-    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    answer = requests.post(f"{server.url}/ext/clusters", json=body, timeout=DEADLINE_S)
     record = answer.json()["record"]
     command = ["cluster", record, *map(str, directories), "--name"]
     result = CliRunner().invoke(app, [*command, "by-hand"])
@@ -248,7 +248,7 @@ def test_a_record_is_stored_beside_the_server(
     opened = live(server.url)["clusters"]["open"].values()
     given = sum(one[name] for one in opened for name in BLOCKS)
     until(lambda: blocks_given(server) == given, within=60)
-    assert requests.delete(f"{server.url}/ext/stored_contexts/{id_}", timeout=60).ok
+    assert requests.delete(f"{server.url}/ext/clusters/{id_}", timeout=60).ok
     # Its files take room until it is closed.
     until(lambda: id_ not in live(server.url)["clusters"]["open"], within=60)
     time.sleep(2)
@@ -278,7 +278,7 @@ def test_what_cannot_be_stored_is_refused(
     server: Server, body: dict[str, Any], folders: tuple[Path, ...]
 ) -> None:
     before = sorted(path.name for each in folders for path in each.iterdir())
-    answer = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    answer = requests.post(f"{server.url}/ext/clusters", json=body, timeout=DEADLINE_S)
     assert answer.status_code in (400, 422), answer.text
     assert sorted(path.name for each in folders for path in each.iterdir()) == before
 
@@ -290,7 +290,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
 ) -> None:
     context, prompts = asked
     body = {"input_ids": context[:900], "cache_salt": "a tenant"}
-    created = requests.post(f"{server.url}/ext/stored_contexts", json=body, timeout=DEADLINE_S)
+    created = requests.post(f"{server.url}/ext/clusters", json=body, timeout=DEADLINE_S)
     id_ = created.json()["id"]
     salted = {"return_logprob": True, "cache_salt": "a tenant"}
 
@@ -306,7 +306,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     assert answer.status_code == 503, answer.text
     assert "cannot be read" in answer.text
     assert str(folders[1].parent) not in answer.text
-    url = f"{server.url}/ext/stored_contexts/{id_}?cache_salt=a%20tenant"
+    url = f"{server.url}/ext/clusters/{id_}?cache_salt=a%20tenant"
     answer = requests.get(url, timeout=60)
     assert answer.status_code == 400
     assert f"{id_}.1.blocks has 0 B, expected " in answer.text
@@ -317,7 +317,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     assert again.ok
     assert again.json()["meta_info"]["cached_tokens"] == 0  # nothing of the failed one is kept
     assert follow(prompts[0], 0.3).json()["output_ids"] == good["output_ids"]
-    url = f"{server.url}/ext/stored_contexts/{id_}"
+    url = f"{server.url}/ext/clusters/{id_}"
     assert requests.delete(url, timeout=60).status_code == 404
     deleted = requests.delete(url, params={"cache_salt": "a tenant"}, timeout=60)
     assert deleted.ok
@@ -331,7 +331,7 @@ def test_damaged_and_planted_contexts_end_their_own_requests(
     server: Server, asked: tuple[list[int], list[list[int]]], folders: tuple[Path, ...]
 ) -> None:
     context, prompts = asked
-    url = f"{server.url}/ext/stored_contexts"
+    url = f"{server.url}/ext/clusters"
     created = requests.post(url, json={"input_ids": context[:900]}, timeout=DEADLINE_S)
     id_ = created.json()["id"]
     index = index_file(folders[0], id_)

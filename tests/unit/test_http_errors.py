@@ -38,7 +38,7 @@ def client() -> TestClient:
             raise RuntimeError("a fault of the server")
         return {}
 
-    install(app, {"chunks": "/ext/context_cache", "clusters": "/ext/stored_contexts"})
+    install(app, {"chunks": "/ext/chunks", "clusters": "/ext/clusters"})
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -72,10 +72,10 @@ def test_errors_for_unexpected_values_get_400_and_one_log_line(
 @pytest.mark.parametrize(
     ("method", "path", "section"),
     [
-        ("POST", "/ext/context_cache", "chunks"),
-        ("GET", "/ext/context_cache/list", "chunks"),
-        ("DELETE", "/ext/stored_contexts/stx-a", "clusters"),
-        ("POST", "/ext/stored_contexts", "clusters"),
+        ("POST", "/ext/chunks", "chunks"),
+        ("GET", "/ext/chunks/list", "chunks"),
+        ("DELETE", "/ext/clusters/stx-a", "clusters"),
+        ("POST", "/ext/clusters", "clusters"),
     ],
 )
 def test_routes_of_a_disabled_section_get_404_with_the_reason(
@@ -89,7 +89,7 @@ def test_routes_of_a_disabled_section_get_404_with_the_reason(
 
 
 def test_no_route_is_added_for_an_enabled_section(client: TestClient) -> None:
-    answer = client.post("/ext/priority", json={})
+    answer = client.post("/ext/swap/priority", json={})
     assert answer.status_code == 404
     assert answer.json() == {"detail": "Not Found"}
 

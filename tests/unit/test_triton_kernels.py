@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kernels" / "triton"
 CPU = torch.device("cpu")
 

@@ -129,7 +129,7 @@ def test_all_failures_are_reported_in_one_line(tmp_path: Path) -> None:
         preflight.require(config)
     (line,) = str(refused.value).splitlines()
     assert "tiers directory /nope: does not exist: create it" in line
-    assert "host memory: 4096000.0 GiB asked" in line
+    assert "host memory: 4096000.0 GiB requested" in line
     assert line.endswith("lower tiers.host.capacity")
 
 
@@ -143,7 +143,7 @@ def test_a_remote_client_that_cannot_be_loaded_fails_the_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     remote = {"remote": {"master": "127.0.0.1:1"}}
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "no_mooncake"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "unit" / "no_mooncake"))
     verdicts = {check.name: check for check in doctor.examine(load({"tiers": remote}))}
     assert verdicts["remote tier"].verdict == "fail"
     assert "libibverbs.so.1" in verdicts["remote tier"].found

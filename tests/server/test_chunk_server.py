@@ -46,7 +46,7 @@ def post(server: Server, path: str, **body: object) -> requests.Response:
 
 
 def create(server: Server, *chunks: object, **more: object) -> list[str]:
-    answer = post(server, "/ext/context_cache", chunks=chunks, **more)
+    answer = post(server, "/ext/chunks", chunks=chunks, **more)
     assert answer.status_code == 200, answer.text
     return [context["id"] for context in answer.json()["contexts"]]
 
@@ -79,7 +79,7 @@ def texts() -> list[str]:
 
 
 def test_the_server_has_looked_at_itself(server: Server) -> None:
-    found = requests.get(f"{server.url}/ext/context_cache/fidelity", timeout=DEADLINE_S).json()
+    found = requests.get(f"{server.url}/ext/chunks/fidelity", timeout=DEADLINE_S).json()
     assert found["method"] == "lego-16"
     assert 0 <= found["nats"]["exact"] < 1e-4
     assert 1e-3 < found["nats"]["divergence"] < 0.5
@@ -161,7 +161,7 @@ def test_what_only_the_server_says_is_not_taken_from_users(server: Server) -> No
 
 
 def test_what_does_not_fit_the_pool_is_refused(server: Server) -> None:
-    answer = post(server, "/ext/context_cache", chunks=[[9] * 4069], method="naive")
+    answer = post(server, "/ext/chunks", chunks=[[9] * 4069], method="naive")
     assert answer.status_code == 400
     assert "fewer than 4096 tokens in total: split" in answer.text
     # Long ones among them do not keep others from being primed.
@@ -269,7 +269,7 @@ def test_metrics(server: Server, texts: list[str]) -> None:
 def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0])
     (other,) = create(server, texts[0], cache_salt="other")
-    requests.delete(f"{server.url}/ext/context_cache/{context}", timeout=DEADLINE_S)
+    requests.delete(f"{server.url}/ext/chunks/{context}", timeout=DEADLINE_S)
     for id_ in (context, other, "ctx-nothing"):
         answer = post(server, "/generate", text=[part(id_), part("?")])
         assert answer.status_code == 404, answer.text
@@ -289,7 +289,7 @@ def test_a_context_that_is_deleted_while_it_is_linked(server: Server, texts: lis
             next(lines)
             if salt == "goes":
                 for id_ in ids:
-                    url = f"{server.url}/ext/context_cache/{id_}?cache_salt={salt}"
+                    url = f"{server.url}/ext/chunks/{id_}?cache_salt={salt}"
                     assert requests.delete(url, timeout=DEADLINE_S).status_code == 200
             *_, last = lines
         found = json.loads(last[6:])
@@ -389,7 +389,7 @@ class User:
     def delete(self) -> None:
         if self.ids:
             id_ = self.ids.pop(self.chance.randrange(len(self.ids)))
-            url = f"{self.server.url}/ext/context_cache/{id_}?cache_salt={self.salt}"
+            url = f"{self.server.url}/ext/chunks/{id_}?cache_salt={self.salt}"
             assert requests.delete(url, timeout=DEADLINE_S).status_code in (200, 404)
 
 

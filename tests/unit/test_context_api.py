@@ -59,7 +59,7 @@ def client(service: ContextService) -> TestClient:
 
 
 def create(client: TestClient, *chunks: object, **more: object) -> list[dict[str, Any]]:
-    answer = client.post("/ext/context_cache", json={"chunks": chunks, **more})
+    answer = client.post("/ext/chunks", json={"chunks": chunks, **more})
     assert answer.status_code == 200, answer.text
     contexts: list[dict[str, Any]] = answer.json()["contexts"]
     return contexts
@@ -74,12 +74,12 @@ def test_contexts_are_computed_looked_up_listed_and_deleted(
     computed = [list(request.input_ids) for request in manager.requests]
     assert computed == [[*b"chunk", *[0] * 11], [5, 6, 7, *[0] * 13]]
     assert {request.extra_key for request in manager.requests} == {"ext:chunk"}
-    assert client.get(f"/ext/context_cache/{ids['id']}").json()["tokens"] == 3
-    found = client.get("/ext/context_cache/list").json()["contexts"]
+    assert client.get(f"/ext/chunks/{ids['id']}").json()["tokens"] == 3
+    found = client.get("/ext/chunks/list").json()["contexts"]
     assert [context["id"] for context in found] == [text["id"], ids["id"]]
-    assert client.delete(f"/ext/context_cache/{text['id']}").status_code == 200
+    assert client.delete(f"/ext/chunks/{text['id']}").status_code == 200
     for method in (client.get, client.delete):
-        answer = method(f"/ext/context_cache/{text['id']}")
+        answer = method(f"/ext/chunks/{text['id']}")
         assert answer.status_code == 404
         assert "create it again" in answer.json()["error"]["message"]
 
@@ -89,7 +89,7 @@ def test_long_texts_are_split(client: TestClient, manager: Manager) -> None:
     assert [context["tokens"] for context in made] == [3, 3, 2, 3]
     computed = [bytes(request.input_ids).rstrip(b"\0") for request in manager.requests]
     assert computed == [b"abc", b"def", b"gh", b"\7\x08\t"]
-    answer = client.post("/ext/context_cache", json={"chunks": ["a"], "split": {"by": "tokens"}})
+    answer = client.post("/ext/chunks", json={"chunks": ["a"], "split": {"by": "tokens"}})
     assert answer.status_code == 400
     assert "requires tokens, the maximum tokens of a part" in answer.json()["error"]["message"]
 
@@ -119,7 +119,7 @@ def test_a_short_text_is_split_before_a_long_one_ends(service: ContextService) -
 def test_too_many_parts_characters_or_chunks_are_rejected(
     client: TestClient, manager: Manager, body: dict[str, Any], message: str
 ) -> None:
-    answer = client.post("/ext/context_cache", json=body)
+    answer = client.post("/ext/chunks", json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert not manager.requests
@@ -128,7 +128,7 @@ def test_too_many_parts_characters_or_chunks_are_rejected(
 def test_splitting_has_a_deadline(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "LIMIT_S", 0.0)
     body = {"chunks": ["x" * 100], "split": {"by": "paragraph", "tokens": 8}}
-    answer = client.post("/ext/context_cache", json=body)
+    answer = client.post("/ext/chunks", json=body)
     assert answer.status_code == 400
     assert "splitting took more than 0 s" in answer.json()["error"]["message"]
 
@@ -236,12 +236,12 @@ def test_a_primed_default_falls_back_without_other_chunks(manager: Manager) -> N
 def test_contexts_are_invisible_to_other_tenants(client: TestClient) -> None:
     (mine,) = create(client, "chunk", cache_salt="mine")
     for query in ("", "?cache_salt=other"):
-        unknown = client.get(f"/ext/context_cache/ctx-none{query}").json()["error"]["message"]
-        found = client.get(f"/ext/context_cache/{mine['id']}{query}")
+        unknown = client.get(f"/ext/chunks/ctx-none{query}").json()["error"]["message"]
+        found = client.get(f"/ext/chunks/{mine['id']}{query}")
         assert found.status_code == 404
         assert found.json()["error"]["message"] == unknown.replace("ctx-none", mine["id"])
-        assert client.get(f"/ext/context_cache/list{query}").json() == {"contexts": []}
-    assert client.get(f"/ext/context_cache/{mine['id']}?cache_salt=mine").status_code == 200
+        assert client.get(f"/ext/chunks/list{query}").json() == {"contexts": []}
+    assert client.get(f"/ext/chunks/{mine['id']}?cache_salt=mine").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_contexts_are_invisible_to_other_tenants(client: TestClient) -> None:
 def test_invalid_chunks_are_rejected_with_400(
     client: TestClient, manager: Manager, body: Any, message: str
 ) -> None:
-    answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
+    answer = client.post("/ext/chunks", content=json.dumps(body), headers=JSON)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
     assert manager.requests == []
-    assert client.get("/ext/context_cache/list").json() == {"contexts": []}
+    assert client.get("/ext/chunks/list").json() == {"contexts": []}
 
 
 @pytest.mark.parametrize(
@@ -276,13 +276,13 @@ def test_invalid_chunks_are_rejected_with_400(
     ],
 )
 def test_malformed_bodies_are_rejected_with_422(client: TestClient, body: Any) -> None:
-    assert client.post("/ext/context_cache", json=body).status_code == 422
+    assert client.post("/ext/chunks", json=body).status_code == 422
 
 
 @pytest.mark.parametrize("more", [{"chunks": ["\ud800"]}, {"cache_salt": "\ud800"}])
 def test_lone_surrogates_are_rejected_with_422(client: TestClient, more: Any) -> None:
     body = {"chunks": ["a"], **more}
-    answer = client.post("/ext/context_cache", content=json.dumps(body), headers=JSON)
+    answer = client.post("/ext/chunks", content=json.dumps(body), headers=JSON)
     assert answer.status_code == 422
     with pytest.raises(ValidationError, match="surrogates not allowed"):
         CreateContexts.model_validate(body)

@@ -96,19 +96,19 @@ _ROUTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("POST", "/v1/tokenize", {"prompt": "Hello", "model": "m"}),
     ("POST", "/v1/detokenize", {"tokens": [5], "model": "m"}),
     ("POST", "/vertex_generate", {"instances": [{"text": "Hi"}], "parameters": {}}),
-    ("POST", "/ext/context_cache",
+    ("POST", "/ext/chunks",
      {"chunks": ["Hello there", [5, 6]], "method": "lego-16", "split": _SPLIT, "prefix": "p",
       "ttl": 5.0, "cache_salt": "s"}),
-    ("POST", "/ext/priority", {"rid": "none", "priority": 1}),
-    ("POST", "/ext/stored_contexts", {"input_ids": [5, 6, 7], "text": None, "record_only": False}),
+    ("POST", "/ext/swap/priority", {"rid": "none", "priority": 1}),
+    ("POST", "/ext/clusters", {"input_ids": [5, 6, 7], "text": None, "record_only": False}),
     ("POST", "/open_session", {"capacity_of_str_len": 1000, "session_id": "fuzz"}),
     ("POST", "/close_session", {"session_id": "fuzz"}),
     ("POST", "/parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "llama3"}),
     ("POST", "/separate_reasoning", {"text": "a", "reasoning_parser": "qwen3"}),
 )  # fmt: skip
 _READ = (
-    "/ext/context_cache/list", "/ext/context_cache/fidelity", "/ext/context_cache/{}",
-    "/ext/stored_contexts/list", "/ext/stored_contexts/{}", "/v1/models/{}", "/v1/responses/{}",
+    "/ext/chunks/list", "/ext/chunks/fidelity", "/ext/chunks/{}",
+    "/ext/clusters/list", "/ext/clusters/{}", "/v1/models/{}", "/v1/responses/{}",
     "/server_info", "/model_info", "/v1/loads", "/metrics", "/ext/{}", "/{}",
 )  # fmt: skip
 _NAMES = (
