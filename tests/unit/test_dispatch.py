@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.scheduler import HOOKS
+from sgl_ext.engine.front import dispatch as front
 from sgl_ext.engine.launch import launcher
 from sgl_ext.engine.restore import interruption
 
@@ -161,3 +163,19 @@ def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers))
     hook.function(None, **keywords)
     assert polled == ["power"]
+
+
+def test_generate_hook_accepts_the_request_of_the_grpc_bridge() -> None:
+    given: list[object] = []
+
+    async def original(_manager: object, obj: object, **kw: object) -> AsyncIterator[str]:
+        given.extend((obj, kw))
+        yield "answer"
+
+    async def answers() -> list[object]:
+        manager: Any = SimpleNamespace(server_args=SimpleNamespace())
+        generated: Any = front._generate(original, manager, "obj", request="the bridge's")
+        return [answer async for answer in generated]
+
+    assert asyncio.run(answers()) == ["answer"]
+    assert given == ["obj", {"request": "the bridge's"}]

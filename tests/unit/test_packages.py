@@ -80,6 +80,14 @@ def test_a_file_with_another_checksum_is_refused(registry: list[str]) -> None:
         packages.fetch(replace(FILE, sha256="0000"))
 
 
+@pytest.mark.parametrize("file", [FILE, SDIST_FILE])
+def test_a_package_without_the_file_is_refused(
+    registry: list[str], file: packages.PackagedFile
+) -> None:
+    with pytest.raises(ExtError, match=r"a-package==1\.0 has no another/file\.bin"):
+        packages.fetch(replace(file, member="another/file.bin"))
+
+
 def test_a_full_disk_is_refused_before_the_download(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tier_kit import LAYOUTS, arena, content, keys
 
-from sgl_ext.engine.restore.by_layers import taken_back
+from sgl_ext.engine.restore.by_layers import end, taken_back
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine
@@ -69,12 +69,40 @@ def test_computing_and_loading_meet(link: Link) -> None:
         assert ticket.poll()
 
 
-def test_what_has_landed_is_nottaken_back(link: Link) -> None:
+def test_a_landed_load_is_not_taken_back(link: Link) -> None:
     every = np.arange(PAGES)
     tickets = link.copies.load_from_the_top(every, every)
     tickets[0].wait(30)
     assert not any(map(taken_back, tickets))
     assert all(map(link.landed, range(LAYOUT.layers)))
+
+
+class Load:
+    """Ticket of a load that ends when it is cancelled, unless it is late."""
+
+    bytes_done, bytes_total, seconds, error = 0, 1, 0.0, None
+
+    def __init__(self, *, late: bool) -> None:
+        self.late, self.state = late, State.PENDING
+
+    def poll(self) -> bool:
+        return self.state != State.PENDING
+
+    def cancel(self) -> bool:
+        if not self.late:
+            self.state = State.CANCELLED
+        return not self.late
+
+    def wait(self, _timeout: float) -> None:
+        if self.late:
+            raise TimeoutError
+
+
+def test_a_late_load_does_not_keep_others_from_being_cancelled() -> None:
+    loads = [Load(late=at == 1) for at in range(4)]
+    with pytest.raises(TimeoutError):
+        end(loads)
+    assert [load.state for load in loads if not load.late] == [State.CANCELLED] * 3
 
 
 def test_pages_stay_until_their_request_has_them() -> None:

@@ -40,6 +40,16 @@ def test_saved_profile_is_found(tmp_path: Path) -> None:
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
 
 
+def test_a_failed_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_path: Path, _target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(PROFILE, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_first_load_replaces_the_default_of_an_unmeasured_tier(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

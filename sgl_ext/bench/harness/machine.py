@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def describe() -> dict[str, Any]:
         "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),
         "sgl_ext": __version__,
+        "commit": _commit(),
         "sglang": _version("sglang"),
         "torch": _version("torch"),
     }
@@ -33,6 +35,16 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _commit() -> str | None:
+    """Returns the commit of this checkout, with ``+`` if files differ; None outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

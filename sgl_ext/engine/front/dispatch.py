@@ -56,6 +56,7 @@ async def _generate(
     original: Callable[..., AsyncIterator[Answer]],
     manager: TokenizerManager,
     request: GenerateReqInput,
+    /,  # SGLang's gRPC bridge passes its own request by the name ``request``
     *args: object,
     **kw: object,
 ) -> AsyncIterator[Answer]:

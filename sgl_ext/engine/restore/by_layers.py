@@ -103,8 +103,19 @@ def restoring(
         for at, each in coming.items():
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
             held.computed(batch.rids[at], tokens * computed // len(tickets))
-        for ticket in tickets:
-            taken_back(ticket)  # no load may write to blocks that get another owner
+        end(tickets)
+
+
+def end(tickets: Sequence[Ticket]) -> None:
+    """Ends loads, so that none writes to blocks that get another owner.
+
+    Raises:
+        TimeoutError: a load has not ended within :data:`COPY_DEADLINE_S`; the others are cancelled.
+    """
+    for ticket in tickets:
+        ticket.cancel()
+    for ticket in tickets:
+        taken_back(ticket)
 
 
 def taken_back(ticket: Ticket) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sgl_ext.engine.restore.by_layers import Coming, taken_back
+from sgl_ext.engine.restore.by_layers import Coming, end, taken_back
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
@@ -65,8 +65,7 @@ def restore(
             for load in left:
                 load.ticket.wait(COPY_DEADLINE_S)
     finally:
-        for load in loads:
-            taken_back(load.ticket)  # no load may write to blocks that get another owner
+        end([load.ticket for load in loads])
     return computed
 
 

@@ -73,8 +73,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         # If the signal arrives here, the timer has expired. SGLang uses no such timer.
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
 
 def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
