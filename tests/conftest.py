@@ -1,4 +1,4 @@
-"""The model, and the two servers that a test session shares."""
+"""Fixtures, hooks and helpers of all tests, with two servers that a session shares."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare, shortened
 
-# Threads of OpenMP that spin while they wait for each other take the cores from another engine's:
-# two engines on the same cores would be up to twenty times slower than one.
+# OpenMP threads that spin while they wait for each other take the cores from other engines: two
+# engines on the same cores would be up to twenty times slower than one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Tests start dozens of servers and engines.
+# A quick start saves seconds for each of the dozens of servers and engines that tests start.
 os.environ.update(quick_start.environment())
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ LONGEST = (
     "remote_servers", "serve_script", "engine", "chunk_server", "swap_server", "beams", "restores",
     "setup", "restore_stages", "rows", "packed_linear", "remote_tier", "offline", "peer_loan",
 )  # fmt: skip
-"""Files of tests that take half a minute and more, the longest one first."""
+"""Names of test files that take half a minute or more, the longest one first"""
 
 
 SLOW = (
@@ -46,11 +46,11 @@ SLOW = (
     "remote_tier", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "stored_fuzz", "swap_races",
     "torchvision_bridge", "triton_kernels", "triton_rotate", "unserved",
 )  # fmt: skip
-"""Files of unit tests that take seconds and more."""
+"""Names of unit test files that take seconds or more"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the tests that take longest, and marks slow unit tests."""
+    """Sorts the files of :data:`LONGEST` to the front, and marks the tests of :data:`SLOW`."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
@@ -60,13 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _unexpected_skips(config: pytest.Config) -> list[str]:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if not os.environ.get("CI") or terminal is None:  # workers have none
+    if not os.environ.get("CI") or terminal is None:  # workers have no terminal reporter
         return []
     return unexpected([report.longrepr[2] for report in terminal.stats.get("skipped", ())])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI a test that is skipped is a failure, unless it is known why."""
+    """Fails a session in CI if a test was skipped for a reason that ``skips.py`` does not allow."""
     if _unexpected_skips(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -101,13 +101,16 @@ def _quick_starts() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trained_model() -> Path:
-    """The whole model, for tests that need answers which make sense."""
+    """Path of the complete model, for tests that need meaningful answers."""
     return prepare(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The model cut to its first six layers: answers are deterministic but make little sense."""
+    """Path of the model cut to its first six layers.
+
+    Its answers are deterministic but make little sense.
+    """
     return shortened(SMOLLM2, 6)
 
 
@@ -118,7 +121,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def extension(trained_model: Path, logs: Path) -> Iterator[Server]:
-    """SGLang with ``--enable-ext`` and every section off, its memory checks strict."""
+    """SGLang server with ``--enable-ext``, every section off, and strict memory checks."""
     strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     with serve([System("extension", (*POOL, "--enable-ext"), strict)], trained_model, logs) as (
         server,
@@ -128,21 +131,21 @@ def extension(trained_model: Path, logs: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def stock(model: Path, logs: Path) -> Iterator[Server]:
-    """SGLang without the flag, on the same platform."""
+    """SGLang server without ``--enable-ext``, on the same platform."""
     with serve([System("stock", POOL)], model, logs) as (server,):
         yield server
 
 
 @pytest.fixture(params=usable_backends())
 def backend(request: pytest.FixtureRequest) -> str:
-    """What a file lane of this machine can use, each in turn."""
+    """Backend of file lanes; a test runs once for each that this machine supports."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def engine() -> Iterator[TransferEngine]:
-    """The transfer engine of a test."""
+    """Transfer engine that is closed after the test."""
     with TransferEngine() as engine:
         yield engine
 
@@ -154,13 +157,13 @@ def host(engine: TransferEngine) -> Lane:
 
 @pytest.fixture
 def slow(engine: TransferEngine, host: Lane) -> Lane:
-    """One piece of 4 KiB in about 40 s: what is queued here stays queued."""
+    """Lane that copies one piece of 4 KiB in about 40 s, so that queued copies stay queued."""
     return engine.throttled_lane(host, bytes_per_second=100, piece_bytes=4096)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MiB."""
+    """Empty file system of 64 MiB; the test is skipped where it cannot be mounted."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
@@ -173,7 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def until(condition: Callable[[], object], within: float = 30.0) -> None:
-    """Waits for it, at most so many seconds."""
+    """Waits until ``condition`` is true; fails the test after ``within`` seconds."""
     end = time.monotonic() + within
     while not condition():
         assert time.monotonic() < end
@@ -185,7 +188,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Runs ``sglang.launch_server`` to its end: for starts that must be refused."""
+    """Function that runs ``sglang.launch_server`` until it exits, for starts that must fail."""
 
     def run(
         *arguments: str,
@@ -204,11 +207,11 @@ def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 def refusal(result: subprocess.CompletedProcess[str], *, processes: int = 1) -> str:
-    """Returns the line of the extension that ended a start, which must have failed.
+    """Returns the extension's error message of a start, which must have failed.
 
     Args:
-        processes: number of processes that may print the line. The extension activates itself in
-            processes that have imported SGLang's scheduler: in a forked detokenizer, too.
+        processes: number of processes that may print the message. The extension is activated in
+            each process that has imported SGLang's scheduler, including a forked detokenizer.
     """
     assert result.returncode != 0, result.stdout[-2000:]
     lines = [line for line in result.stderr.splitlines() if line.startswith("sgl_ext: ")]
@@ -218,7 +221,10 @@ def refusal(result: subprocess.CompletedProcess[str], *, processes: int = 1) -> 
 
 
 def running_in_group(group: int) -> list[str]:
-    """Names of its processes; a zombie that waits for init to reap it does not run."""
+    """Returns the names of the running processes of a process group.
+
+    A zombie that waits for init to reap it does not count as running.
+    """
     names = []
     for process in psutil.process_iter():
         try:

@@ -47,9 +47,9 @@ _LATE = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_TEST_RETRACT",
     "SGLANG_TEST_RETRACT_INTERVAL",
 }  # fmt: skip
-"""Variables that SGLang reads after its imports, or that :func:`_apply` evaluates again."""
+"""Names of variables that SGLang reads after its imports, or that :func:`_apply` reads again."""
 _EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
-"""Prefixes of variables that are read at import time, or earlier."""
+"""Prefixes of environment variables that are read at import time, or earlier."""
 _SPARES = 3
 _SABOTAGE = Path(__file__).parent / "sabotage.py"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -57,7 +57,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def forkable(environment: Mapping[str, str]) -> bool:
-    """Whether a process with this environment can be forked from the template."""
+    """Returns whether a process with this environment can be forked from the template."""
 
     def early(name: str) -> bool:
         return name.startswith(_EARLY) and name not in _LATE
@@ -91,7 +91,7 @@ class Forked(psutil.Process):
 
 
 class Template:
-    """The process that has imported SGLang; it starts with the first fork."""
+    """A process that has imported SGLang and forks others; it starts at the first fork."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -105,11 +105,11 @@ class Template:
         stdout: int,
         stderr: int,
     ) -> Forked:
-        """Forks a process in a new session; it is terminated when the caller ends.
+        """Forks a process in a new session, which gets SIGTERM when the caller ends.
 
         Args:
             program: ``-m MODULE`` or a file, and its arguments.
-            environment: accepted by :func:`forkable`.
+            environment: an environment that :func:`forkable` accepts.
             stdout, stderr: file descriptors.
         """
         if self._socket is None:
@@ -182,7 +182,12 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
-    """Forks for every request and returns the request in the child; None at the end."""
+    """Forks a process for every request.
+
+    Returns:
+        The program, environment and working directory of the request, in the forked process; None
+        in the template, after the other end has closed the connection.
+    """
     while True:
         size, handles, *_ = socket.recv_fds(connection, 4, 2)
         if not size:
@@ -218,7 +223,7 @@ def _apply(environment: Mapping[str, str], *, child: bool = False) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
-    tempfile.tempdir = None  # it was looked up while SGLang was imported
+    tempfile.tempdir = None  # SGLang's imports have set it from the old environment
     os.environ.clear()
     os.environ.update(environment)
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
@@ -310,11 +315,11 @@ def _prepare(data: dict[str, Any], original: Any = spawn.prepare) -> None:
 
 
 def main(handle: int) -> None:
-    """Runs the template; in a fork, returns when the program has ended."""
+    """Runs the template, or the requested program in a forked process, to its end."""
     connection = socket.socket(fileno=handle)
     for name in _IMPORTED:
         __import__(name)
-    setproctitle.getproctitle()  # it locates argv, for which the environment must be unchanged
+    setproctitle.getproctitle()  # locates argv, which requires the original environment
     spawn.prepare = _prepare
     context.SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[attr-defined]
     parent = os.getppid()
@@ -328,7 +333,7 @@ def main(handle: int) -> None:
     _start_spares()
     deadline = time.monotonic() + 10
     while os.getppid() != parent and time.monotonic() < deadline:
-        time.sleep(0.001)  # the end of the intermediate parent must not count as the parent's
+        time.sleep(0.001)  # the end of the intermediate parent must not send the signal
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     sys.path[0] = ""
     if program[0] == "-m":

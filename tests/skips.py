@@ -1,4 +1,4 @@
-"""Skips of tests that are allowed in CI (environment variable ``CI``), with the reasons."""
+"""Reasons for which tests may be skipped in CI (environment variable ``CI``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALLOWED = {
     "this kernel refuses huge pages": "depends on the kernel of CI's machine",
     "this kernel does not count the memory of io_uring": "depends on the kernel, too",
 }
-"""Beginning of the reason that a skipped test gives, and why CI may skip the test."""
+"""Prefixes of allowed skip reasons, each with an explanation why CI may skip the test"""
 
 
 def unexpected(reasons: list[str]) -> list[str]:

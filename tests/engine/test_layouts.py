@@ -1,4 +1,4 @@
-"""Both layouts of the KV pool give the same tokens, at every page size, under pressure."""
+"""Tests that both layouts of the KV pool give equal answers under eviction and retraction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_kit import CHECKED, retracting, run_program
 from sgl_ext.bench.data.texts import sharegpt_prompts
 
 PROMPTS = int(os.environ.get("SGL_EXT_PROMPTS", "12"))
-"""Of ShareGPT; SGL_EXT_PROMPTS=50 takes four times as long."""
+"""Number of ShareGPT prompts; SGL_EXT_PROMPTS=50 takes four times as long."""
 
 PROGRAM = """
 import json, sys
@@ -87,7 +87,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_path: Path) -> None:
+def test_layouts_agree_under_eviction_and_retraction(
+    page: int, model: Path, tmp_path: Path
+) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(300, 900))
     runs, logs = [], []
     for layout in ("block_major", "layer_major"):
@@ -105,7 +107,7 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     assert len(slab["answers"]) == PROMPTS
     assert slab["answers"] == stock["answers"]
     assert sum(len(ids) for ids, *_ in slab["answers"]) == PROMPTS * 12
-    # Both retracted, and evicted: the prompts are several times what the pool holds.
+    # Both runs retract requests, and evict KV: the prompts exceed the pool several times.
     assert all(log.count("Testing retraction") > PROMPTS // 3 for log in logs)
     assert sum(prompt for *_, prompt in slab["answers"]) > 3 * 512
 
@@ -114,6 +116,6 @@ def test_both_layouts_under_eviction_and_retraction(page: int, model: Path, tmp_
     for part in ("small", "again"):
         assert len(slab[part]) == 2
         assert slab[part] == stock[part]
-    # SGLang said for whom it asked.
+    # SGLang's allocations name the requests that they are for.
     assert slab["states"][0]["named"] > PROMPTS + PROMPTS * 12 // page
     assert stock["states"][0]["named"] == 0

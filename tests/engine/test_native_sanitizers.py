@@ -1,4 +1,4 @@
-"""The C++ tests of the transfer engine under ThreadSanitizer and AddressSanitizer."""
+"""C++ tests of the transfer engine under ThreadSanitizer and AddressSanitizer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BUILD_DEADLINE_S = 300
 TEST_DEADLINE_S = 120
 
 OPTIONS = {
-    # history_size: enough to name both sides of a race in tests with many threads.
+    # The history is long enough to report both sides of a race in tests with many threads.
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4"},
     "address": {"ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1"},
 }
 
 
 @pytest.mark.parametrize("sanitizer", sorted(OPTIONS))
-def test_native_code_under_sanitizers(sanitizer: str) -> None:
+def test_transfer_engine_passes_its_cpp_tests_under_sanitizers(sanitizer: str) -> None:
     environment = {
         **os.environ,
         **OPTIONS[sanitizer],
@@ -42,7 +42,7 @@ def test_native_code_under_sanitizers(sanitizer: str) -> None:
         assert result.returncode == 0, output[-8000:]
         return output
 
-    # A build is kept in the user's cache until a source, the compiler or the interpreter changes.
+    # The user's cache keeps a build until a source, the compiler or the interpreter changes.
     build = cache_dir() / "sanitizers" / f"{sanitizer}-{digest(run)}"
     complete = build / "complete"
     with directory_lock(build):
@@ -56,8 +56,8 @@ def test_native_code_under_sanitizers(sanitizer: str) -> None:
             complete.touch()
     tests = ["ctest", "--test-dir", str(build), "-R", "^transfer_", "--output-on-failure"]
     tests += ["--no-tests=error"]
-    # The shadow memory of older sanitizers collides with the addresses that newer kernels choose
-    # at random. A container may refuse to have them fixed.
+    # Newer kernels randomize addresses, which then collide with the shadow memory of older
+    # sanitizers. A container may not permit setarch to disable the randomization.
     fixed_addresses = ["setarch", os.uname().machine, "-R"]
     if shutil.which("setarch") and not subprocess.run([*fixed_addresses, "true"]).returncode:
         tests = [*fixed_addresses, *tests]
@@ -65,7 +65,7 @@ def test_native_code_under_sanitizers(sanitizer: str) -> None:
 
 
 def digest(run: Callable[..., str]) -> str:
-    """Returns a digest of what a build is made from."""
+    """Returns a digest of the sources, the paths and the tool versions that determine a build."""
     found = hashlib.sha256(f"{ROOT} {sys.executable}".encode())
     for file in sorted(SOURCES.rglob("*")):
         if file.is_file():

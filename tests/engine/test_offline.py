@@ -1,4 +1,4 @@
-"""Contexts of an engine without a server."""
+"""Tests of contexts on an engine without an HTTP server."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_engine_links_contexts(model: Path, tmp_path: Path) -> None:
+def test_an_engine_creates_links_and_deletes_contexts(model: Path, tmp_path: Path) -> None:
     texts = [text[:1200] for text in sharegpt_prompts(2, characters=(1300, 4000))]
     (found,), _ = run_program(tmp_path, PROGRAM, [str(model), texts])
     _, (entry,) = found["moved"]
@@ -78,6 +78,6 @@ def test_an_engine_links_contexts(model: Path, tmp_path: Path) -> None:
     assert "chunk 0 is empty" in empty
 
 
-def test_an_engine_without_chunks() -> None:
+def test_contexts_require_an_engine_with_chunks() -> None:
     with pytest.raises(ExtError, match="chunks are not enabled on this engine"):
         contexts_of(SimpleNamespace(server_args=SimpleNamespace()))

@@ -1,8 +1,8 @@
-"""Models whose KV lies in other pools than the slab: sections that need it say so in one line.
+"""Tests of models with other KV pools than the slab: sections that need the slab are refused.
 
-Tiny models of random weights, as far as SGLang starts them on a CPU; each scheduler is forked from
-one process that has imported SGLang. SGLang has no MiniMax pool for platforms like ours, and its
-DeepSeek needs compiled kernels: pools of these are tested at the configurator.
+The models are tiny, have random weights, and are those that SGLang starts on a CPU. Each scheduler
+is forked from one process that has imported SGLang. SGLang has no MiniMax pool for out-of-tree
+platforms, and its DeepSeek needs compiled kernels: their pools are tested at the configurator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 BACKENDS = {"SWAKVPool of GptOssForCausalLM": "triton"}
-"""Attention backends that SGLang demands; no forward runs."""
+"""Attention backends that SGLang requires for some of the models; no forward runs."""
 
 PROGRAM = """
 import json, os, signal, sys, traceback
@@ -97,7 +97,7 @@ for name, path, backend, config in json.load(open(sys.argv[1])):
 """
 
 
-def test_models_of_other_pools(tmp_path: Path) -> None:
+def test_sections_that_need_the_slab_are_refused_for_other_pools(tmp_path: Path) -> None:
     peers = tmp_path / "peers"
     devices = tmp_path / "devices"
     devices.mkdir(mode=0o700)
@@ -144,7 +144,7 @@ OTHERS = {
 
 @pytest.fixture(params=OTHERS.items(), ids=OTHERS)
 def built(request: pytest.FixtureRequest) -> Any:
-    """What SGLang's configurator builds for a model, the configurator, and why there is no slab."""
+    """Returns pools of SGLang, their configurator, and the reason why there is no slab."""
     from sglang.srt.mem_cache import memory_pool
 
     pool, model = request.param
@@ -158,7 +158,7 @@ def built(request: pytest.FixtureRequest) -> Any:
     )
 
 
-def test_a_pool_without_a_hook_of_its_own_is_named(
+def test_refusals_name_pools_that_have_no_hook_of_their_own(
     built: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pools, configurator, because = built
@@ -169,13 +169,13 @@ def test_a_pool_without_a_hook_of_its_own_is_named(
     with pytest.raises(ActivationError, match=f"but {because}; remove the peer section"):
         dispatch._ready(dict, SimpleNamespace())
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load({})))
-    configurator.is_draft_worker = True  # whose pool is not the model's
+    configurator.is_draft_worker = True  # its pool is not that of the served model
     kv_memory._pools_built(pools, configurator)
     assert ext.layer_major_because is None
 
 
 @pytest.mark.parametrize("layout", ["block_major", "layer_major"])
-def test_a_layout_is_what_was_asked_for(
+def test_explicit_layouts_are_used_or_refused(
     built: Any, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools, configurator, because = built

@@ -1,4 +1,4 @@
-"""A prefix that is computed and loaded at once gives what SGLang gives, however it is cut."""
+"""Prefixes that are computed and loaded at the same time give the answers of stock SGLang."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 Step = dict[str, Any]
 
 NOTHING = ("plans", "restoring", "leaving", "pinned", "protected", "places")
-"""What is left of requests that have ended."""
+"""Keys of the probe whose values are zero after all requests have ended."""
 
 
 def play(
@@ -146,12 +146,13 @@ def play(
     retract: bool,
     **options: object,
 ) -> dict[str, Step]:
-    """What an engine says to each group of requests, by the group's name.
+    """Runs an engine and returns its output for each group of requests, by the group's name.
 
     Args:
-        script: name, seed (0: pointers meet where the extension thinks best), policy, requests.
-        restores: whether it is the extension's, and not SGLang's own.
-        retract: whether running requests are retracted now and then.
+        script: name, seed, policy and requests of each group. With seed 0 the extension chooses
+            where a forward ends; other seeds choose mostly at random.
+        restores: whether the engine uses the extension; False runs stock SGLang.
+        retract: whether SGLang retracts running requests at regular intervals.
     """
     directory = tmp_path / "ssd"
     directory.mkdir()
@@ -168,7 +169,14 @@ def play(
 
 
 def same(expected: Step, found: Step, numbers: Sequence[int]) -> None:
-    """Tokens; logprobs but for what another number of tokens in a matrix product changes."""
+    """Asserts that tokens are equal and that logprobs agree within 1e-3.
+
+    Logprobs differ slightly, because the number of tokens in a matrix product affects its result.
+    Aborted requests are not compared.
+
+    Args:
+        numbers: the request in ``expected`` that each request in ``found`` repeats.
+    """
     for number, answer in zip(numbers, found["answers"], strict=True):
         if answer == "aborted":
             continue
@@ -184,7 +192,7 @@ def restored(step: Step) -> list[Step]:
 
 
 def counted(step: Step) -> None:
-    """What was restored is counted as cached, by tier, and what was computed is not."""
+    """Asserts that loaded tokens count as cached, by tier, and that computed tokens do not."""
     for answer in step["answers"]:
         if answer == "aborted":
             continue
@@ -204,7 +212,7 @@ Script = list[tuple[str, int, str, list[Step]]]
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Script:
-    """What needs no tier."""
+    """Returns two groups of requests that an engine without tiers can serve, too."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -215,7 +223,7 @@ def plain(model: Path) -> Script:
     ]
     steps: list[Step] = [{"ids": ids} for ids in prompts]
     steps[2]["logprobs"] = [len(prompts[2]) - 30, 2]
-    new = steps.pop()  # no tier has any of it
+    new = steps.pop()  # no tier holds a page of this prompt
     return [
         ("fill", 0, "shortest", steps),
         ("plain, too", 3, "shortest", [steps[0], new, steps[4]]),
@@ -224,21 +232,21 @@ def plain(model: Path) -> Script:
 
 @pytest.fixture(scope="module")
 def stock(model: Path, plain: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
-    """What SGLang's own engine says to that."""
+    """Returns the output of stock SGLang for ``plain``."""
     return play(plain, model, 16, tmp_path_factory.mktemp("stock"), restores=False, retract=False)
 
 
 @pytest.mark.parametrize("page", [16, 1])
-def test_the_same_answers_however_it_is_cut(
+def test_restored_prefixes_give_the_answers_of_stock_sglang(
     page: int, plain: Script, stock: dict[str, Step], model: Path, tmp_path: Path
 ) -> None:
     fill, plain_too = plain
     steps = fill[-1]
     gone = {**steps[0], "rid": "gone", "abort_after": 0.15}
-    # The same prompt twice: one of them waits for the other.
+    # One batch contains a prompt twice: one of the two requests waits for the other.
     batches: list[tuple[int, ...]] = [(0,), (1, 2), (3, 4, 3), (0, 1, 2, 3, 4, 5)]
     cuts = [(0, "shortest"), (1, "longest")]
-    if page == 1:  # the same code; half of the time
+    if page == 1:  # runs the same code as page 16; half the time
         batches, cuts = batches[1:3], [(2, "cake")]
     script = [fill]
     for seed, policy in cuts:

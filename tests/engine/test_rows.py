@@ -1,4 +1,4 @@
-"""A prompt computed in any rows gives what SGLang gives for it, bit for bit."""
+"""Tests that a prompt computed in arbitrary rows equals SGLang's prefill bit for bit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(1, 64), (16, 256)])
-def test_any_rows_give_the_same(page: int, chunk: int, model: Path, tmp_path: Path) -> None:
+def test_split_prefill_equals_whole_prefill(
+    page: int, chunk: int, model: Path, tmp_path: Path
+) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(200, 1200))
     arguments = [str(model), prompts, page, chunk, str(tmp_path / "state")]
     (found,), _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED)

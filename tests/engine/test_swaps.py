@@ -1,4 +1,4 @@
-"""Requests that give way and come back answer as if nobody had disturbed them."""
+"""Tests of swapping in an engine: preempted requests return the answers of undisturbed ones."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ _SCHEMA = {
 
 
 def requests(model: Path, *, overlap: bool) -> list[dict[str, Any]]:
-    """Of every kind of state that has to survive.
+    """Returns requests with each kind of state that must survive preemption.
 
     Args:
-        overlap: whether SGLang prepares a step before the last one has ended; what it penalises
-            then depends on who else is served.
+        overlap: whether SGLang prepares a step before the last one has ended; its penalties then
+            depend on the other requests.
     """
     from transformers import AutoTokenizer
 
@@ -153,7 +153,7 @@ def requests(model: Path, *, overlap: bool) -> list[dict[str, Any]]:
     sampling[5] |= {"n": 2}
     made[6] |= {"stream": True}
     made[7] |= {"return_logprob": True}
-    made[8] |= {"return_logprob": True, "logprob_start_len": 50}  # which SGLang recomputes
+    made[8] |= {"return_logprob": True, "logprob_start_len": 50}  # SGLang recomputes these
     sampling[9] |= {"min_new_tokens": 18, "ignore_eos": False}
     return made
 
@@ -168,7 +168,7 @@ def play(
     config: dict[str, Any] | None,
     experiment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What an engine answers; without ``config`` it is SGLang's own, and nothing gives way."""
+    """Returns the answers of an engine: stock SGLang without preemption if ``config`` is None."""
     asked = requests(model, overlap=overlap)
     options = {} if overlap else {"disable_overlap_schedule": True}
     state, aborted = str(directory / "state.json"), asked[4:10] * 2
@@ -187,7 +187,7 @@ Stock = Callable[[int, bool], list[Any]]
 
 @pytest.fixture(scope="module")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    """Answers of SGLang's own engines, each of which runs once."""
+    """Returns a function that returns the answers of stock SGLang; each engine runs once."""
 
     @cache
     def run(page: int, overlap: bool) -> list[Any]:
@@ -204,12 +204,12 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     [
         (16, False, {}),
         (1, True, {"swap_in": "overlap", "quantum": 4, "experiment": {"trace": "random"}}),
-        # Of which five pages can be kept.
+        # The capacity holds five pages.
         (16, True, {"quantum": 4, "capacity": "800KiB", "experiment": _MARKOV}),
         (16, False, {"experiment": {"recompute": True}}),
     ],
 )
-def test_answers_survive_whatever_happens(
+def test_preemption_aborts_and_failed_loads_keep_answers(
     page: int,
     overlap: bool,
     policy: dict[str, Any],
@@ -223,7 +223,8 @@ def test_answers_survive_whatever_happens(
     swap = {"capacity": "256MiB"} | policy
     host = "1GiB" if swap["capacity"] == "256MiB" else "8MiB"
     config = {"tiers": {"host": {"capacity": host}}, "swap": swap}
-    pool = 700 if "swap_in" in policy else 1200  # so that what gave way has to leave the device
+    # So small that preempted requests have to leave the device.
+    pool = 700 if "swap_in" in policy else 1200
     undisturbed = stock(page, overlap)
     ours = play(tmp_path, model, page, pool, overlap=overlap, config=config, experiment=experiment)
     for expected, found in zip(undisturbed, ours["answers"], strict=True):
@@ -250,6 +251,6 @@ def test_answers_survive_whatever_happens(
     assert counts["swapped_in"] > 10
     assert counts["loaded_pages"] > 0
     if host == "1GiB":
-        # Logprobs of a prompt come of a prefill; an aborted request is computed to its end.
+        # Prompt logprobs require a prefill, and an aborted request is computed to its end.
         again = counts["recomputed"] * (max(len(one["input_ids"]) for one in asked) + _TOKENS)
         assert counts["recomputed_tokens"] <= again

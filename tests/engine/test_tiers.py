@@ -1,4 +1,4 @@
-"""A server with tiers answers as stock SGLang does, whatever was evicted, and after a restart."""
+"""Engines with tiers give the answers of stock SGLang after evictions and after a restart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
+def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Path) -> None:
     held = conversations(model, 4, turns=2, tokens=(300, 520))
     rounds = [[each.prompts[turn] for each in held] for turn in range(2)]
     rounds.append(rounds[1])
@@ -75,7 +75,7 @@ def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
         (1, below),
         (16, {"tiers": {"host": {"capacity": "1GiB"}}}),
         (16, below),
-        (16, {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}}),  # after a restart
+        (16, {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}}),  # restarted with stored pages
         (16, {"tiers": {"host": slow}, "restore": {"host": "layers"}}),
         (16, {"tiers": {"host": slow}, "restore": {"host": "tokens"}}),
     ]
@@ -111,10 +111,10 @@ def test_the_same_answers_from_every_tier(model: Path, tmp_path: Path) -> None:
         restored = [entry for entry in told if entry["power"] == "restore"]
         assert sum(entry["computed"] for entry in restored) > 100
         assert sum(entry["loaded"]["host"] for entry in restored) > 100
-    # Forwards whose lower layers were computed and upper ones loaded.
+    # The file has one byte per forward that computed its lower layers and loaded the upper ones.
     assert (tmp_path / "meetings").stat().st_size > 5
     for run in runs[1:]:
         assert all(not tier["failures"] for tier in run["tiers"].values())
         entries = [entry for round_ in run["rounds"] for *_, told in round_ for entry in told]
-        computed = sum(entry.get("computed", 0) for entry in entries)  # while the rest came
+        computed = sum(entry.get("computed", 0) for entry in entries)  # during loads
         assert computed + sum(tier["hit_tokens"] for tier in run["tiers"].values()) > asked

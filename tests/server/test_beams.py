@@ -1,4 +1,4 @@
-"""Beam groups beside requests that are preempted, in few rows and little memory, and a pause."""
+"""Tests of beam groups beside preempted requests, in few rows and little memory, and of a pause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONFIG = {
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # SGLang's beams want pages of one token. Six rows are few for groups of three.
+    # SGLang's beam search requires pages of one token. Six rows are few for groups of three beams.
     arguments = ("--max-total-tokens", "1024", "--page-size", "1", "--dtype", "float32")
     arguments += ("--max-running-requests", "6", "--chunked-prefill-size", "256")
     arguments += ("--enable-ext", "--ext-config", json.dumps(_CONFIG))
@@ -61,13 +61,13 @@ def nothing_is_held(server: Server) -> bool:
     return requests.post(url, timeout=DEADLINE_S).ok
 
 
-def test_groups_and_preempted_requests_answer_as_if_alone(
+def test_beam_groups_and_preempted_requests_keep_their_answers(
     server: Server, prompts: list[list[int]]
 ) -> None:
     asked = [(prompt, beams) for prompt in prompts for beams in (0, 3)]
     alone = [told(ask(server, prompt, beams, 0)) for prompt, beams in asked]
     before = state(server)["swapped_out"]
-    for _ in range(10):  # on a slow machine requests may come too late to preempt each other
+    for _ in range(10):  # on a slow machine, requests may arrive too late to preempt each other
         with ThreadPoolExecutor(10) as threads:
             answers = threads.map(
                 lambda at: told(ask(server, *asked[at], priority=at % 4)), range(len(asked))
@@ -79,7 +79,7 @@ def test_groups_and_preempted_requests_answer_as_if_alone(
     assert nothing_is_held(server)
 
 
-def test_a_pause_ends_groups_and_retracts_the_others(
+def test_a_pause_aborts_beam_groups_and_retracts_other_requests(
     server: Server, prompts: list[list[int]]
 ) -> None:
     alone = told(ask(server, prompts[0], 0, 0, tokens=200))

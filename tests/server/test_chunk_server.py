@@ -1,4 +1,4 @@
-"""A server that links contexts into prompts: what it computes, what it says, what it refuses."""
+"""Tests of a server that links contexts into prompts: computed tokens, answers and refusals."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def texts() -> list[str]:
     return [text[:1200] for text in sharegpt_prompts(4, characters=(1300, 4000))]
 
 
-def test_the_server_has_looked_at_itself(server: Server) -> None:
+def test_fidelity_probe_of_the_server_is_within_bounds(server: Server) -> None:
     found = requests.get(f"{server.url}/ext/chunks/fidelity", timeout=DEADLINE_S).json()
     assert found["method"] == "lego-16"
     assert 0 <= found["nats"]["exact"] < 1e-4
     assert 1e-3 < found["nats"]["divergence"] < 0.5
 
 
-def test_contexts_in_any_order(server: Server, texts: list[str]) -> None:
+def test_contexts_are_linked_in_any_order(server: Server, texts: list[str]) -> None:
     ids = create(server, *texts)
     for order in ((0, 1, 2), (2, 0), (3, 1, 0, 2)):
         answer = generate(server, "Read this. ", *(ids[at] for at in order), "What is it about?")
@@ -100,7 +100,7 @@ def test_contexts_in_any_order(server: Server, texts: list[str]) -> None:
         assert again["meta_info"]["cached_tokens"] >= (tokens - 1) // 16 * 16
 
 
-def test_what_comes_before_all_chunks_is_found_too(server: Server, texts: list[str]) -> None:
+def test_prefix_before_all_chunks_is_a_hit(server: Server, texts: list[str]) -> None:
     prefix = texts[3][:400]
     ids = create(server, *texts[:2], prefix=prefix)
     for order in ((0, 1), (1, 0)):
@@ -109,13 +109,15 @@ def test_what_comes_before_all_chunks_is_found_too(server: Server, texts: list[s
         assert entry["prefix"] % 16 == 0
 
 
-def test_a_prompt_may_end_in_a_context(server: Server, texts: list[str]) -> None:
+def test_prompts_may_end_with_a_context(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0])
     entry = told(generate(server, "Go on: ", context))
     assert entry["recomputed"] == 17
 
 
-def test_full_is_what_stock_gives(server: Server, texts: list[str], model: Path) -> None:
+def test_full_method_returns_the_logprobs_of_stock_sglang(
+    server: Server, texts: list[str], model: Path
+) -> None:
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(model).encode
@@ -132,7 +134,7 @@ def test_full_is_what_stock_gives(server: Server, texts: list[str], model: Path)
         assert linked["meta_info"][name] == stock["meta_info"][name]
 
 
-def test_logprobs_begin_behind_what_is_linked(server: Server, texts: list[str]) -> None:
+def test_prompt_logprobs_of_linked_tokens_are_refused(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0], method="naive", cache_salt="logprobs")
     parts = [part("So: "), part(context), part("Well, what is it about?")]
     body = {"text": parts, "cache_salt": "logprobs", "sampling_params": {"max_new_tokens": 1}}
@@ -146,8 +148,8 @@ def test_logprobs_begin_behind_what_is_linked(server: Server, texts: list[str]) 
     assert post(server, "/generate", **body, logprob_start_len=least - 1).status_code == 400
 
 
-def test_what_only_the_server_says_is_not_taken_from_users(server: Server) -> None:
-    """It would end the scheduler, or link what was never created."""
+def test_reserved_custom_params_of_users_are_ignored(server: Server) -> None:
+    """Checks that users cannot end the scheduler, or link chunks that were never created."""
     ids = [5] * 40
     nothing = Composition("x", NAMESPACE, ((),), ())
     selection = {"namespace": "x", "length": 16, "preparation": [5] * 16, "other": [], "count": -1}
@@ -160,19 +162,19 @@ def test_what_only_the_server_says_is_not_taken_from_users(server: Server) -> No
         assert "ext" not in answer.json()["meta_info"]
 
 
-def test_what_does_not_fit_the_pool_is_refused(server: Server) -> None:
+def test_contexts_that_exceed_the_kv_pool_are_refused(server: Server) -> None:
     answer = post(server, "/ext/chunks", chunks=[[9] * 4069], method="naive")
     assert answer.status_code == 400
     assert "fewer than 4096 tokens in total: split" in answer.text
-    # Long ones among them do not keep others from being primed.
+    # Long contexts of a tenant do not keep others from being primed.
     more = {"cache_salt": "long"}
     create(server, [9] * 1500, method="naive", **more)
     (context,) = create(server, "A short one.", method="primed", **more)
     assert told(generate(server, "See: ", context, "Well?", **more))["method"] == "primed"
 
 
-def test_blending_twice(server: Server, texts: list[str]) -> None:
-    """The second time the prompt is a prefix hit, and nothing of it is linked."""
+def test_repeated_blended_prompt_is_a_prefix_hit(server: Server, texts: list[str]) -> None:
+    """Checks that the second prompt is a prefix hit, so that none of its tokens are linked."""
     ids = create(server, *texts[:2], method="blend-15", cache_salt="blend")
     for linked in (True, False):
         entry = told(generate(server, "See: ", *ids, "Well?", cache_salt="blend"))
@@ -180,8 +182,10 @@ def test_blending_twice(server: Server, texts: list[str]) -> None:
         assert min(entry[name] for name in ("linked", "recomputed", "missing")) >= 0
 
 
-def test_chunks_that_leave_no_room_are_computed(server: Server, texts: list[str]) -> None:
-    """Of 4,096 tokens a half is the prompt's, and more than that what its chunks lie behind."""
+def test_chunks_whose_prefixes_exceed_the_pool_are_computed(
+    server: Server, texts: list[str]
+) -> None:
+    """Links a prompt of half of the pool to chunks whose prefixes need more than the other half."""
     words = " ".join(texts).split()
     long = [" ".join(words[number:] * 9)[:3800] for number in range(3)]
     more = {"cache_salt": "room"}
@@ -192,7 +196,9 @@ def test_chunks_that_leave_no_room_are_computed(server: Server, texts: list[str]
     assert entry["missing"] > 1500
 
 
-def test_primed_chunks_choose_what_is_recomputed(server: Server, texts: list[str]) -> None:
+def test_offline_method_recomputes_selected_tokens_of_each_chunk(
+    server: Server, texts: list[str]
+) -> None:
     ids = create(server, *texts[:3], method="primed+offline-16", cache_salt="primed")
     answer = generate(server, "Read this. ", ids[2], ids[0], "Well?", cache_salt="primed")
     entry = told(answer)
@@ -201,7 +207,7 @@ def test_primed_chunks_choose_what_is_recomputed(server: Server, texts: list[str
     assert entry["linked"] > 200
 
 
-def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
+def test_chats_link_contexts_of_their_own_tenant(server: Server, texts: list[str]) -> None:
     ids = create(server, *texts[:2], cache_salt="chat")
     parts = [part("Read this. "), part(ids[1]), part(ids[0]), part("What is it about?")]
     message = {"role": "user", "content": parts}
@@ -214,7 +220,7 @@ def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
     assert entry["method"] == "lego-16"
     assert (entry["recomputed"], entry["missing"]) == (32, 0)
     assert entry["linked"] > 200
-    # The next turn finds what this one has linked.
+    # The second request hits the KV that the first one has linked.
     assert other["message"] == one["message"]
     assert other["meta_info"]["cached_tokens"] > 250
     other_tenant = post(server, "/v1/chat/completions", **{**body, "cache_salt": None})
@@ -227,13 +233,13 @@ def test_contexts_in_chats(server: Server, texts: list[str]) -> None:
     assert text == one["message"]["content"]
 
 
-def test_a_model_that_is_too_far_off_is_refused(model: Path) -> None:
+def test_doctor_fails_above_the_largest_divergence(model: Path) -> None:
     check = linking(model, load({"chunks": {"largest_divergence": 1e-6}}))
     assert check.verdict == "fail"
     assert "more than chunks.largest_divergence = 1e-06" in check.found
 
 
-def test_the_doctor_asks_a_server(
+def test_doctor_reports_the_divergence_of_a_server(
     server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
@@ -248,7 +254,9 @@ def test_the_doctor_asks_a_server(
     assert linking(model, load(None)).verdict == "note"
 
 
-def test_metrics(server: Server, texts: list[str]) -> None:
+def test_metrics_count_linked_recomputed_and_missing_tokens(
+    server: Server, texts: list[str]
+) -> None:
     def metrics() -> dict[str, float]:
         text = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
         lines = (line.rpartition(" ") for line in text.splitlines() if "sglang_ext:chunks" in line)
@@ -266,7 +274,7 @@ def test_metrics(server: Server, texts: list[str]) -> None:
     assert found['sglang_ext:chunks_exactness_nats{method="lego-16"}'] < 1e-4
 
 
-def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
+def test_unknown_deleted_and_foreign_contexts_return_404(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0])
     (other,) = create(server, texts[0], cache_salt="other")
     requests.delete(f"{server.url}/ext/chunks/{context}", timeout=DEADLINE_S)
@@ -276,7 +284,9 @@ def test_a_context_that_is_gone(server: Server, texts: list[str]) -> None:
         assert "does not exist" in answer.text
 
 
-def test_a_context_that_is_deleted_while_it_is_linked(server: Server, texts: list[str]) -> None:
+def test_deleting_a_linked_context_keeps_the_running_answer(
+    server: Server, texts: list[str]
+) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 50, "ignore_eos": True}
     said = []
     for salt in ("stays", "goes"):
@@ -298,7 +308,7 @@ def test_a_context_that_is_deleted_while_it_is_linked(server: Server, texts: lis
     assert said[0] == said[1]
 
 
-def test_programs_choose_behind_chunks(server: Server, texts: list[str]) -> None:
+def test_frontend_programs_select_after_a_chunk(server: Server, texts: list[str]) -> None:
     @sgl.function  # type: ignore[untyped-decorator]
     def judge(s: Any) -> None:
         s += "Read this. " + chunk(texts[0]) + " Is it a text? Answer:"
@@ -308,7 +318,9 @@ def test_programs_choose_behind_chunks(server: Server, texts: list[str]) -> None
     assert state["answer"] in (" yes", " no")
 
 
-def test_a_bad_prompt_is_alone_in_being_refused(server: Server, texts: list[str]) -> None:
+def test_refused_prompts_do_not_affect_concurrent_requests(
+    server: Server, texts: list[str]
+) -> None:
     ids = create(server, *texts[:2], cache_salt="beside")
     good = {"text": [part(ids[0]), part(ids[1]), part("Well?")], "cache_salt": "beside"}
     good |= {"sampling_params": {"temperature": 0, "max_new_tokens": 8}}
@@ -325,24 +337,24 @@ def test_a_bad_prompt_is_alone_in_being_refused(server: Server, texts: list[str]
     assert all(answer.json()["output_ids"] == alone for answer in answers[::2])
 
 
-def test_what_had_to_go_comes_back(server: Server, texts: list[str]) -> None:
+def test_evicted_contexts_are_renewed_after_a_miss(server: Server, texts: list[str]) -> None:
     more = {"cache_salt": "renewed"}
     ids = create(server, *texts[:2], method="lego-5", **more)
     post(server, "/generate", input_ids=[7] * 3704, sampling_params={"max_new_tokens": 1})
 
     def missing(number: int) -> int:
-        lead = f"Read this for the {number}th time. "  # not the prefix of an earlier prompt
+        lead = f"Read this for the {number}th time. "  # so that the prompt is not a prefix hit
         answer = generate(server, lead, ids[1], ids[0], "Well?", **more)
         (entry,) = answer["meta_info"]["ext"]
         return int(entry["missing"])
 
     assert missing(0) > 200
-    # Behind the answer, so maybe not by the next one.
+    # Renewal runs after the answer, so the next prompt may still miss.
     assert any(missing(number) == 0 for number in range(1, 6))
 
 
 class User:
-    """Does one random thing after the other; several at once share a server."""
+    """Client that runs random operations in sequence; several clients share a server."""
 
     def __init__(self, server: Server, texts: list[str], seed: int) -> None:
         self.server = server
@@ -381,7 +393,7 @@ class User:
             assert answer.json()["meta_info"]["ext"][0]["power"] == "chunks"
 
     def give_up(self) -> None:
-        """SGLang aborts what nobody waits for."""
+        """Sends a prompt and disconnects after a short time; SGLang then aborts the request."""
         with contextlib.suppress(requests.Timeout):
             url, wait = f"{self.server.url}/generate", self.chance.uniform(0.01, 0.4)
             requests.post(url, json=self.body(), timeout=wait)
@@ -393,14 +405,16 @@ class User:
             assert requests.delete(url, timeout=DEADLINE_S).status_code in (200, 404)
 
 
-def test_nothing_is_lost_under_load(server: Server, texts: list[str]) -> None:
-    """SGLang counts its memory in every step (SGL_EXT_OPERATIONS for more)."""
+def test_random_operations_of_concurrent_clients_leak_no_kv(
+    server: Server, texts: list[str]
+) -> None:
+    """Runs SGL_EXT_OPERATIONS operations while SGLang checks its memory in every step."""
     operations = int(os.environ.get("SGL_EXT_OPERATIONS", "36"))
     users = [User(server, texts, seed) for seed in range(3)]
     with ThreadPoolExecutor(len(users)) as threads:
         for running in [threads.submit(user.run, operations // len(users)) for user in users]:
             running.result()
-    # All of the pool can still be had at once: nothing keeps any of it.
+    # A prompt that needs most of the pool is still admitted: no lock keeps its pages.
     prompt = {"input_ids": [5] * 3804, "sampling_params": {"max_new_tokens": 1}}
     answer = post(server, "/generate", **prompt)
     assert answer.status_code == 200, answer.text

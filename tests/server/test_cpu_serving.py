@@ -1,4 +1,7 @@
-"""Other ways to serve on a CPU give the tokens of transformers, an implementation of its own."""
+"""HiCache and tensor parallelism on a CPU give the same tokens as transformers.
+
+The reference is transformers because its implementation is independent of SGLang.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, prompts: list[str]) -> list[list[int]]:
-    """Greedy tokens of transformers in fp32."""
+    """Returns the greedy tokens that transformers generates in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -47,10 +50,10 @@ def generate(server: Server, prompt: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_hicache_with_a_file_backend(
+def test_hicache_with_a_file_backend_matches_transformers(
     model: Path, prompts: list[str], reference: list[list[int]], tmp_path: Path, page: int
 ) -> None:
-    """The device pool holds two prompts, so the second round comes from host and file."""
+    """The device pool holds two prompts, so the second round hits the host and file tiers."""
     store = tmp_path / "store"
     store.mkdir()
     arguments = [
@@ -64,7 +67,7 @@ def test_hicache_with_a_file_backend(
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
     hits = {"host": 0, "storage": 0}
-    # One start shows the host tier; a second one takes its hits from the files of the first.
+    # A start with two rounds hits the host tier; a second start also hits the files of the first.
     for rounds in (2,) if page == 1 else (1, 2):
         with serve([System("hicache", arguments, environment)], model, tmp_path) as (server,):
             for _round in range(rounds):
@@ -79,11 +82,13 @@ def test_hicache_with_a_file_backend(
         assert hits["storage"] > 600
 
 
-def test_tensor_parallelism(model: Path, prompts: list[str], reference: list[list[int]],
-                            tmp_path: Path) -> None:  # fmt: skip
-    """SmolLM2 has 9 heads and 3 KV heads, so three ranks; they share two cores in CI.
+def test_tensor_parallel_tiers_match_transformers(
+    model: Path, prompts: list[str], reference: list[list[int]], tmp_path: Path
+) -> None:
+    """The ranks must agree on the pages that their tiers have loaded.
 
-    The device holds one of the prompts. Ranks must agree on what their tiers have brought.
+    SmolLM2 has 9 heads and 3 KV heads, therefore three ranks. They share two cores in CI. The
+    device pool holds one of the prompts.
     """
     (tmp_path / "ssd").mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "256MiB", "keep_after": 1}
@@ -96,4 +101,4 @@ def test_tensor_parallelism(model: Path, prompts: list[str], reference: list[lis
             assert answer["output_ids"] == reference[number]
         details = answer["meta_info"]["cached_tokens_details"]
         assert details["host"] + details.get("ssd", 0) > 200
-    assert len(list((tmp_path / "ssd").iterdir())) == 3  # each rank's heads are KV of their own
+    assert len(list((tmp_path / "ssd").iterdir())) == 3  # each rank stores the KV of its own heads

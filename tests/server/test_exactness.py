@@ -1,4 +1,4 @@
-"""The harness of exactness: its script, what it compares, and a minute of the worst load."""
+"""Tests of the exactness benchmark: its script, its comparison, and a minute of its worst load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sgl_ext.errors import ExtError
 MATERIAL = Material([2, 3, 4], linked=3, followers=2)
 
 
-def test_a_seed_says_what_each_client_asks() -> None:
+def test_the_seed_determines_the_requests_of_each_client() -> None:
     first, again, other = (
         list(islice(script(*of, MATERIAL), 300)) for of in ((1, 0), (1, 0), (1, 1))
     )
@@ -42,7 +42,7 @@ def test_a_seed_says_what_each_client_asks() -> None:
     assert min(gave_up["id"], gave_up["disconnect"]) > 5
 
 
-def test_a_conversation_is_had_in_order() -> None:
+def test_turns_of_a_conversation_are_requested_in_order() -> None:
     asked = [each for each in islice(script(0, 0, MATERIAL), 300) if each.kind == "plain"]
     talks = itertools.pairwise(asked)
     for one, next_ in itertools.islice(talks, 200):
@@ -51,18 +51,18 @@ def test_a_conversation_is_had_in_order() -> None:
         assert next_.talk == one.talk or not goes_on
 
 
-def test_what_there_is_not_is_not_asked() -> None:
+def test_only_kinds_with_material_are_requested() -> None:
     assert {each.kind for each in islice(script(0, 0, Material([1])), 50)} == {"plain"}
 
 
-def test_several_answers_are_aborted_by_ids_that_a_stream_has_told() -> None:
+def test_requests_for_several_answers_are_streamed_if_aborted_by_id() -> None:
     everybody_leaves = Mix(leave=1.0, stream=0.0)
     for each in islice(script(0, 0, MATERIAL, everybody_leaves), 100):
         assert each.leave is not None
         assert each.stream == (each.n > 1 and each.leave.by == "id")
 
 
-def test_events_come_in_order() -> None:
+def test_events_are_sorted_by_time() -> None:
     mix = Mix(flush=10, kill=25)
     found = events(60, mix)
     assert found == sorted(found, key=lambda each: each[0])
@@ -80,7 +80,7 @@ def found(ending: Ending = Ending.DONE, **answers: Answer) -> Found:
     return Found(ending, of, set(of) if ending is Ending.DONE else set())
 
 
-def test_equal_answers_do_not_differ() -> None:
+def test_answers_with_close_logprobs_are_equal() -> None:
     near = Answer(RIGHT.tokens, [each + 1e-4 for each in RIGHT.logprobs])
     assert compare(RIGHT, found(_0=RIGHT, _1=near), 2, logprobs=True) is None
     assert compare(RIGHT, found(_0=Answer([5, 6, 7], [])), 1, logprobs=False) is None
@@ -97,13 +97,13 @@ def test_equal_answers_do_not_differ() -> None:
         (Answer([5, 6, 7], []), 0, "0 logprobs of 3 tokens"),
     ],
 )
-def test_the_first_difference_is_named(answer: Answer, at: int, what: str) -> None:
+def test_the_first_difference_is_reported(answer: Answer, at: int, what: str) -> None:
     difference = compare(RIGHT, found(_0=RIGHT, _1=answer), 2, logprobs=True)
     assert difference is not None
     assert (difference.number, difference.at, difference.what) == (1, at, what)
 
 
-def test_what_was_given_up_is_compared_as_far_as_it_came() -> None:
+def test_incomplete_answers_are_compared_as_far_as_received() -> None:
     begun = Answer([5, 6], RIGHT.logprobs[:2])
     for ending in (Ending.LEFT, Ending.ABORTED, Ending.CUT, Ending.HUNG):
         assert compare(RIGHT, found(ending, _0=begun), 3, logprobs=True) is None
@@ -117,7 +117,7 @@ def test_a_missing_answer_is_a_difference() -> None:
 
 
 class _Scripted:
-    """A server that gives a token every 10 ms, until it is aborted, or cuts or hangs."""
+    """Server that generates a token every 10 ms; a request's id makes it refuse, cut or hang."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
@@ -185,7 +185,9 @@ async def _ask(rid: str, stream: bool, leave: Leave | None, deadline: float = 10
         ("leave", Leave("disconnect", 0.2, 0.1), Ending.LEFT),
     ],
 )
-def test_how_requests_end(rid: str, stream: bool, leave: Leave | None, ending: Ending) -> None:
+def test_endings_of_requests_are_classified(
+    rid: str, stream: bool, leave: Leave | None, ending: Ending
+) -> None:
     found = asyncio.run(_ask(rid, stream, leave, 0.3 if rid == "hung" else 10))
     assert found.ending is ending
     assert found.whole == ({0} if ending is Ending.DONE else set())
@@ -198,7 +200,7 @@ def test_how_requests_end(rid: str, stream: bool, leave: Leave | None, ending: E
         assert come == 0
 
 
-def test_directories_become_new_ones(tmp_path: Path) -> None:
+def test_directories_of_a_configuration_are_replaced_by_new_ones(tmp_path: Path) -> None:
     sockets = tmp_path / "p"
     made = setup(find("master"), tmp_path / "stored", sockets)
     assert made.config["tiers"]["ssd"]["directories"] == [
@@ -212,7 +214,7 @@ def test_directories_become_new_ones(tmp_path: Path) -> None:
     assert setup(find("ssd-swap"), tmp_path / "alone", sockets).beside is None
 
 
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_unknown_and_invalid_configurations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExtError, match="give a file, or one of clusters"):
         find("everything")
     (tmp_path / "c.yaml").write_text("tiers: {tape: 3}")
@@ -220,7 +222,7 @@ def test_a_configuration_that_is_none_is_refused(tmp_path: Path) -> None:
         setup(tmp_path / "c.yaml", tmp_path, tmp_path)
 
 
-def test_logs_that_complain(tmp_path: Path) -> None:
+def test_complaints_are_found_in_logs(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("ready\nFull Pool Mem Leak Detected! [full]\nTraceback of a client's leaving\n")
     assert complaints([log]) == ["server.log: Full Pool Mem Leak Detected! [full]"]
@@ -234,8 +236,8 @@ def _accepted(sections: Mapping[str, object]) -> bool:
     return True
 
 
-def test_the_largest_sets_of_sections_are_shipped() -> None:
-    """Whatever is accepted is part of one of them."""
+def test_all_maximal_sets_of_sections_are_shipped() -> None:
+    """Every accepted set of sections is a subset of a shipped configuration."""
     peers: list[dict[str, Any]] = [
         {"role": "master", "directory": "p", "capacity": "1MiB", "stream": stream}
         for stream in ("direct", "layers")
@@ -257,7 +259,7 @@ def test_the_largest_sets_of_sections_are_shipped() -> None:
 
 
 def _powers(config: ExtConfig) -> frozenset[str]:
-    """Its sections, with the kind of peer."""
+    """Returns the sections of a configuration, with the role and stream of its peer."""
     found = set(config.sections())
     if config.peer:
         found ^= {"peer", f"peer {config.peer.role} {config.peer.stream}"}
@@ -265,10 +267,11 @@ def _powers(config: ExtConfig) -> frozenset[str]:
 
 
 @pytest.mark.timeout(1200)
-def test_a_minute_of_the_worst(tmp_path: Path) -> None:
-    """SSDs, swapping and several answers at once in little memory, against stock SGLang.
+def test_a_minute_of_the_worst_load_equals_stock_sglang(tmp_path: Path) -> None:
+    """Compares a server with SSDs, swapping and little memory with stock SGLang.
 
-    A minute covers everything on two free cores; on a slower machine the run goes on.
+    Requests have several answers. On two free cores, a minute covers every counter of ``covers``;
+    on a slower machine, the run takes longer.
     """
     parser = ArgumentParser()
     exactness.add_arguments(parser)

@@ -1,8 +1,8 @@
-"""Two servers of different models: one's requests run in the other's memory, and answer as in a
-large server of their own, whatever happens to the other one.
+"""Tests of a master whose requests run in the memory of a worker that serves another model.
 
-``SGL_EXT_STREAMS=direct,layer,layers`` runs all with each way to read the other's memory; they
-take ten minutes each.
+The master returns the answers of a large server, also when the worker reclaims memory or is killed.
+``SGL_EXT_STREAMS=direct,layer,layers`` runs all tests with each way of reading borrowed memory,
+which takes ten minutes each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sgl_ext.models import untrained
 
 DEADLINE_S = 480.0
 LOCAL, BORROWED = 512, 2048
-"""Tokens of the master."""
+"""Tokens of the master that fit its own memory and the borrowed memory."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Pair:
     worker: Server
 
     def answers(self, server: Server, prompts: list[list[int]], tokens: int = 8) -> list[Any]:
-        """Ids and logprobs, all asked at once."""
+        """Returns the output ids and logprobs of each prompt; all prompts are sent at once."""
 
         def ask(prompt: list[int]) -> Any:
             body = {
@@ -63,7 +63,7 @@ class Pair:
             return list(threads.map(ask, prompts))
 
     def same(self, prompts: list[list[int]]) -> None:
-        """Both give the same to all of them."""
+        """Asserts that the large server and the master return equal answers to all prompts."""
         expected = self.answers(self.large, prompts)
         found = self.answers(self.master, prompts)
         for (ids, logprobs), (our_ids, our_logprobs) in zip(expected, found, strict=True):
@@ -97,7 +97,7 @@ def pair(
 ) -> Iterator[Pair]:
     directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
     capacity = f"{BORROWED * TOKEN_BYTES}B"
-    # A worker that is started anew on a busy machine takes minutes.
+    # The restart of a worker takes minutes on a busy machine.
     patient = {"deadline": "300s", "lease": "60s"}
     ours = peer("master", directory, capacity=capacity, stream=request.param, **patient)
     ours += ("--enable-metrics",)
@@ -114,17 +114,17 @@ def pair(
 
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[list[int]]:
-    """One that fits the master's own memory, others that do not."""
+    """Returns a prompt that fits the master's own memory, and others that do not."""
     short, *long = [each.prompts[0] for each in conversations(model, 4, turns=1, tokens=(700, 900))]
     return [short[:400], *long]
 
 
-def test_answers_are_those_of_a_large_server(pair: Pair, prompts: list[list[int]]) -> None:
+def test_master_returns_the_answers_of_a_large_server(pair: Pair, prompts: list[list[int]]) -> None:
     for prompt in prompts[:2]:
         pair.same([prompt])
     pair.same(prompts)
     longer = [prompt + [1] * 40 for prompt in prompts]
-    pair.same(longer)  # of which the master has cached what came before
+    pair.same(longer)  # the master has cached the prompts that these extend
 
 
 def metric(server: Server, name: str) -> float:
@@ -133,14 +133,14 @@ def metric(server: Server, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-def test_metrics_say_what_is_lent(pair: Pair) -> None:
+def test_metrics_report_lent_and_borrowed_bytes(pair: Pair) -> None:
     lent = live(pair.worker.url)["peer"]["used_bytes"]
     until("the worker's metrics", lambda: metric(pair.worker, "used_bytes") == lent)
     until("the master's metrics", lambda: metric(pair.master, "borrowed_bytes") == lent)
     assert metric(pair.worker, "granted_bytes_total") >= lent
 
 
-def test_what_the_worker_needs_comes_back_and_goes_again(
+def test_worker_reclaims_memory_under_load_and_lends_it_again(
     pair: Pair, prompts: list[list[int]]
 ) -> None:
     chance = random.Random(0)  # noqa: S311
@@ -170,10 +170,10 @@ def test_what_the_worker_needs_comes_back_and_goes_again(
     until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
 
 
-def test_a_worker_that_is_killed_is_missed_by_nobody(
+def test_requests_of_the_master_survive_a_killed_worker(
     pair: Pair, worker_system: System, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    tokens = 24  # enough that the worker is killed before they are answered
+    tokens = 24  # so many that the worker is killed before the end
     expected = pair.answers(pair.large, prompts, tokens)
     with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
         asked = threads.submit(pair.answers, pair.master, prompts, tokens)
@@ -181,8 +181,8 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(
         for process in [*pair.worker.process.children(recursive=True), pair.worker.process]:
             process.send_signal(signal.SIGKILL)
         until("the dead worker's memory is used", lambda: borrowed(pair.master) == 0)
-        pair.same(prompts[:1])  # which needs none
-        # The others wait for memory, and begin anew with it.
+        pair.same(prompts[:1])  # needs no borrowed memory
+        # The other requests wait until a worker lends memory, and then restart.
         (pair.worker,) = stack.enter_context(serve([worker_system], untrained(), tmp_path))
         for (ids, _), (our_ids, _) in zip(expected, asked.result(), strict=True):
             assert our_ids == ids
@@ -190,9 +190,9 @@ def test_a_worker_that_is_killed_is_missed_by_nobody(
         pair.same(prompts)
 
 
-def test_files_of_the_dead_are_gone(pair: Pair) -> None:
+def test_memory_of_a_killed_worker_is_unmapped(pair: Pair) -> None:
     master = psutil.Process(pair.master.process.pid)
     schedulers = [p for p in master.children(recursive=True) if "scheduler" in p.name()]
     (scheduler,) = schedulers
     maps = Path(f"/proc/{scheduler.pid}/maps").read_text()
-    assert maps.count("memfd:sgl_ext-kv") <= 2  # its own and, perhaps, one worker's
+    assert maps.count("memfd:sgl_ext-kv") <= 2  # the master's own and, at most, one worker's

@@ -1,4 +1,4 @@
-"""Two servers share their KV through one Mooncake store, and live without it."""
+"""Two servers share KV through one Mooncake store, and compute it when the store is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def master(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(30)
 
 
-def test_the_second_server_finds_what_the_first_stored(model: Path, tmp_path: Path) -> None:
+def test_servers_share_kv_and_compute_it_when_the_store_is_lost(
+    model: Path, tmp_path: Path
+) -> None:
     held = conversations(model, 3, turns=1, tokens=(300, 500))
     prompts = [conversation.prompts[0] for conversation in held]
     asked = sum(map(len, prompts))
@@ -48,7 +50,7 @@ def test_the_second_server_finds_what_the_first_stored(model: Path, tmp_path: Pa
     arguments = (*POOL, "--enable-ext", "--ext-config", config)
     systems = [System(name, arguments) for name in ("first", "second")]
     with serve(systems, model, tmp_path / "logs") as (first, second):
-        # There is no master yet: everything is computed.
+        # The master of the store has not started: all KV is computed.
         expected = [ask(first, prompt)[0] for prompt in prompts]
         assert not tiers(first)["remote"]["available"]
         with master(port, tmp_path / "master.log") as process:
@@ -78,7 +80,7 @@ def test_the_second_server_finds_what_the_first_stored(model: Path, tmp_path: Pa
                 assert [ids for ids, _ in answers] == expected
                 hits = sum(details.get("remote", 0) for _, details in answers)
             assert hits > 0.8 * asked
-            # The peer that holds the pages is gone: they are computed.
+            # The second server computes the pages that the killed server held.
             for child in [*first.process.children(recursive=True), first.process]:
                 child.kill()
             flush(second)

@@ -1,4 +1,4 @@
-"""The served extension: what users see, and the same tokens as stock SGLang."""
+"""Tests of a server with the extension: its log, its reports, its examples, and greedy output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.engine.cpu.platform import computes_bfloat16
 
 
-def test_the_greeting_can_be_pasted(extension: Server) -> None:
+def test_the_curl_command_of_the_log_returns_an_answer(extension: Server) -> None:
     command = re.search(r"^curl .*$", extension.log.read_text(), re.MULTILINE)
     assert command is not None
     answer = subprocess.run(
@@ -29,7 +29,7 @@ def test_the_greeting_can_be_pasted(extension: Server) -> None:
     assert "Paris" in answer
 
 
-def test_one_line_says_what_is_active(extension: Server) -> None:
+def test_the_log_has_one_activation_line(extension: Server) -> None:
     lines = re.findall(r"sgl_ext 0\.1\.0 active on .*", extension.log.read_text())
     assert lines == [
         "sgl_ext 0.1.0 active on SGLang 0.5.23, platform NativeCpuPlatform: "
@@ -59,10 +59,10 @@ def test_server_info_shows_version_and_configuration(extension: Server) -> None:
 
 
 def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
-    # What another test left in the cache would change what is computed together.
+    # KV that another test left in the cache would change which tokens are computed together.
     requests.post(f"{server.url}/flush_cache", timeout=30).raise_for_status()
     answers = []
-    for prompt in prompts:  # one at a time: batching changes the rounding of a sum
+    for prompt in prompts:  # one at a time, because batching changes the rounding of sums
         body = {
             "text": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
@@ -91,13 +91,15 @@ def test_greedy_output_equals_stock(stock: Server, model: Path, logs: Path) -> N
         ("frontend.py", ["country: ", "river: ", "France"]),
     ],
 )
-def test_examples_against_the_server(extension: Server, example: str, expected: list[str]) -> None:
+def test_examples_print_the_expected_words(
+    extension: Server, example: str, expected: list[str]
+) -> None:
     output = _run_example(example, "--url", extension.url)
     for word in expected:
         assert word.lower() in output.lower()
 
 
-def test_the_offline_example(tmp_path: Path) -> None:
+def test_the_offline_example_prints_an_answer_and_the_version(tmp_path: Path) -> None:
     program = [str(ROOT / "examples" / "offline.py")]
     done = template.run(program, os.environ, timeout=240, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The set-up script refuses what it cannot do with one sentence, and does nothing twice."""
+"""Tests of the set-up script: refusals in one sentence, and no work for a current environment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused_at_last(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr.splitlines()[-1]
 
 
-def test_another_python_is_refused(tmp_path: Path) -> None:
+def test_other_python_versions_are_refused(tmp_path: Path) -> None:
     old = program(tmp_path / "python3.9", "echo 3.9")
     message = refused(run(tmp_path / "venv", SGL_EXT_PYTHON=old))
     assert f"Python 3.11 is needed (the pinned packages are built for it), {old} is 3.9" in message
@@ -49,7 +49,7 @@ def test_a_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
     assert "does not run" in refused(run(tmp_path / "venv", SGL_EXT_PYTHON="/bin/false"))
 
 
-def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+def test_folder_that_is_not_a_virtual_environment_is_kept(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data").write_text("keep")
@@ -61,13 +61,13 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
 def test_missing_system_libraries_are_named_with_the_command(tmp_path: Path) -> None:
     program(tmp_path / "ldconfig", "echo 'libcurl.so.4 (libc6,x86-64) => /lib/libcurl.so.4'")
     (tmp_path / "venv").mkdir()
-    (tmp_path / "venv" / "data").touch()  # the set-up ends there
+    (tmp_path / "venv" / "data").touch()  # not a virtual environment, so that the set-up ends
     path = f"{tmp_path}:{os.environ['PATH']}"
     result = run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="")
     said = result.stderr.splitlines()[0]
     assert "on Debian and Ubuntu, as root: apt-get update && apt-get install -y" in said
     assert said.endswith(" libibverbs1 libnuma1")
-    if os.geteuid() == 0:  # whom CI runs as
+    if os.geteuid() == 0:  # CI runs as root
         program(tmp_path / "apt-get", f"echo $@ >> {tmp_path}/called")
         run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="1")
         update, install = (tmp_path / "called").read_text().splitlines()
@@ -83,15 +83,15 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     assert "has 10 MiB free" in result.stderr
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_location_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run(tmp_path / "file" / "venv", SGL_EXT_PYTHON=sys.executable)
     assert result.returncode != 0
     assert "set SGL_EXT_VENV to a writable place" in result.stderr
 
 
-def test_a_failed_install_says_where_it_stopped_and_leaves_no_stamp(tmp_path: Path) -> None:
-    """pip finds no index: what a machine without a network sees."""
+def test_a_failed_install_names_its_command_and_leaves_no_stamp(tmp_path: Path) -> None:
+    """Runs pip without an index, as on a machine without a network."""
     environment = {
         "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull,
         "SGL_EXT_PYTHON": sys.executable,
@@ -107,6 +107,6 @@ def test_a_failed_install_says_where_it_stopped_and_leaves_no_stamp(tmp_path: Pa
 @pytest.mark.skipif(
     not (ROOT / ".venv" / ".sgl_ext_setup").exists(), reason="not run from scripts/test.sh's .venv"
 )
-def test_what_is_set_up_is_left_alone() -> None:
+def test_a_current_environment_is_left_unchanged() -> None:
     result = run(ROOT / ".venv")
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,7 @@
-"""A start that cannot be what was asked for is refused with one line; see also tests/sabotage."""
+"""Invalid starts are refused with one line on stderr, and stopped servers clean up.
+
+Some tests break a part of SGLang with ``tests/sabotage.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +26,38 @@ from sgl_ext.engine.launch import launcher, server_args
 ONE_OF_EACH = [module.HOOKS[0].target for module in (server_args, launcher, scheduler, kv_memory)]
 
 
-def test_another_sglang_version_is_refused(launch: Launch) -> None:
+def test_unsupported_sglang_version_is_refused(launch: Launch) -> None:
     message = refusal(launch("--enable-ext", sabotage=["version", "0.5.24"]))
     assert "works with SGLang 0.5.23, found 0.5.24" in message
     assert "install sglang==0.5.23" in message
 
 
 @pytest.mark.parametrize("target", ONE_OF_EACH)
-def test_a_hook_that_did_not_apply_is_refused(launch: Launch, target: str) -> None:
+def test_start_is_refused_if_a_hook_did_not_apply(launch: Launch, target: str) -> None:
     result = launch("--enable-ext", sabotage=["hook", target])
-    if target.endswith(".add_cli_args"):  # then SGLang's parser does not know the flag
+    if target.endswith(".add_cli_args"):  # this hook adds the flag to SGLang's parser
         assert result.returncode == 2
         assert "unrecognized arguments: --enable-ext" in result.stderr
         return
     assert f"lacks functions that sgl_ext 0.1.0 requires: {target}" in refusal(result, processes=2)
 
 
-def test_a_missing_seam_is_refused(launch: Launch) -> None:
+def test_start_is_refused_if_sglang_lacks_launch_callback(launch: Launch) -> None:
     message = refusal(launch("--enable-ext", sabotage=["seam"]))
     assert "launch_callback of sglang.srt.entrypoints.http_server.launch_server" in message
 
 
-def test_a_scheduler_that_runs_something_else_is_refused(launch: Launch) -> None:
+def test_start_is_refused_if_a_scheduler_runs_another_version(launch: Launch) -> None:
     message = refusal(launch("--enable-ext", sabotage=["report"]))
     assert "scheduler 0 reports {'version': '0.0.0'" in message
 
 
-def test_a_bad_configuration_is_refused(launch: Launch) -> None:
+def test_unknown_configuration_key_is_refused(launch: Launch) -> None:
     message = refusal(launch("--enable-ext", "--ext-config", '{"teirs": {}}'))
     assert "unknown key 'teirs' (did you mean 'tiers'?)" in message
 
 
-def test_sglang_serve_takes_the_flags_too(launch: Launch) -> None:
+def test_sglang_serve_accepts_the_flags(launch: Launch) -> None:
     message = refusal(
         launch(
             "--enable-ext", "--ext-config", "/does/not/exist.yaml",
@@ -64,29 +67,29 @@ def test_sglang_serve_takes_the_flags_too(launch: Launch) -> None:
     assert "cannot read the configuration file /does/not/exist.yaml" in message
 
 
-def test_the_engine_takes_them_as_keywords(model: Path) -> None:
+def test_engine_accepts_the_flags_as_keyword_arguments(model: Path) -> None:
     program = f"import sglang; sglang.Engine(model_path='{model}', enable_ext=True, ext_config={{}}"
     result = subprocess.run(
         [sys.executable, "-c", program.replace("{}", "{'start_dedline': 1}") + ")"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert result.returncode == 1  # a program gets an exception, not an exit
+    assert result.returncode == 1  # the engine raises instead of exiting
     assert "ConfigError: ext_config: unknown key 'start_dedline' (did you mean" in result.stderr
 
 
-def test_a_configuration_without_the_flag_is_refused(launch: Launch) -> None:
+def test_configuration_without_enable_ext_is_refused(launch: Launch) -> None:
     assert "a configuration (--ext-config) needs --enable-ext" in refusal(
         launch("--ext-config", "{}")
     )
 
 
-def test_a_plugin_left_out_is_refused_by_the_parser(launch: Launch) -> None:
+def test_parser_rejects_enable_ext_if_the_plugin_is_not_selected(launch: Launch) -> None:
     result = launch("--enable-ext", environment={"SGLANG_PLUGINS": "another"})
     assert result.returncode == 2
     assert "unrecognized arguments: --enable-ext" in result.stderr
 
 
-def test_a_model_that_does_not_exist_is_refused(launch: Launch, tmp_path: Path) -> None:
+def test_model_path_without_a_model_is_refused(launch: Launch, tmp_path: Path) -> None:
     message = refusal(launch("--enable-ext", model_path="/does/not/exist"))
     assert "--model-path /does/not/exist does not exist" in message
     message = refusal(launch("--enable-ext", model_path=str(tmp_path)))
@@ -94,9 +97,7 @@ def test_a_model_that_does_not_exist_is_refused(launch: Launch, tmp_path: Path) 
     assert "config.json" in message
 
 
-def test_weights_that_are_cut_short_are_refused(
-    launch: Launch, model: Path, tmp_path: Path
-) -> None:
+def test_truncated_weights_are_refused(launch: Launch, model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -106,7 +107,7 @@ def test_weights_that_are_cut_short_are_refused(
     assert "model.safetensors is incomplete or damaged" in message
 
 
-def test_arguments_that_sglang_asserts_are_refused_with_its_reason(launch: Launch) -> None:
+def test_refusal_gives_the_reason_of_a_failed_sglang_assertion(launch: Launch) -> None:
     arguments = ("--schedule-policy", "lpm", "--enable-priority-scheduling")
     result = launch("--enable-ext", *arguments)
     assert "and the other arguments: To use priority scheduling" in refusal(result)
@@ -134,7 +135,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(launch: Launch) -> 
         ),
     ],
 )
-def test_what_a_section_lacks_is_refused_before_the_model_is_loaded(
+def test_invalid_section_is_refused_before_the_model_is_loaded(
     launch: Launch, config: dict[str, object], reason: str
 ) -> None:
     result = launch("--enable-ext", "--page-size", "16", "--ext-config", json.dumps(config))
@@ -151,20 +152,18 @@ def test_what_a_section_lacks_is_refused_before_the_model_is_loaded(
         (["--tokenizer-worker-num", "2"], "multiple tokenizer workers"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(
-    launch: Launch, arguments: list[str], what: str
-) -> None:
+def test_unsupported_arguments_are_refused(launch: Launch, arguments: list[str], what: str) -> None:
     message = refusal(launch("--enable-ext", *arguments))
     assert f"--enable-ext does not support {what}" in message
 
 
-def test_a_start_that_takes_too_long_is_ended(launch: Launch) -> None:
+def test_start_that_exceeds_start_deadline_is_ended(launch: Launch) -> None:
     result = launch("--enable-ext", "--ext-config", '{"start_deadline": "100ms"}')
     assert "not loaded within start_deadline=0.1s" in refusal(result)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_that_is_stopped_leaves_nothing(
+def test_stopped_start_leaves_no_process_file_or_shared_memory(
     model: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--enable-ext", *POOL]
@@ -172,7 +171,7 @@ def test_a_start_that_is_stopped_leaves_nothing(
     process = psutil.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
-        # What a shell starts in the background ignores the interrupt, and hands that down.
+        # A shell starts background processes with SIGINT ignored, and children inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     for line in process.stderr:
@@ -181,7 +180,7 @@ def test_a_start_that_is_stopped_leaves_nothing(
     assert len(list(tmp_path.glob("sgl_ext-*"))) == 1
     segments = server._shared_memory_of(server._tree(process))
     if stop == signal.SIGINT:
-        os.killpg(process.pid, stop)  # as a terminal sends it: to every process
+        os.killpg(process.pid, stop)  # a terminal signals the whole process group
     else:
         process.send_signal(stop)
     process.communicate(timeout=60)
@@ -192,7 +191,9 @@ def test_a_start_that_is_stopped_leaves_nothing(
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_server_leaves_nothing(model: Path, tmp_path: Path, stop: signal.Signals) -> None:
+def test_stopped_server_leaves_no_process_file_or_shared_memory(
+    model: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
     system = server.System("stopped", (*POOL, "--enable-ext"))
     with server.serve([system], model, tmp_path) as (running,):
         scratch = Path(running.process.environ()["TMPDIR"])
@@ -206,12 +207,12 @@ def test_a_stopped_server_leaves_nothing(model: Path, tmp_path: Path, stop: sign
         assert running_in_group(running.process.pid) == []
 
 
-def test_without_the_flag_nothing_is_active(stock: server.Server) -> None:
+def test_extension_is_inactive_without_enable_ext(stock: server.Server) -> None:
     assert "sgl_ext" not in requests.get(f"{stock.url}/server_info", timeout=30).json()
     log = stock.log.read_text()
     assert "sgl_ext 0.1.0 active" not in log
     assert "sgl_ext: ready" not in log
-    # The flags alone are known; none of the modules that act is even imported.
+    # SGLang knows the flags, but the modules that activate the extension are not imported.
     program = (
         "import json, sys\n"
         "from sglang.srt.plugins import load_plugins\n"

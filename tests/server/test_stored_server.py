@@ -1,4 +1,4 @@
-"""Requests that follow a context on devices, on a real server."""
+"""Tests of stored contexts, and of requests that follow them, on a real server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def folders(directories: list[Path]) -> tuple[Path, ...]:
-    """The folders of contexts in the directories."""
+    """Folders of stored contexts in the directories."""
     return own_folders(directories)
 
 
@@ -58,7 +58,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def asked(model: Path) -> tuple[list[int], list[list[int]]]:
-    """A context, and prompts that follow it."""
+    """Token ids of a context, and of prompts that follow it."""
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def encode(text: str) -> list[int]:
@@ -89,7 +89,14 @@ def generate(
     tokens: int = 6,
     **more: Any,
 ) -> requests.Response:
-    """What a server answers to a prompt that follows a context."""
+    """Requests a greedy answer to a prompt, which follows a stored context if one is given.
+
+    Args:
+        context: id of the stored context.
+        told: fields of the request, by default those that return logprobs.
+        tokens: number of new tokens.
+        more: further parameters of the stored context.
+    """
     follows = {} if context is None else {"ext_stored": {"id": context, **more}}
     body = {
         "input_ids": prompt,
@@ -106,7 +113,7 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
-def test_a_context_is_stored(
+def test_a_created_context_is_stored_and_listed(
     server: Server, stored: dict[str, Any], folders: tuple[Path, ...]
 ) -> None:
     assert stored["tokens"] == _CONTEXT
@@ -119,12 +126,12 @@ def test_a_context_is_stored(
     assert one.json() == stored
 
 
-def test_all_of_it_answers_as_dense_attention(
+def test_reading_all_blocks_equals_dense_attention(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:
     context, prompts = asked
     for prompt in prompts[:2]:
-        # Enough of them to fill a page.
+        # More new tokens than a page holds.
         dense = generate(server, [*context, *prompt], tokens=20).json()
         found = generate(server, prompt, stored["id"], sparsity=1.0, tokens=20).json()
         assert found["output_ids"] == dense["output_ids"]
@@ -138,16 +145,16 @@ def test_all_of_it_answers_as_dense_attention(
 
 
 def blocks_given(server: Server) -> float:
-    """All that ``/metrics`` has counted."""
+    """Returns the sum of the block counters in ``/metrics``."""
     text = requests.get(f"{server.url}/metrics", timeout=60).text
     name = "sglang_ext:clusters_blocks_total{"
     return sum(float(line.rsplit(" ")[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-def test_a_part_of_it_is_near(
+def test_reading_more_blocks_reduces_the_error_of_logprobs(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:
-    """The more of it a query is given, the nearer are the logprobs of what follows."""
+    """Logprobs of a prompt approach dense attention as queries read a larger share of blocks."""
     context, prompts = asked
     off: dict[float, list[float]] = {0.01: [], 0.1: [], 0.4: []}
     for prompt in prompts:
@@ -170,10 +177,10 @@ def test_a_part_of_it_is_near(
     until(lambda: blocks_given(server) == sum(state[name] for name in BLOCKS), within=60)
 
 
-def test_requests_of_all_kinds_run_together(
+def test_concurrent_dense_and_sparse_requests_keep_their_answers(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:
-    """Each answers as it does alone; a turn that goes on finds its own tokens."""
+    """Each request answers as it does alone; a later turn hits the KV of its earlier turn."""
     context, prompts = asked
     kinds: list[tuple[list[int], dict[str, Any]]] = [
         ([*context[:200], *prompts[0]], {}),
@@ -194,7 +201,7 @@ def test_requests_of_all_kinds_run_together(
     longer = [*prompts[2], *together[2]["output_ids"], *prompts[3]]
     turn = generate(server, longer, stored["id"], sparsity=0.2).json()
     assert turn["meta_info"]["cached_tokens"] >= len(prompts[2]) // 16 * 16
-    # Under another share nothing of it is found.
+    # KV that was computed with another sparsity is not reused.
     turn = generate(server, longer, stored["id"], sparsity=0.25).json()
     assert turn["meta_info"]["cached_tokens"] == 0
 
@@ -216,7 +223,7 @@ def test_requests_of_all_kinds_run_together(
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
+def test_unknown_contexts_and_invalid_parameters_are_refused(
     server: Server, stored: dict[str, Any], follows: dict[str, Any], status: int, message: str
 ) -> None:
     more = {"id": stored["id"], **follows}
@@ -225,7 +232,7 @@ def test_what_cannot_be_followed_is_refused(
     assert message in answer.text
 
 
-def test_a_record_is_stored_beside_the_server(
+def test_the_cluster_command_stores_a_record_while_the_server_runs(
     server: Server, asked: tuple[list[int], list[list[int]]], directories: list[Path]
 ) -> None:
     context, prompts = asked
@@ -249,13 +256,13 @@ def test_a_record_is_stored_beside_the_server(
     given = sum(one[name] for one in opened for name in BLOCKS)
     until(lambda: blocks_given(server) == given, within=60)
     assert requests.delete(f"{server.url}/ext/clusters/{id_}", timeout=60).ok
-    # Its files take room until it is closed.
+    # The files of a deleted context occupy space until it is closed.
     until(lambda: id_ not in live(server.url)["clusters"]["open"], within=60)
     time.sleep(2)
     assert blocks_given(server) == given
 
 
-def test_names_of_kv_are_not_forged(
+def test_forged_cache_keys_are_refused_and_forged_parameters_ignored(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:
     for forged in (f"ext:stored:{stored['id']}:0.1", "ext:recorded:stx-a"):
@@ -274,7 +281,7 @@ def test_names_of_kv_are_not_forged(
     "body", [{}, {"text": ""}, {"input_ids": [1] * 50}, {"input_ids": [-1] * 900},
              {"input_ids": [1] * 20_000}, {"text": "a", "input_ids": [1]}],
 )  # fmt: skip
-def test_what_cannot_be_stored_is_refused(
+def test_invalid_contexts_are_refused_and_leave_no_files(
     server: Server, body: dict[str, Any], folders: tuple[Path, ...]
 ) -> None:
     before = sorted(path.name for each in folders for path in each.iterdir())
@@ -283,7 +290,7 @@ def test_what_cannot_be_stored_is_refused(
     assert sorted(path.name for each in folders for path in each.iterdir()) == before
 
 
-def test_a_device_that_fails_ends_those_who_need_it(
+def test_a_device_failure_fails_only_requests_that_read_from_it(
     server: Server,
     asked: tuple[list[int], list[list[int]]],
     folders: tuple[Path, ...],
@@ -297,7 +304,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     def follow(prompt: list[int], share: float) -> requests.Response:
         return generate(server, prompt, id_, told=salted, sparsity=share)
 
-    assert generate(server, prompts[0], id_).status_code == 404  # another tenant's
+    assert generate(server, prompts[0], id_).status_code == 404  # owned by another tenant
     good = follow(prompts[0], 0.3).json()
     (file,) = folders[1].glob(f"{id_}.*")
     contents = file.read_bytes()
@@ -315,7 +322,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     file.write_bytes(contents)
     again = follow(prompts[1], 0.9)
     assert again.ok
-    assert again.json()["meta_info"]["cached_tokens"] == 0  # nothing of the failed one is kept
+    assert again.json()["meta_info"]["cached_tokens"] == 0  # no KV of the failed request is reused
     assert follow(prompts[0], 0.3).json()["output_ids"] == good["output_ids"]
     url = f"{server.url}/ext/clusters/{id_}"
     assert requests.delete(url, timeout=60).status_code == 404
@@ -327,7 +334,7 @@ def test_a_device_that_fails_ends_those_who_need_it(
     assert gone.status_code == 404
 
 
-def test_damaged_and_planted_contexts_end_their_own_requests(
+def test_damaged_and_planted_contexts_fail_only_their_own_requests(
     server: Server, asked: tuple[list[int], list[list[int]]], folders: tuple[Path, ...]
 ) -> None:
     context, prompts = asked
@@ -354,5 +361,5 @@ def test_damaged_and_planted_contexts_end_their_own_requests(
     assert generate(server, prompts[0]).ok
 
 
-def test_malformed_requests_end_nothing_and_disturb_nobody(server: Server) -> None:
+def test_malformed_requests_do_not_disturb_valid_requests(server: Server) -> None:
     assert bombard(server, "clusters")[400] > 0

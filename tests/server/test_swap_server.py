@@ -1,4 +1,4 @@
-"""Who is more urgent displaces others where memory runs out, and they answer as if alone."""
+"""Tests of priorities on a server: urgent requests preempt others, which keep their answers."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def prompts(model: Path) -> list[list[int]]:
-    """Of which two do not fit together."""
+    """Returns prompts of which no two fit the KV pool together."""
     return [each.prompts[0] for each in conversations(model, 4, turns=1, tokens=(700, 900))]
 
 
 class Asked:
-    """Requests under way, and the order in which they end."""
+    """Concurrent requests to a server, and the order in which they end."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._threads = ThreadPoolExecutor(8)
         self._lock = threading.Lock()
         self.begun = threading.Event()
-        """One of them has answered its first token."""
+        """Event that is set when a request has returned its first token."""
         self.ended: list[str] = []
 
     def ask(self, name: str, prompt: list[int], **more: Any) -> Future[dict[str, Any]]:
@@ -84,7 +84,7 @@ def load(server: Server) -> dict[str, Any]:
 
 
 def metrics(server: Server) -> dict[str, float]:
-    """Of swapping."""
+    """Returns the metrics of swapping by their names without the common prefix."""
     found = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     pattern = r"^sglang_ext:swap_(\w+){[^}]*} (\S+)$"
     return {name: float(value) for name, value in re.findall(pattern, found, re.MULTILINE)}
@@ -95,9 +95,7 @@ def give(server: Server, rid: object, priority: object) -> requests.Response:
     return requests.post(f"{server.url}/ext/swap/priority", json=body, timeout=DEADLINE_S)
 
 
-def test_the_more_urgent_goes_first_and_the_others_lose_nothing(
-    server: Server, prompts: list[list[int]]
-) -> None:
+def test_preempted_requests_keep_their_answers(server: Server, prompts: list[list[int]]) -> None:
     alone = Asked(server).ask("alone", prompts[0]).result()["output_ids"]
     requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S)
     asked = Asked(server)
@@ -119,7 +117,7 @@ def test_the_more_urgent_goes_first_and_the_others_lose_nothing(
     assert found["recomputed_total"] == 0
 
 
-def test_priorities_change_while_requests_wait_and_run(
+def test_changed_priority_of_a_waiting_request_reorders_requests(
     server: Server, prompts: list[list[int]]
 ) -> None:
     asked = Asked(server)
@@ -127,19 +125,21 @@ def test_priorities_change_while_requests_wait_and_run(
     assert asked.begun.wait(DEADLINE_S)
     waiting = [asked.ask(f"waiting {at}", prompts[at]) for at in (1, 2)]
     deadline = time.monotonic() + DEADLINE_S
-    while not give(server, "waiting 2", 9).ok:  # it may not have come to the scheduler yet
+    while not give(server, "waiting 2", 9).ok:  # the scheduler may not have received the request
         assert time.monotonic() < deadline
     for each in (first, *waiting):
         each.result()
     assert asked.ended == ["waiting 2", "first", "waiting 1"]
     found = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
     series = re.findall(r'^sglang:num_running_reqs{.*?priority="([^"]*)"', found, re.MULTILINE)
-    assert {"", "0"} < set(series) <= {"", "0", "1", "5", "9"}  # what was given, and no level
+    # The labels are given priorities, not levels of the policy.
+    assert {"", "0"} < set(series) <= {"", "0", "1", "5", "9"}
 
 
-def test_a_pause_keeps_nothing_that_other_weights_would_not_have_computed(
+def test_requests_retracted_by_a_pause_are_not_swapped_out(
     server: Server, prompts: list[list[int]]
 ) -> None:
+    """Checks that a pause leaves no KV to resume from, because the weights may change during it."""
     alone = Asked(server).ask("alone", prompts[0]).result()["output_ids"]
     before = load(server)["sgl_ext"]["swap"]
     asked = Asked(server)
@@ -155,11 +155,11 @@ def test_a_pause_keeps_nothing_that_other_weights_would_not_have_computed(
     assert after["swapped_out"] == before["swapped_out"]
 
 
-def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
+def test_requests_aborted_during_prefill_do_not_count_as_preempted(
     server: Server, prompts: list[list[int]]
 ) -> None:
     before = load(server)["sgl_ext"]["swap"]
-    prompt = (prompts[2] + prompts[3])[:1025]  # two chunks, and one token
+    prompt = (prompts[2] + prompts[3])[:1025]  # two chunks of the prefill, and one token
     for number, delay in enumerate((0.1, 0.5, 1.5)):
         requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S)
         asked = Asked(server).ask(f"aborted {number}", prompt)
@@ -176,11 +176,13 @@ def test_what_is_aborted_in_the_middle_of_its_prompt_did_not_give_way(
     ("rid", "priority", "code"),
     [("nobody", 1, 404), ("x", 1 << 31, 422), ("x", "high", 422), ("", 1, 422), ("x", 1.5, 422)],
 )
-def test_what_cannot_be_given(server: Server, rid: object, priority: object, code: int) -> None:
+def test_invalid_priorities_and_unknown_requests_are_refused(
+    server: Server, rid: object, priority: object, code: int
+) -> None:
     answer = give(server, rid, priority)
     assert answer.status_code == code
     assert "Traceback" not in answer.text
 
 
-def test_malformed_requests_end_nothing_and_disturb_nobody(server: Server) -> None:
+def test_malformed_requests_do_not_affect_server_or_other_clients(server: Server) -> None:
     assert bombard(server, "swap")[400] > 0

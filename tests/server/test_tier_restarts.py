@@ -1,7 +1,7 @@
-"""Whole servers that are killed at any moment: what the next one finds is right.
+"""A server that is killed at a random moment leaves an SSD tier that the next server can use.
 
-Ten rounds take some eight minutes: they run where SGL_EXT_ROUNDS=10 asks for them. What a kill
-leaves in the files themselves, test_ssd_crash.py shows.
+The tests are skipped unless SGL_EXT_ROUNDS sets a number of rounds. Ten rounds take about eight
+minutes. ``test_ssd_crash.py`` checks the files themselves after a kill.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0"))
 
 
 @pytest.mark.skipif(not ROUNDS, reason="takes minutes; set SGL_EXT_ROUNDS")
-def test_a_server_killed_under_load(model: Path, tmp_path: Path) -> None:
+def test_answers_stay_correct_after_a_server_is_killed_under_load(
+    model: Path, tmp_path: Path
+) -> None:
     choose = random.Random(5)  # noqa: S311
     directories = [tmp_path / f"ssd{number}" for number in range(4)]
     for directory in directories:
@@ -50,7 +52,10 @@ def test_a_server_killed_under_load(model: Path, tmp_path: Path) -> None:
 
 
 def _load_and_kill(server: Server, seconds: float, seed: int) -> None:
-    """Requests that store and load come until the whole tree is killed."""
+    """Sends requests for ``seconds``, then kills all processes of the server.
+
+    The prompts are random, so the server stores their pages.
+    """
     stop = threading.Event()
 
     def load(number: int) -> None:
@@ -66,7 +71,7 @@ def _load_and_kill(server: Server, seconds: float, seed: int) -> None:
     for thread in threads:
         thread.start()
     time.sleep(seconds)
-    # The scheduler first: it is the one that writes.
+    # The scheduler, which writes to the SSD, is killed before its parent.
     for process in [*reversed(server.process.children(recursive=True)), server.process]:
         process.send_signal(signal.SIGKILL)
     stop.set()

@@ -1,4 +1,4 @@
-"""A server with tiers whose disk fails, fills, lies or is slow goes on with the right answers."""
+"""Tests of the answers of a server with tiers whose disk is failing, full, corrupt or slow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(server: Server, prompt: list[int], **more: object) -> dict[str, Any
 
 
 def ask(server: Server, prompt: list[int], **more: object) -> tuple[list[int], dict[str, int]]:
-    """Its answer, and where the prompt's KV was."""
+    """Returns the output ids of an answer, and the cached tokens of the prompt by tier."""
     answer = generate(server, prompt, **more)
     return answer["output_ids"], answer["meta_info"].get("cached_tokens_details") or {}
 
@@ -61,12 +61,12 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def flush(server: Server) -> None:
-    """Device and host memory forget everything."""
+    """Flushes the KV caches in device and host memory; retries until the server accepts it."""
     until(lambda: requests.post(f"{server.url}/flush_cache", timeout=DEADLINE_S).ok)
 
 
 def settled(server: Server) -> None:
-    """What was computed has been written."""
+    """Waits until no tier has queued copies, so that all computed KV has been written."""
     until(lambda: not any(tier["queue_depth"] for tier in tiers(server).values()))
 
 
@@ -79,7 +79,13 @@ def prompts(model: Path) -> list[list[int]]:
 def config(
     *directories: Path, keep_after: int = 1, slow: str | None = None, **more: object
 ) -> tuple[str, ...]:
-    """Arguments of a server with an SSD tier, which is ``slow`` if it moves so much a second."""
+    """Returns the arguments of a server with an SSD tier.
+
+    Args:
+        keep_after: number of uses after which a page is stored.
+        slow: bytes per second of an emulated slow SSD, such as ``10MB``; None: no emulation.
+        more: further settings of the tiers.
+    """
     ssd = {
         "directories": list(map(str, directories)),
         "capacity": "60MiB",
@@ -115,7 +121,7 @@ def tells_what_was_reused(server: Server, prompt: list[int], filler: list[int]) 
         assert loaded["ssd"] == meta["cached_tokens_details"]["ssd"] > 0.8 * len(prompt)
         assert entry["sources"]["ssd"]["bytes"] % loaded["ssd"] == 0
         assert all(source["seconds"] > 0 for source in entry["sources"].values())
-    assert "ext" not in generate(server, prompt)["meta_info"]  # it is in the device
+    assert "ext" not in generate(server, prompt)["meta_info"]  # resident on the device
 
 
 def keeps_tenants_apart(server: Server, prompt: list[int]) -> None:
@@ -129,7 +135,7 @@ def keeps_tenants_apart(server: Server, prompt: list[int]) -> None:
             assert bool(details.get("ssd")) is known
 
 
-def test_a_disk_that_fails_costs_time_only(
+def test_disk_failures_do_not_change_answers(
     model: Path, prompts: list[list[int]], small_disk: Path, tmp_path: Path
 ) -> None:
     filler = [token % 40_000 + 1000 for token in range(0, 7 * 1000, 7)]
@@ -141,7 +147,7 @@ def test_a_disk_that_fails_costs_time_only(
 
         def answers() -> list[tuple[list[int], dict[str, int]]]:
             flush(server)
-            # Its pages take the places in host memory where those of the prompts still lie.
+            # The filler overwrites the pages of the prompts, which are still in host memory.
             ask(server, filler)
             found = [ask(server, prompt) for prompt in prompts]
             settled(server)
@@ -155,7 +161,7 @@ def test_a_disk_that_fails_costs_time_only(
         tells_what_was_reused(server, prompts[0], filler)
         keeps_tenants_apart(server, prompts[0][:65])
 
-        # A byte in every sector of one disk changes.
+        # One byte in every sector of one disk is corrupted.
         with files[0].open("r+b") as pages:
             for at in range(100, files[0].stat().st_size, 4096):
                 pages.seek(at)
@@ -170,14 +176,14 @@ def test_a_disk_that_fails_costs_time_only(
         labels = 'reason="checksum",tier="ssd",tp_rank="0"'
         until(lambda: f"sglang_ext:tiers_failures_total{{{labels}}} {lost}.0" in metrics(server))
 
-        # Both files end in the middle of a page.
+        # Both files are truncated in the middle of a page.
         for file in files:
             with file.open("r+b") as pages:
                 pages.truncate(file.stat().st_size // 2 + 777)
         assert [ids for ids, _ in answers()] == expected
         assert failures(server).get("ENODATA", 0) > 0
 
-        # One file system is full: every page goes to the other, or over what is there.
+        # One file system is full: each page goes to the other one, or overwrites existing data.
         occupy(small_disk / "ballast")
         with files[0].open("r+b") as pages:
             pages.truncate(0)
@@ -186,7 +192,7 @@ def test_a_disk_that_fails_costs_time_only(
         assert [ids for ids, _ in answers()] == expected
         assert failures(server).get("ENOSPC", 0) > 0
 
-        # The directories are gone.
+        # All contents of the directories are deleted.
         for directory in directories:
             for child in directory.iterdir():
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
@@ -217,7 +223,7 @@ def new_weights_switch_the_tiers_off(
     assert not any(details.get("host") or details.get("ssd") for _, details in found)
 
 
-def test_a_slow_disk_is_waited_for_no_longer_than_asked(
+def test_pages_that_do_not_load_within_the_wait_are_recomputed(
     model: Path, prompts: list[list[int]], launch: Launch, tmp_path: Path
 ) -> None:
     (tmp_path / "ssd").mkdir()
@@ -225,7 +231,7 @@ def test_a_slow_disk_is_waited_for_no_longer_than_asked(
     with serve([System("slow", arguments)], model, tmp_path / "logs") as (server,):
         expected = [ask(server, prompt)[0] for prompt in prompts]
         settled(server)
-        assert tiers(server)["ssd"]["pages"] <= 1  # the page that all of them begin with
+        assert tiers(server)["ssd"]["pages"] <= 1  # the first page, which all prompts share
         seen_again = [ask(server, prompt) for prompt in prompts]
         assert [ids for ids, _ in seen_again] == expected
         assert all(details["device"] for _, details in seen_again)
@@ -234,8 +240,8 @@ def test_a_slow_disk_is_waited_for_no_longer_than_asked(
         flush(server)
         again = [ask(server, prompt) for prompt in prompts]
         assert [ids for ids, _ in again] == expected
-        assert all(not details.get("ssd") for _, details in again)  # it would have taken seconds
-        until(lambda: tiers(server)["ssd"]["loaded_bytes"] > 0)  # and came nevertheless
+        assert all(not details.get("ssd") for _, details in again)  # loads would have taken seconds
+        until(lambda: tiers(server)["ssd"]["loaded_bytes"] > 0)  # but they still complete
 
         gone_while_it_waits(server, prompts[0])
         new_weights_switch_the_tiers_off(server, model, prompts, expected)

@@ -1,4 +1,4 @@
-"""A restorer over real host memory and the threads of a tier that obeys the test."""
+"""Restorer over real host memory, with a lower tier whose I/O the test controls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgl_ext.tiers.lower import LowerTier
 
 PAGE = 4
 UNIT = 2
-"""Pages."""
+"""Maximum size of a load, in pages."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -31,14 +31,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Believed(Costs):
-    """Costs that stay as they are: no test depends on how fast a load was on its machine."""
+    """Costs that ignore measured loads, so that no test depends on the speed of the machine."""
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         pass
 
 
 class Machine:
-    """A restorer, the arena of its host memory, and a shelf below."""
+    """Restorer, the arena of its host memory, and a lower tier."""
 
     def __init__(self, places: int = 64) -> None:
         self.engine = TransferEngine()
@@ -54,7 +54,7 @@ class Machine:
             measured=frozenset({COMPUTE, "shelf"}),
         )
         self.restorer = Restorer(
-            self.host, [self.tier], Shortest(0.0), self.costs,  # nobody ages while a thread waits
+            self.host, [self.tier], Shortest(0.0), self.costs,  # no ageing while a thread waits
             page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class Machine:
             self.shelf.pages[name] = page.tobytes()
 
     def right(self, rid: str, names: list[bytes], plan: PrefillPlan) -> bool:
-        """Whether what the plan loads lies where the restorer says."""
+        """Returns whether the restorer's places hold the pages that the plan loads."""
         for span in plan.spans:
             if isinstance(span.source, Load):
                 places = self.restorer.places(rid, span.start, span.end)
@@ -78,9 +78,10 @@ class Machine:
         return True
 
     def run(self, rid: str, names: list[bytes], tokens: int, begin: int = 0) -> list[PrefillPlan]:
-        """Restores a request whose turn it is, without computing anything.
+        """Restores an admitted request without a forward, and returns the plan of each part.
 
-        A part that is computed takes until a load has landed, if the shelf is open.
+        If the shelf is open, a part with computed tokens takes until one of the remaining loads has
+        landed.
         """
         plans = []
         at = begin
@@ -107,7 +108,7 @@ class Machine:
         return plans
 
     def _came(self, rid: str) -> int:
-        """Tokens of a request that were loaded so far."""
+        """Returns the number of the request's tokens that were loaded so far."""
         report = self.restorer.report(rid)
         return 0 if report is None else sum(report["loaded"].values())
 

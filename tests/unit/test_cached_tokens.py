@@ -1,4 +1,4 @@
-"""Tokens that tiers brought count as cached, once, and under the tier that they came from."""
+"""Tests of ``cached_tokens``: tokens that tiers load count once, under the tier that has them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,13 @@ def details(req: Any) -> dict[str, Any] | None:
 
 
 def part(req: Any, start: int, end: int, *, stained: bool = False) -> None:
-    """As ``ScheduleBatch.prepare_for_extend`` counts, at first."""
+    """Sets the next part of the prompt and counts its prefix, as in ``prepare_for_extend``.
+
+    Like SGLang's ``ScheduleBatch``, counts for the first part only.
+
+    Args:
+        stained: whether the request was retracted before, so that SGLang counts nothing.
+    """
     req.prefix_len, req.extend_end = start, end
     if not stained and not getattr(req, "before", 0):
         req.cached_tokens += start
@@ -64,7 +70,7 @@ PLAN = PrefillPlan(
 )  # fmt: skip
 
 
-def test_parts_count_what_tiers_have_loaded() -> None:
+def test_each_part_counts_the_tokens_that_tiers_loaded() -> None:
     brings = power(Stretch("ssd", 2, 12), Stretch("remote", 12, 18))
     req = request(300)
     for start, end in ((32, 112), (112, 200), (200, 300)):
@@ -74,13 +80,14 @@ def test_parts_count_what_tiers_have_loaded() -> None:
     assert details(req) == {"device": 32, "host": 0, "ssd": 64 + 16, "remote": 96}
 
 
-def test_nothing_is_counted_twice_after_a_retraction() -> None:
+def test_retracted_requests_count_no_token_twice() -> None:
     brings = power(Stretch("ssd", 2, 18))
     req = request(300)
     part(req, 0, 200)
     brings._count_loaded(req)
     assert details(req) == {"device": 0, "host": 0, "ssd": 64 + 24}
-    part(req, 96, 300, stained=True)  # from the start, or from what the tree has kept
+    # The tree has kept a prefix of 96 tokens. In the next case it has kept none.
+    part(req, 96, 300, stained=True)
     brings._count_loaded(req)
     assert req.cached_tokens == 64 + 112
     part(req, 0, 300, stained=True)
@@ -89,8 +96,9 @@ def test_nothing_is_counted_twice_after_a_retraction() -> None:
     assert details(req) == {"device": 0, "host": 0, "ssd": 64 + 112}
 
 
-def test_an_answer_is_no_part_of_the_prompt() -> None:
-    req = request(200)  # was retracted before its first part had run, or stock counts nothing
+def test_output_tokens_of_retracted_requests_are_not_counted() -> None:
+    # Retracted before its first part had run, or stock SGLang counts nothing.
+    req = request(200)
     part(req, 0, 300, stained=True)
     power(Stretch("ssd", 2, 18))._count_loaded(req)
     assert req.cached_tokens == 64 + 24
@@ -99,7 +107,7 @@ def test_an_answer_is_no_part_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("computed", "reached", "counted"), [(0, 0, 96), (40, 0, 56), (96, 0, 0), (40, 96, 32)]
 )
-def test_a_prefix_in_host_memory_counts_what_was_not_computed(
+def test_prefixes_in_host_memory_do_not_count_computed_tokens(
     computed: int, reached: int, counted: int
 ) -> None:
     req = request(200, _sgl_ext_reached=reached)
@@ -114,7 +122,7 @@ def test_a_prefix_in_host_memory_counts_what_was_not_computed(
     assert details(req) == ({"device": 0, "host": counted} if counted else None)
 
 
-def test_a_request_without_restoration_says_what_it_said() -> None:
+def test_details_without_restored_tokens_keep_the_counts_of_sglang() -> None:
     assert details(request(100)) is None
     assert details(request(100, cached_tokens=7)) == {"device": 7, "host": 0}
     told = {"ext": [{"power": "tiers", "sources": {"ssd": {"tokens": 48}}}]}

@@ -1,4 +1,4 @@
-"""The copies that HiCache makes on a machine without an accelerator."""
+"""HiCache on a machine without an accelerator: copies of pages and host pools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_transfer_copies_pages_between_pools(page: int, strided: bool) -> None:
         assert torch.equal(target, old)
 
 
-def test_parts_are_in_place() -> None:
+def test_repeated_install_sets_the_copy_and_limits_the_host_reserve() -> None:
     from sglang.srt.mem_cache.pool_host import base, mha
 
     hicache.install()
@@ -37,7 +37,7 @@ def test_parts_are_in_place() -> None:
     assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES <= 10 << 30
 
 
-def test_host_pools_do_not_pin() -> None:
+def test_host_pools_do_not_pin_memory() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 

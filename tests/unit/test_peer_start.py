@@ -1,4 +1,4 @@
-"""What keeps engines from lending to each other is refused at the start, or said to both."""
+"""Tests of errors that prevent lending: refused starts, and messages that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def private(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_directory_is_made_private(tmp_path: Path) -> None:
+def test_a_directory_is_created_with_mode_700(tmp_path: Path) -> None:
     assert directory.address(tmp_path / "a" / "b") == f"ipc://{tmp_path}/a/b/master"
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
@@ -51,13 +51,13 @@ def test_a_directory_of_another_user_is_refused(private: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o702])
-def test_a_directory_that_others_can_reach_is_refused(private: Path, mode: int) -> None:
+def test_a_directory_accessible_to_other_users_is_refused(private: Path, mode: int) -> None:
     private.chmod(mode)
     with pytest.raises(DirectoryError, match=f"has mode {mode:04o}, .* run chmod 700 on it"):
         directory.address(private)
 
 
-def test_a_directory_that_cannot_be_is_refused(private: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_refused(private: Path) -> None:
     with pytest.raises(DirectoryError, match="is too long for a socket"):
         directory.address(private / ("d" * 100))
     with pytest.raises(DirectoryError, match="cannot be created: File name too long"):
@@ -67,7 +67,7 @@ def test_a_directory_that_cannot_be_is_refused(private: Path) -> None:
         directory.address(private / "file" / "peers")
 
 
-def test_a_directory_has_one_master(private: Path) -> None:
+def test_a_second_master_of_a_directory_is_refused(private: Path) -> None:
     already = rf"already has a master \(process {os.getpid()}\)"
     with directory.lock(private), pytest.raises(DirectoryError, match=already):
         directory.lock(private)
@@ -91,13 +91,13 @@ def test_an_address_that_cannot_be_used_is_refused(private: Path) -> None:
     before = psutil.Process().num_fds()
     with pytest.raises(LinkError, match=r"cannot open the socket .*: No such file or directory"):
         Link("master", f"ipc://{private}/none/master")
-    assert psutil.Process().num_fds() <= before + 1  # zmq's own, of its first context
+    assert psutil.Process().num_fds() <= before + 1  # ZeroMQ keeps one of its first context
 
 
-def test_a_start_that_fails_says_why_in_one_line(
+def test_a_failed_activation_is_reported_in_one_line(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (private / "master").mkdir()  # where the socket should be
+    (private / "master").mkdir()  # occupies the path of the socket
     section = {"role": "master", "directory": str(private), "capacity": "1MiB"}
     ext = runtime.ExtRuntime(ExtConfig.model_validate({"peer": section}))
     scheduler = Scheduler(16, 20, beyond=20)
@@ -109,7 +109,9 @@ def test_a_start_that_fails_says_why_in_one_line(
         dispatch._ready(dict, scheduler)
 
 
-def test_an_orderly_end_of_a_scheduler_is_a_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_powers_are_closed_when_the_scheduler_releases_its_resources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sglang.srt.managers.scheduler import Scheduler as SGLangs
 
     (hook,) = (each for each in dispatch.HOOKS if each.function is dispatch._leave)
@@ -125,14 +127,14 @@ def test_an_orderly_end_of_a_scheduler_is_a_leave(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def ends() -> Iterator[list[Callable[[], object]]]:
-    """To be called in the end."""
+    """Functions that are called after the test, the last one first."""
     ends: list[Callable[[], object]] = []
     yield ends
     for end in reversed(ends):
         end()
 
 
-def test_a_worker_hears_why_it_is_not_understood(
+def test_a_worker_receives_the_reason_why_its_message_is_refused(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:
     address = directory.address(private)
@@ -150,7 +152,7 @@ def test_a_worker_hears_why_it_is_not_understood(
     assert not worker.refused
 
 
-def test_a_worker_of_another_version_can_read_its_refusal(
+def test_a_worker_with_another_protocol_version_receives_a_refusal(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:
     address = directory.address(private)
@@ -164,14 +166,14 @@ def test_a_worker_of_another_version_can_read_its_refusal(
             socket.send(said)
             with pytest.raises(RefusedError):
                 decode(socket.recv())
-        # A refusal is not answered, or two of them would never end.
+        # A refusal is not answered, or both sides would send refusals forever.
         socket.send(encode(Refusal("a first one")))
         socket.send(b"\xc1")
         with pytest.raises(RefusedError, match="invalid message"):
             decode(socket.recv())
 
 
-def test_a_message_that_is_no_message_ends_no_link(
+def test_a_link_survives_invalid_and_misattributed_messages(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:
     address = directory.address(private)
@@ -184,7 +186,7 @@ def test_a_message_that_is_no_message_ends_no_link(
         socket.send(b"\x81\xa1a" + b"\x91" * 3000)
         with pytest.raises(RefusedError, match="invalid message"):
             decode(socket.recv())
-        # A connection speaks for the worker whose name it has.
+        # A connection may send messages only for the worker that its identity names.
         socket.send(encode(LEND))
         with pytest.raises(RefusedError, match="two identities"):
             decode(socket.recv())
@@ -193,7 +195,9 @@ def test_a_message_that_is_no_message_ends_no_link(
     until(lambda: master.heard() == [LEND])
 
 
-def test_a_link_remembers_so_many_sides(private: Path, ends: list[Callable[[], object]]) -> None:
+def test_a_link_keeps_only_the_sides_heard_last(
+    private: Path, ends: list[Callable[[], object]]
+) -> None:
     master = Link("master", directory.address(private))
     ends.append(master.close)
     names = [b"%d" % number for number in range(1000)]

@@ -1,4 +1,4 @@
-"""Prefixes that are taken from host memory layer by layer, the last one first."""
+"""Tests of prefixes that are loaded from host memory layer by layer, the last layer first."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def link() -> Iterator[Link]:
     link.engine.close()
 
 
-def test_computing_and_loading_meet(link: Link) -> None:
+def test_loads_of_computed_layers_are_cancelled(link: Link) -> None:
     link.rows[:] = 0xDD
     every = np.arange(PAGES)
     tickets = link.copies.load_from_the_top(every, every)
-    tickets[3].wait(30)  # of layers 0 to 4: the last two have come
+    tickets[3].wait(30)  # of layers 0 to 4: the last two are loaded
     assert tickets[4].state == State.DONE
     assert taken_back(tickets[0])
     assert taken_back(tickets[1])
-    met = 2 if not taken_back(tickets[2]) else 3  # it may have begun by now
+    met = 2 if not taken_back(tickets[2]) else 3  # the load may have begun by now
     assert all(link.landed(layer) for layer in range(met, LAYOUT.layers))
-    assert (link.rows[:, :2] == 0xDD).all()  # nobody writes what is computed
+    assert (link.rows[:, :2] == 0xDD).all()  # cancelled loads write nothing
     for ticket in tickets:
         assert ticket.poll()
 
 
-def test_a_landed_load_is_not_taken_back(link: Link) -> None:
+def test_a_landed_load_is_not_cancelled(link: Link) -> None:
     every = np.arange(PAGES)
     tickets = link.copies.load_from_the_top(every, every)
     tickets[0].wait(30)
@@ -105,14 +105,14 @@ def test_a_late_load_does_not_keep_others_from_being_cancelled() -> None:
     assert [load.state for load in loads if not load.late] == [State.CANCELLED] * 3
 
 
-def test_pages_stay_until_their_request_has_them() -> None:
+def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     host, names = HostPages(PAGES), keys(*range(PAGES))
     pages = host.reserve(PAGES)
     assert pages is not None
     host.publish(names, pages)
     held = HostPrefixes(host, PAGE)
     held.hold("a", names[2:5], 2, Strategy.LAYERS)
-    held.hold("a", names[2:4], 2, Strategy.LAYERS)  # looked up once more, with less
+    held.hold("a", names[2:4], 2, Strategy.LAYERS)  # a second lookup finds fewer pages
     assert host.room == PAGES - 2
     assert held["a"].pages.tolist() == pages[2:4].tolist()
     assert held.plan("a", 21).spans == (
@@ -131,7 +131,7 @@ def test_pages_stay_until_their_request_has_them() -> None:
     held.expire(held["a"].since + 1, kept={"b"})
     assert "a" not in held
     held.hold("a", names[2:4], 2, Strategy.LAYERS)
-    assert held.give_up_one(kept={"b"})  # a preempted request needs the room
+    assert held.give_up_one(kept={"b"})  # a preempted request needs places
     assert "a" not in held
     assert not held.give_up_one(kept={"b"})
     assert held.clear() == ["b"]
