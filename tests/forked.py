@@ -44,13 +44,14 @@ _IMPORTED = (
 )
 _LATE = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_TEST_RETRACT",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_TEST_RETRACT",
     "SGLANG_TEST_RETRACT_INTERVAL",
 }  # fmt: skip
 """Names of variables that SGLang reads after its imports, or that :func:`_apply` reads again."""
 _EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
 """Prefixes of environment variables that are read at import time, or earlier."""
-_SPARES = 3
+_SPARES = 4
 _SABOTAGE = Path(__file__).parent / "sabotage.py"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
