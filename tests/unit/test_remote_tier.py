@@ -346,7 +346,7 @@ def test_calls_are_misses_until_a_killed_master_is_restarted(
     failures = tier.statistics().failures
     assert failures["away"] >= 48
     assert failures.keys() & {"master", "timeout"}
-    assert [r.message for r in caplog.records if "away" in r.message]
+    assert [r.message for r in caplog.records if "is unavailable" in r.message]
 
     caplog.set_level(logging.INFO, "sgl_ext.tiers.mooncake")
     master.start()
