@@ -32,8 +32,8 @@ BENCHES = {
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
-_QUICK_MINUTES = {"chunks": 14, "overhead": 3}
-"""Estimated minutes of ``--quick`` on two cores with bfloat16 instructions, rounded up."""
+_QUICK_MINUTES = {"chunks": 14, "overhead": 5}
+"""Estimated minutes of ``--quick`` on two cores, rounded up."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -139,7 +139,7 @@ def test_failed_replacement_changes_nothing(owner: Owner, monkeypatch: pytest.Mo
     ("change", "reason"),
     [
         ({"fd": 9999}, "cannot be opened"),
-        ({"name": "another"}, "not another"),
+        ({"name": "another"}, "expected another"),
         ({"size": PAGES * PAGE}, r"lends bytes 4,096 to 36,864 of a file of 32,768"),
         ({"offset": -PAGE}, "lends bytes"),
         ({"offset": 1}, "whole pages"),
