@@ -225,7 +225,10 @@ def test_unknown_and_invalid_configurations_are_refused(tmp_path: Path) -> None:
 def test_complaints_are_found_in_logs(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("ready\nFull Pool Mem Leak Detected! [full]\nTraceback of a client's leaving\n")
-    assert complaints([log]) == ["server.log: Full Pool Mem Leak Detected! [full]"]
+    found = complaints([log])
+    assert found == ["server.log: Full Pool Mem Leak Detected! [full]"]
+    assert exactness._LEAK.search(found[0])
+    assert exactness._LEAK.search("req_to_token_pool memory leak detected!")
 
 
 def _accepted(sections: Mapping[str, object]) -> bool:

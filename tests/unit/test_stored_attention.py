@@ -21,6 +21,7 @@ from sgl_ext.engine.clusters.attention import Own, StoredAttention
 from sgl_ext.engine.clusters.contexts import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
 from sgl_ext.engine.clusters.memory import StoredMemory
+from sgl_ext.engine.clusters.power import _refuse
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
@@ -352,3 +353,16 @@ def test_attention_that_is_not_finite_is_an_error(engine: TransferEngine, tmp_pa
     setup.attention.failed = "context a is disabled"
     with pytest.raises(ExtError, match="context a is disabled"):
         setup.sparse(1, query, own, 0.3)
+
+
+def test_a_request_whose_context_cannot_be_read_is_answered_with_503() -> None:
+    for error, status in (
+        (DeviceError("device 0 does not respond"), 503), (ExtError("no such context"), 400),
+    ):  # fmt: skip
+        answered: list[object] = []
+        req: Any = SimpleNamespace(
+            set_finish_with_abort=lambda *given, to=answered: to.extend(given)
+        )
+        _refuse(req, error)
+        assert answered == [str(error), status]
+        assert req.skip_radix_cache_insert
