@@ -71,5 +71,5 @@ class Swap(Section):
 
     @property
     def order(self) -> str:
-        """Name of what sets priorities: the policy, or the trace of an experiment."""
+        """Source of priorities: name of the policy, or of the trace of an experiment."""
         return self.experiment.trace or self.policy

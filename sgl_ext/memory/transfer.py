@@ -249,11 +249,11 @@ class TransferEngine:
         Raises:
             ValueError: a ticket belongs to another engine (checked only if none is finished).
         """
-        finished = [ticket for ticket in tickets if ticket.poll()]
+        finished = _finished(tickets)
         if finished or not tickets:
             return finished
         self._core.wait_any([ticket._native for ticket in tickets], timeout)
-        return [ticket for ticket in tickets if ticket.poll()]
+        return _finished(tickets)
 
     @property
     def closed(self) -> bool:
@@ -282,6 +282,10 @@ class TransferEngine:
     def __del__(self) -> None:
         if hasattr(self, "_core"):
             _close_forgotten(self)
+
+
+def _finished(tickets: Sequence[NativeTicket]) -> list[NativeTicket]:
+    return [ticket for ticket in tickets if ticket.poll()]
 
 
 def _as_batch(copies: ArrayLike) -> NDArray[np.int64]:

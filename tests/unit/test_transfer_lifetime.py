@@ -1,4 +1,4 @@
-"""Tests of the lifetime of what a transfer engine owns: memory, threads and tickets."""
+"""Tests of the lifetime of the memory, threads and tickets of a transfer engine."""
 
 from __future__ import annotations
 

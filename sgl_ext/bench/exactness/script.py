@@ -20,7 +20,7 @@ class Event(Enum):
     BUSY_FLUSH = "flush while busy"
     """``/flush_cache`` under load, which SGLang refuses."""
     FLUSH = "flush"
-    """``/flush_cache`` after all requests have ended, and a check of what is still held."""
+    """``/flush_cache`` after all requests have ended, and a check for leaked resources."""
     KILL = "kill -9"
     """SIGKILL of all processes of a server under load, and a restart."""
 

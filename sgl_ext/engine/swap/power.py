@@ -260,6 +260,6 @@ class SwapPower(Power[Swap]):
 
     def describe(self) -> Mapping[str, object]:
         found: dict[str, object] = {**self.manager.describe()}
-        if (experiment := self.section.experiment) != SwapExperiment():
+        if (experiment := self.manager.experiment) != SwapExperiment():
             found["experiment"] = experiment.model_dump()
         return found
