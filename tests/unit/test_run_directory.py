@@ -46,6 +46,9 @@ def test_next_launcher_removes_only_what_a_killed_one_left(
     left, kept = directory_of(killed), directory_of(living)
     segment = Path("/dev/shm/sglang_loads_abc123_test.shm")
     segment.touch()
+    digits = Path("/dev/shm/sglang_loads_987654321098_test.shm")  # no process id
+    digits.touch()
+    (left / "shm-sglang_loads_987654321098_*").touch()
     (left / "shm-sgl_shm_*_1_*").touch()  # the pid of a worker that another process has now
     taken = Path("/dev/shm/sgl_shm_test_1_abc123")
     taken.touch()
@@ -61,6 +64,7 @@ def test_next_launcher_removes_only_what_a_killed_one_left(
     directory_of(start(tmp_path))
     assert not left.exists()
     assert not segment.exists()
+    assert not digits.exists()
     assert taken.exists()
     taken.unlink()
     assert kept.exists()

@@ -24,6 +24,7 @@ import psutil
 _PREFIX = "sgl_ext-"
 _LOCK = "lock"
 _NOTE = "shm-"
+_WORKER = "sgl_shm_*_"
 _SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET_PATH = 107
 _GRACE_S = 60.0
@@ -59,7 +60,7 @@ def remember_instance(instance_id: str) -> None:
 
 def remember_worker(pid: int) -> None:
     """Records a worker process whose shared memory is removed with the directory."""
-    _remember(f"sgl_shm_*_{pid}_*")
+    _remember(f"{_WORKER}{pid}_*")
 
 
 def subdirectory() -> Path:
@@ -113,17 +114,21 @@ def _remove_stale(parent: Path) -> None:
 def _remove(directory: Path, *, stale: bool = False) -> None:
     """Removes the directory and the shared memory that is recorded in it."""
     for note in directory.rglob(f"{_NOTE}*"):
-        for segment in _SHARED_MEMORY.glob(note.name.removeprefix(_NOTE)):
+        segments = note.name.removeprefix(_NOTE)
+        if stale and _worker_lives(segments):
+            continue
+        for segment in _SHARED_MEMORY.glob(segments):
             with suppress(OSError):
-                if not (stale and _creator_lives(segment)):
-                    segment.unlink()
+                segment.unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _creator_lives(segment: Path) -> bool:
-    """Returns whether a process has the number in the segment's name.
+def _worker_lives(segments: str) -> bool:
+    """Returns whether a process has the number of the worker that the pattern names.
 
-    Such a process belongs to another server, which received the number since.
+    Such a process belongs to another server, which received the number since. Instances have no
+    process: an identifier may consist of digits only, and of more than a process id has.
     """
-    number = segment.name.split("_")[-2]
-    return number.isdigit() and psutil.pid_exists(int(number))
+    if not segments.startswith(_WORKER):
+        return False
+    return psutil.pid_exists(int(segments.removeprefix(_WORKER).strip("_*")))
