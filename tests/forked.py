@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil
 import setproctitle
+import shortcuts
 
 _IMPORTED = (
     "sglang.srt.entrypoints.engine",
@@ -215,18 +216,19 @@ def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str
 
 
 def _apply(environment: Mapping[str, str], *, child: bool = False) -> None:
-    """Sets the environment, and the constants that SGLang read from it at import time.
+    """Sets the environment, and what SGLang derives from it at import time.
 
     Args:
         child: True in a child of the forked process, such as a scheduler.
     """
     import numpy as np
-    from sglang.srt.environ import envs
+    from sglang.srt.environ import envs, redirect_third_party_caches
     from sglang.srt.managers import scheduler
 
     tempfile.tempdir = None  # SGLang's imports have set it from the old environment
     os.environ.clear()
     os.environ.update(environment)
+    redirect_third_party_caches()
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     np.random.seed()
@@ -303,7 +305,7 @@ def _start_spares() -> None:
         theirs.close()
         resource_tracker._resource_tracker._fd, reader, _ = handles[:3]  # type: ignore[attr-defined]
         _handles[:] = handles[3:]
-        sys.exit(spawn._main(reader, os.dup(reader)))  # type: ignore[attr-defined]
+        shortcuts.end(spawn._main(reader, os.dup(reader)))  # type: ignore[attr-defined]
 
 
 def _popen(process_obj: Any, spawned: Any = context.SpawnProcess._Popen) -> Any:  # type: ignore[attr-defined]
@@ -320,6 +322,7 @@ def main(handle: int) -> None:
     connection = socket.socket(fileno=handle)
     for name in _IMPORTED:
         __import__(name)
+    shortcuts.install()
     setproctitle.getproctitle()  # locates argv, which requires the original environment
     spawn.prepare = _prepare
     context.SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[attr-defined]
@@ -337,10 +340,14 @@ def main(handle: int) -> None:
         time.sleep(0.001)  # the end of the intermediate parent must not send the signal
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     sys.path[0] = ""
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(program)
-        sys.path[0] = str(Path(program[0]).parent)
-        runpy.run_path(program[0], run_name="__main__")
+    try:
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(program)
+            sys.path[0] = str(Path(program[0]).parent)
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as exit_:
+        shortcuts.end(exit_.code)
+    shortcuts.end(0)
