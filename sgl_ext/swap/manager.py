@@ -17,7 +17,8 @@ from sgl_ext.config import SwapExperiment
 from sgl_ext.memory.tickets import State, Ticket
 from sgl_ext.swap.stopwatch import Stopwatch
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.stack import Saved, TierStack
+from sgl_ext.tiers.stack import TierStack
+from sgl_ext.tiers.stores import Saved
 
 _NOT_PINNED = -1
 
@@ -103,7 +104,7 @@ class SwapManager:
         """
         if self._used >= self._capacity:
             return None
-        if (saved := self.stack.save(np.array([block]))) is not None:
+        if (saved := self.stack.stores.save(np.array([block]))) is not None:
             self._used += 1
             self.counts.tails += 1
         return saved
@@ -125,12 +126,12 @@ class SwapManager:
             Whether more pages of swapped requests may be readable now.
         """
         tails = [one for one in self._tails if one.tail is None or not one.tail.ticket.poll()]
-        news = self._ended != self.stack.ended or len(tails) < len(self._tails)
-        self._tails, self._ended = tails, self.stack.ended
+        news = self._ended != self.stack.stores.ended or len(tails) < len(self._tails)
+        self._tails, self._ended = tails, self.stack.stores.ended
         if self._landing and self._used < self._capacity:
             for swapped in self._landing:
                 self._pin(swapped)
-            if not self.stack.stores_under_way and self._used < self._capacity:
+            if not self.stack.stores.in_progress and self._used < self._capacity:
                 self._landing.clear()
         return bool(self._swapped) and news
 
@@ -149,10 +150,10 @@ class SwapManager:
                 return False
             if not tail.ticket.poll():
                 return None
-        there = self.stack.here(keys)
+        there = self.stack.host.lookup(keys)
         if there == len(keys):
             return True
-        return None if self.stack.storing(keys[there]) else False
+        return None if self.stack.stores.storing(keys[there]) else False
 
     def hold(self, swapped: Swapped, first: int) -> None:
         """Pins the request's whole pages from number ``first`` on until :meth:`let_go` or
@@ -174,23 +175,23 @@ class SwapManager:
             raise RuntimeError("cannot load pages, because none are held")
         tickets = []
         if len(pages):
-            tickets.append(self.stack.begin_fill(pages, blocks[: len(pages)]))
+            tickets.append(self.stack.holds.begin_fill(pages, blocks[: len(pages)]))
         if swapped.tail is not None:
-            tickets.append(self.stack.begin_fill(swapped.tail.pages, blocks[len(pages) :]))
+            tickets.append(self.stack.holds.begin_fill(swapped.tail.pages, blocks[len(pages) :]))
         self.counts.loaded_pages += len(blocks)
         return tickets
 
     def let_go(self, swapped: Swapped | None) -> None:
         """Unpins held pages, which were loaded or will not be."""
         if swapped is not None and swapped.coming is not None:
-            self.stack.let_go(swapped.coming)
+            self.stack.holds.let_go(swapped.coming)
             swapped.coming = None
 
     def copy_again(self, keys: Sequence[Key], blocks: Pages) -> None:
         """Copies ``blocks`` of the device to the pages of ``keys`` that host memory already has."""
         missing = set(self.stack.host.missing(keys))
         here = [at for at in range(len(keys)) if at not in missing]
-        self.stack.copy_again([keys[at] for at in here], blocks[here])
+        self.stack.stores.copy_again([keys[at] for at in here], blocks[here])
         self.counts.copied_again += len(here)
 
     def drop(self, rid: str) -> None:
@@ -199,10 +200,10 @@ class SwapManager:
             return
         self.let_go(swapped)
         pinned = swapped.places[swapped.places != _NOT_PINNED]
-        self.stack.let_go(pinned)
+        self.stack.holds.let_go(pinned)
         self._used -= len(pinned)
         if swapped.tail is not None:
-            self.stack.drop(swapped.tail)
+            self.stack.stores.drop(swapped.tail)
             self._used -= 1
         for those in (self._landing, self._tails):
             if swapped in those:
@@ -218,8 +219,8 @@ class SwapManager:
         return {
             **asdict(self.counts),
             "swapped": len(self._swapped),
-            "stored_pages": self.stack.stored.pages,
-            "stored_bytes": self.stack.stored.pages * self.stack.layout.block_bytes,
+            "stored_pages": self.stack.stores.traffic.pages,
+            "stored_bytes": self.stack.stores.traffic.pages * self.stack.layout.block_bytes,
             "busy_seconds": self.clock.seconds,
             "waits": flight.waited,
             "waiting_seconds": flight.waited_seconds,

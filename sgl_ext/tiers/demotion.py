@@ -82,3 +82,25 @@ class Demotion:
         self._host.mark_copied(pages, self._number, True)
         self._host.pin(pages)
         self._batches.append(_Batch(pages, self._lower.store(keys, pages)))
+
+
+class Demotions:
+    """Demotion to each lower tier.
+
+    Args:
+        lower: Lower tiers, the nearest first.
+        page_bytes: Bytes of a page.
+    """
+
+    def __init__(self, lower: Sequence[LowerTier], host: HostPages, page_bytes: int) -> None:
+        self._each = [Demotion(at, tier, host, page_bytes) for at, tier in enumerate(lower)]
+
+    def offer(self, keys: Sequence[Key], pages: Pages) -> None:
+        """Offers ``pages``, which hold ``keys``, to each tier; see :meth:`Demotion.offer`."""
+        for demotion in self._each:
+            demotion.offer(keys, pages)
+
+    def advance(self) -> None:
+        """Takes every step that needs no waiting."""
+        for demotion in self._each:
+            demotion.advance()

@@ -53,6 +53,8 @@ class HostPages:
         """Pages evicted so far."""
         self.refused = 0
         """Pages refused so far, for want of room."""
+        self.enabled = True
+        """False after :meth:`disable`."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -60,6 +62,8 @@ class HostPages:
     @property
     def room(self) -> int:
         """Slots that :meth:`reserve` can return: the free ones and those of unpinned pages."""
+        if not self.enabled:
+            return 0
         return self.free + len(self._index) - self._pinned
 
     @property
@@ -68,7 +72,12 @@ class HostPages:
         return self._groups.available
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """Returns the number of leading ``keys`` that are resident. Does not count as a use."""
+        """Returns the number of leading ``keys`` that are resident; 0 if it is disabled.
+
+        Does not count as a use.
+        """
+        if not self.enabled:
+            return 0
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def missing(self, keys: Sequence[Key]) -> list[int]:
@@ -110,9 +119,11 @@ class HostPages:
                 growth of the sequence (FastSwitch §3.3); None keeps none.
 
         Returns:
-            The slots ``[count]``; None, with nothing changed, if too many are pinned or reserved.
+            The slots ``[count]``; None, with nothing changed, if too many are pinned or reserved,
+            or it is disabled.
         """
-        if count > self.capacity or not self._evict(count - self._groups.available):
+        lacking = count - self._groups.available
+        if not self.enabled or count > self.capacity or not self._evict(lacking):
             return None
         chain = None if behind is None else self._chain(behind)
         (runs,) = self._groups.allocate([(chain, count)]) or [[]]
@@ -123,6 +134,8 @@ class HostPages:
 
     def refuse(self, count: int) -> None:
         """Counts ``count`` pages that found no room, and logs a warning the first time."""
+        if not self.enabled:
+            return
         if count and not self.refused:
             logger.warning(
                 "host memory for tiers has no free slots for %d pages (it has %d slots, %d in use "
@@ -189,6 +202,11 @@ class HostPages:
         for chain in self._chains:
             self._groups.close(chain)
         self._chains.clear()
+
+    def disable(self) -> None:
+        """Clears the index; from now on no page is found, and no slot can be reserved."""
+        self.clear()
+        self.enabled = False
 
     def _chain(self, behind: int) -> int:
         """Returns the sequence that continues after slot ``behind``, a new one if there is none.

@@ -31,7 +31,7 @@ def probe(self, path):
     json.dump({"counts": vars(swap.counts), "swapped": len(swap._swapped),
                "used": swap._used, "pinned": host._pinned,
                "flying": ext.tiers.stack.in_flight.pending, "resuming": len(ext.swap.resuming),
-               "dropped": len(ext.tiers.stack._dropped), "lost": len(lost),
+               "dropped": len(ext.tiers.stack.stores._dropped), "lost": len(lost),
                "protected": self.tree_cache.protected_size(),
                "places": host.capacity - host.free - len(host)},
               open(path, "w"))

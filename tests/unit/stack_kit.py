@@ -79,16 +79,16 @@ class Machine:
 
     def store(self, keys: Sequence[Key], blocks: Pages) -> bool:
         self.compute(keys, blocks)
-        self.stack.store(keys, blocks)
-        self.until(lambda: self.stack.completed() == 1)
-        return self.stack.pop()
+        self.stack.stores.store(keys, blocks)
+        self.until(lambda: self.stack.stores.completed() == 1)
+        return self.stack.stores.pop()
 
     def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
         self.blocks[blocks] = 0xDD
         if not self.stack.load(rid, keys, blocks):
             return False
-        index = self.stack.start()
-        counter = self.stack.loads  # start() has set its consumer for the next forward
+        index = self.stack.loads.start()
+        counter = self.stack.loads.layers  # start() has set its consumer for the next forward
         row = self.layout.token_bytes // self.layout.layers
         whole = np.array([content(key, self.layout) for key in keys])
         for layer in range(self.layout.layers):
@@ -96,8 +96,8 @@ class Machine:
             shape = (len(keys), self.layout.page, self.layout.layers, row)
             here = self.blocks[blocks].reshape(shape)[:, :, layer]
             assert np.array_equal(here, whole.reshape(shape)[:, :, layer])
-        assert self.stack.finish(index)
-        assert self.stack.start() == -1
+        assert self.stack.loads.finish(index)
+        assert self.stack.loads.start() == -1
         assert counter.consumer_index == -1
         return self.right(keys, blocks)
 

@@ -25,7 +25,20 @@ PURE |= {f"restore/{name}" for name in (
     "restorer",
 )}  # fmt: skip
 PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
-PURE |= {f"tiers/{name}" for name in ("demotion", "host", "slots", "stack", "staging", "waiting")}
+PURE |= {
+    f"tiers/{name}"
+    for name in (
+        "demotion",
+        "holds",
+        "host",
+        "loads",
+        "slots",
+        "stack",
+        "staging",
+        "stores",
+        "waiting",
+    )
+}
 PURE |= {f"peer/{name}" for name in ("lending", "loan", "need", "regions")}
 """Policy that a simulator drives: it has no clock, thread or I/O of its own."""
 _MECHANISM = {"os", "socket", "subprocess", "pathlib", "concurrent.futures.ThreadPoolExecutor"}

@@ -95,14 +95,12 @@ class Host:
         self.in_flight = SimpleNamespace(waited_seconds=0.0)
         self.layout = SimpleNamespace(page=PAGE)
         self.enabled = True
-        self.ended = 0
+        self.stores = SimpleNamespace(ended=0, in_progress=0)
+        self.holds = SimpleNamespace(let_go=lambda _pages: None)
         self.host = SimpleNamespace(
             present=lambda _keys: [], places=lambda _keys: np.empty(0, np.int64),
             pin=lambda _pages: None,
         )  # fmt: skip
-
-    def let_go(self, _pages: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -185,7 +183,7 @@ def test_a_resumed_request_adopts_a_prefix_beyond_its_prompt(engine: Engine, roo
     saved: Any = SimpleNamespace(
         pages=np.zeros(1, np.int64), ticket=SimpleNamespace(poll=lambda: True, state=State.DONE)
     )
-    swap.stack.here = len
+    swap.stack.host.lookup = len
     swap.stack.host.use = lambda keys: np.arange(len(keys))
     swap.out("r", tokens, [b"%d" % at for at in range(tokens // PAGE)], tail=saved)
     req.init_next_round_input(tree)

@@ -147,7 +147,9 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
     """Looks up tiers that are disabled because their pages were computed with other weights."""
     linker = TierLinker.__new__(TierLinker)
     linker.stack = power.stack = SimpleNamespace(
-        enabled=enabled, here=lambda _keys: 0, lookup=lambda _rid, _keys: 0
+        enabled=enabled,
+        lookup=lambda _rid, _keys: 0,
+        host=SimpleNamespace(lookup=lambda _keys: 0),
     )
     linker.restoring, linker._ranks = power, None
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
@@ -160,7 +162,7 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
 def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bool) -> None:
     power._ext.inside_out.append(SimpleNamespace(owns=lambda _req: owned))
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
-    power.stack = SimpleNamespace(here=len)
+    power.stack = SimpleNamespace(host=SimpleNamespace(lookup=len))
     power.matching(request(), 16)
     assert power.lookup("r", [b""] * 5) == (None if owned else 5)
 
@@ -218,7 +220,8 @@ def test_host_memory_strategy_follows_the_option_and_the_costs(
     restorer.costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
     seconds = 0.0 if loading is None else 100 * loading
     stack: Any = SimpleNamespace(
-        loaded=SimpleNamespace(pages=100, seconds=seconds), layout=SimpleNamespace(layers=30)
+        loads=SimpleNamespace(traffic=SimpleNamespace(pages=100, seconds=seconds)),
+        layout=SimpleNamespace(layers=30),
     )
     prompt = turn.Prompt(0, pages, 1000, 0)
     assert turn.strategy(how, stack, restorer, prompt, pages) is chosen

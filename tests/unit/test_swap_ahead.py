@@ -70,10 +70,10 @@ def delayed() -> DelayedEngine:
 def machine(delayed: DelayedEngine) -> Machine:
     machine = Machine(PAGE, 16, delayed=delayed)
     machine.compute(keys(1, 2, 3, 4), np.arange(4))
-    machine.stack.store(keys(1, 2, 3, 4), np.arange(4))
+    machine.stack.stores.store(keys(1, 2, 3, 4), np.arange(4))
     delayed.let_happen(1)
-    assert machine.stack.completed()
-    machine.stack.pop()
+    assert machine.stack.stores.completed()
+    machine.stack.stores.pop()
     return machine
 
 

@@ -49,7 +49,7 @@ def out(
         machine.stack.in_flight.wait(places(tail), DEADLINE_S)
         machine.compute([key(1000 + tail)], places(tail))
         saved = swap.save_tail(tail)
-    machine.stack.store(keys(*names), blocks)
+    machine.stack.stores.store(keys(*names), blocks)
     tokens = len(names) * PAGE + (tail is not None)
     swap.out(rid, tokens, keys(*names), saved)
     swap.check_integrity()
@@ -59,9 +59,9 @@ def out(
 
 
 def settle(machine: Machine, swap: SwapManager) -> None:
-    machine.until(lambda: not machine.stack.stores_under_way)
-    while machine.stack.completed():
-        machine.stack.pop()
+    machine.until(lambda: not machine.stack.stores.in_progress)
+    while machine.stack.stores.completed():
+        machine.stack.stores.pop()
     swap.advance()
     swap.check_integrity()
 
@@ -151,16 +151,16 @@ def test_pages_that_host_memory_has_evicted_are_stored_again(machine: Machine) -
     swap = manager_of(machine)
     for begin in (1, 20, 28, 36):  # host memory has 16 slots
         assert machine.store(keys(*range(begin, begin + 8)), np.arange(8))
-    assert not machine.stack.here(keys(1))
+    assert not machine.stack.host.lookup(keys(1))
     machine.compute(keys(1, 2, 3), np.arange(3))
     for _ in range(2):  # the second time they are already being copied
-        machine.stack.store_lost(keys(1, 2, 3), np.arange(3))
-    assert machine.stack.stores_under_way <= 1
+        machine.stack.stores.store_lost(keys(1, 2, 3), np.arange(3))
+    assert machine.stack.stores.in_progress <= 1
     swap.out("one", 3 * PAGE, keys(1, 2, 3), None)
     swapped = swap.get("one")
     assert swapped is not None
-    machine.until(lambda: not machine.stack.stores_under_way)
-    assert machine.stack.completed() == 0  # SGLang did not ask for them
+    machine.until(lambda: not machine.stack.stores.in_progress)
+    assert machine.stack.stores.completed() == 0  # SGLang did not ask for them
     assert swap.advance()
     machine.blocks[:3] = 0xEE
     back(machine, swap, swapped, 0)
@@ -244,13 +244,13 @@ def test_random_operations_leak_no_pages(machine: Machine, seed: int) -> None:
             back(machine, swap, swapped, first)
             swap.drop(rid)
         if chance.random() < 0.5:
-            machine.stack.presume()
-        while machine.stack.completed():
-            machine.stack.pop()
+            machine.stack.stores.presume()
+        while machine.stack.stores.completed():
+            machine.stack.stores.pop()
         swap.advance()
     swap.clear()
     settle(machine, swap)
     # The tier below pins pages while it writes them.
-    machine.until(lambda: not machine.stack._dropped and not machine.stack.host._pinned)
+    machine.until(lambda: not machine.stack.stores._dropped and not machine.stack.host._pinned)
     assert swap._used == 0
     assert machine.stack.host.capacity - machine.stack.host.free == len(machine.stack.host)

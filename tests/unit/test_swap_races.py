@@ -81,8 +81,8 @@ class Scheduler:
             elif chance.random() < 0.5:
                 self.take_back(one)
         self.delayed.let_happen(chance.choice([0, 0, 0, 0, 1, 2, 12]))
-        while self.machine.stack.completed():
-            self.machine.stack.pop()
+        while self.machine.stack.stores.completed():
+            self.machine.stack.stores.pop()
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocates blocks as our allocator does: returns them when no copy reads or writes them.
@@ -125,7 +125,7 @@ class Scheduler:
         """Ends a request: frees its blocks while its whole pages are copied to host memory."""
         self.running.remove(one)
         self.store(one)
-        self.machine.stack.presume()
+        self.machine.stack.stores.presume()
         self.free(one)
 
     def abort(self, one: Request) -> None:
@@ -138,14 +138,14 @@ class Scheduler:
     def store(self, one: Request) -> list[Key]:
         whole = one.tokens // PAGE
         keys = [one.key_of(page) for page in range(whole)]
-        self.machine.stack.store(keys, np.array(one.blocks[:whole], np.int64))
+        self.machine.stack.stores.store(keys, np.array(one.blocks[:whole], np.int64))
         return keys
 
     def give_way(self, one: Request) -> None:
         self.running.remove(one)
         tail = self.swap.save_tail(one.blocks[-1]) if one.tokens % PAGE else None
         keys = self.store(one)
-        self.machine.stack.presume()
+        self.machine.stack.stores.presume()
         self.swap.out(str(one.name), one.tokens, keys, tail)
         self.free(one)
         self.waiting.append(one)
@@ -220,10 +220,10 @@ def test_requests_keep_their_kv_while_copies_are_late_or_fail(
         scheduler.end(one)
     scheduler.swap.clear()
     delayed.let_happen(len(delayed.pending))
-    machine.until(lambda: not machine.stack.stores_under_way)
-    while machine.stack.completed():
-        machine.stack.pop()
-    machine.until(lambda: not machine.stack._dropped and not machine.stack.host._pinned)
+    machine.until(lambda: not machine.stack.stores.in_progress)
+    while machine.stack.stores.completed():
+        machine.stack.stores.pop()
+    machine.until(lambda: not machine.stack.stores._dropped and not machine.stack.host._pinned)
     host = machine.stack.host
     assert host.capacity - host.free == len(host)
     assert scheduler.groups.available == BLOCKS

@@ -30,7 +30,7 @@ def machine(page: int) -> Iterator[Machine]:
 
 def given(machine: Machine, rid: str) -> dict[str, int]:
     """Returns the pages that each tier contributed to the request's load, without zeros."""
-    restored, layout = machine.stack.take_restored(rid), machine.layout
+    restored, layout = machine.stack.loads.take_restored(rid), machine.layout
     pages = {name: each["tokens"] // layout.page for name, each in restored.items()}
     for name, each in restored.items():
         assert each["bytes"] == pages[name] * layout.block_bytes
@@ -79,7 +79,7 @@ def test_stored_pages_are_loaded_into_other_blocks_layer_by_layer(machine: Machi
     assert machine.stack.lookup("r", [*names, *keys(99)]) == 9
     assert machine.load("r", names, places(50, 51, 52, 53, 7, 6, 30, 31, 1))
     assert given(machine, "r") == {"host": 9}
-    assert machine.stack.take_restored("r") == {}
+    assert machine.stack.loads.take_restored("r") == {}
 
 
 def test_loads_of_one_batch_start_as_one_load(machine: Machine) -> None:
@@ -89,9 +89,9 @@ def test_loads_of_one_batch_start_as_one_load(machine: Machine) -> None:
     assert machine.stack.load("c", keys(1), places(15))
     assert machine.stack.cancel("c")
     assert not machine.stack.cancel("c")
-    assert machine.stack.finish(machine.stack.start())
+    assert machine.stack.loads.finish(machine.stack.loads.start())
     assert machine.right(keys(1, 2, 1, 3), places(11, 12, 13, 14))
-    assert machine.stack.start() == -1
+    assert machine.stack.loads.start() == -1
 
 
 def test_a_request_waits_for_pages_of_lower_tiers(machine: Machine) -> None:
@@ -141,7 +141,7 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     machine.until(lambda: not machine.stack.pending())
     machine.stack.make_room(16)
     assert machine.stack.host.room == 16
-    assert machine.stack.save(places(1)) is not None
+    assert machine.stack.stores.save(places(1)) is not None
 
 
 def test_a_request_does_not_wait_for_slots_that_it_pins_itself() -> None:
@@ -299,11 +299,11 @@ def test_a_store_without_room_for_all_pages_fails(machine: Machine) -> None:
 
 def test_clear_waits_for_copies_and_removes_all_pages(machine: Machine) -> None:
     machine.compute(keys(1, 2), places(1, 2))
-    machine.stack.store(keys(1, 2), places(1, 2))
+    machine.stack.stores.store(keys(1, 2), places(1, 2))
     machine.stack.load("r", keys(1), places(5))
     machine.stack.clear()
     machine.blocks[:] = 0
-    assert machine.stack.completed() == 0
+    assert machine.stack.stores.completed() == 0
     assert machine.stack.lookup("r", keys(1)) == 0
     assert machine.stack.host.free == 16
 
@@ -312,10 +312,11 @@ def test_a_disabled_stack_finds_and_stores_nothing(machine: Machine) -> None:
     machine.store(keys(1), places(1))
     machine.shelve(keys(2))
     machine.compute(keys(5), places(5))
-    machine.stack.store(keys(5), places(5))
+    machine.stack.stores.store(keys(5), places(5))
     machine.stack.disable("of a test")
-    machine.until(lambda: machine.stack.completed() == 1)  # SGLang holds a lock for each store
-    machine.stack.pop()
+    # SGLang holds a lock for each store.
+    machine.until(lambda: machine.stack.stores.completed() == 1)
+    machine.stack.stores.pop()
     assert machine.stack.lookup("r", keys(1)) == 0
     assert machine.stack.lookup("q", keys(2)) == 0
     assert not machine.store(keys(3), places(3))

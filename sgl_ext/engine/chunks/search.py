@@ -116,11 +116,12 @@ class ChunkSearch:
         addresses = self._slab.address + slots * size
         pages = np.empty(0, np.int64)
         if self._tiers is not None:
-            pages = self._tiers.hold(name, keys)
+            pages = self._tiers.holds.hold(name, keys)
             shared = self._agreed(len(pages))
-            self._tiers.let_go(pages[shared:])  # not in the host memory of every rank
+            self._tiers.holds.let_go(pages[shared:])  # not in the host memory of every rank
             pages = pages[:shared]
-            places = self._tiers.addresses(pages)[:, None] + np.arange(self._tree.page_size) * size
+            starts = self._tiers.holds.addresses(pages)
+            places = starts[:, None] + np.arange(self._tree.page_size) * size
             behind = places.ravel()[max(start - begin, 0) : end - begin]
             addresses = np.concatenate([addresses, behind])
         return Found(addresses, slots, start, lock, pages)
@@ -128,7 +129,7 @@ class ChunkSearch:
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)
         if self._tiers is not None:
-            self._tiers.let_go(found.pages)
+            self._tiers.holds.let_go(found.pages)
 
     def forget(self, name: str) -> None:
         """Stops a search."""

@@ -65,7 +65,7 @@ def restoring(
     every = [one for each in coming.values() for one in each]
     pages = np.concatenate([one.pages for one in every])
     blocks = np.concatenate([one.blocks for one in every])
-    tickets = tiers.fill_from_the_top(pages, blocks)
+    tickets = tiers.holds.fill_from_the_top(pages, blocks)
     model = runner.model
     computed = 0  # layers
 

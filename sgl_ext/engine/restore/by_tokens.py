@@ -77,7 +77,7 @@ def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) 
             for first in reversed(range(0, len(one.pages), step)):
                 pages, blocks = one.pages[first : first + step], one.blocks[first : first + step]
                 start = one.start + first * page
-                ticket = tiers.begin_fill(pages, blocks)
+                ticket = tiers.holds.begin_fill(pages, blocks)
                 yield _Load(at, start, start + len(pages) * page, ticket)
 
 

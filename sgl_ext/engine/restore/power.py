@@ -120,7 +120,7 @@ class RestorePower(Power[Restore]):
         if prompt is None:
             return None
         keys = keys[: prompt.most]
-        pages = self.stack.here(keys)
+        pages = self.stack.host.lookup(keys)
         self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind, prompt.precedence)
         if self.restorer.asked(rid):
             return pages
@@ -233,7 +233,7 @@ class RestorePower(Power[Restore]):
             if isinstance(span.source, Load):
                 places = self.restorer.places(rid, span.start, span.end)
                 blocks = slots[span.start - start : span.end - start : page] // page
-                self.stack.fill(places, blocks.copy())
+                self.stack.holds.fill(places, blocks.copy())
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
         from sgl_ext.engine.restore.within import restoring

@@ -63,9 +63,9 @@ def strategy(
         return None
     if how != "auto":
         return None if how == "never" else Strategy(how)
-    if not stack.loaded.seconds:
+    if not stack.loads.traffic.seconds:
         return None  # the first load measures how long loads take
-    loading = pages * stack.loaded.seconds / stack.loaded.pages
+    loading = pages * stack.loads.traffic.seconds / stack.loads.traffic.pages
     begin, end = prompt.first * restorer.page, (prompt.first + pages) * restorer.page
     computing = restorer.costs.compute.seconds(begin, end)
     if stack.layout.layers * loading < loading + computing:

@@ -39,7 +39,7 @@ def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> 
         if forward.cut_over:
             for each in coming.values():
                 for one in each:
-                    power.stack.fill(one.pages, one.blocks)
+                    power.stack.holds.fill(one.pages, one.blocks)
         elif coming:
             rows = layers.enter_context(_by_strategy(power, forward, rows, coming))
         yield rows
@@ -80,7 +80,7 @@ def _by_strategy(
         by = power.prefixes[forward.rids[at]].by if layered else Strategy.TOKENS
         ways[by][at] = each
     if tokens := ways[Strategy.TOKENS]:
-        costs, loaded = power.restorer.costs, power.stack.loaded
+        costs, loaded = power.restorer.costs, power.stack.loads.traffic
         share = 0.5
         if loaded.pages:
             loading = loaded.seconds / loaded.pages / power.stack.layout.page

@@ -97,7 +97,7 @@ class SwapAhead:
         pages = self._stack.host.use(keys)
         self._stack.host.pin(pages)
         blocks = np.ascontiguousarray(slots[::page].numpy() // page)
-        ticket = self._stack.begin_fill(pages, blocks)
+        ticket = self._stack.holds.begin_fill(pages, blocks)
         self._stack.in_flight.begin(blocks, ticket)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         self._flights[req.rid] = _Flight(key, first, slots, lock, ticket, pages, growth)
@@ -132,7 +132,7 @@ class SwapAhead:
         for flight in self._flights.values():
             flight.ticket.cancel()
             outlast(flight.ticket)
-            self._stack.let_go(flight.pages)
+            self._stack.holds.let_go(flight.pages)
         self._flights.clear()
 
     def _landed(self, tree: RadixTree, flight: _Flight) -> bool:
@@ -157,5 +157,5 @@ class SwapAhead:
         else:
             tree.token_to_kv_pool_allocator.free(flight.slots)
         tree.unlock(flight.lock)
-        self._stack.let_go(flight.pages)
+        self._stack.holds.let_go(flight.pages)
         return came

@@ -55,22 +55,22 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> o
     blocks = _blocks(req, tree, tokens)
     penalties.forget(req)
     if swap.experiment.wait:
-        swap.stack.stores = Priority.URGENT
+        swap.stack.stores.priority = Priority.URGENT
     keys = _keys(req, tokens // page * page, page)
     swap.stack.used(keys, 1)  # its resident pages are not evicted for its missing ones
     swap.stack.make_room(len(keys) + 1)  # for all pages: resident unpinned ones count as room
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
-    over = min(swap.stack.presume(), len(wrapper.pending_offloads))
+    over = min(swap.stack.stores.presume(), len(wrapper.pending_offloads))
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
-    swap.stack.store_lost(keys, blocks)
+    swap.stack.stores.store_lost(keys, blocks)
     swap.out(req.rid, tokens, keys, tail)
     if swap.experiment.copy_again:
         swap.copy_again(keys, blocks)
     if swap.experiment.wait:
         swap.stack.in_flight.wait(blocks, COPY_DEADLINE_S)
-        swap.stack.stores = Priority.BULK
+        swap.stack.stores.priority = Priority.BULK
     return result
 
 

@@ -86,7 +86,7 @@ class TierLinker(UnifiedCacheLinker):
         """Power that is asked for a prefix before the stack; None if there is none."""
         self.parent: Key | None = None
         """Key of the last page before the next node that is offloaded; None if there is none."""
-        self.layer_done_counter = self.stack.loads
+        self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
@@ -114,10 +114,10 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.load(rid, _keys(transfer), self._blocks(transfer))
 
     def start_layer_wise_loading(self) -> int:
-        return self.stack.start()
+        return self.stack.loads.start()
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.stack.finish(counter_index)
+        return self.stack.loads.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.stack.cancel(rid)
@@ -126,14 +126,15 @@ class TierLinker(UnifiedCacheLinker):
         # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
         # the node stored only if all ranks report success in the end.
         parent, self.parent = self.parent, None
-        self.stack.store(_keys(transfers[0]), self._blocks(transfers[0]), parent)
+        self.stack.stores.store(_keys(transfers[0]), self._blocks(transfers[0]), parent)
         return True
 
     def num_completed_offloads(self) -> int:
-        return self.stack.completed()
+        self.stack.poll()
+        return self.stack.stores.completed()
 
     def pop_completed_offload(self) -> bool:
-        return self.stack.pop()
+        return self.stack.stores.pop()
 
     def reset(self) -> None:
         # Without a runtime there are no powers that have state.

@@ -81,7 +81,7 @@ class TiersPower(Power[Tiers]):
         return bool(self.linker.agreed(int(self.stack.ready(req.rid))))
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
-        if restored := self.stack.take_restored(req.rid):
+        if restored := self.stack.loads.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
         if admitted:
             self.stack.forget(req.rid)  # it no longer waits, whether or not it loads KV

@@ -1,0 +1,81 @@
+"""Holds: pages of host memory that another power pins, and copies from them to the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.copies import DeviceCopies
+from sgl_ext.tiers.demotion import Demotions
+from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.waiting import Waiting
+
+
+class Holds:
+    """Pinned pages of host memory, which their owner unpins, and copies from them.
+
+    Args:
+        hits: Pages that requests loaded, by the name of the tier that had them; counted here.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        copies: DeviceCopies,
+        waiting: Waiting,
+        demotions: Demotions,
+        hits: Counter[str],
+    ) -> None:
+        self._host = host
+        self._copies = copies
+        self._waiting = waiting
+        self._demotions = demotions
+        self._hits = hits
+
+    def hold(self, rid: str, keys: Sequence[Key]) -> Pages:
+        """Pins the leading ``keys`` that are in host memory until :meth:`let_go`.
+
+        The request does not wait for lower tiers any more.
+
+        Returns:
+            The slots of these pages; empty if the tiers are disabled.
+        """
+        self._waiting.leave(rid)
+        here = keys[: self._host.lookup(keys)]
+        pages = self._host.use(here)
+        self._host.pin(pages)
+        self._hits["host"] += len(pages)
+        self._demotions.offer(here, pages)
+        return pages
+
+    def let_go(self, pages: Pages) -> None:
+        """Unpins ``pages``."""
+        self._host.unpin(pages)
+
+    def fill(self, pages: Pages, blocks: Pages) -> None:
+        """Copies pinned ``pages`` into ``blocks`` of the device, and waits for the copy.
+
+        Raises:
+            TimeoutError: The copy is still in progress; the blocks must not be read.
+            TransferError: The copy failed; the blocks must not be read.
+            TransferCancelledError: The engine was closed; the blocks must not be read.
+        """
+        self.begin_fill(pages, blocks).wait(COPY_DEADLINE_S)
+
+    def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
+        """Starts to copy pinned ``pages`` into ``blocks`` of the device."""
+        return self._copies.fill(pages, blocks)
+
+    def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
+        """Starts to copy pinned ``pages`` into ``blocks`` of the device, the last layer first.
+
+        Returns:
+            One ticket for each layer; the index is the layer's number.
+        """
+        return self._copies.load_from_the_top(pages, blocks)
+
+    def addresses(self, pages: Pages) -> Pages:
+        """Returns the address of the first byte of each of ``pages``."""
+        return self._copies.addresses(pages)
