@@ -7,7 +7,6 @@ monotonic clock.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +17,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import Extent
 from sgl_ext.peer.loan import Borrower
 from sgl_ext.peer.messages import Keep, Lend
-from sgl_ext.peer.process import Process
+from sgl_ext.peer.process import Identity, Process
 from sgl_ext.peer.regions import Region, Regions
 
 logger = logging.getLogger(__name__)
@@ -89,6 +88,7 @@ class Master:
         capacity: largest number of bytes to borrow.
         lease: silence of a worker after which its memory is left, in seconds, because the worker
             may need it.
+        identity: identity of this process.
         process: constructor of an object that tells whether a pid is alive.
     """
 
@@ -101,12 +101,13 @@ class Master:
         block: int,
         capacity: int,
         lease: float,
+        identity: Identity,
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._addresses, self._blocks, self._regions = addresses, blocks, regions
         self._block, self._capacity, self._lease = block, capacity, lease
         self._process_of = process
-        self._name = os.urandom(8)
+        self._identity = identity
         self._loans: dict[bytes, Loan] = {}
         self._closed = False
         self._crowded = False
@@ -144,7 +145,7 @@ class Master:
                     )
                 self._crowded = True
                 return
-            borrower = Borrower(self._name, os.getpid(), self._block, lend)
+            borrower = Borrower(*self._identity, self._block, lend)
             loan = Loan(borrower, self._process_of(lend.pid), now, session=lend.session)
             self._loans[lend.worker] = loan
         loan.borrower.hear(lend)

@@ -1,4 +1,4 @@
-"""Liveness check of another process."""
+"""Identity of this process, and liveness check of another."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ import os
 import select
 import weakref
 from contextlib import suppress
+from typing import NamedTuple
 
 import psutil
+
+
+class Identity(NamedTuple):
+    """Identity of a process for its peers.
+
+    Attributes:
+        name: random name, which no later process with the same pid has.
+        pid: process id.
+    """
+
+    name: bytes
+    pid: int
+
+
+def identity() -> Identity:
+    """Returns a new identity of this process."""
+    return Identity(os.urandom(8), os.getpid())
 
 
 class Process:

@@ -7,7 +7,6 @@ Times are in seconds of any monotonic clock.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from sgl_ext.peer.lending import Granularity, Lending, choose_unit
 from sgl_ext.peer.loan import Lender
 from sgl_ext.peer.messages import Keep, Lend
 from sgl_ext.peer.need import NeedWindow
-from sgl_ext.peer.process import Process
+from sgl_ext.peer.process import Identity, Process
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +106,7 @@ class Worker:
         page: tokens per block.
         first: number of blocks before the first block of the pool.
         memory_page: bytes per page of memory.
+        identity: identity of this process.
         process: constructor of an object that tells whether a pid is alive.
     """
 
@@ -120,6 +120,7 @@ class Worker:
         page: int,
         first: int,
         memory_page: int,
+        identity: Identity,
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._memory, self._pool, self._terms = memory, pool, terms
@@ -136,7 +137,7 @@ class Worker:
         # Masters by name that did not leave in time and may still use replaced memory.
         self._late: dict[bytes, Process] = {}
         self._closed = False
-        self._lender = Lender(os.urandom(8), os.getpid(), memory.extents)
+        self._lender = Lender(*identity, memory.extents)
         self.lending: Lending | None = None
         """Lending policy for the current master; None without a master"""
         self.refused = ""

@@ -15,6 +15,7 @@ from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Layout, Slab
 from sgl_ext.peer.master import Master
+from sgl_ext.peer.process import identity
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -92,7 +93,7 @@ class LightWorker(Light):
         options = {} if process is None else {"process": process}
         self.worker = Worker(
             self.memory, self, terms, block=WORKER.block_bytes, page=WORKER.page, first=1,
-            memory_page=PAGE, **options,
+            memory_page=PAGE, identity=identity(), **options,
         )  # fmt: skip
         self.wanted = 0
         """Number of blocks that the next request waits for; 0 if none waits."""
@@ -136,7 +137,7 @@ class LightMaster(Light):
         options = {} if process is None else {"process": process}
         self.master = Master(
             self, self, regions, block=MASTER.block_bytes, capacity=beyond * MASTER.block_bytes,
-            lease=lease, **options,
+            lease=lease, identity=identity(), **options,
         )  # fmt: skip
         self.slow = False
         """True if requests stay in the blocks that are to be vacated."""

@@ -39,7 +39,7 @@ PURE |= {
         "waiting",
     )
 }
-PURE |= {f"peer/{name}" for name in ("lending", "loan", "need", "regions")}
+PURE |= {f"peer/{name}" for name in ("lending", "loan", "master", "need", "regions", "worker")}
 """Policy that a simulator drives: it has no clock, thread or I/O of its own."""
 _MECHANISM = {"os", "socket", "subprocess", "pathlib", "concurrent.futures.ThreadPoolExecutor"}
 

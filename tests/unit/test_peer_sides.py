@@ -15,10 +15,11 @@ from scheduler_kit import Batch, Req, Scheduler
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.kv import vacate as kv_vacate
-from sgl_ext.engine.peer import roles as peer_roles
+from sgl_ext.engine.peer import master as peer_master
 from sgl_ext.engine.peer import side as peer_side
-from sgl_ext.engine.peer.roles import MasterSide, WorkerSide, open_side
+from sgl_ext.engine.peer.master import MasterSide
 from sgl_ext.engine.peer.side import PeerSide
+from sgl_ext.engine.peer.worker import WorkerSide
 
 PATIENT = {"deadline": "60s", "lease": "60s"}
 
@@ -35,7 +36,11 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         config = Peer.model_validate(
             {"role": role, "directory": str(tmp_path / "peers"), **PATIENT, **options}
         )
-        sides.append(open_side(config, scheduler, scheduler.slab))
+        sides.append(
+            (MasterSide if config.role == "master" else WorkerSide)(
+                config, scheduler, scheduler.slab
+            )
+        )
         return sides[-1], scheduler
 
     yield open_
@@ -183,7 +188,7 @@ def test_vacating_is_retried_when_the_holders_have_changed(
     looks = []
     monkeypatch.setattr(kv_vacate, "retract", lambda *_: looks.append("req") or [])
     monkeypatch.setattr(kv_vacate, "evict", lambda *_: looks.append("tree"))
-    monkeypatch.setattr(peer_roles, "_AGAIN_S", 1e9)
+    monkeypatch.setattr(peer_master, "_AGAIN_S", 1e9)
     side._resizer.restore(21, 60)
     one, other = Req("one", 300), Req("other", 160)
     scheduler.extend(one, 300)
@@ -205,7 +210,7 @@ def test_vacating_is_retried_when_the_holders_have_changed(
     for _ in range(5):
         step(side, scheduler)
     assert len(looks) == 6
-    monkeypatch.setattr(peer_roles, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(peer_master, "_AGAIN_S", 0.0)
     step(side, scheduler)
     assert len(looks) == 8
 
@@ -236,7 +241,7 @@ def pair(opened: Callable[..., Any]) -> list[tuple[Any, Scheduler]]:
 def test_a_closing_master_returns_all_memory(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (peer_side, peer_roles):
+    for module in (peer_side, peer_master):
         monkeypatch.setattr(module, "LAST_WORD_S", 30.0)
     (worker, scheduler), (master, owner) = pair(opened)
     owner.cache(0, 60)

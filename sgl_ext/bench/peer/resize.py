@@ -22,6 +22,7 @@ from sgl_ext.memory.lent import Lendable
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import Layout, Slab
 from sgl_ext.peer.loan import Borrower
+from sgl_ext.peer.process import identity
 from sgl_ext.peer.worker import Terms, Worker
 
 _SMALL, _LARGE = 1_000, 100_000
@@ -112,6 +113,7 @@ class _Whole:
         self._worker = Worker(
             self._memory, self, Terms("block", lease=_LONG_S, deadline=_LONG_S),
             block=_LAYOUT.block_bytes, page=_LAYOUT.page, first=1, memory_page=PAGE,
+            identity=identity(),
         )  # fmt: skip
         self._now = 0.0
         lend, pid = self._worker.message, os.getpid()

@@ -36,14 +36,16 @@ class PeerPower(Power[Peer]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        from sgl_ext.engine.peer.roles import open_side
+        from sgl_ext.engine.peer.master import MasterSide
+        from sgl_ext.engine.peer.worker import WorkerSide
 
         if ext.slab is None:
             raise hooks.ActivationError(
                 f"peer requires the block-major KV layout, but {ext.layer_major_because}; remove "
                 "the peer section"
             )
-        self.side = open_side(self.section, scheduler, ext.slab)
+        side = MasterSide if self.section.role == "master" else WorkerSide
+        self.side = side(self.section, scheduler, ext.slab)
         self._measured = bool(get_observability().enable_metrics)
 
     @property

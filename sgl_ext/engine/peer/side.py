@@ -1,6 +1,7 @@
 """Common part of both sides of lending: requests that wait for memory, link and metrics.
 
-A side of an engine connects policy, blocks and messages; see :mod:`~sgl_ext.engine.peer.roles`.
+A side of an engine connects policy, blocks and messages; see :mod:`~sgl_ext.engine.peer.worker`
+and :mod:`~sgl_ext.engine.peer.master`.
 """
 
 from __future__ import annotations

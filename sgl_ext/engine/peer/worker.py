@@ -1,0 +1,126 @@
+"""Worker: an engine that lends the end of its slab, and takes it back when it needs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from sgl_ext.config import Peer
+from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.kv.resize import KVResizer
+from sgl_ext.engine.peer.side import PeerSide
+from sgl_ext.memory.lent import Lendable
+from sgl_ext.memory.mapping import PAGE
+from sgl_ext.memory.slab import Slab
+from sgl_ext.peer.process import identity
+from sgl_ext.peer.worker import Terms, Worker
+
+
+class WorkerSide(PeerSide):
+    """Side that lends the end of its slab; see :class:`~sgl_ext.peer.worker.Worker`."""
+
+    role: Literal["master", "worker"] = "worker"
+
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+        super().__init__(config, scheduler, slab)
+        allocator: Any = scheduler.token_to_kv_pool_allocator
+        self._first = allocator.groups.first
+        self._resizer = KVResizer(scheduler)
+        self._resizer.promise(allocator.groups.blocks)
+        block = slab.layout.block_bytes
+        least = (self._first + self._resizer.least) * block
+        if config.capacity is not None:
+            least = max(least, slab.size - config.capacity)
+        self._memory = Lendable(slab.mapping, slab.fd, slab.name, least, slab.size)
+        terms = Terms(
+            config.granularity, config.window, min(1.0, config.window), config.deadline,
+            config.lease, config.keep,
+        )  # fmt: skip
+        self._worker = Worker(
+            self._memory, self, terms, block=block, page=slab.layout.page, first=self._first,
+            memory_page=PAGE, identity=identity(),
+        )  # fmt: skip
+        self._meet()
+
+    @property
+    def blocks(self) -> int:
+        return self._resizer.blocks
+
+    def removable(self, blocks: int) -> int:
+        unheld = self._first + self.blocks - self._held(self._running)
+        return min(blocks, self._resizer.removable, unheld)
+
+    def vacate(self, blocks: int) -> int:
+        end = self._first + self.blocks
+        self._evict(end - blocks, end)
+        return self.blocks - self._resizer.tail_free
+
+    def _held(self, running: ScheduleBatch) -> int:
+        """Returns the end of the blocks that requests hold."""
+        table = self._scheduler.req_to_token_pool.req_to_token
+        ends = [self._first]
+        for req in self._requests(running):
+            if req.kv.holds_kv and req.kv.kv_allocated_len:
+                slots = table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
+                ends.append(int(slots.max()) // self._slab.layout.page + 1)
+        return max(ends)
+
+    def shrink(self, blocks: int) -> bool:
+        return self._resizer.shrink(blocks)
+
+    def grow(self, blocks: int) -> None:
+        self._resizer.grow(blocks)
+
+    def step(self, running: ScheduleBatch) -> None:
+        now = time.monotonic()
+        for keep in self._link.heard():
+            self._worker.hear(keep, now)
+        before = self.blocks
+        self._running = running
+        self._worker.step(self._need(running), now)
+        self._look_again(running, before, self.blocks)
+        self._link.say([self._worker.message])
+        self._put_aside(now, "a peer has not returned the memory that it was lent")
+
+    def close(self) -> None:
+        self._worker.close()
+        self._worker.step(0, time.monotonic())
+        self._link.say([self._worker.message])
+        super().close()
+
+    def _need(self, running: ScheduleBatch) -> int:
+        """Returns the tokens that all requests together have or may come to have."""
+        page = self._slab.layout.page
+        need = 0
+        for req in self._requests(running):
+            if not req.finished():
+                tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+                # One page for the last tokens, and one that SGLang reserves for each request.
+                need += (tokens // page + 2) * page
+        return need
+
+    def _requests(self, running: ScheduleBatch) -> Sequence[Req]:
+        scheduler = self._scheduler
+        reqs = {id(req): req for req in (*running.reqs, *scheduler.waiting_queue)}
+        if scheduler.chunked_req is not None:
+            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
+        return list(reqs.values())
+
+    def describe(self) -> dict[str, object]:
+        lending = self._worker.lending
+        units = None
+        if lending is not None:
+            unit = lending.unit
+            units = {"bytes": unit.size, "whole": unit.whole, "waste_bytes": unit.waste}
+        return {
+            "role": self.role,
+            "lendable_bytes": self._memory.size,
+            "lent_bytes": self._worker.lent,
+            "used_bytes": self._worker.used,
+            "retired_bytes": self._memory.retired,
+            "refused": self._worker.refused or self._link.refused,
+            "misunderstood": self._link.strange,
+            "unit": units,
+            **vars(self._worker.counts),
+        }
