@@ -133,7 +133,10 @@ class Template:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
         if len(answer) < 4:
             raise RuntimeError("the process that imports SGLang for others has ended")
-        return Forked(struct.unpack("=I", answer)[0], environment)
+        (pid,) = struct.unpack("=I", answer)
+        if not pid:
+            raise RuntimeError("the process that imports SGLang for others could not fork")
+        return Forked(pid, environment)
 
     def run(
         self, program: Sequence[str], environment: Mapping[str, str], *, timeout: float,
@@ -209,9 +212,11 @@ def _requests(connection: socket.socket) -> tuple[list[str], dict[str, str], str
                 os.close(handle)
             found: tuple[list[str], dict[str, str], str] = pickle.loads(request)  # noqa: S301
             return found
+        os.close(writer)
         os.waitpid(between, 0)
-        connection.sendall(os.read(reader, 4))
-        for handle in (reader, writer, *handles):
+        # Nothing is written if the second fork failed: then the requester fails, too.
+        connection.sendall(os.read(reader, 4) or struct.pack("=I", 0))
+        for handle in (reader, *handles):
             os.close(handle)
 
 
@@ -309,7 +314,16 @@ def _start_spares() -> None:
 
 
 def _popen(process_obj: Any, spawned: Any = context.SpawnProcess._Popen) -> Any:  # type: ignore[attr-defined]
+    # An engine that was shut down has killed all children, spares among them.
+    _spares[:] = [spare for spare in _spares if _lives(spare[0])]
     return _Popen(process_obj) if _spares else spawned(process_obj)
+
+
+def _lives(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
 
 
 def _prepare(data: dict[str, Any], original: Any = spawn.prepare) -> None:

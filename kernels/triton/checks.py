@@ -1,8 +1,8 @@
-"""Differential checks: every kernel against its torch reference, bit for bit.
+"""Differential checks that compare every kernel with its torch reference, bit for bit.
 
-Both run on equal memory, and all of that memory is compared afterwards, guard bytes around the
-slab and the staging tensor included: what an operation may not touch counts like what it moves.
-The tests run these checks under Triton's interpreter, ``scripts/gpu_check.sh`` on a GPU.
+The kernel and the reference run on equal memory. A check then compares all of this memory,
+including guard bytes around the slab and the staging tensor, and thus also finds writes outside the
+destination. The tests run the checks in Triton's interpreter, ``scripts/gpu_check.sh`` on a GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ROTATED = DTYPES[:3]
 
 @dataclass(frozen=True)
 class Case:
-    """A slab, how it lies in memory, and the kernel's tile."""
+    """Parameters of a check: a slab, its alignment in memory, and the tile of the kernel."""
 
     shape: tuple[int, ...]
-    """``[blocks, page, layers, 2, kv_heads, head_dim]``."""
+    """Shape of the slab, ``[blocks, page, layers, 2, kv_heads, head_dim]``."""
     dtype: torch.dtype
     skew: int
-    """Elements between an aligned address and the slab; the staging lies twice as far from one."""
+    """Offset of the slab from an aligned address, in elements; it is doubled for the staging."""
     tile_bytes: int
     seed: int
-    """Of the bytes."""
+    """Seed of the random bytes in memory."""
 
     @staticmethod
     def random(random: Random) -> Case:
-        """A small slab, likely one of odd sizes."""
+        """Returns a case with a small slab, whose sizes are often odd."""
         shape = (
             random.randint(1, 9),
             random.choice([1, 2, 3, 4, 16]),
@@ -56,7 +56,7 @@ class Case:
 
     @staticmethod
     def random_rotation(random: Random) -> Case:
-        """As :meth:`random`, of keys that can be rotated."""
+        """Returns a case like that of :meth:`random`, with keys that can be rotated."""
         case = Case.random(random)
         head_dim = random.choice([2, 5, 16, 48, 64, 80, 128])
         dtype = random.choice(ROTATED)
@@ -65,13 +65,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Operation:
-    """A gather and its inverse, and what they are asked for."""
+    """Gather with its inverse, the scatter, and generators of their arguments."""
 
     name: str
     numbers: Callable[[Random, tuple[int, ...], bool], tuple[torch.Tensor, ...]]
-    """Valid numbers for a slab of this shape, on the CPU; distinct where asked."""
+    """Function that returns valid indices for a slab of a shape, on the CPU; distinct if asked."""
     item: Callable[[tuple[int, ...]], tuple[int, ...]]
-    """Shape of an item of the staging tensor."""
+    """Function that returns the shape of an item of the staging tensor for the slab's shape."""
     has_layer: bool = False
 
 
@@ -115,10 +115,10 @@ OPERATIONS = (
 
 
 def check(kernels: ModuleType, case: Case, random: Random, device: torch.device) -> None:
-    """Gathers and scatters everything at random from a slab as in ``case``.
+    """Runs every gather and scatter with random arguments on a slab as in ``case``.
 
     Raises:
-        AssertionError: memory differs from what the reference leaves.
+        AssertionError: the memory differs from that of the reference.
     """
     kernels.copy_rows.TILE_BYTES = case.tile_bytes
     for operation in OPERATIONS:
@@ -152,7 +152,7 @@ def perform(
     layer: int,
     staging: torch.Tensor,
 ) -> None:
-    """Calls the operation of ``module``, the kernels' or the references'."""
+    """Calls an operation of ``module``, which contains the kernels or the references."""
     where = (slab, asked, layer) if operation.has_layer else (slab, asked)
     if scatter:
         getattr(module, f"scatter_{operation.name}")(staging, *where)
@@ -161,10 +161,10 @@ def perform(
 
 
 def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torch.device) -> None:
-    """Moves random tokens of a slab as in ``case`` and rotates their keys.
+    """Copies random tokens within a slab as in ``case`` and rotates their keys.
 
     Raises:
-        AssertionError: memory differs from what the reference leaves.
+        AssertionError: the memory differs from that of the reference.
     """
     rotate = kernels.rotate
     limit = case.shape[0] * case.shape[1]
@@ -192,10 +192,10 @@ def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torc
 
 
 def check_far_rotation(kernels: ModuleType, memory: torch.Tensor) -> None:
-    """Moves tokens to and from the last block of a slab of more than ``2**31`` elements.
+    """Copies tokens to and from the last block of a slab of more than ``2**31`` elements.
 
     Args:
-        memory: uint8, ``far_bytes(2)`` long. Only its first and last block are written and read.
+        memory: uint8 ``[far_bytes(2)]``. Only its first and last blocks are written and read.
     """
     *block, head_bytes = _far_block(2)
     slab = memory.view(torch.bfloat16).view(-1, *block, head_bytes // 2)
@@ -213,7 +213,10 @@ def check_far_rotation(kernels: ModuleType, memory: torch.Tensor) -> None:
 
 
 def check_no_numbers(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
-    """Rotates a NaN and an infinity: a GPU's NaN is one that rounding by bits would overflow."""
+    """Checks the rotation of a NaN and an infinity.
+
+    The bits of a GPU's NaN would overflow if they were rounded like those of a number.
+    """
     slab = torch.ones(2, 1, 1, 2, 1, 64, dtype=dtype, device=device)
     keys = slab[:, 0, 0, 0, 0]
     keys[0, 5], keys[0, 6] = torch.nan, torch.inf
@@ -227,7 +230,7 @@ def check_no_numbers(kernels: ModuleType, dtype: torch.dtype, device: torch.devi
 
 
 def angles_of(deltas: list[int], pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[deltas, pairs]`` of the plain embedding of base 10,000."""
+    """Returns the cosines and sines of a rotary embedding with base 10,000, ``[deltas, pairs]``."""
     frequencies = 10_000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
     angles = torch.tensor(deltas, dtype=torch.float64)[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()
@@ -237,8 +240,8 @@ def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
     """Gathers and scatters the last block of a slab of more than ``2**31`` words.
 
     Args:
-        memory: uint8, ``far_bytes(word)`` long. Only its last block is written and read.
-        word: bytes of the words that the kernel moves, 1 or 8.
+        memory: uint8 ``[far_bytes(word)]``. Only its last block is written and read.
+        word: bytes per word that the kernel copies, 1 or 8.
     """
     slab = memory.view(-1, *_far_block(word))
     last = slab.shape[0] - 1
@@ -246,7 +249,7 @@ def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
     page, layers = slab.shape[1:3]
     for operation in OPERATIONS:
         item = operation.item(tuple(slab.shape))
-        # The layer's last: the highest address of all.
+        # The last item of the slab has the highest address.
         number = last * page + page - 1 if operation.name == "tokens" else last
         asked: Any = _int64([number])
         asked = (asked, _int64([1])) if operation.name == "groups" else asked
@@ -255,7 +258,7 @@ def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
         slab[last] = 7
         perform(kernels, operation, True, slab, asked, layers - 1, content)
         expected = torch.full_like(slab[last:], 7)
-        # The same in a slab of one block, where no offset is large.
+        # The reference runs on a slab of one block, where no offset is large.
         low = _int64([page - 1 if operation.name == "tokens" else 0])
         low_asked: Any = (low, _int64([1])) if operation.name == "groups" else low
         perform(kernels.reference, operation, True, expected, low_asked, layers - 1, content)
@@ -266,10 +269,10 @@ def check_far(kernels: ModuleType, memory: torch.Tensor, word: int) -> None:
 
 
 def check_far_staging(kernels: ModuleType, staging: torch.Tensor) -> None:
-    """Gathers one block over and over, to places of ``staging`` beyond ``2**31`` 1-byte words.
+    """Gathers one block repeatedly, to offsets in ``staging`` beyond ``2**31`` 1-byte words.
 
     Args:
-        staging: uint8, ``far_bytes(1)`` long; all of it is written.
+        staging: uint8 ``[far_bytes(1)]``, which is completely overwritten.
     """
     block = _far_block(1)
     slab = torch.arange(math.prod(block), device=staging.device).to(torch.uint8).view(1, *block)
@@ -281,18 +284,18 @@ def check_far_staging(kernels: ModuleType, staging: torch.Tensor) -> None:
 
 
 def far_bytes(word: int) -> int:
-    """Bytes of the smallest slab whose last block begins behind ``2**31`` words."""
+    """Returns the bytes of the smallest slab whose last block begins beyond ``2**31`` words."""
     block = math.prod(_far_block(word))
     return (2**31 * word // block + 2) * block
 
 
 def _far_block(word: int) -> tuple[int, ...]:
-    # An odd head allows no wider word than a byte.
+    # With an odd head dimension, the kernel cannot use words wider than a byte.
     return (16, 4, 2, 2, 1023 if word == 1 else 1024)
 
 
 def assert_same(what: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
-    """Raises an AssertionError that names the first byte that differs."""
+    """Raises an AssertionError with the position of the first byte that differs, if any."""
     ours, reference = ours.reshape(-1).view(torch.uint8), reference.reshape(-1).view(torch.uint8)
     if not torch.equal(ours, reference):
         wrong = (ours != reference).nonzero().flatten()
@@ -309,7 +312,10 @@ def _memory(
     as_bytes: bool,
     device: torch.device,
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Equal bytes for equal arguments: whole buffers, and the slab and the staging in them."""
+    """Returns the two buffers, and the slab and the staging tensor in them.
+
+    Equal arguments give equal bytes.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     items = int(numbers[1].sum()) if operation.name == "groups" else len(numbers[0])
     item = operation.item(case.shape)
@@ -337,7 +343,10 @@ def _guarded(
 
 
 def _finite(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """Numbers of all sizes that a rotation does not overflow, subnormal ones and zeros too."""
+    """Returns numbers of all magnitudes that a rotation does not overflow.
+
+    They include subnormal numbers and zeros.
+    """
     smallest = -24 if case.dtype == torch.float16 else -140
     numbers = torch.randn(case.shape, generator=generator)
     numbers *= torch.rand(case.shape, generator=generator) > 0.02

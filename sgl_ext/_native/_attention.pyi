@@ -1,21 +1,25 @@
-"""CPU attention in place over a KV pool.
+"""CPU attention that reads K and V in place from a KV pool.
 
-Tensors come as addresses and strides (in elements): checking a tensor object on every call would
-cost more than the rest of the call. Whoever calls has checked them and keeps them alive.
+Tensors are passed as addresses and strides (in elements): validating a tensor object on every call
+would cost more than the rest of the call. The caller has validated the tensors and keeps them
+alive.
 """
 
 def isas() -> list[str]:
-    """Instruction sets that this machine runs, best first; ends with ``portable``."""
+    """Returns the instruction sets that this machine supports, best first, ``portable`` last."""
 
 def openmp_library() -> str:
-    """Path of the OpenMP runtime whose threads are used; empty where only the caller's is."""
+    """Returns the path of the OpenMP runtime whose threads run the kernels.
+
+    The path is empty if no such runtime is loaded; the calling thread then runs alone.
+    """
 
 class Batch:
-    """The rows of one forward.
+    """Rows of one forward.
 
-    Row ``i`` attends with its last ``queries[i]`` tokens over the KV slots
-    ``table[requests[i], :contexts[i]]``. Rows may name the same request. The table must outlive
-    the batch. Threads may share a batch.
+    The queries of row ``i`` are the last ``queries[i]`` tokens of its context, whose KV slots are
+    ``table[requests[i], :contexts[i]]``. Several rows may reference the same request. The table
+    must outlive the batch. Threads may share a batch.
     """
 
     def __init__(
@@ -30,31 +34,33 @@ class Batch:
         extents: list[int] = ...,
         ends: list[int] = ...,
     ) -> None:
-        """Takes the address of an int32 table ``[height, width]``, ``pitch`` elements a row.
+        """Validates the rows of a batch against a table of slots.
 
         Args:
-            extents: queries of the whole that each row is a part of, which decide how its keys
-                are divided; without them each row is a whole.
-            ends: contexts of these wholes.
+            table: address of the table, int32 ``[height, width]``.
+            pitch: elements from one row of the table to the next.
+            extents: number of queries of the whole sequence that each row is a part of. It
+                determines how the keys are partitioned; without it, each row is a whole sequence.
+            ends: contexts of the whole sequences.
 
         Raises:
-            ValueError: a row lies outside the table, has more queries than context, or has a
-                negative slot; or it is no part of its whole.
+            ValueError: the lists differ in length; or a row is outside the table, has more queries
+                than context, has a negative slot, or is not a part of its whole sequence.
         """
 
     @property
     def tokens(self) -> int:
-        """Queries of all rows."""
+        """Number of queries of all rows."""
 
     @property
     def last_slot(self) -> int:
-        """Largest slot of all rows; -1 without any."""
+        """Largest slot of all rows; -1 if no row has a slot."""
 
 class Attention:
-    """Causal attention with grouped KV heads; K, V, queries and output have one dtype.
+    """Causal attention with grouped KV heads; K, V, queries and output have the same dtype.
 
-    Sums are in fp32. A row's result depends neither on the batch's other rows nor on the threads
-    nor on strides, bit for bit.
+    Sums are accumulated in fp32. The result of a row is bit for bit independent of the other rows
+    of the batch, of the number of threads and of the strides.
     """
 
     def __init__(
@@ -67,17 +73,18 @@ class Attention:
         window: int | None = None,
         isa: str = "",
     ) -> None:
-        """Takes what layers have in common.
+        """Creates the operator of all layers that have these parameters.
 
         Args:
             dtype: ``bfloat16`` or ``float32``.
-            head_dim: of keys and values; a multiple of 16.
-            scale: factor of the logits, above 0.
-            window: keys further back than this are not seen; None sees all.
-            isa: one of :func:`isas`; empty is the best.
+            heads: number of query heads, a multiple of ``kv_heads``.
+            head_dim: head dimension of keys and values, a multiple of 16 up to 1024.
+            scale: factor of the logits, finite and above 0.
+            window: number of keys before its own that a query attends to; None for all of them.
+            isa: one of :func:`isas`; empty selects the best.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: an argument is invalid.
         """
 
     def __call__(
@@ -98,16 +105,16 @@ class Attention:
         far_values: int = ...,
         far_stride: int = ...,
     ) -> None:
-        """Writes ``out [tokens, heads, head_dim]``, contiguous.
+        """Writes the attention of a batch to ``out``, contiguous ``[tokens, heads, head_dim]``.
 
         ``query`` is ``[tokens, heads, head_dim]``, keys and values are
-        ``[slots, kv_heads, head_dim]``; all are contiguous but for the stride of their first
-        dimension. Keys and values of slots from ``far_slots`` on are at ``far_keys`` and
-        ``far_values`` instead, ``far_stride`` apart, if these are given. Without the GIL.
+        ``[slots, kv_heads, head_dim]``; all are contiguous except for the stride of their first
+        dimension. If ``far_keys`` and ``far_values`` are given, they hold the keys and values of
+        the slots from ``far_slots`` on, with a stride of ``far_stride``. Runs without the GIL.
 
         Raises:
-            ValueError: the batch has more queries than ``tokens`` or a slot past ``slots``, or
-                there is no slot ``far_slots``.
+            ValueError: the batch has more queries than ``tokens`` or a slot that is not below
+                ``slots``, or ``far_slots`` is not in the range 0 to ``slots``.
         """
 
     @property
@@ -126,6 +133,12 @@ def read_for_benchmark(
 ) -> int:
     """Reads ``row_bytes`` of K and of V of each slot of the batch's contexts, once, in order.
 
-    What any attention over the batch must do at least. Strides are in bytes here; returns a
-    checksum.
+    This is the least that any attention over the batch must read. The strides are in bytes here.
+    Runs without the GIL.
+
+    Returns:
+        A checksum of the bytes.
+
+    Raises:
+        ValueError: the batch has a slot that is not below ``slots``.
     """

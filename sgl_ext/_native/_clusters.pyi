@@ -1,23 +1,31 @@
-"""Clusters and blocks of KV entries that are activated together, and codes of keys."""
+"""Clusters and blocks of KV entries that are activated together, and codes of keys (Swarm)."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 def density(bits: NDArray[np.uint64], radius: float, threads: int) -> NDArray[np.int32]:
-    """How many others are nearer than the radius to each entry (Swarm Eq. 4); without the GIL.
+    """Counts, for each entry, the other entries within the radius (Swarm Eq. 4).
 
-    The distance of two entries is one minus the queries that activate both over those that
-    activate either; an entry that none activates is near to no other.
+    The distance between two entries is one minus the ratio of the number of queries that activate
+    both to the number of queries that activate at least one of them. An entry that no query
+    activates has no neighbours. Runs without the GIL.
 
     Args:
-        bits: ``[entries, words]``, one bit for each query.
+        bits: queries that activate each entry, one bit per query, ``[entries, words]``.
+        radius: upper bound, exclusive, of the distance.
 
     Returns:
-        ``[entries]``.
+        Counts, ``[entries]``.
     """
 
 def distances(bits: NDArray[np.uint64], entry: int) -> NDArray[np.float32]:
-    """``[entries]``: how far each is from one of them; without the GIL."""
+    """Returns the distance of each entry from ``entry``, as in :func:`density`, ``[entries]``.
+
+    Runs without the GIL.
+
+    Raises:
+        ValueError: the entry does not exist.
+    """
 
 def cluster(
     bits: NDArray[np.uint64],
@@ -27,127 +35,160 @@ def cluster(
     copies: int,
     pairwise: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Clusters around entries that are in none when their turn comes (Swarm Algorithm 1).
+    """Forms clusters, each around an entry that is not in a cluster yet (Swarm Algorithm 1).
 
-    Without the GIL, in one thread: a scan of all entries for each cluster.
+    Runs without the GIL in one thread, which scans all entries for each cluster.
 
     Args:
-        order: entries that may become medoids, in turn.
-        most: members of a cluster, its medoid included.
-        copies: clusters that an entry is in.
-        pairwise: members are nearer than the radius on average to those before them, and not only
-            to the medoid.
+        bits: queries that activate each entry, one bit per query, ``[entries, words]``.
+        order: candidates for medoids, in the order in which they are considered.
+        radius: upper bound, exclusive, of the distance between a member and its medoid.
+        most: largest number of members of a cluster, including its medoid.
+        copies: largest number of clusters that contain an entry.
+        pairwise: whether the mean distance of a member from the members before it must also be
+            less than the radius.
 
     Returns:
-        Where each cluster starts among the members, and the end; the members, of each cluster its
-        medoid first, then from the nearest to it on.
+        Position in the members at which each cluster starts, and the end, ``[clusters + 1]``; and
+        the members of each cluster: its medoid, then the others by increasing distance from it.
 
     Raises:
-        ValueError: an entry that there is not, or no room for a member.
+        ValueError: an entry of ``order`` does not exist, or ``most`` or ``copies`` is 0.
     """
 
 def blocks(bits: NDArray[np.uint64], block: int, window: int) -> NDArray[np.int32]:
-    """All entries once, so that blocks of them are activated together; without the GIL.
+    """Orders the entries so that the entries of a block are activated together.
 
-    Each block begins with the entry nearest to the last of the one before and goes on with those
-    nearest to its members on average; where none is near, with what is activated most often.
+    A block begins with the entry nearest to the last entry of the previous block and continues
+    with the entries whose mean distance from its members is smallest. If no candidate shares a
+    query with them, the most frequently activated one is next. Runs without the GIL.
 
     Args:
-        block: entries of one.
-        window: of what is left when a block begins, as many of those that are activated most often
-            are looked at; the time is that of ``entries * window`` distances.
+        bits: queries that activate each entry, one bit per query, ``[entries, words]``.
+        block: entries per block.
+        window: number of candidates for a block: the most frequently activated of the remaining
+            entries. The run time is that of ``entries * window`` distances.
+
+    Returns:
+        Each entry once, ``[entries]``.
 
     Raises:
-        ValueError: a block of none, or a smaller window.
+        ValueError: ``block`` is 0, or ``window`` is smaller than ``block``.
     """
 
 def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """One of each row; without the GIL."""
+    """Computes a checksum of each row of ``[rows, bytes]``; runs without the GIL."""
+
+class Codes:
+    """Codes of the keys of one layer, which it keeps alive.
+
+    Args:
+        codes: ``[kv_heads, entries, subspaces]``.
+        centroids: ``[kv_heads, head_dim, 256]``, bits of bfloat16: the value of each dimension in
+            the centroids of its subspace. The dimensions of a subspace are consecutive.
+        projection: ``[kv_heads, head_dim, head_dim]``, which queries are multiplied by.
+        mean: mean of the keys, ``[kv_heads, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        codes: NDArray[np.uint8],
+        centroids: NDArray[np.uint16],
+        projection: NDArray[np.float32],
+        mean: NDArray[np.float32],
+    ) -> None: ...
+
+class Visible:
+    """Keys that rows see beside those with codes.
+
+    They are ``[slots, kv_heads, head_dim]``, bfloat16 or float32, given by address and stride in
+    elements. The caller keeps them alive and has checked that the slots exist.
+
+    Args:
+        near: keys of which all rows see the first ``count``.
+        own: keys of which row ``i`` sees those at ``lengths[i]`` of ``slots`` from ``starts[i]``.
+    """
+
+    def __init__(
+        self,
+        near: int,
+        near_stride: int,
+        count: int,
+        own: int,
+        own_stride: int,
+        bfloat16: bool,
+        slots: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None: ...
+
+class Deal:
+    """Number of blocks to select.
+
+    Args:
+        block: entries per block; the last block may have fewer.
+        devices: number of devices, to which the blocks are dealt in turn.
+        each: blocks to select of each device; all of them if it has fewer.
+    """
+
+    def __init__(self, block: int, devices: int, each: int) -> None: ...
 
 def mass(
-    codes: NDArray[np.uint8],
-    centroids: NDArray[np.uint16],
-    projection: NDArray[np.float32],
-    mean: NDArray[np.float32],
+    codes: Codes,
     queries: NDArray[np.float32],
     scale: float,
     beside: NDArray[np.float32],
     threads: int,
 ) -> NDArray[np.float32]:
-    """The attention that queries pay to entries, summed over heads; without the GIL.
+    """Estimates the attention of queries to entries, summed over heads; without the GIL.
 
     Args:
-        codes: ``[kv_heads, entries, subspaces]``.
-        centroids: ``[kv_heads, head_dim, 256]`` bfloat16, as its bits: of each dimension of a
-            subspace, what the centroids have; the dimensions of a subspace follow each other.
-        projection: ``[kv_heads, head_dim, head_dim]``, that queries are multiplied by.
-        mean: ``[kv_heads, head_dim]`` of the keys.
-        queries: ``[queries, heads, head_dim]``; the heads of a KV head follow each other.
-        scale: of logits.
-        beside: ``[queries, heads]`` logarithm of the sum of the exponentials of the logits of
-            all that has no codes.
+        queries: ``[queries, heads, head_dim]``; the heads of a KV head are consecutive.
+        scale: factor of the logits.
+        beside: log-sum-exp of the logits of all keys without codes, ``[queries, heads]``.
 
     Returns:
         ``[queries, entries]``.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes do not match.
     """
 
-def best_blocks(
-    scores: NDArray[np.float32], block: int, devices: int, each: int
-) -> NDArray[np.int64]:
-    """The blocks of largest sums, as many of each device; without the GIL.
+def best_blocks(scores: NDArray[np.float32], deal: Deal) -> NDArray[np.int64]:
+    """Selects the blocks with the largest sums of scores, equally many of each device.
+
+    Runs without the GIL.
 
     Args:
         scores: ``[rows, entries]``.
-        block: entries of one; the last may have fewer.
-        devices: that blocks are dealt out to in turn.
-        each: blocks that every device gives, or all that it has.
 
     Returns:
-        ``[rows, blocks]`` numbers, of each row rising; of equal sums the first.
+        Numbers of the blocks, ``[rows, blocks]``, ascending in each row; of equal sums the first.
 
     Raises:
-        ValueError: blocks of none, no device, or nothing of each.
+        ValueError: a number in ``deal`` is 0.
     """
 
 def choose(
-    codes: NDArray[np.uint8],
-    centroids: NDArray[np.uint16],
-    projection: NDArray[np.float32],
-    mean: NDArray[np.float32],
+    codes: Codes,
     queries: NDArray[np.float32],
     scale: float,
-    near: int,
-    near_stride: int,
-    count: int,
-    own: int,
-    own_stride: int,
-    slots: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    bfloat16: bool,
-    block: int,
-    devices: int,
-    each: int,
+    visible: Visible,
+    deal: Deal,
     threads: int,
 ) -> NDArray[np.int64]:
-    """What :func:`best_blocks` finds by :func:`mass`, beside what rows see anyway; without the GIL.
-
-    Keys that are seen are ``[slots, kv_heads, head_dim]``, bfloat16 or float32, by address and
-    stride (in elements); who calls keeps them, and has checked slots.
+    """Selects blocks as :func:`best_blocks` does by :func:`mass`; without the GIL.
 
     Args:
         queries: ``[rows, heads, head_dim]``.
-        near: keys that all rows see, the first ``count``.
-        own: keys of which row ``i`` sees those at ``lengths[i]`` of ``slots`` from ``starts[i]``.
+        scale: factor of the logits.
 
     Returns:
-        ``[rows, blocks]`` numbers, of each row rising.
+        Numbers of the blocks, ``[rows, blocks]``, ascending in each row.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a head of no multiple of 16.
+        ValueError: the shapes do not match, head_dim is not a multiple of 16, a row sees slots
+            that do not exist, or a number in ``deal`` is 0.
     """
 
 def step(
@@ -158,20 +199,22 @@ def step(
     activated: NDArray[np.int64],
     there: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Which blocks come into memory once a step has activated some; changes the first three.
+    """Updates which blocks stay in memory after a step; changes the first three arguments.
 
     Args:
-        frequency: ``[blocks]``; a step takes a part of all and adds one to the activated ones'.
-        place: ``[blocks]`` of each in memory; -1 where it is not.
-        held: ``[capacity]`` the block in each place.
-        decay: what a step leaves of a frequency.
-        there: blocks that can come in.
+        frequency: ``[blocks]``; multiplied by ``decay``, then increased by one for activated
+            blocks.
+        place: place of each block in memory, ``[blocks]``; -1 if it is not in memory.
+        held: block in each place, ``[capacity]``.
+        decay: factor of all frequencies.
+        activated: blocks that the step activated.
+        there: blocks that may be brought into memory.
 
     Returns:
-        Those that have.
+        The blocks that were brought into memory.
 
     Raises:
-        ValueError: a block that there is not, or arrays of different lengths.
+        ValueError: a block does not exist, or the arrays differ in length.
     """
 
 def table(
@@ -186,19 +229,22 @@ def table(
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> NDArray[np.int32]:
-    """Slots of all that rows see: sinks, blocks, window and tokens of their own.
+    """Lists the slots that rows see: sinks, blocks, window and their own tokens.
 
     Args:
-        first: ``[rows, blocks]`` first slot of each block.
-        block: slots of one.
-        pool: what is added to those.
-        near: slot of the first sink; the others and the window follow it.
-        text: entries of all blocks in the order in which rows see them; None for as they lie.
-        slots: of which row ``i`` sees ``lengths[i]`` from ``starts[i]`` on.
+        first: first slot of each block, ``[rows, blocks]``.
+        block: slots per block.
+        pool: offset of these slots.
+        near: slot of the first sink; the other sinks and the window follow it.
+        sinks: number of sinks.
+        window: number of slots of the window.
+        text: order in which rows see the entries of their blocks, ``[blocks * block]``; None for
+            the order of the blocks.
+        slots: own slots, of which row ``i`` sees ``lengths[i]`` from ``starts[i]`` on.
 
     Returns:
-        ``[rows, width]``, zero behind what a row sees.
+        ``[rows, width]``, zero after the slots that a row sees.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes do not match, or ``text`` has an invalid index.
     """

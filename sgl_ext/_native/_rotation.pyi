@@ -1,7 +1,10 @@
-"""Copies of KV whose keys are rotated on the way."""
+"""Copies of KV that rotate the keys."""
 
 class Rotation:
-    """One layout of a token's KV: for each layer its keys, then its values, contiguous."""
+    """Rotating copy for one layout of KV.
+
+    The KV of a token is contiguous: for each layer its keys, then its values.
+    """
 
     def __init__(
         self,
@@ -12,31 +15,35 @@ class Rotation:
         rotary_dim: int,
         interleaved: bool = False,
     ) -> None:
-        """Takes the layout of a token.
+        """Sets the layout of a token's KV.
 
         Args:
             dtype: ``bfloat16`` or ``float32``.
-            heads: KV heads.
-            rotary_dim: leading elements of each key that are rotated; even.
-            interleaved: the elements of a pair are neighbours, not ``rotary_dim / 2`` apart.
+            heads: number of KV heads.
+            rotary_dim: number of leading elements of each key that are rotated, even.
+            interleaved: whether the elements of a pair are adjacent instead of ``rotary_dim / 2``
+                apart.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: an argument is invalid.
         """
 
     def __call__(self, table: int, count: int, cosines: int, sines: int, threads: int) -> None:
-        """Copies runs of tokens; without the GIL.
+        """Copies runs of tokens and rotates their keys; runs without the GIL.
 
         Args:
-            table: address of int64 ``[count, 5]``: from, to, tokens, and the bytes from one token
-                to the next on either side.
-            cosines: address of float32 ``[rotary_dim / 2]``; as ``sines`` of the angles by which
-                each pair is rotated.
+            table: address of int64 ``[count, 5]``, one row per run: source address, destination
+                address, number of tokens, source pitch, destination pitch. A pitch is the number
+                of bytes from one token to the next.
+            cosines: address of float32 ``[rotary_dim / 2]``: cosines of the angles by which the
+                pairs are rotated.
+            sines: address of float32 ``[rotary_dim / 2]``: sines of these angles.
 
         Raises:
-            ValueError: a pitch is smaller than a token; nothing was copied.
+            ValueError: a run has a negative number of tokens, or has several tokens and a pitch
+                smaller than a token; nothing was copied.
         """
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of a token's KV in all layers."""

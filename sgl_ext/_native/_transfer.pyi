@@ -1,4 +1,4 @@
-"""Types of the native transfer engine. :mod:`sgl_ext.memory.transfer` says what they mean."""
+"""Native transfer engine; :mod:`sgl_ext.memory.transfer` documents it."""
 
 from collections.abc import Sequence
 

@@ -9,6 +9,7 @@ into subspaces, and the nearest of 256 centroids is kept for each part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,10 +93,12 @@ class Codes:
         threads: int = 1,
     ) -> NDArray[np.float32]:
         """Returns an estimate of :func:`~sgl_ext.clusters.activations.attention_mass`."""
-        return _clusters.mass(
-            self.codes, self.centroids, self.projection, self.mean, np.ascontiguousarray(queries),
-            scale, beside, threads,
-        )  # fmt: skip
+        return _clusters.mass(self.native, np.ascontiguousarray(queries), scale, beside, threads)
+
+    @cached_property
+    def native(self) -> _clusters.Codes:
+        """The same codes for native code."""
+        return _clusters.Codes(self.codes, self.centroids, self.projection, self.mean)
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:

@@ -39,7 +39,8 @@ def best_blocks(
         Numbers of the blocks, int64 ``[rows, blocks]``, each row sorted.
     """
     blocks = -(-scores.shape[1] // block)
-    return _clusters.best_blocks(scores, block, devices, each_of(share, blocks, devices))
+    deal = _clusters.Deal(block, devices, each_of(share, blocks, devices))
+    return _clusters.best_blocks(scores, deal)
 
 
 def each_of(share: float, blocks: int, devices: int) -> int:

@@ -209,9 +209,10 @@ class TransferEngine:
     ) -> ThrottledLane:
         """Creates a lane that emulates a slower device over the lane ``inner``.
 
-        Copies pass one after the other. Each takes its bytes divided by ``bytes_per_second`` or the
-        time of one operation, whichever is longer, and finishes ``latency`` seconds later. A copy
-        of the batch is one operation, however many rows it has. At most ``depth`` pieces of a
+        Copies pass one after the other, in pieces of ``piece_bytes``. A piece takes its bytes
+        divided by ``bytes_per_second``, and the first piece of a copy takes at least the time of
+        one operation: a copy is one operation, however many rows it has. A piece finishes
+        ``latency`` seconds later, or when ``inner`` has copied it. At most ``depth`` pieces of a
         priority are in flight, so ``depth / latency`` also bounds the operations per second.
 
         Raises:

@@ -91,6 +91,7 @@ def test_a_pause_aborts_beam_groups_and_retracts_other_requests(
         deadline = time.monotonic() + DEADLINE_S
         while requests.get(url, timeout=60).json()["loads"][0]["num_running_reqs"] < 2:
             assert time.monotonic() < deadline
+            time.sleep(0.02)
         for route, body in (("pause", {"mode": "retract"}), ("continue", {})):
             assert requests.post(f"{server.url}/{route}_generation", json=body, timeout=60).ok
         assert told(plain.result()) == alone

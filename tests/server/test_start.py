@@ -17,6 +17,7 @@ import psutil
 import pytest
 import requests
 from conftest import POOL, Launch, refusal, running_in_group
+from forked import template
 
 from sgl_ext.bench.harness import server
 from sgl_ext.engine.core import scheduler
@@ -166,25 +167,32 @@ def test_start_that_exceeds_start_deadline_is_ended(launch: Launch) -> None:
 def test_stopped_start_leaves_no_process_file_or_shared_memory(
     model: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "sglang.launch_server", "--enable-ext", *POOL]
-    command += ["--model-path", str(model), "--port", str(server.free_port())]
-    process = psutil.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True,
-        # A shell starts background processes with SIGINT ignored, and children inherit this.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    for line in process.stderr:
-        if "Load weight begin" in line:
-            break
-    assert len(list(tmp_path.glob("sgl_ext-*"))) == 1
-    segments = server._shared_memory_of(server._tree(process))
+    program = ["-m", "sglang.launch_server", "--enable-ext", *POOL]
+    program += ["--model-path", str(model), "--port", str(server.free_port())]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    read, write = os.pipe()
     if stop == signal.SIGINT:
-        os.killpg(process.pid, stop)  # a terminal signals the whole process group
+        process = psutil.Popen(
+            [sys.executable, *program], stderr=write, stdout=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+            # A shell starts background processes with SIGINT ignored, and children inherit this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
     else:
-        process.send_signal(stop)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+        with Path(os.devnull).open("wb") as nothing:
+            process = template.start(program, environment, stdout=nothing.fileno(), stderr=write)
+    os.close(write)
+    with os.fdopen(read) as log:
+        for line in log:
+            if "Load weight begin" in line:
+                break
+        assert len(list(tmp_path.glob("sgl_ext-*"))) == 1
+        segments = server._shared_memory_of(server._tree(process))
+        if stop == signal.SIGINT:
+            os.killpg(process.pid, stop)  # a terminal signals the whole process group
+        else:
+            process.send_signal(stop)
+        assert process.wait(60) != 0
     assert running_in_group(process.pid) == []
     assert list(tmp_path.glob("sgl_ext-*")) == []
     assert [segment for segment in segments if segment.exists()] == []

@@ -94,7 +94,8 @@ def test_the_unused_part_of_a_budget_credit_is_returned(taken: int) -> None:
     budget = adder(64)
     req = SimpleNamespace(
         rid="linked", prefix_len=0, extend_len=taken, full_untruncated_fill_ids=[0] * 480,
-        extend_end=taken, sampling_params=SimpleNamespace(max_new_tokens=7), retracted_stain=False,
+        extend_end=taken, sampling_params=SimpleNamespace(max_new_tokens=9), retracted_stain=False,
+        output_ids=[0, 0],  # generated before it was preempted, and part of the prompt now
     )  # fmt: skip
 
     def original(adder: Any, req: Any) -> Any:
@@ -110,7 +111,7 @@ def test_the_unused_part_of_a_budget_credit_is_returned(taken: int) -> None:
     assert budget.rem_input_tokens == 1000 + taken - PLAN.computed(0, taken)
     assert budget.log_input_tokens == PLAN.computed(0, taken)
     assert budget.log_hit_tokens == taken - PLAN.computed(0, taken)
-    # The memory of the rest and of the answer stays reserved.
+    # The memory of the rest of the prompt and of the answer stays reserved.
     assert budget.memory_budget.total_offset == (480 - taken + 7 if taken else 0)
 
 

@@ -45,7 +45,8 @@ def test_mass_is_the_softmax_over_the_centroids(
         expected += (
             weights / (weights.sum(axis=1) + np.exp(beside[:, head] - highest[:, 0]))[:, None]
         )
-    found = _clusters.mass(codes, bits, projection, mean, asked, 0.25, beside, 2)
+    coded = _clusters.Codes(codes, bits, projection, mean)
+    found = _clusters.mass(coded, asked, 0.25, beside, 2)
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
 
 
@@ -111,7 +112,8 @@ def test_mismatched_shapes_are_refused() -> None:
 
     def mass(**other: tuple[int, ...]) -> np.ndarray:
         arrays = {name: np.zeros(other.get(name, shape), of) for name, (of, shape) in good.items()}
-        return _clusters.mass(**arrays, scale=1.0, threads=1)
+        queries, beside = arrays.pop("queries"), arrays.pop("beside")
+        return _clusters.mass(_clusters.Codes(**arrays), queries, 1.0, beside, threads=1)
 
     assert mass().shape == (1, 5)
     for name, shape in (
@@ -183,11 +185,12 @@ def test_chosen_blocks_account_for_tokens_that_are_seen_anyway(
     keys = torch.randn(near + 1, kv_heads, head_dim, generator=chance).to(dtype)
     coded = torch.randn(60, kv_heads, head_dim, generator=chance).numpy()
     codes = Codes.of(coded, queries.numpy(), 4)
-    found = _clusters.choose(
-        codes.codes, codes.centroids, codes.projection, codes.mean, queries.numpy(), 0.3,
-        keys.data_ptr(), keys.stride(0), near, pool.data_ptr(), pool.stride(0), slots.numpy(),
-        starts.numpy(), lengths.numpy(), narrow, 3, 2, 2, 2,
+    visible = _clusters.Visible(
+        keys.data_ptr(), keys.stride(0), near, pool.data_ptr(), pool.stride(0), narrow,
+        slots.numpy(), starts.numpy(), lengths.numpy(),
     )  # fmt: skip
+    deal = _clusters.Deal(block=3, devices=2, each=2)
+    found = _clusters.choose(codes.native, queries.numpy(), 0.3, visible, deal, threads=2)
     beside = np.empty((rows, kv_heads * group), np.float32)
     for row in range(rows):
         mine = slots[starts[row] : starts[row] + lengths[row]]
@@ -196,7 +199,7 @@ def test_chosen_blocks_account_for_tokens_that_are_seen_anyway(
         beside[row] = logits.logsumexp(1).numpy()
     scores = codes.mass(queries.numpy(), 0.3, beside)
     sums = scores.reshape(rows, 20, 3).sum(axis=2)
-    best = _clusters.best_blocks(scores, 3, 2, 2)
+    best = _clusters.best_blocks(scores, deal)
     assert found.shape == best.shape == (rows, 4)
     assert (np.diff(found) > 0).all()
     # Of blocks with equal scores, any may be chosen.
@@ -219,10 +222,9 @@ def test_choose_refuses_invalid_shapes_slots_and_blocks() -> None:
         queries: np.ndarray = queries, starts: np.ndarray = starts, lengths: np.ndarray = lengths,
         block: int = 3,
     ) -> np.ndarray:  # fmt: skip
-        return _clusters.choose(
-            codes.codes, codes.centroids, codes.projection, codes.mean, queries, 1.0, 0, 0, 0, 0, 0,
-            slots, starts, lengths, False, block, 2, 2, 1,
-        )  # fmt: skip
+        visible = _clusters.Visible(0, 0, 0, 0, 0, False, slots, starts, lengths)
+        deal = _clusters.Deal(block, devices=2, each=2)
+        return _clusters.choose(codes.native, queries, 1.0, visible, deal, threads=1)
 
     assert choose().shape == (2, 4)
     with pytest.raises(ValueError, match=r"shapes of .* do not match"):

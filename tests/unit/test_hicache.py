@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
@@ -28,13 +31,19 @@ def test_transfer_copies_pages_between_pools(page: int, strided: bool) -> None:
         assert torch.equal(target, old)
 
 
-def test_repeated_install_sets_the_copy_and_limits_the_host_reserve() -> None:
+@pytest.mark.parametrize(("total", "reserve"), [(16 << 30, 2 << 30), (1 << 40, 10 << 30)])
+def test_repeated_install_sets_the_copy_and_limits_the_host_reserve(
+    total: int, reserve: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.mem_cache.pool_host import base, mha
 
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 10 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total))
     hicache.install()
     hicache.install()
     assert mha.transfer_kv_direct is hicache.transfer_kv_direct
-    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES <= 10 << 30
+    limited = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    assert limited == reserve
 
 
 def test_host_pools_do_not_pin_memory() -> None:

@@ -251,6 +251,7 @@ def test_invalid_copies_files_and_options_are_rejected(
         engine.file_lane(tmp_path / "none")
     for bad, message in [
         ({"depth": 0}, "queue depth of 0; expected 1 to 4096"),
+        ({"bytes_in_flight": 0}, "0 bytes in flight; expected at least 1"),
         ({"request_bytes": 5000}, "requests of 5000 bytes; expected a multiple of 4096"),
         ({"backend": "aio"}, "expected 'auto', 'io_uring' or 'threads'"),
     ]:

@@ -11,19 +11,23 @@
 namespace sgl_ext::attention {
 namespace {
 
-// Keys of a decode task. One row then occupies context / 256 threads, and its partial states are
-// about one percent of the K and V that it reads.
+// Keys per decode task. One row can then occupy context / 256 threads, and the size of its partial
+// states is about one percent of the K and V that it reads.
 constexpr int kDecodeKeys = 256;
-// Keys of an extend task of few queries.
+// Keys per extend task of a sequence with few queries.
 constexpr int kExtendKeys = 1024;
-// Query rows of an extend task: enough to pay for packing the keys, few enough for the L2 cache.
+// Query rows per extend task: enough to amortise the packing of the keys, few enough for the L2
+// cache.
 constexpr int kExtendRows = 192;
-// A row's key ranges grow beyond this many, to bound the memory of their states.
+// Maximum number of key ranges per row, which bounds the memory of the partial states; longer
+// contexts get larger ranges.
 constexpr int kMostDecodeRanges = 64;
 constexpr int kMostExtendRanges = 16;
-// Rows of at most so many query blocks divide their keys too; others have tasks enough.
+// Sequences of at most this many query blocks also partition their keys; longer ones have enough
+// tasks.
 constexpr int kFewBlocks = 4;
-// Fewer multiply-adds than this take less time than waking another thread.
+// Number of multiply-adds below which one thread is used: they take less time than waking another
+// thread.
 constexpr double kSerialProducts = 4e5;
 
 constexpr std::size_t kLine = 64;
@@ -33,7 +37,7 @@ int range_size(int context, int size, int most) {
   return size * ((ranges + most - 1) / most);
 }
 
-// Memory of the calling thread that the next call reuses, 64-byte aligned.
+// Memory of one thread, 64-byte aligned and reused by its next call.
 class Workspace {
  public:
   char *at_least(std::size_t bytes) {
@@ -54,7 +58,7 @@ class Workspace {
   std::size_t size_ = 0;
 };
 
-// Whether `next` goes on with the sequence that `row` is a part of.
+// Returns whether `next` is a later part of the sequence that `row` is a part of.
 bool follows(const Row &row, const Row &next) {
   return next.slots == row.slots && next.extent == row.extent && next.end == row.end &&
          next.context - next.queries >= row.context;
@@ -71,7 +75,7 @@ Plan::Plan(const std::vector<Row> &rows, const Shape &shape) : shape_(shape) {
     const Row &row = rows[i];
     const bool decode = row.extent == 1;
     int queries = row.queries;
-    // Parts of one sequence that follow each other read the same keys: together, once.
+    // Consecutive parts of one sequence are merged, so that the keys they share are read once.
     while (++i < rows.size() && !decode && follows(rows[i - 1], rows[i])) queries += rows[i].queries;
     if (queries == 0) continue;
     const int blocks = (queries + block - 1) / block;
@@ -81,7 +85,7 @@ Plan::Plan(const std::vector<Row> &rows, const Shape &shape) : shape_(shape) {
     } else if ((row.extent + block - 1) / block <= kFewBlocks) {
       range = range_size(row.end, kExtendKeys, kMostExtendRanges);
     }
-    // The last block sees the most keys: the longest tasks begin first.
+    // The last block sees the most keys, so that the longest tasks start first.
     for (int b = blocks - 1; b >= 0; --b) {
       Task task{};
       task.slots = row.slots;
@@ -100,7 +104,7 @@ Plan::Plan(const std::vector<Row> &rows, const Shape &shape) : shape_(shape) {
         groups_.push_back({ranges, partial_floats_});
         partial_floats_ += ranges * state;
       }
-      // Heads of the same keys follow each other: these share pages.
+      // The heads of one key range are consecutive, because their K and V share pages.
       for (int r = 0; r < ranges; ++r) {
         const int begin = (first / range + r) * range;
         task.first_key = std::max(first, begin);
@@ -126,7 +130,7 @@ struct Plan::Execution {
   float *partials;
   char *scratch;
   std::size_t scratch_size;
-  std::atomic<int> *missing;  // tasks of each group that have not ended
+  std::atomic<int> *missing;  // unfinished tasks of each group
   std::atomic<std::size_t> next{0};
   std::atomic<int> busy_threads{0};
 };
@@ -147,7 +151,7 @@ void Plan::work(void *data) {
       continue;
     }
     kernel(execution.layer, item.task, execution.partials + item.partial, scratch);
-    // The last to end has seen the others' states: release by them, acquire by it.
+    // acq_rel: each task releases its partial state, and the last one acquires all of them.
     if (execution.missing[item.group].fetch_sub(1, std::memory_order_acq_rel) == 1)
       execution.kernels.merge(execution.layer, item.task, execution.partials + group.partials,
                               group.tasks, scratch);
@@ -156,7 +160,7 @@ void Plan::work(void *data) {
 
 void Plan::run(const Layer &layer, const Kernels &kernels, int threads) const {
   if (items_.empty()) return;
-  // One thread or all: an OpenMP pool ends the threads that a smaller region leaves out.
+  // One thread or all: an OpenMP pool terminates the threads that a smaller region leaves unused.
   if (products_ < kSerialProducts || items_.size() == 1 || threads < 1) threads = 1;
   const std::size_t busy = std::min<std::size_t>(threads, items_.size());
 

@@ -1,4 +1,4 @@
-// 16 lanes: what both AVX-512 translation units share.
+// AVX-512 vector operations on 16 fp32 lanes, shared by both AVX-512 translation units.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -37,7 +37,7 @@ inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
-// Lanes i with lo <= i < hi from `v`, the others from `other`.
+// Returns the lanes i with lo <= i < hi from `v` and all other lanes from `other`.
 inline vf inside(vf v, int lo, int hi, vf other) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 in = _mm512_cmp_epi32_mask(lane, _mm512_set1_epi32(lo), _MM_CMPINT_NLT) &
@@ -51,8 +51,8 @@ inline float first(vf v) { return _mm512_cvtss_f32(v); }
 inline vf nearest(vf x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// x * 2^n for whole n in [-127, 127]; -127 gives 0. (scalef would be shorter but runs at less than
-// half the speed of these three on Zen 4.)
+// Returns x * 2^n for an integer n in [-127, 127]; n = -127 gives 0. (scalef would be shorter, but
+// on Zen 4 it runs at less than half the speed of this sequence.)
 inline vf scale_by_power(vf x, vf n) {
   const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
   return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23)));
@@ -86,10 +86,11 @@ template <int Heads>
 constexpr int keys_per_step() {
   return Heads == 1 ? 16 : Heads == 2 ? 8 : 4;
 }
-// out[row * stride + i] = total(acc[row * Columns + i]), 12 or 16 of them as one tree of adds.
+// Computes out[row * stride + i] = total(acc[row * Columns + i]): 12 or 16 totals in one tree of
+// additions.
 template <int Rows, int Columns>
 inline void store_totals(const vf *acc, float *out, int stride) {
-  vf quarter[4];  // of e: lane group g holds 4 addends of vector 4g + e
+  vf quarter[4];  // quarter[e]: 128-bit lane g holds 4 partial sums of vector 4g + e
   for (int e = 0; e < 4; ++e) {
     const vf a = acc[e], b = acc[4 + e], c = acc[8 + e];
     const vf d = Rows * Columns > 12 ? acc[12 + e] : _mm512_setzero_ps();
@@ -102,7 +103,7 @@ inline void store_totals(const vf *acc, float *out, int stride) {
   const vf high = add(_mm512_unpacklo_ps(quarter[2], quarter[3]),
                       _mm512_unpackhi_ps(quarter[2], quarter[3]));
   const vf all = add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-  // Not by way of memory: four loads cannot be forwarded from one store.
+  // Not through memory: a single store cannot be forwarded to four loads.
   const auto put = [&](int i, __m128 x) {
     _mm_storeu_ps(out + i / Columns * stride + i % Columns, x);
   };

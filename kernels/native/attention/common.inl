@@ -1,11 +1,11 @@
-// What the kernels of one instruction set share, over the vector operations that its translation
-// unit defines before including kernels.inl: vf, kWidth, splat, load, store, add, sub, mul, fma,
+// Code shared by the kernels of one instruction set. It uses vector operations that the translation
+// unit defines before it includes kernels.inl: vf, kWidth, splat, load, store, add, sub, mul, fma,
 // max, inside, total, largest, first, nearest, scale_by_power, transpose, keys_per_step,
 // store_totals and the sizes kGemmRows, kGemmVectors and kHeadBlock.
 //
-// Everything is in an anonymous namespace and nothing of the standard library is instantiated:
-// the linker would keep one copy of a shared inline function, perhaps one that this machine
-// cannot run.
+// Everything is in an anonymous namespace, and no template of the standard library is instantiated:
+// the linker would keep only one copy of a shared inline function, possibly one with instructions
+// that this machine does not support.
 #pragma once
 
 #include <cfloat>
@@ -20,14 +20,15 @@ using sgl_ext::attention::Layer;
 using sgl_ext::attention::Pool;
 using sgl_ext::attention::Task;
 
-constexpr int kGroup = kGemmVectors * kWidth;  // keys, or dimensions, of one register block
+constexpr int kGroup = kGemmVectors * kWidth;  // keys or dimensions per register block
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 
-// e^x for x <= 0, exactly 1 at 0 and exactly 0 below -88.1, -inf included. 2^f on [-0.5, 0.5] is a
-// minimax polynomial, 2e-9 (degree 6) or 3e-6 (degree 4) off.
+// Returns e^x for x <= 0: exactly 1 at 0 and exactly 0 below -87.7, -inf included. A minimax
+// polynomial approximates 2^f on [-0.5, 0.5] with a relative error of 2e-8 (degree 6) or 3e-6
+// (degree 4).
 template <int Degree>
 inline vf exp_of(vf x) {
   x = max(splat(-88.1f), x);
@@ -49,19 +50,19 @@ inline vf exp_of(vf x) {
   return scale_by_power(fma(y, f, splat(1.0f)), whole);
 }
 
-// Products in fp32 whatever the elements.
+// Products in fp32 for all element types.
 template <class T>
 struct WidenedProduct {
   using Element = T;
   using Operand = float;
-  static constexpr int kPack = 1;  // elements of the summed dimension in one operand
+  static constexpr int kPack = 1;  // elements of the summed dimension per operand
   static constexpr int kExpDegree = 6;
 
   static vf broadcast(const Operand *p) { return splat(*p); }
   static vf load_operands(const Operand *p) { return load(p); }
   static void store_operands(Operand *p, vf v) { store(p, v); }
   static vf multiply_add(vf a, vf b, vf sum) { return fma(a, b, sum); }
-  // The next kWidth operands of a row that has `count` more elements.
+  // Loads the next kWidth operands of a row that has `count` elements left.
   static vf gather_operands(const Element *p, int) { return load(p); }
   static void pack_values(const Element *even, const Element *odd, Operand *out, int head_dim) {
     for (int d = 0; d < head_dim; d += kWidth) {
@@ -69,8 +70,8 @@ struct WidenedProduct {
       store(out + head_dim + d, load(odd + d));
     }
   }
-  // The values of kPack successive keys; their dimensions may be in another order than memory's,
-  // the order that load_sums and store_sums give sums in.
+  // Loads the values of kPack consecutive keys. The order of the dimensions may differ from that in
+  // memory; load_sums and store_sums convert sums to and from this order.
   template <int Vectors>
   static void load_values(const Element *value, const Element *, vf *x) {
     for (int v = 0; v < Vectors; ++v) x[v] = load(value + v * kWidth);
@@ -83,7 +84,7 @@ struct WidenedProduct {
   static void store_sums(float *p, const vf *x) {
     for (int v = 0; v < Vectors; ++v) store(p + v * kWidth, x[v]);
   }
-  // Writes the weights of 2 * kWidth keys as operands; returns `sum` with them.
+  // Stores the weights of 2 * kWidth keys as operands; returns `sum` plus these weights.
   static vf store_weights(Operand *out, vf low, vf high, vf sum) {
     store(out, low);
     store(out + kWidth, high);
@@ -91,13 +92,13 @@ struct WidenedProduct {
   }
 };
 
-// Takes 64-byte aligned arrays from the scratch memory; counts only, where that is null.
+// Allocator of 64-byte aligned arrays in the scratch memory; only counts bytes if `base` is null.
 class Arena {
  public:
   explicit Arena(char *base) : base_(reinterpret_cast<std::uintptr_t>(base)) {}
   template <class T>
   T *take(std::size_t count) {
-    T *at = reinterpret_cast<T *>(base_ + used_);  // an integer: null plus an offset is undefined
+    T *at = reinterpret_cast<T *>(base_ + used_);  // integers: null plus an offset is undefined
     used_ += (count * sizeof(T) + 63) / 64 * 64;
     return at;
   }
@@ -108,7 +109,7 @@ class Arena {
   std::size_t used_ = 0;
 };
 
-// The softmax state of some rows, as Kernels::decode describes it.
+// Softmax state of some rows, in the layout that Kernels::decode documents.
 struct State {
   float *max;
   float *sum;
@@ -118,15 +119,15 @@ struct State {
   static State at(float *base, int rows) { return {base, base + rows, base + 2 * rows}; }
   void clear(int rows, int head_dim) const {
     for (int r = 0; r < rows; ++r) {
-      max[r] = -FLT_MAX;  // finite, so that a difference of two is never NaN
+      max[r] = -FLT_MAX;  // finite, so that the difference of two is never NaN
       sum[r] = 0;
     }
     std::memset(acc, 0, sizeof(float) * rows * head_dim);
   }
 };
 
-// Into the L2 cache: of lines on their way to L1 a core keeps far fewer in flight (Zen 4 reads
-// slots 1.6 times faster this way).
+// Prefetches into the L2 cache: a core supports far fewer outstanding lines for L1 (prefetching
+// into L2 makes reading slots 1.6 times faster on Zen 4).
 inline void prefetch(const char *p, int bytes) {
   for (int offset = 0; offset < bytes; offset += 64) __builtin_prefetch(p + offset, 0, 2);
 }
@@ -136,7 +137,7 @@ inline const char *at_slot(const Pool &pool, std::int32_t slot) {
   return (far ? pool.far : pool.near) + slot * (far ? pool.far_stride : pool.near_stride);
 }
 
-// Row `r` of the task in an array [tokens, heads, head_dim] of T.
+// Returns row `r` of the task in an array [tokens, heads, head_dim] of T.
 template <class T>
 inline T *row_of(char *base, std::ptrdiff_t stride, const Layer &layer, const Task &task, int r) {
   const std::int64_t token = task.token + r / task.heads;

@@ -1,4 +1,4 @@
-// Which instruction sets this machine runs.
+// Kernels of each instruction set, and detection of the sets that the CPU supports.
 #include "kernels.h"
 
 namespace sgl_ext::attention {

@@ -1,11 +1,11 @@
-// Decode: one query, all heads of a key while its cache lines are near.
+// Decode: one query; all heads of a key are processed while its cache lines are in the cache.
 #include "common.inl"
 
 namespace {
 
-constexpr int kDecodeTile = 64;          // keys of one step of the online softmax
-constexpr int kDecodeTileBytes = 65536;  // of their K and V; of larger tokens half as many
-constexpr int kPrefetchBytes = 12288;    // of K and V on their way
+constexpr int kDecodeTile = 64;          // keys per step of the online softmax
+constexpr int kDecodeTileBytes = 65536;  // K and V of a tile; larger tokens get half a tile
+constexpr int kPrefetchBytes = 12288;    // K and V that are prefetched ahead
 
 static_assert(kDecodeTile % 32 == 0 && 16 % kWidth == 0, "");
 
@@ -27,7 +27,8 @@ struct DecodeScratch {
         state(arena.take<float>(State::floats(heads, layer.head_dim))) {}
 };
 
-// Logits of 16 keys for `Heads` query heads of one KV head. `rows` are the keys' slots.
+// Computes the unscaled logits of 16 keys for `Heads` query heads of one KV head. `rows` are the
+// addresses of the slots of the keys.
 template <class P, int Heads>
 inline void score(const typename P::Operand *query, int query_stride, const char *const *rows,
                   std::ptrdiff_t offset, int head_dim, float *scores) {
@@ -50,7 +51,8 @@ inline void score(const typename P::Operand *query, int query_stride, const char
   }
 }
 
-// Adds the weighted values of `count` keys for `Heads` heads to `Vectors` vectors of their rows.
+// Rescales `Vectors` vectors of the rows of `Heads` heads and adds the weighted values of `count`
+// keys to them.
 template <class P, int Heads, int Vectors>
 inline void weigh(const typename P::Operand *weights, const float *rescale,
                   const char *const *rows, std::ptrdiff_t offset, int count, float *acc,
@@ -117,7 +119,7 @@ class Decoder {
     }
   }
 
-  // Slots past the end repeat the last one: their logits are computed and ignored.
+  // Entries past the end repeat the last slot: their logits are computed and ignored.
   void point(int first, int distance) {
     const int last = task_.last_key - 1;
     const int padded = round_up(count_, 16);
@@ -136,7 +138,7 @@ class Decoder {
     for (int first = 0; first < count_; first += 16) {
       for (int head = 0; head < task_.heads; head += group_) {
         const std::ptrdiff_t offset = std::ptrdiff_t((task_.head + head) / group_) * row;
-        // A token's K and V are neighbours in a block-major pool: one address translation.
+        // In a block-major pool the K and V of a token are adjacent: one address translation.
         for (int k = first; k < first + 16; ++k) {
           prefetch(keys_ahead_[k] + offset, row);
           prefetch(values_ahead_[k] + offset, row);
@@ -228,7 +230,7 @@ class Decoder {
   DecodeScratch<P> scratch_;
   State state_;
   int count_ = 0;  // keys of the current tile
-  const char *keys_[kDecodeTile];  // slots of the tile, and of keys `distance` further on
+  const char *keys_[kDecodeTile];  // addresses of the tile's slots; *_ahead_: `distance` later
   const char *values_[kDecodeTile];
   const char *keys_ahead_[kDecodeTile];
   const char *values_ahead_[kDecodeTile];

@@ -1,16 +1,17 @@
-// Extend: many queries of one KV head, as matrix products over packed tiles of keys.
+// Extend: many queries of one KV head, computed as matrix products over packed tiles of keys.
 #include "common.inl"
 
 namespace {
 
-constexpr int kTile = 128;     // keys that are packed at a time
-constexpr int kDepth = 64;     // operands of a logit that are summed in one go
+constexpr int kTile = 128;     // keys that are packed at once
+constexpr int kDepth = 64;     // operands of a logit that are accumulated in one pass
 constexpr int kRowBlock = 24;  // query rows whose logits over a tile stay in the L1 cache
 
 static_assert(kTile % kGroup == 0 && kGroup % (2 * kWidth) == 0, "");
 
-// c[r, :] = c[r, :] * rescale[r] + a[r, :] b, for Rows rows and Vectors vectors of columns. Without
-// Rescaled what c held does not count. Strides are in elements of their array.
+// Computes c[r, :] = c[r, :] * rescale[r] + a[r, :] b for Rows rows and Vectors vectors of columns.
+// If Rescaled is false, the previous contents of c are ignored. Strides are in elements of their
+// array.
 template <class P, bool Rescaled, int Rows, int Vectors>
 inline void product_block(const typename P::Operand *a, int a_stride, const typename P::Operand *b,
                           int b_stride, int depth, const float *rescale, float *c, int c_stride) {
@@ -26,7 +27,7 @@ inline void product_block(const typename P::Operand *a, int a_stride, const type
     }
     b += b_stride;
   }
-  // What c held comes last: a sum of sums loses less than one long sum.
+  // c is added last: a sum of partial sums has a smaller rounding error than one long sum.
   for (int r = 0; r < Rows; ++r) {
     for (int v = 0; v < Vectors; ++v) {
       float *out = c + r * c_stride + v * kWidth;
@@ -78,7 +79,7 @@ struct ExtendScratch {
   Operand *weights;           // [kRowBlock, kTile / kPack]
   float *rescale;             // [kRowBlock]
   float *ones;                // [kRowBlock]
-  typename P::Element *zeros;  // [head_dim]: what lies past the last key
+  typename P::Element *zeros;  // [head_dim]: replaces the keys past the last one
   float *state;
 
   ExtendScratch(Arena &arena, const Layer &layer, int rows)
@@ -151,8 +152,8 @@ class Extender {
     for (int k = count_; k < padded; ++k) rows[k] = scratch_.zeros;
   }
 
-  // Cache lines of the next tile's keys [from, to), a few at a time while this one is computed:
-  // a core that waits for room to fetch more does not compute.
+  // Prefetches K and V of the keys [from, to) of the next tile. The prefetches are spread over the
+  // computation of the current tile: a core without room for further outstanding fetches stalls.
   void fetch_next_tile(int from, int to) const {
     const std::int32_t *slots = task_.slots + first_ + kTile;
     const int end = smaller(to, task_.last_key - first_ - kTile);
@@ -169,7 +170,7 @@ class Extender {
   void attend(int row, int rows) {
     const int low = position(row) - layer_.window;
     const int high = position(row + rows - 1) + 1;
-    if (high <= first_ || low >= first_ + count_) return;  // all hidden
+    if (high <= first_ || low >= first_ + count_) return;  // all keys are masked
     const int head_dim = layer_.head_dim;
     const int columns = round_up(smaller(high - first_, count_), kGroup);
     const auto *query = scratch_.query + row * depth_;
@@ -195,7 +196,7 @@ class Extender {
                                      head_dim);
   }
 
-  // Logits of row `row` in line `line` of the scores become weights.
+  // Computes the weights of row `row` from its logits in line `line` of the scores.
   void softmax(int row, int line, int columns) {
     const int low = larger(position(row) - layer_.window - first_, 0);
     const int high = smaller(position(row) + 1 - first_, count_);
@@ -249,8 +250,8 @@ class Extender {
   Arena arena_;
   ExtendScratch<P> scratch_;
   State state_;
-  int first_ = 0;  // key of the current tile
-  int count_ = 0;  // its keys
+  int first_ = 0;  // first key of the current tile
+  int count_ = 0;  // keys of the current tile
 };
 
 template <class P>

@@ -1,4 +1,4 @@
-// 8 lanes.
+// AVX2 kernels: 8 fp32 lanes.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -39,7 +39,7 @@ inline vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
-// Lanes i with lo <= i < hi from `v`, the others from `other`.
+// Returns the lanes i with lo <= i < hi from `v` and all other lanes from `other`.
 inline vf inside(vf v, int lo, int hi, vf other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane);
@@ -64,7 +64,7 @@ inline float first(vf v) { return _mm256_cvtss_f32(v); }
 inline vf nearest(vf x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// x * 2^n for whole n in [-127, 127]; -127 gives 0.
+// Returns x * 2^n for an integer n in [-127, 127]; n = -127 gives 0.
 inline vf scale_by_power(vf x, vf n) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
@@ -92,7 +92,7 @@ template <int Heads>
 constexpr int keys_per_step() {
   return 4;
 }
-// out[row * stride + i] = total(acc[row * Columns + i]).
+// Computes out[row * stride + i] = total(acc[row * Columns + i]).
 template <int Rows, int Columns>
 inline void store_totals(const vf *acc, float *out, int stride) {
   for (int i = 0; i < Rows * Columns; i += 4) {

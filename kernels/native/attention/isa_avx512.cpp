@@ -1,4 +1,4 @@
-// 16 lanes, bf16 widened to fp32.
+// AVX-512 kernels: 16 fp32 lanes, bf16 is widened to fp32.
 #include "avx512.inl"
 #include "kernels.inl"
 

@@ -1,4 +1,4 @@
-// 16 lanes, products of bf16 pairs accumulated in fp32 by vdpbf16ps.
+// AVX-512 BF16 kernels: 16 lanes; vdpbf16ps accumulates the products of bf16 pairs in fp32.
 #include "avx512.inl"
 #include "kernels.inl"
 
@@ -6,9 +6,9 @@ namespace {
 
 struct DotProduct {
   using Element = bf16;
-  using Operand = std::uint32_t;  // two neighbours of the summed dimension
+  using Operand = std::uint32_t;  // two adjacent elements of the summed dimension
   static constexpr int kPack = 2;
-  static constexpr int kExpDegree = 4;  // 3e-6 is far below the weights' rounding to bf16
+  static constexpr int kExpDegree = 4;  // error 3e-6, far below the rounding of weights to bf16
 
   static vf broadcast(const Operand *p) {
     return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*p)));
@@ -18,20 +18,20 @@ struct DotProduct {
   static vf multiply_add(vf a, vf b, vf sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
-  // Up to 32 elements, zeros past `count`.
+  // Loads up to 32 elements; those past `count` are zero.
   static vf gather_operands(const Element *p, int count) {
     const __mmask16 present = count >= 32 ? 0xffff : (1u << (count / 2)) - 1u;
     return _mm512_maskz_loadu_ps(present, p);
   }
-  // Operands of the keys' sum: element d of two successive keys.
+  // Packs the operands of the sum over keys: element d of two consecutive keys.
   static void pack_values(const Element *even, const Element *odd, Operand *out, int head_dim) {
     for (int d = 0; d < head_dim; d += kWidth) {
       const __m512i high = _mm512_slli_epi32(load_low(odd + d), 16);
       _mm512_storeu_si512(out + d, _mm512_or_si512(load_low(even + d), high));
     }
   }
-  // Two vectors at a time are interleaved within their 128-bit lanes: the first holds dimensions
-  // 0-3, 8-11, ... of 32, the second the others.
+  // Interleaves two vectors at a time within their 128-bit lanes: the first result holds the
+  // dimensions 0-3, 8-11, ... of 32, the second result the other dimensions.
   template <int Vectors>
   static void load_values(const Element *even, const Element *odd, vf *x) {
     int v = 0;
@@ -48,7 +48,7 @@ struct DotProduct {
   }
   template <int Vectors>
   static void load_sums(const float *p, vf *x) {
-    // In units of 4 dimensions: 0 2 4 6 and 1 3 5 7.
+    // In units of 4 dimensions: 0 2 4 6 for the first vector, 1 3 5 7 for the second.
     const __m512i even = _mm512_setr_epi64(0, 1, 4, 5, 8, 9, 12, 13);
     const __m512i odd = _mm512_setr_epi64(2, 3, 6, 7, 10, 11, 14, 15);
     int v = 0;
@@ -72,7 +72,7 @@ struct DotProduct {
     }
     if (v < Vectors) store(p + v * kWidth, x[v]);
   }
-  // Weights of 32 keys; what is summed is what is multiplied.
+  // Stores the weights of 32 keys; the sum adds the rounded weights that the products use.
   static vf store_weights(Operand *out, vf low, vf high, vf sum) {
     const __m512bh pairs = _mm512_cvtne2ps_pbh(high, low);
     _mm512_storeu_si512(out, reinterpret_cast<__m512i>(pairs));

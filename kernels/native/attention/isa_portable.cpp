@@ -1,4 +1,4 @@
-// 4 lanes in the compiler's generic vectors: SSE2, NEON and the like.
+// Portable kernels: 4 fp32 lanes in generic vectors of the compiler (SSE2, NEON and similar).
 #include <cstring>
 
 #include "kernels.h"
@@ -44,13 +44,13 @@ inline vf add(vf a, vf b) { return a + b; }
 inline vf sub(vf a, vf b) { return a - b; }
 inline vf mul(vf a, vf b) { return a * b; }
 inline vf fma(vf a, vf b, vf c) { return a * b + c; }
-// As x86: b where either is NaN.
+// Same as on x86: returns b if either operand is NaN.
 inline vf max(vf a, vf b) {
   vi greater = (a > b);
   return reinterpret_cast<vf>((greater & reinterpret_cast<vi>(a)) |
                               (~greater & reinterpret_cast<vi>(b)));
 }
-// Lanes i with lo <= i < hi from `v`, the others from `other`.
+// Returns the lanes i with lo <= i < hi from `v` and all other lanes from `other`.
 inline vf inside(vf v, int lo, int hi, vf other) {
   vi lane = {0, 1, 2, 3};
   vi in = (lane >= splat_int(lo)) & (lane < splat_int(hi));
@@ -65,13 +65,13 @@ inline float largest(vf v) {
 inline float total(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline float first(vf v) { return v[0]; }
 
-// 2^n for whole n in [-127, 127]; -127 gives 0.
+// Returns 2^n for an integer n in [-127, 127]; n = -127 gives 0.
 inline vf power(vf n) {
   vi exponent = (__builtin_convertvector(n, vi) + splat_int(127)) << 23;
   return reinterpret_cast<vf>(exponent);
 }
 inline vf nearest(vf x) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no fraction bits left
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no fraction bits
   return (x + magic) - magic;
 }
 inline vf scale_by_power(vf x, vf n) { return x * power(n); }
@@ -86,7 +86,7 @@ template <int Heads>
 constexpr int keys_per_step() {
   return 4;
 }
-// out[row * stride + i] = total(acc[row * Columns + i]).
+// Computes out[row * stride + i] = total(acc[row * Columns + i]).
 template <int Rows, int Columns>
 inline void store_totals(const vf *acc, float *out, int stride) {
   for (int i = 0; i < Rows * Columns; ++i)

@@ -1,8 +1,10 @@
-// What a translation unit of one instruction set offers, and the plain data it works on.
+// Interface of the kernels, implemented by one translation unit per instruction set, and the plain
+// data that they work on.
 //
-// A task is a range of keys for some queries of one row of the batch. Its result is either final
-// (written to `out`) or a partial softmax that `merge` joins with those of the row's other ranges
-// (flash-decoding). A task's arithmetic depends on nothing outside it.
+// A task is a range of keys for some queries of one sequence. Its result is either final (written
+// to `out`) or a partial softmax state, which `merge` combines with those of the other key ranges
+// of the same queries (flash-decoding). The arithmetic of a task depends on nothing outside the
+// task.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +12,10 @@
 
 namespace sgl_ext::attention {
 
-constexpr int kUnlimited = 1 << 30;  // as a window; past every context
+constexpr int kUnlimited = 1 << 30;  // value of a window without a limit; exceeds every context
 
-// Keys or values of one layer. Slots from `boundary` on lie elsewhere than those before it: `far` is
-// where the first slot of all would lie. Strides are in bytes.
+// Keys or values of one layer. Slots from `boundary` on are in a different memory region than those
+// before it; `far` is the address that slot 0 would have in that region. Strides are in bytes.
 struct Pool {
   const char *near;
   std::ptrdiff_t near_stride;
@@ -22,8 +24,8 @@ struct Pool {
   std::int32_t boundary = INT32_MAX;
 };
 
-// One attention layer of one forward. Strides are in bytes; a token's heads, and a slot's, are
-// contiguous.
+// Attention layer of one forward. Strides are in bytes; the heads of a token, and those of a slot,
+// are contiguous.
 struct Layer {
   const char *query;
   Pool keys;
@@ -35,33 +37,35 @@ struct Layer {
   int kv_heads;
   int head_dim;  // of keys and values; a multiple of 16
   float scale;
-  int window;  // a query sees this many keys before its own; kUnlimited sees all
+  int window;  // keys before its own that a query sees; kUnlimited: all of them
 };
 
 struct Task {
-  const std::int32_t *slots;      // of the row's tokens, in sequence order
-  std::int64_t token;             // index in the batch of the first query
-  const std::int32_t *positions;  // of the queries in the sequence, ascending
+  const std::int32_t *slots;      // slots of the tokens, in sequence order
+  std::int64_t token;             // index of the first query in the batch
+  const std::int32_t *positions;  // positions of the queries in the sequence, ascending
   int queries;
   int head;   // first query head
-  int heads;  // of one KV head (extend) or of several whole groups (decode)
+  int heads;  // all heads of one KV head (extend) or of several KV heads (decode)
   int first_key;
-  int last_key;  // past the end
+  int last_key;  // exclusive
 };
 
-// Kernels of one element type. None allocates, throws or touches anything shared.
+// Kernels of one element type. None of them allocates, throws or modifies shared state.
 struct Kernels {
-  // One query. `partial` null writes the final result; otherwise a partial state goes there, for
-  // `rows = queries * heads` (query-major): floats max[rows] (the largest logit, scaled),
-  // sum[rows] (of the weights relative to it) and acc[rows, head_dim] (the weighted values).
+  // Computes a task of one query. Writes the final result if `partial` is null, otherwise a partial
+  // state of `rows = queries * heads` (query-major) to `partial`. The state consists of floats:
+  // max[rows] (the largest scaled logit), sum[rows] (sum of the weights relative to it) and
+  // acc[rows, head_dim] (sum of the weighted values).
   void (*decode)(const Layer &, const Task &, float *partial, char *scratch);
-  // Many queries of one KV head.
+  // Computes a task of many queries of one KV head; `partial` as for decode.
   void (*extend)(const Layer &, const Task &, float *partial, char *scratch);
-  // Joins `count` consecutive partial states and writes the final result of their rows.
+  // Combines `count` consecutive partial states and writes the final result of their rows.
   void (*merge)(const Layer &, const Task &, const float *partials, int count, char *scratch);
-  // Bytes of scratch, 64-byte aligned, that tasks of up to so many rows need.
+  // Returns the bytes of 64-byte aligned scratch memory for tasks of up to this many rows.
   std::size_t (*scratch)(const Layer &, int decode_rows, int extend_rows);
-  // Reads `bytes` of K and of V of the slots [first, last): a benchmark's limit. Gives a checksum.
+  // Reads the first `bytes` bytes of K and of V of the slots [first, last), as the lower bound of a
+  // benchmark. Returns a checksum.
   std::uint64_t (*read)(const Layer &, const std::int32_t *slots, int first, int last, int bytes);
 };
 
@@ -72,7 +76,7 @@ struct Isa {
   const Kernels *fp32;
 };
 
-// Best first; ends with "portable", which every machine supports.
+// Ordered from best to worst; the last is "portable", which every machine supports.
 extern const Isa isas[];
 extern const int isa_count;
 

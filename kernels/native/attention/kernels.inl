@@ -1,4 +1,4 @@
-// The kernels of one instruction set; see common.inl for what it must define before.
+// Kernels of one instruction set; common.inl lists what must be defined before the inclusion.
 #include "decode.inl"
 #include "extend.inl"
 

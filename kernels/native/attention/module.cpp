@@ -1,5 +1,6 @@
-// Python face of the CPU attention. Tensors come as addresses and strides, which the caller has
-// checked once: a tensor object would cost more than the rest of the call. See _attention.pyi.
+// Python bindings of the CPU attention. Tensors are passed as addresses and strides, which the
+// caller has validated once: a tensor object would cost more than the rest of the call. See
+// _attention.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -45,7 +46,8 @@ void check_slots(const Batch &batch, std::int64_t slots) {
                                 "; the pool has " + std::to_string(slots) + " slots");
 }
 
-// Where the slots from `slots` on lie, if not in the pool: K, V, elements from one to the next.
+// Location of the slots from `slots` on if they are outside the pool: addresses of the K and V of
+// the first of them (0 if all slots are in the pool), and stride between slots in elements.
 struct Far {
   std::int64_t slots = 0;
   std::uintptr_t keys = 0;
@@ -53,7 +55,7 @@ struct Far {
   std::int64_t stride = 0;
 };
 
-// An attention operator: what its layers have in common.
+// Attention operator: the parameters that its layers share.
 class Attention {
  public:
   Attention(const std::string &dtype, int heads, int kv_heads, int head_dim, double scale,

@@ -23,7 +23,7 @@ void best_blocks(const Dealt &dealt, const float *scores, std::size_t rows, std:
       const std::size_t end = std::min((b + 1) * dealt.block, dealt.entries);
       float sum = 0.0f;
       for (std::size_t e = b * dealt.block; e < end; ++e) sum += from[e];
-      sums[b] = sum == sum ? sum : -INFINITY;  // what is no number has no place in an order
+      sums[b] = sum == sum ? sum : -INFINITY;  // NaN cannot be ordered
     }
     const auto better = [&](std::int64_t a, std::int64_t b) {
       return sums[a] > sums[b] || (sums[a] == sums[b] && a < b);

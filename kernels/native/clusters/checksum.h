@@ -1,4 +1,4 @@
-// Tells whether bytes are those that were written; against accidents, not against people.
+// Checksum that detects accidental corruption of stored bytes; not cryptographic.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace sgl_ext {
 
-// Four sums side by side, each a multiplication and a rotation for eight bytes, so that memory is
-// what takes the time.
+// Four independent sums, each with two multiplications and a rotation per eight bytes, so that the
+// memory bandwidth is the limit.
 inline std::uint64_t checksum(const std::uint8_t *bytes, std::size_t size) {
   constexpr std::uint64_t factor = 0x9e3779b97f4a7c15u, other = 0xc2b2ae3d27d4eb4fu;
   const auto turn = [](std::uint64_t x, int by) { return (x << by) | (x >> (64 - by)); };

@@ -57,7 +57,7 @@ std::int32_t nearer(const Activations &activations, const std::int32_t *counts, 
   for (std::size_t j = 0; j < activations.entries; ++j)
     found += distance(common(own, activations.bits + j * activations.words, activations.words),
                       counts[from], counts[j]) < radius;
-  return found - 1;  // without itself
+  return found - 1;  // without the entry itself
 }
 
 SGL_EXT_CLONES
@@ -81,7 +81,7 @@ struct Job {
   std::atomic<std::size_t> next{0};
 };
 
-constexpr std::size_t piece = 64;  // entries that a thread takes at once
+constexpr std::size_t piece = 64;  // entries per work item
 
 void work(void *data) {
   Job &job = *static_cast<Job *>(data);
@@ -142,9 +142,9 @@ Clusters cluster(const Activations &activations, const std::int32_t *order, std:
 
 namespace {
 
-constexpr float gone = 3.0e38f;  // of an entry that is in a block already
+constexpr float gone = 3.0e38f;  // sum of an entry that is already in a block
 
-// Adds each entry's distance from `from` to what it is to the others of its block.
+// Adds the distance from `from` to the sum of distances of each entry of `near`.
 SGL_EXT_CLONES
 void add_distances(const Activations &activations, const std::int32_t *counts, std::size_t from,
                    const std::vector<std::int32_t> &near, float *sums) {
@@ -166,13 +166,14 @@ std::vector<std::int32_t> blocks(const Activations &activations, std::size_t blo
   std::stable_sort(left.begin(), left.end(), [&counts](std::int32_t a, std::int32_t b) {
     return counts[std::size_t(a)] > counts[std::size_t(b)];
   });
-  std::size_t taken = 0;  // of `left`, into `near`
+  std::size_t taken = 0;  // entries of `left` that were moved to `near`
   std::vector<std::int32_t> near;
   std::vector<float> sums;
   std::vector<std::int32_t> order;
   order.reserve(activations.entries);
   while (order.size() < activations.entries) {
-    // What has gone makes room for what is activated less often; all stay sorted by that.
+    // The entries that were placed are replaced by the next most frequently activated ones; `near`
+    // stays sorted by activation count.
     std::size_t kept = 0;
     for (std::size_t i = 0; i < near.size(); ++i)
       if (sums[i] < gone) near[kept++] = near[i];
@@ -187,7 +188,8 @@ std::vector<std::int32_t> blocks(const Activations &activations, std::size_t blo
     }
     const std::size_t size = std::min(block, near.size());
     for (std::size_t place = 0; place < size; ++place) {
-      // The first of equals; entries that share no query with any are not nearer than it.
+      // Selects the first of equal sums. The sum of an entry that shares no query with any member
+      // is `members`, so that such an entry is not preferred to the first one.
       std::size_t best = 0;
       while (sums[best] >= gone) ++best;
       float lowest = float(members);
@@ -198,7 +200,7 @@ std::vector<std::int32_t> blocks(const Activations &activations, std::size_t blo
         }
       }
       order.push_back(near[best]);
-      if (place == 0) {  // from here on it is near to the block, not to the one before
+      if (place == 0) {  // from here on, distances are to this block, not to the previous one
         for (std::size_t i = 0; i < near.size(); ++i)
           if (sums[i] < gone) sums[i] = 0.0f;
         members = 0;

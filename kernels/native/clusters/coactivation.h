@@ -1,5 +1,6 @@
-// Which KV entries are activated together, from one bit for each entry and query, and clusters of
-// those that are (Swarm, section 5.1, Algorithm 1). No matrix of all pairs is ever made.
+// Co-activation of KV entries, from one bit per entry and query, and clusters of the entries that
+// are activated together (Swarm, section 5.1, Algorithm 1). The matrix of all pairs is never
+// materialised.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,7 @@
 
 namespace sgl_ext::coactivation {
 
-// The queries that activate each entry: `words` words of bits for each of `entries` rows.
+// Queries that activate each entry: `entries` rows of `words` words, one bit per query.
 struct Activations {
   const std::uint64_t *bits;
   std::size_t entries;
@@ -16,33 +17,35 @@ struct Activations {
 };
 
 struct Rules {
-  float radius;         // members are nearer than this
-  std::size_t most;     // members of a cluster, with its medoid
-  std::size_t copies;   // clusters that an entry is in
-  bool pairwise;        // nearer than the radius to the members on average, not to the medoid only
+  float radius;         // distance below which an entry can be a member
+  std::size_t most;     // maximum number of members of a cluster, including its medoid
+  std::size_t copies;   // maximum number of clusters that an entry is in
+  bool pairwise;        // radius also limits the mean distance to the members so far
 };
 
 struct Clusters {
-  std::vector<std::int64_t> starts;   // of each cluster in `members`, and the end
-  std::vector<std::int32_t> members;  // the medoid first, then from the nearest on
+  std::vector<std::int64_t> starts;   // start of each cluster in `members`, then the end
+  std::vector<std::int32_t> members;  // the medoid, then the others, nearest first
 };
 
-// Of each entry, how many others are nearer than the radius, by the Jaccard distance of the queries
-// that activate them; an entry that no query activates is near to none. `threads` share the work.
+// Counts for each entry the other entries that are nearer than the radius, by the Jaccard distance
+// of the sets of queries that activate them. An entry that no query activates is near to none. Runs
+// on up to `threads` threads.
 void density(const Activations &activations, float radius, int threads, std::int32_t *out);
 
-// One distance for each entry, from entry `from`.
+// Computes the distance of each entry from entry `from`.
 void distances(const Activations &activations, std::size_t from, float *out);
 
-// Clusters around the entries of `order` that are in none when their turn comes.
+// Builds a cluster around each entry of `order`, in this order, that is not yet in a cluster.
 Clusters cluster(const Activations &activations, const std::int32_t *order, std::size_t count,
                  const Rules &rules);
 
-// All entries once, so that `block` of them that follow each other are activated together as far as
-// can be: each block begins with the entry nearest to the last of the one before, and takes those
-// nearest to its members on average. Where none is near, what is activated most often comes next.
-// Of what is left when a block begins only the `window` entries that are activated most often are
-// looked at, which bounds the time to entries * window.
+// Orders all entries so that each `block` consecutive entries are activated together as far as
+// possible. Each block begins with the entry nearest to the last entry of the previous block, and
+// continues with the entries nearest to its members on average. If none is near, the most
+// frequently activated entry is next. The candidates of a block are only the `window` most
+// frequently activated of the entries that are left when it begins, which bounds the time to
+// entries * window distances.
 std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block,
                                  std::size_t window);
 

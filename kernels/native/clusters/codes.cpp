@@ -13,10 +13,11 @@ namespace sgl_ext::codes {
 namespace {
 
 constexpr std::size_t kMostLanes = 8;
-// Additions, about a tenth of a millisecond; to wake a thread that sleeps takes half of that.
+// Number of additions below which one thread is used. They take about 0.1 ms; waking a sleeping
+// thread takes half of that.
 constexpr std::size_t kWorthThreads = std::size_t(1) << 18;
 
-// Room for the heads of one KV head that are taken at once.
+// Scratch memory for the query heads of one KV head that are processed at once.
 struct Room {
   Room(const Shape &shape, std::size_t lanes, std::size_t near)
       : queries(new float[shape.head_dim * lanes]),
@@ -34,24 +35,25 @@ struct Job {
   std::size_t count;
   const float *queries;
   float scale;
-  const float *beside;  // or, where there is none:
+  const float *beside;  // null if `seen` is given
   const Seen *seen;
   float *parts;  // [queries, kv_heads, entries]
   std::atomic<std::size_t> next{0};
 };
 
-// Some heads of a KV head, and a row. They share its codes and keys: what belongs to them lies side
-// by side, so that one code costs one addition for all of them, and a key is read once.
+// Some query heads of one KV head, for one row. They share the codes and keys of the KV head. Their
+// values are interleaved, one head per lane, so that a code costs one vector addition for all heads
+// and a key is read once.
 struct Part {
   const Job &job;
   std::size_t row;
   std::size_t kv_head;
-  std::size_t first;  // of the heads, among those of all rows
+  std::size_t first;  // index of the first head among the heads of all rows
   std::size_t heads;
   const Room &room;
 };
 
-// Queries [lanes, head_dim], scaled, and what the projection makes of them.
+// Computes the scaled queries [lanes, head_dim] and their projections; zero in unused lanes.
 template <class Lanes>
 [[gnu::always_inline]] inline void turn(const Part &part) {
   const std::size_t dim = part.job.shape.head_dim, all = lanes_of<Lanes> * dim;
@@ -68,8 +70,8 @@ template <class Lanes>
     }
 }
 
-// The logits of the centroids [subspaces, centroids, lanes]; what the mean adds to all of them is
-// in the first subspace's.
+// Computes the logits of the centroids [subspaces, centroids, lanes]. Those of the first subspace
+// include the logit of the mean, which is common to all keys.
 template <class Lanes>
 [[gnu::always_inline]] inline void fill_tables(const Part &part) {
   constexpr std::size_t lanes = lanes_of<Lanes>, width = 16;
@@ -97,7 +99,7 @@ template <class Lanes>
     }
 }
 
-// Logits [entries, lanes], and each head's largest.
+// Computes the logits [entries, lanes]; returns the largest logit of each head.
 template <class Lanes, std::size_t subspaces>
 [[gnu::always_inline]] inline Lanes look_up(const Part &part) {
   constexpr std::size_t lanes = lanes_of<Lanes>;
@@ -119,14 +121,14 @@ template <class Lanes, std::size_t subspaces>
 
 template <class Lanes>
 [[gnu::always_inline]] inline Lanes look_up(const Part &part) {
-  switch (part.job.shape.subspaces) {  // the usual numbers are unrolled
+  switch (part.job.shape.subspaces) {  // the common numbers are unrolled
     case 4: return look_up<Lanes, 4>(part);
     case 8: return look_up<Lanes, 8>(part);
     default: return look_up<Lanes, 0>(part);
   }
 }
 
-// Adds the attention of the heads to the entries.
+// Adds the attention of the heads to each entry to `out` [entries].
 template <class Lanes>
 [[gnu::always_inline]] inline void add_mass(const Part &part, float *out) {
   constexpr std::size_t lanes = lanes_of<Lanes>;
@@ -166,18 +168,18 @@ void add(const float *values, std::size_t count, float *out) {
   for (std::size_t i = 0; i < count; ++i) out[i] += values[i];
 }
 
-// Lanes for so many heads.
+// Returns the number of lanes for `heads` heads.
 std::size_t lanes_for(std::size_t heads) { return heads == 1 ? 1 : heads <= 4 ? 4 : kMostLanes; }
 
-// The heads of one KV head at a time, whichever thread takes it: results do not depend on how many
-// threads there are.
+// Each thread repeatedly claims the heads of one KV head for one row. Results do not depend on the
+// number of threads.
 void work(void *data) {
   Job &job = *static_cast<Job *>(data);
   const Shape &shape = job.shape;
   const std::size_t group = shape.heads / shape.kv_heads;
   const std::size_t most = std::min(group, kMostLanes), parts = job.count * shape.kv_heads;
   std::size_t at = job.next.fetch_add(1);
-  if (at >= parts) return;  // before memory is taken: threads may be many, and parts few
+  if (at >= parts) return;  // before the allocation: there may be more threads than parts
   const Room room(shape, lanes_for(most), job.seen ? job.seen->most(job.count) : 0);
   for (; at < parts; at = job.next.fetch_add(1)) {
     float *out = job.parts + at * shape.entries;
@@ -196,7 +198,7 @@ void work(void *data) {
 
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
           float scale, const float *beside, const Seen *seen, int threads, float *out) {
-  // Not initialised: every thread fills what it has taken.
+  // Not initialised: each thread fills the parts that it claims.
   const std::unique_ptr<float[]> parts(new float[count * shape.kv_heads * shape.entries]);
   Job job{shape, keys, count, queries, scale, beside, seen, parts.get()};
   const std::size_t lookups = count * shape.kv_heads * shape.entries * shape.subspaces;

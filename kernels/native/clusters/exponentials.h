@@ -1,4 +1,4 @@
-// What codes and logits share: bfloat16, exponentials, functions for several instruction sets.
+// Helpers for codes and logits: bfloat16, exponentials, function clones per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace sgl_ext {
 
-// A number as it is stored: a float32, or a bfloat16 by its bits.
+// Converts a stored number to float: a float32, or the bits of a bfloat16.
 [[gnu::always_inline]] inline float wide(float value) { return value; }
 
 [[gnu::always_inline]] inline float wide(std::uint16_t upper) {
@@ -25,11 +25,11 @@ namespace sgl_ext {
   return value;
 }
 
-// exp(x) for x <= 0, within 2e-7 of it; below -60 what it is there, 8.8e-27: nothing beside 1, and
-// what it is multiplied by leaves no denormal number.
+// Returns exp(x) for x <= 0 with an absolute error below 2e-7. Below -60 it returns exp(-60) =
+// 8.8e-27, which is negligible next to 1 and gives no denormal number in products.
 [[gnu::always_inline]] inline float exp_of(float x) {
   const float scaled = std::max(x, -60.0f) * 1.44269504f;
-  const std::int32_t biased = std::int32_t(scaled + 127.0f);  // rounded down: it is positive
+  const std::int32_t biased = std::int32_t(scaled + 127.0f);  // rounds down, because it is positive
   const float rest = scaled - float(biased - 127);  // 2^rest as a polynomial on [0, 1)
   float power = 1.8775767e-3f;
   power = power * rest + 8.9893397e-3f;

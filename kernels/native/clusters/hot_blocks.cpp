@@ -25,7 +25,7 @@ std::vector<std::int64_t> step(const Hot &hot, double decay, const std::int64_t 
                       const double of_b = hot.frequency[hot.held[b]];
                       return of_a < of_b || (of_a == of_b && a < b);
                     });
-  // The best of those outside against the worst inside: once one loses, the rest does.
+  // Best block outside against worst block inside: after the first that is not better, none is.
   std::size_t coming = 0;
   for (; coming < most; ++coming) {
     std::int64_t &held = hot.held[inside[coming]];

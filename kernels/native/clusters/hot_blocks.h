@@ -1,4 +1,4 @@
-// Which blocks are kept in memory: those that have been wanted most often lately.
+// Selection of the blocks kept in memory: those activated most often in recent steps.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,16 @@ namespace sgl_ext {
 
 struct Hot {
   double *frequency;     // [blocks]
-  std::int64_t *place;   // [blocks] in memory; -1 where a block is not
+  std::int64_t *place;   // [blocks] place in memory; -1 if not in memory
   std::size_t blocks;
-  std::int64_t *held;    // [capacity] the block in each place
+  std::int64_t *held;    // [capacity] block in each place
   std::size_t capacity;
 };
 
-// A step takes a part of all frequencies and adds one to what it has activated; of what is there,
-// the best of those outside then replace the worst inside, as long as they are better. Returns the
-// blocks that have come in, the best first; of equal ones the first that was named.
+// Updates the selection after a step. Multiplies all frequencies by `decay` and adds one for each
+// activated block. Then the most frequent blocks of `there` that are not in memory replace the
+// least frequent blocks in memory, as long as their frequency is higher. Returns the blocks that
+// were brought into memory, the most frequent first; ties in the order of `there`.
 std::vector<std::int64_t> step(const Hot &hot, double decay, const std::int64_t *activated,
                                std::size_t count, const std::int64_t *there, std::size_t available);
 

@@ -1,4 +1,4 @@
-// Numbers of some heads side by side, one in each lane of a vector.
+// Vectors of float: the values of several heads, one per lane.
 #pragma once
 
 #include <cstddef>
@@ -32,13 +32,13 @@ template <class Lanes>
   return Lanes{} + value;
 }
 
-// What is no number is larger than nothing, if it comes first.
+// Returns the larger value per lane; `b` if either is NaN, so that a NaN in `a` is ignored.
 template <class Lanes>
 [[gnu::always_inline]] inline Lanes larger(const Lanes &a, const Lanes &b) {
   return a > b ? a : b;
 }
 
-// Consecutive numbers of one head.
+// Consecutive values of one head.
 typedef float Sixteen __attribute__((vector_size(64)));
 
 [[gnu::always_inline]] inline Sixteen sixteen(const float *from) { return load<Sixteen>(from); }
@@ -61,7 +61,7 @@ typedef float Sixteen __attribute__((vector_size(64)));
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// exp(value - highest), in place, of values [count, lanes]; returns their sum.
+// Computes exp(value - highest) of values [count, lanes] in place; returns the sum per lane.
 template <class Lanes>
 [[gnu::always_inline]] inline Lanes exponentials(float *values, std::size_t count,
                                                  const Lanes &highest) {

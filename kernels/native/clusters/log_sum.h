@@ -1,4 +1,4 @@
-// Logarithms of sums of exponentials of logits, of what a query sees anyway.
+// Log-sum-exp of the logits of the keys that a query sees whatever blocks are selected.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ struct Near {
   std::size_t stride;
 };
 
-// What rows see: all `count` of `near`, and of `own` the lengths[row] slots from starts[row] on.
+// Keys that a row sees: the first `count` of `near`, and those of `own` in the lengths[row] slots
+// that begin at slots[starts[row]].
 struct Seen {
   std::size_t head_dim;  // a multiple of 16
   bool bfloat16;
@@ -27,13 +28,13 @@ struct Seen {
   const std::int64_t *starts;
   const std::int64_t *lengths;
 
-  // Logits that any of the rows has.
+  // Returns the largest number of logits of a row.
   std::size_t most(std::size_t rows) const {
     return count + (rows ? std::size_t(*std::max_element(lengths, lengths + rows)) : 0);
   }
 };
 
-// The products of queries [lanes, head_dim] with one key.
+// Returns the dot products of queries [lanes, head_dim] with one key.
 template <class Lanes, class T>
 [[gnu::always_inline]] inline Lanes products(const float *queries, const T *key,
                                              std::size_t head_dim) {
@@ -74,8 +75,9 @@ template <class Lanes, class T>
   return load<Lanes>(top);
 }
 
-// Of the queries of one row [lanes, head_dim], which are scaled, and their KV head; minus infinity
-// where the row sees nothing. `logits` has room for all of the row's: [seen.most(..), lanes].
+// Returns the log-sum-exp for the scaled queries [lanes, head_dim] of one row and KV head; minus
+// infinity if the row sees no keys. `logits` is scratch memory for the logits of the row:
+// [seen.most(..), lanes].
 template <class Lanes>
 [[gnu::always_inline]] inline Lanes log_sums(const Seen &seen, std::size_t row,
                                              std::size_t kv_head, const float *queries,

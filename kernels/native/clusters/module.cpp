@@ -1,4 +1,4 @@
-// Python face of clusters, blocks and codes of KV entries. See _clusters.pyi.
+// Python bindings of clusters, blocks and codes of KV entries. See _clusters.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -100,7 +100,7 @@ using Of = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using Numbers = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>>;
 
-// An array of numpy's that nobody has written into yet.
+// Returns an uninitialised NumPy array [rows, columns].
 template <class Array>
 Array empty(std::size_t rows, std::size_t columns) {
   using T = typename Array::Scalar;
@@ -109,43 +109,70 @@ Array empty(std::size_t rows, std::size_t columns) {
   return Array(values, {rows, columns}, owner);
 }
 
-struct Coded {
-  sgl_ext::codes::Shape shape;
-  sgl_ext::codes::Keys keys;
+using Slots = Of<std::int64_t, 1>;
+
+// Codes of the keys of one layer; keeps the Python arrays alive.
+struct Codes {
+  Of<std::uint8_t, 3> codes;
+  Of<std::uint16_t, 3> centroids;
+  Of<float, 3> projection;
+  Of<float, 2> mean;
+
+  sgl_ext::codes::Keys keys() const {
+    return {codes.data(), centroids.data(), projection.data(), mean.data()};
+  }
+
+  // Raises ValueError if the shapes of the arrays and the queries do not match.
+  sgl_ext::codes::Shape shape(const Of<float, 3> &queries) const {
+    const std::size_t heads = queries.shape(1), dim = queries.shape(2);
+    const sgl_ext::codes::Shape found{codes.shape(1), heads, codes.shape(0), codes.shape(2), dim};
+    const std::size_t kv_heads = found.kv_heads;
+    if (!kv_heads || !found.entries || !found.subspaces || !heads || !dim || heads % kv_heads ||
+        dim % found.subspaces || centroids.shape(0) != kv_heads || centroids.shape(1) != dim ||
+        centroids.shape(2) != sgl_ext::codes::centroids || projection.shape(0) != kv_heads ||
+        projection.shape(1) != dim || projection.shape(2) != dim || mean.shape(0) != kv_heads ||
+        mean.shape(1) != dim)
+      throw std::invalid_argument("the shapes of codes, centroids and queries do not match");
+    return found;
+  }
 };
 
-Coded coded(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
-            const Of<float, 3> &projection, const Of<float, 2> &mean,
-            const Of<float, 3> &queries) {
-  const std::size_t heads = queries.shape(1), dim = queries.shape(2);
-  const sgl_ext::codes::Shape shape{codes.shape(1), heads, codes.shape(0), codes.shape(2), dim};
-  const std::size_t kv_heads = shape.kv_heads;
-  if (!kv_heads || !shape.entries || !shape.subspaces || !heads || !dim || heads % kv_heads ||
-      dim % shape.subspaces || centroids.shape(0) != kv_heads || centroids.shape(1) != dim ||
-      centroids.shape(2) != sgl_ext::codes::centroids || projection.shape(0) != kv_heads ||
-      projection.shape(1) != dim || projection.shape(2) != dim || mean.shape(0) != kv_heads ||
-      mean.shape(1) != dim)
-    throw std::invalid_argument("the shapes of codes, centroids and queries do not match");
-  return {shape, {codes.data(), centroids.data(), projection.data(), mean.data()}};
-}
+// Keys without codes that the rows see, by address and stride in elements.
+struct Visible {
+  std::uintptr_t near;
+  std::size_t near_stride;
+  std::size_t count;
+  std::uintptr_t own;
+  std::size_t own_stride;
+  bool bfloat16;
+  Slots slots, starts, lengths;
+};
 
-auto mass_of(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
-             const Of<float, 3> &projection, const Of<float, 2> &mean,
-             const Of<float, 3> &queries, float scale, const Of<float, 2> &beside, int threads) {
-  const Coded of = coded(codes, centroids, projection, mean, queries);
+struct Deal {
+  std::size_t block, devices, each;
+
+  sgl_ext::Dealt of(std::size_t entries) const {
+    if (!block || !devices || !each)
+      throw std::invalid_argument("block, devices and each must be at least 1");
+    return {entries, block, devices, each};
+  }
+};
+
+auto mass_of(const Codes &codes, const Of<float, 3> &queries, float scale,
+             const Of<float, 2> &beside, int threads) {
+  const auto shape = codes.shape(queries);
+  const auto keys = codes.keys();
   const std::size_t count = queries.shape(0);
-  if (beside.shape(0) != count || beside.shape(1) != of.shape.heads)
+  if (beside.shape(0) != count || beside.shape(1) != shape.heads)
     throw std::invalid_argument("the shapes of codes, centroids and queries do not match");
-  auto out = empty<Floats>(count, of.shape.entries);
+  auto out = empty<Floats>(count, shape.entries);
   nb::gil_scoped_release release;
-  sgl_ext::codes::mass(of.shape, of.keys, count, queries.data(), scale, beside.data(), threads,
+  sgl_ext::codes::mass(shape, keys, count, queries.data(), scale, beside.data(), threads,
                        out.data());
   return out;
 }
 
-using Slots = Of<std::int64_t, 1>;
-
-// Raises ValueError if a row sees slots that there are not.
+// Raises ValueError if there is not one range of slots per row, or a range exceeds `slots`.
 void require_seen(const Slots &slots, const Slots &starts, const Slots &lengths,
                   std::size_t rows) {
   if (starts.shape(0) != rows || lengths.shape(0) != rows)
@@ -157,28 +184,23 @@ void require_seen(const Slots &slots, const Slots &starts, const Slots &lengths,
       throw std::invalid_argument("a row references slots that do not exist");
 }
 
-auto choose(const Of<std::uint8_t, 3> &codes, const Of<std::uint16_t, 3> &centroids,
-            const Of<float, 3> &projection, const Of<float, 2> &mean, const Of<float, 3> &queries,
-            float scale, std::uintptr_t near, std::size_t near_stride, std::size_t count,
-            std::uintptr_t own, std::size_t own_stride, const Slots &slots, const Slots &starts,
-            const Slots &lengths, bool bfloat16, std::size_t block, std::size_t devices,
-            std::size_t each, int threads) {
-  const Coded of = coded(codes, centroids, projection, mean, queries);
-  const std::size_t rows = queries.shape(0), dim = of.shape.head_dim;
-  if (dim % 16) throw std::invalid_argument("head_dim must be a multiple of 16");
-  if (!block || !devices || !each)
-    throw std::invalid_argument("block, devices and each must be at least 1");
-  require_seen(slots, starts, lengths, rows);
-  const sgl_ext::Seen seen{dim, bfloat16,
-                           {reinterpret_cast<const void *>(near), near_stride}, count,
-                           {reinterpret_cast<const void *>(own), own_stride},
-                           slots.data(), starts.data(), lengths.data()};
-  const sgl_ext::Dealt dealt{of.shape.entries, block, devices, each};
+auto choose(const Codes &codes, const Of<float, 3> &queries, float scale, const Visible &visible,
+            const Deal &deal, int threads) {
+  const auto shape = codes.shape(queries);
+  const auto keys = codes.keys();
+  const std::size_t rows = queries.shape(0);
+  if (shape.head_dim % 16) throw std::invalid_argument("head_dim must be a multiple of 16");
+  const sgl_ext::Dealt dealt = deal.of(shape.entries);
+  require_seen(visible.slots, visible.starts, visible.lengths, rows);
+  const sgl_ext::Seen seen{shape.head_dim, visible.bfloat16,
+                           {reinterpret_cast<const void *>(visible.near), visible.near_stride},
+                           visible.count,
+                           {reinterpret_cast<const void *>(visible.own), visible.own_stride},
+                           visible.slots.data(), visible.starts.data(), visible.lengths.data()};
   auto out = empty<Numbers>(rows, dealt.chosen());
   nb::gil_scoped_release release;
   const std::unique_ptr<float[]> scores(new float[rows * dealt.entries]);
-  sgl_ext::codes::mass(of.shape, of.keys, rows, queries.data(), scale, seen, threads,
-                       scores.get());
+  sgl_ext::codes::mass(shape, keys, rows, queries.data(), scale, seen, threads, scores.get());
   sgl_ext::best_blocks(dealt, scores.get(), rows, out.data());
   return out;
 }
@@ -232,17 +254,14 @@ auto table_of(const Of<std::int64_t, 2> &first, std::size_t block, std::int32_t 
     for (std::size_t i = sinks; i < sinks + window; ++i) *at++ = near + std::int32_t(i);
     const std::int64_t *own = slots.data() + starts.data()[row];
     for (std::int64_t i = 0; i < lengths.data()[row]; ++i) *at++ = std::int32_t(own[i]);
-    std::fill(at, end, 0);  // behind what the row sees
+    std::fill(at, end, 0);  // padding after the slots that the row sees
   }
   return out;
 }
 
-auto best_blocks_of(const Of<float, 2> &scores, std::size_t block, std::size_t devices,
-                    std::size_t each) {
-  if (!block || !devices || !each)
-    throw std::invalid_argument("block, devices and each must be at least 1");
+auto best_blocks_of(const Of<float, 2> &scores, const Deal &deal) {
   const std::size_t rows = scores.shape(0);
-  const sgl_ext::Dealt dealt{scores.shape(1), block, devices, each};
+  const sgl_ext::Dealt dealt = deal.of(scores.shape(1));
   auto out = empty<Numbers>(rows, dealt.chosen());
   nb::gil_scoped_release release;
   sgl_ext::best_blocks(dealt, scores.data(), rows, out.data());
@@ -259,16 +278,23 @@ NB_MODULE(_clusters, m) {
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
   m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
   m.def("checksums", &checksums_of, nb::arg("rows"));
-  m.def("mass", &mass_of, nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"),
-        nb::arg("mean"), nb::arg("queries"), nb::arg("scale"), nb::arg("beside"),
-        nb::arg("threads"));
-  m.def("best_blocks", &best_blocks_of, nb::arg("scores"), nb::arg("block"), nb::arg("devices"),
-        nb::arg("each"));
-  m.def("choose", &choose, nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"),
-        nb::arg("mean"), nb::arg("queries"), nb::arg("scale"), nb::arg("near"),
-        nb::arg("near_stride"), nb::arg("count"), nb::arg("own"), nb::arg("own_stride"),
-        nb::arg("slots"), nb::arg("starts"), nb::arg("lengths"), nb::arg("bfloat16"),
-        nb::arg("block"), nb::arg("devices"), nb::arg("each"), nb::arg("threads"));
+  nb::class_<Codes>(m, "Codes")
+      .def(nb::init<Of<std::uint8_t, 3>, Of<std::uint16_t, 3>, Of<float, 3>, Of<float, 2>>(),
+           nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"), nb::arg("mean"));
+  nb::class_<Visible>(m, "Visible")
+      .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::uintptr_t, std::size_t, bool,
+                    Slots, Slots, Slots>(),
+           nb::arg("near"), nb::arg("near_stride"), nb::arg("count"), nb::arg("own"),
+           nb::arg("own_stride"), nb::arg("bfloat16"), nb::arg("slots"), nb::arg("starts"),
+           nb::arg("lengths"));
+  nb::class_<Deal>(m, "Deal")
+      .def(nb::init<std::size_t, std::size_t, std::size_t>(), nb::arg("block"),
+           nb::arg("devices"), nb::arg("each"));
+  m.def("mass", &mass_of, nb::arg("codes"), nb::arg("queries"), nb::arg("scale"),
+        nb::arg("beside"), nb::arg("threads"));
+  m.def("best_blocks", &best_blocks_of, nb::arg("scores"), nb::arg("deal"));
+  m.def("choose", &choose, nb::arg("codes"), nb::arg("queries"), nb::arg("scale"),
+        nb::arg("visible"), nb::arg("deal"), nb::arg("threads"));
   m.def("step", &step_of, nb::arg("frequency"), nb::arg("place"), nb::arg("held"),
         nb::arg("decay"), nb::arg("activated"), nb::arg("there"));
   m.def("table", &table_of, nb::arg("first"), nb::arg("block"), nb::arg("pool"), nb::arg("near"),

@@ -1,5 +1,6 @@
-# Defines the target `liburing`: the system's library, else one built from the sources in a sdist
-# of the Python registry. No target, and a warning, where neither is to be had.
+# Defines the target `liburing`: the system library, or else a library built from the sources in an
+# sdist from the Python package index. If neither is available, prints a warning and defines no
+# target.
 include_guard()
 
 set(SGL_EXT_URING ON CACHE BOOL "Use io_uring for file I/O where liburing can be found")
@@ -9,7 +10,7 @@ set(LIBURING_SHA256 e20420187e913d219109eccc15dcf014291da668c8b2ae9f44ccac043e6d
 function(liburing_from_system)
   find_package(PkgConfig QUIET)
   if(PkgConfig_FOUND)
-    pkg_check_modules(URING QUIET liburing>=2.2)  # sparse buffer tables
+    pkg_check_modules(URING QUIET liburing>=2.2)  # for sparse buffer tables
   endif()
   if(NOT URING_FOUND)
     return()
@@ -24,8 +25,9 @@ function(liburing_from_system)
   endif()
 endfunction()
 
-# Sets `archive` to a file with the right digest, or to nothing and `why` to the reason. Kept in
-# the user's cache: pip prepares a sdist before it hands it over, which takes half a minute.
+# Sets `archive` to a file with the expected digest; on failure sets only `why`, to the reason. The
+# file is kept in the user's cache, because pip prepares an sdist before it saves it, which takes
+# half a minute.
 function(liburing_download archive why)
   if(DEFINED ENV{SGL_EXT_CACHE})
     set(cache "$ENV{SGL_EXT_CACHE}")
@@ -56,7 +58,7 @@ function(liburing_download archive why)
       set(${why} "${LIBURING_SDIST} has SHA-256 ${digest}, not ${LIBURING_SHA256}" PARENT_SCOPE)
       return()
     endif()
-    # Renamed into place: a build beside this one sees all of it or nothing.
+    # Atomic rename: a concurrent build sees either the complete file or no file.
     get_filename_component(directory "${kept}" DIRECTORY)
     string(RANDOM LENGTH 12 suffix)
     file(MAKE_DIRECTORY "${directory}")
@@ -64,7 +66,7 @@ function(liburing_download archive why)
     if(NOT problem)
       file(RENAME "${kept}.${suffix}" "${kept}" RESULT problem)
     endif()
-    if(problem)  # a cache that cannot be written
+    if(problem)  # the cache is not writable
       set(kept "${found}")
     endif()
   endif()
@@ -98,7 +100,7 @@ function(liburing_from_sdist why)
   set_target_properties(liburing PROPERTIES C_STANDARD 11 C_EXTENSIONS ON PREFIX "")
   target_include_directories(liburing SYSTEM PUBLIC ${source}/include)
   target_compile_definitions(liburing PRIVATE _GNU_SOURCE LIBURING_INTERNAL)
-  # Its own warnings are its authors'.
+  # Warnings of third-party code are suppressed.
   target_compile_options(liburing PRIVATE -w -include ${root}/config-host.h)
   message(STATUS "liburing: built from ${LIBURING_SDIST}")
 endfunction()

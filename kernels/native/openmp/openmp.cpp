@@ -1,5 +1,6 @@
-// A pool of our own beside torch's would have both spin for the same cores. torch brings its
-// runtime as a library with a mangled name, so it is found among the loaded ones, not linked.
+// Uses the OpenMP runtime of torch: with a second thread pool, the threads of both would spin on
+// the same cores. torch ships its runtime under a mangled library name, so the runtime is looked up
+// among the loaded libraries instead of linked.
 #include "openmp.h"
 
 #include <dlfcn.h>
@@ -31,7 +32,7 @@ int visit(dl_phdr_info *info, std::size_t, void *found) {
   if (!path || !is_openmp(path)) return 0;
   auto &library = *static_cast<std::string *>(found);
   library = path;
-  // Other packages may bring a runtime too; the one that matters is torch's.
+  // Other packages may load a runtime too; the runtime of torch takes precedence.
   return std::strstr(path, "/torch/") != nullptr;
 }
 
@@ -45,7 +46,7 @@ Runtime find() {
   return runtime;
 }
 
-// Looked up at the first parallel call: torch has been imported by then.
+// Looked up at the first use, because torch has been imported by then.
 const Runtime &runtime() {
   static const Runtime found = find();
   return found;

@@ -1,4 +1,4 @@
-// Python face of the rotating copy. See _rotation.pyi.
+// Python bindings of the KV copy with key rotation. See _rotation.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -16,7 +16,8 @@ using namespace sgl_ext::rotation;
 namespace {
 
 constexpr std::int64_t columns = 5;
-// Tokens that a thread takes at once: tens of KiB each, so that a piece outlasts taking it.
+// Tokens per work item. A token has tens of KiB, so that copying an item takes much longer than
+// claiming it.
 constexpr std::int64_t piece = 16;
 
 struct Job {
@@ -55,7 +56,8 @@ class Rotation {
     token_bytes_ = std::int64_t(shape_.elements()) * (element_ == Element::bf16 ? 2 : 4);
   }
 
-  // `table` is int64 [count, 5]; the angles are float32 [rotary_dim / 2].
+  // `table` is int64 [count, 5]: from, to, tokens, from_pitch, to_pitch. `cosines` and `sines` of
+  // the angles are float32 [rotary_dim / 2].
   void operator()(std::uintptr_t table, std::int64_t count, std::uintptr_t cosines,
                   std::uintptr_t sines, int threads) const {
     const auto *row = reinterpret_cast<const std::int64_t *>(table);
@@ -89,7 +91,7 @@ class Rotation {
 }  // namespace
 
 NB_MODULE(_rotation, m) {
-  m.doc() = "Copies of KV whose keys are rotated on the way.";
+  m.doc() = "Copies of KV that rotate the keys.";
   nb::class_<Rotation>(m, "Rotation")
       .def(nb::init<const std::string &, int, int, int, int, bool>(), nb::arg("dtype"),
            nb::arg("layers"), nb::arg("heads"), nb::arg("head_dim"), nb::arg("rotary_dim"),

@@ -31,11 +31,12 @@ inline void narrow(float value, Bf16 &out) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  bits += 0x7fffu + ((bits >> 16) & 1u);  // to nearest even
+  bits += 0x7fffu + ((bits >> 16) & 1u);  // round to nearest even
   out.bits = nan ? std::uint16_t(0x7fc0) : std::uint16_t(bits >> 16);
 }
 
-// Pairs are `distance` apart, the first of each `step` after the one before.
+// Rotates `pairs` pairs of elements. The elements of a pair are `distance` apart; consecutive
+// pairs begin `step` elements apart.
 template <class T, int step>
 inline void rotate(const T *__restrict from, T *__restrict to, int pairs, int distance,
                    const float *__restrict cosines, const float *__restrict sines) {
@@ -86,7 +87,7 @@ inline void copy_runs(const Run *runs, std::size_t count, std::int64_t first, st
   }
 }
 
-// A clone's callees are inlined into it, so that they are compiled for its instruction set.
+// The callees are inlined into each clone, so that they are compiled for its instruction set.
 #define SGL_EXT_COPY(name, T)                                                                \
   SGL_EXT_CLONES void name(const Run *runs, std::size_t count, std::int64_t first,           \
                            std::int64_t last, const Shape &shape, const float *cosines,      \

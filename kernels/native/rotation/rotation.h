@@ -1,4 +1,4 @@
-// Copies of KV whose keys are rotated on the way, to where they stand in another prompt.
+// Copy of KV that rotates the keys to their positions in another prompt.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace sgl_ext::rotation {
 
-// What lies contiguous for each token: for each layer its keys, then its values, `heads` rows of
-// `head_dim` elements each.
+// Contiguous layout of the KV of a token: for each layer its keys, then its values, each with
+// `heads` rows of `head_dim` elements.
 struct Shape {
   int layers;
   int heads;
@@ -18,7 +18,7 @@ struct Shape {
   std::size_t elements() const { return std::size_t(layers) * 2 * heads * head_dim; }
 };
 
-// A run of tokens that follow each other on both sides, `pitch` bytes apart.
+// Run of tokens at a constant pitch, in bytes, both in the source and in the destination.
 struct Run {
   const char *from;
   char *to;
@@ -29,8 +29,9 @@ struct Run {
 
 enum class Element { bf16, fp32 };
 
-// Copies tokens `first .. last - 1` of all runs, counted through. `cosines` and `sines` are of the
-// rotary_dim / 2 angles; the products are in fp32, rounded once to nearest even.
+// Copies the tokens [first, last), numbered consecutively over all runs. `cosines` and `sines` are
+// those of the rotary_dim / 2 angles, which are the same for all tokens. The rotation is computed
+// in fp32; results in bf16 are rounded once, to nearest even.
 void copy(const Run *runs, std::size_t count, std::int64_t first, std::int64_t last,
           const Shape &shape, Element element, const float *cosines, const float *sines);
 

@@ -1,4 +1,4 @@
-// The least that a test needs.
+// Minimal test framework.
 #pragma once
 
 #include <cstdio>
@@ -28,7 +28,7 @@ struct Register {
 [[noreturn]] inline void failed(const char* file, int line, const std::string& what) {
   std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
   std::fflush(stderr);
-  std::_Exit(1);  // other threads of the test may be anywhere
+  std::_Exit(1);  // no destructors: other threads of the test may still run
 }
 
 template <class Error>
@@ -41,7 +41,7 @@ std::string message_of(const std::function<void()>& action) {
   return {};
 }
 
-// Runs all tests, or those whose name contains the argument.
+// Runs all tests, or those whose names contain the argument. Returns the exit status.
 inline int run(int count, char** arguments) {
   int ran = 0;
   for (const Test& test : tests()) {

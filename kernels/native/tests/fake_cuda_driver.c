@@ -1,5 +1,5 @@
-// The functions of the CUDA driver that lend a device's memory, over files in host memory; and what
-// a test needs to see what is left and to make them fail.
+// Fake of the CUDA driver's functions that map device memory, to lend it: files in host memory take
+// its place. A test can count the remaining objects and make the functions fail.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stddef.h>
@@ -37,7 +37,7 @@ __attribute__((visibility("default"))) size_t fake_free = (size_t)1 << 30;
 int fake_reserved(void) { return reserved_; }
 int fake_mapped(void) { return mapped; }
 int fake_handles(void) { return handles; }
-// The next call that can fail does.
+// Makes the next call that can fail return `error`.
 void fake_fail(int error) { next_error = error; }
 
 static int failed(void) {
@@ -112,7 +112,7 @@ int cuMemMap(uint64_t address, size_t size, size_t offset, uint64_t handle,
   if (offset || flags || fstat((int)handle, &status) || (size_t)status.st_size != size) {
     return kInvalid;
   }
-  // Nobody may touch it before access is set.
+  // The memory is inaccessible until cuMemSetAccess is called.
   void *found = mmap((void *)(uintptr_t)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED,
                      (int)handle, 0);
   if (found == MAP_FAILED) return kInvalid;

@@ -1,5 +1,5 @@
-// The functions of the CUDA runtime that the transfer engine uses, over memcpy and a thread for
-// each stream; and what a test needs to hold them, to make them fail and to see what they did.
+// Fake of the CUDA runtime's functions that the transfer engine uses: memcpy on one thread per
+// stream. A test can hold copies, make functions fail and inspect what was executed.
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@ enum { kMemory = 2, kSticky = 700, kLog = 1 << 16 };
 
 struct job {
   struct job *next;
-  struct event *event;  // or a copy
+  struct event *event;  // null: the job is a copy
   char *dst;
   const char *src;
   size_t dst_pitch, src_pitch, width, height;
@@ -35,26 +35,27 @@ static int executed_count;
 
 __attribute__((visibility("default"))) int fake_devices = 1;
 
-// While held, dispatched copies are not carried out.
+// Holds dispatched copies back while `on`.
 void fake_hold(int on) {
   pthread_mutex_lock(&mutex);
   held = on;
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);
 }
-// After `copies` more copies, one fails at its dispatch.
+// Makes the dispatch of a copy fail with `error`, after `copies` more copies.
 void fake_fail_copy(int copies, int error) {
   pthread_mutex_lock(&mutex);
   copies_until_error = copies;
   copy_error = error;
   pthread_mutex_unlock(&mutex);
 }
-// The next event that is waited for, or recorded, fails.
+// Makes the next wait for an event fail.
 void fake_fail_event(int error) {
   pthread_mutex_lock(&mutex);
   event_error = error;
   pthread_mutex_unlock(&mutex);
 }
+// Makes the next recording of an event fail.
 void fake_fail_record(int error) {
   pthread_mutex_lock(&mutex);
   record_error = error;
@@ -71,10 +72,10 @@ int fake_most_outstanding(void) { return read_locked(&most_outstanding); }
 int fake_streams(void) { return read_locked(&streams); }
 int fake_events(void) { return read_locked(&events); }
 int fake_executed_count(void) { return read_locked(&executed_count); }
-// Destination of the copy that was carried out as number `index`.
+// Returns the destination of the copy that was executed as number `index`, from 0.
 void *fake_executed(int index) { return executed[index]; }
 
-// As on a device: what a stream of a higher priority has waiting goes first.
+// Returns whether a stream of a higher priority has a copy waiting; as on a device, it goes first.
 static int outranked(const struct stream *stream) {
   for (const struct stream *other = all_streams; other; other = other->next) {
     if (other->priority < stream->priority && other->first && !other->first->event) return 1;

@@ -1,4 +1,4 @@
-// A lane whose pieces a test lets through.
+// Lane that waits for the permission of the test before it finishes a piece.
 #pragma once
 
 #include <condition_variable>
@@ -8,7 +8,8 @@
 
 namespace sgl_ext::transfer {
 
-// Carries out nothing until it is permitted, and notes the order of what it took.
+// Holds each piece until the test permits it, and records the order in which pieces are taken. It
+// copies nothing.
 class GateLane final : public Lane {
  public:
   GateLane(std::shared_ptr<Hub> hub, std::size_t threads, const Cut& cut)
@@ -27,7 +28,7 @@ class GateLane final : public Lane {
     own_permits_.insert(&ticket);
     changed_.notify_all();
   }
-  // The next piece that is let through fails.
+  // Makes the next permitted piece fail with `code`.
   void fail_next(int code) {
     std::lock_guard lock(gate_);
     fail_ = code;

@@ -1,4 +1,4 @@
-// Memory, waits and lanes for the tests of the transfer engine.
+// Memory, waits and temporary directories for the tests of the transfer engine.
 #pragma once
 
 #include <fcntl.h>
@@ -20,7 +20,7 @@ constexpr std::int64_t kPage = 4096;
 
 inline Deadline soon(int seconds = 60) { return Clock::now() + std::chrono::seconds(seconds); }
 
-// Registered memory, aligned to a page.
+// Page-aligned memory, registered with an engine.
 class Memory {
  public:
   Memory(Engine& engine, std::int64_t size, unsigned seed = 0, bool pinned = false)

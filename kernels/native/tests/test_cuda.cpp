@@ -1,4 +1,4 @@
-// The CUDA lane over the tests' own runtime: threads, groups and ends under the sanitizers.
+// Tests of the CUDA lane on a fake CUDA runtime: threads, groups and completion, under sanitizers.
 #include <dlfcn.h>
 
 #include "cuda_lane.h"

@@ -1,4 +1,4 @@
-// Queueing, urgency, cancellation and ends, on a lane whose pieces a test lets through.
+// Tests of queueing, urgency, cancellation and completion on a lane whose pieces the test permits.
 #include <atomic>
 #include <limits>
 
@@ -31,10 +31,10 @@ TEST(a_later_ticket_is_reported_after_an_earlier_one) {
   const auto second = g.submit(10);
   const auto empty = g.engine.submit({}, g.lane, Level::normal);
   g.lane->permit_one_of(*first);
-  CHECK(eventually([&] { return g.lane->taken().size() == 3; }));  // the second is begun
+  CHECK(eventually([&] { return g.lane->taken().size() == 3; }));  // the second has started
   g.lane->permit_one_of(*second);
   CHECK(eventually([&] { return second->bytes_done() == 10; }));
-  // All of it is done, but a piece of the first is in flight.
+  // The second ticket is copied, but a piece of the first is still in flight.
   CHECK(!g.engine.wait_any({first, second, empty}, Clock::now() + std::chrono::milliseconds(20)));
   g.lane->permit_one_of(*first);
   CHECK(g.engine.wait(*empty, soon()));
@@ -99,7 +99,7 @@ TEST(a_wait_ends_at_its_deadline) {
 }
 
 TEST(who_sees_a_ticket_finished_sees_those_before_it_finished) {
-  constexpr std::int64_t kCopies = 1'000'000;  // so many that it takes a while to free them
+  constexpr std::int64_t kCopies = 1'000'000;  // enough that freeing them takes a while
   Gated g(2, Cut{1 << 30, std::size_t{1} << 30});
   for (int round = 0; round < 4; ++round) {
     const std::size_t before = g.lane->taken().size();
@@ -124,7 +124,7 @@ TEST(a_piece_that_the_lane_below_cancelled_is_no_failure) {
       g.lane, ThrottledLane::Device{kInfinity, kInfinity, 0}, std::size_t{4}, std::int64_t{4096});
   const auto ticket = g.engine.submit({line(g.memory.address(), g.memory.address(500), 100)}, slow,
                                       Level::normal);
-  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));  // a tenth of it
+  CHECK(eventually([&] { return g.lane->taken().size() == 1; }));  // one of its ten pieces
   CHECK(!g.engine.close(Clock::now() + std::chrono::milliseconds(5)));
   g.lane->permit(1);
   CHECK(g.engine.close(soon()));
@@ -149,11 +149,11 @@ TEST(all_lanes_stop_while_one_is_waited_for) {
 
 TEST(a_time_beyond_the_clock_is_long) {
   Gated g(1, Cut{std::int64_t{1} << 40});
-  auto region = std::make_shared<Region>();  // the gate touches no memory
+  auto region = std::make_shared<Region>();  // the lane accesses no memory
   region->base = std::int64_t{1} << 50;
   region->length = std::int64_t{1} << 40;
   const std::int64_t base = g.engine.add_region(std::move(region))->base;
-  constexpr std::int64_t kBytes = std::int64_t{1} << 35;  // ten times the clock's range at 1 byte/s
+  constexpr std::int64_t kBytes = std::int64_t{1} << 35;  // 3.7 times the clock's range at 1 byte/s
   const auto slow = g.engine.add_lane<ThrottledLane>(
       g.lane, ThrottledLane::Device{1, 1e9, 0}, std::size_t{4}, kBytes);
   g.lane->permit(2);

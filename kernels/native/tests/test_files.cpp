@@ -1,4 +1,4 @@
-// The file lane over both backends, whole and with faults put between it and the kernel.
+// Tests of the file lane on both backends, with and without injected faults.
 #include <sys/resource.h>
 
 #include <cerrno>
@@ -11,12 +11,12 @@
 namespace sgl_ext::transfer {
 namespace {
 
-// Passes requests on to another backend: shortened, or failing with an error of its own.
+// Forwards requests to another backend, shortened to `most` bytes, or makes them fail with EIO.
 class FaultyIo final : public IoBackend {
  public:
   FaultyIo(std::unique_ptr<IoBackend> inner, std::int64_t most)
       : inner_(std::move(inner)), most_(most) {}
-  // Reads and writes that touch this offset of the file fail.
+  // Offset in the file; reads and writes that include it fail.
   std::atomic<std::int64_t> bad_offset{-1};
 
   const char* name() const override { return "faulty"; }
@@ -59,7 +59,7 @@ class FaultyIo final : public IoBackend {
 
 constexpr FileLane::Limits kLimits{4, 1 << 20, 64 << 10};
 
-// Both backends, or one where this machine has no io_uring.
+// Returns both backends, or only the threads if this machine has no io_uring.
 std::vector<std::unique_ptr<IoBackend>> backends() {
   std::vector<std::unique_ptr<IoBackend>> all;
   std::string reason;
@@ -259,7 +259,7 @@ TEST(an_urgent_request_overtakes_what_waits_for_a_thread) {
     while (completed.size() < ios.size()) backend->reap(completed);
     return completed.back().io != &ios.back();
   };
-  // A thread that is quick enough has carried out all others before the urgent one is there.
+  // A fast thread may execute all other requests before the urgent one is queued.
   bool overtook = false;
   for (int round = 0; round < 1000 && !overtook; ++round) overtook = overtakes();
   CHECK(overtook);

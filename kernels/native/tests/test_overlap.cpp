@@ -1,4 +1,4 @@
-// Whether batches are told apart that can and cannot run in any order.
+// Tests that find_overlap accepts batches that can run in any order, and only those.
 #include <random>
 
 #include "check.h"
@@ -8,7 +8,7 @@ namespace sgl_ext::transfer {
 namespace {
 
 TEST(rows_are_not_spread_out_to_find_an_overlap) {
-  // Two pitches on one stretch of addresses, one of them with more rows than memory could list.
+  // Two pitches in one range of addresses; one copy has more rows than memory could list.
   constexpr std::int64_t kRows = std::int64_t{1} << 38;
   const Copy many{0, kFileSpace, 64, kRows, 1024, 64};
   const auto beside = [&](std::int64_t column) {
@@ -23,8 +23,8 @@ TEST(rows_are_not_spread_out_to_find_an_overlap) {
 }
 
 TEST(one_wide_read_does_not_slow_down_the_others) {
-  // Narrow copies that all cross one row, and a read that spans it. Looking at all of them for
-  // each would take minutes.
+  // Narrow copies that all cross one row, and a read that spans it. Comparing each copy with all
+  // others would take minutes.
   constexpr std::int64_t kCopies = 300'000, kPitch = kCopies * 16 + 64;
   std::vector<Copy> copies = {{kPitch - 32, kFileSpace / 2, 4, 5, kPitch, kPitch},
                               {0, kFileSpace / 2 + 6 * kPitch, kPitch - 16, 1, 0, 0}};
@@ -39,7 +39,7 @@ TEST(one_wide_read_does_not_slow_down_the_others) {
   CHECK(overlap->other == kCopies / 2 + 2);
 }
 
-// The answer of two lists of bytes.
+// Returns whether copies overlap, byte by byte: a byte is written twice, or both read and written.
 bool disturb_each_other(const std::vector<Copy>& copies, std::size_t size) {
   std::vector<int> written(size, 0);
   const auto each_byte = [](std::int64_t first, std::int64_t pitch, const Copy& copy, auto use) {
@@ -70,7 +70,7 @@ TEST(many_rectangles_are_judged_as_their_bytes_are) {
     const std::int64_t pitch = 40 + draw(40);
     std::vector<Copy> copies(static_cast<std::size_t>(2 + draw(24)));
     for (Copy& c : copies) {
-      // Writes are few bytes each, lest every batch overlaps; reads reach far.
+      // Each copy is at most 3 bytes wide or has one row, so that not every batch overlaps.
       const bool tall = draw(2) == 0;
       c = {draw(20 * pitch), 0, 1 + draw(tall ? 3 : pitch), tall ? 1 + draw(12) : 1, pitch, pitch};
       c.dst = 40 * pitch + draw(20 * pitch);
@@ -82,7 +82,7 @@ TEST(many_rectangles_are_judged_as_their_bytes_are) {
     CHECK(overlap.has_value() == met);
     apart += !met;
     if (!overlap) continue;
-    // The two that are named disturb each other on their own.
+    // The two copies that are reported overlap without the others, too.
     std::vector<Copy> two = {copies[overlap->writer]};
     if (overlap->other != overlap->writer) two.push_back(copies[overlap->other]);
     CHECK(disturb_each_other(two, static_cast<std::size_t>(200 * pitch)));

@@ -1,4 +1,4 @@
-// The file lane over an io_uring that the kernel at times refuses to enter.
+// Tests of the file lane on an io_uring that at times fails to enter the kernel.
 #include <liburing.h>
 
 #include <cerrno>
@@ -11,14 +11,14 @@
 
 namespace {
 
-std::atomic<int> refusal{0};              // errno of every entry, if not 0 ...
-std::atomic<int> refusals_left{0};        // ... for so many of them
+std::atomic<int> refusal{0};              // if not 0: errno of the entries into the kernel ...
+std::atomic<int> refusals_left{0};        // ... of which this many fail
 std::atomic<std::int64_t> refused{0};
-std::atomic<int> awaited_fd{-1};          // set back to -1 when a request for it is let through
-std::function<void()> on_refusal;         // called once, after the next refusal
+std::atomic<int> awaited_fd{-1};          // reset to -1 when the kernel is given a request for it
+std::function<void()> on_refusal;         // called once, after the next failed entry
 
-// Fails for real, as an entry into a ring that is not there: what liburing has prepared for the
-// kernel is then as after any failure. The error is the test's.
+// Enters the kernel, or makes the entry really fail on an invalid ring: the queue that liburing has
+// prepared for the kernel is then as after any failure. The test chooses the error.
 template <class Enter>
 int entered(io_uring* ring, Enter enter) {
   const int error = refusal;
@@ -33,7 +33,7 @@ int entered(io_uring* ring, Enter enter) {
   ring->enter_ring_fd = -1;
   const int result = enter(ring);
   ring->enter_ring_fd = fd;
-  if (result >= 0) return result;  // there was no reason to enter
+  if (result >= 0) return result;  // there was no reason to enter the kernel
   ++refused;
   if (on_refusal) std::exchange(on_refusal, nullptr)();
   return -error;
@@ -60,7 +60,7 @@ namespace {
 
 constexpr FileLane::Limits kLimits{4, 1 << 20, 64 << 10};
 
-// An engine with a lane over io_uring and a file that holds `before`.
+// Engine with a file lane on io_uring and a file that contains `before`.
 struct Fixture {
   Fixture() {
     std::string reason;
@@ -80,7 +80,7 @@ struct Fixture {
   std::shared_ptr<Ticket> submit(const Copy& copy, Level level = Level::normal) {
     return engine.submit({copy}, lane, level);
   }
-  // Reads that end when the test wants them to.
+  // Submits a read that completes when the test writes to the pipe.
   std::shared_ptr<Ticket> submit_read_of_pipe(int fd, const Memory& into) {
     auto pipe = std::make_shared<Region>();
     pipe->fd = fd;
@@ -131,7 +131,7 @@ TEST(what_the_kernel_refuses_fails_and_is_never_started) {
       CHECK(ticket->state() == State::failed && ticket->bytes_done() == 0);
       CHECK(ticket->failure().code == error);
     }
-    // Idle in this state it neither spins nor sleeps through what comes.
+    // An idle lane in this state neither spins nor misses new tickets.
     const std::int64_t calls = refused;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     CHECK(refused - calls < 1000);
@@ -157,7 +157,7 @@ TEST(what_is_in_flight_ends_though_the_kernel_refuses_more) {
   CHECK(f.engine.wait(*write, soon()));
   CHECK(write->failure().code == ENOMEM);
   CHECK(!read->finished());
-  CHECK(!f.engine.close(Clock::now() + std::chrono::milliseconds(30)));  // not forgotten
+  CHECK(!f.engine.close(Clock::now() + std::chrono::milliseconds(30)));  // the read is in flight
   CHECK(::write(ends[1], &f.before[0], 100) == 100);
   CHECK(f.engine.wait(*read, soon()));
   CHECK(read->state() == State::done && read->bytes_done() == 100);
@@ -166,7 +166,7 @@ TEST(what_is_in_flight_ends_though_the_kernel_refuses_more) {
   ::close(ends[1]);
 }
 
-// The read of the wake ends while the ring cannot be entered and nothing else is in flight.
+// The read of the wake-up completes while the ring cannot be entered and nothing else is in flight.
 TEST(work_that_comes_in_a_refusal_is_started) {
   for (const int error : {ENOMEM, EAGAIN}) {
     Fixture f;

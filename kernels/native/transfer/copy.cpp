@@ -10,7 +10,8 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// A narrower row costs more in its unaligned ends and the fence than the caches cost.
+// Narrowest row for which non-temporal stores are used, in bytes. The unaligned ends and the fence
+// of a narrower row cost more than the caches.
 constexpr std::int64_t kStreamRow = 64 << 10;
 
 #if defined(__x86_64__)
@@ -24,7 +25,7 @@ __attribute__((target("avx"))) void stream_avx(char* dst, const char* src, std::
   std::memcpy(dst, src, head);
   dst += head, src += head, bytes -= head;
   for (; bytes >= 128; dst += 128, src += 128, bytes -= 128) {
-    // Prefetching never faults, past the end of the source neither.
+    // A prefetch never faults, not even past the end of the source.
     _mm_prefetch(src + 1024, _MM_HINT_T0);
     _mm_prefetch(src + 1088, _MM_HINT_T0);
     const auto* from = reinterpret_cast<const __m256i*>(src);
@@ -36,8 +37,8 @@ __attribute__((target("avx"))) void stream_avx(char* dst, const char* src, std::
     _mm256_stream_si256(to + 2, c);
     _mm256_stream_si256(to + 3, d);
   }
-  // Streamed stores are weakly ordered: without the fence the lock that publishes the end of the
-  // piece could be seen before them.
+  // Non-temporal stores are weakly ordered. Without the fence, the lock operation that publishes
+  // the completion of the piece could become visible before them.
   _mm_sfence();
   std::memcpy(dst, src, bytes);
 }

@@ -45,7 +45,7 @@ int CudaLane::dispatch(const Piece& piece, CudaRuntime::Stream stream) {
 
 Outcome CudaLane::outcome(const Piece& piece, int error, const char* doing) const {
   if (error == 0) return {piece.bytes, 0, {}};
-  runtime_.get_last_error();  // an error that is not sticky does not reach the next caller
+  runtime_.get_last_error();  // clears a non-sticky error, so that the next caller does not see it
   return {0, error, std::string(doing) + ": " + runtime_.error_string(error)};
 }
 
@@ -53,7 +53,7 @@ void CudaLane::record(Group& group, CudaRuntime::Stream stream) {
   group.error = runtime_.event_create(
       &group.event, CudaRuntime::kEventBlockingSync | CudaRuntime::kEventDisableTiming);
   if (group.error == 0) group.error = runtime_.event_record(group.event, stream);
-  // Without an event nothing else says when the memory is free again.
+  // Without an event, only synchronizing the stream shows that the memory is no longer in use.
   if (group.error != 0) runtime_.stream_synchronize(stream);
 }
 
@@ -72,7 +72,8 @@ void CudaLane::work(std::size_t level) {
   int broken = runtime_.set_device(device_);
   if (broken == 0) broken = runtime_.stream_priority_range(&least, &greatest);
   if (broken == 0) {
-    // Smaller is more urgent; a device may have fewer priorities than there are levels.
+    // A lower number is a higher priority. A device may have fewer priorities than there are
+    // levels.
     const int priority = std::max(greatest, least - static_cast<int>(level));
     broken = runtime_.stream_create(&stream, CudaRuntime::kStreamNonBlocking, priority);
   }
@@ -107,7 +108,7 @@ void CudaLane::work(std::size_t level) {
     while (!outstanding.empty() && (outstanding.size() >= limits_.events || !took)) {
       complete(outstanding.front());
       outstanding.pop_front();
-      if (!took) break;  // look for work that came meanwhile
+      if (!took) break;  // looks for work that arrived in the meantime
     }
   }
   if (stream) runtime_.stream_destroy(stream);

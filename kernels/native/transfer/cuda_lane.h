@@ -1,4 +1,4 @@
-// Copies by the copy engines of a CUDA device (FastSwitch, section 3.2).
+// Lane that copies with the copy engines of a CUDA device (FastSwitch, section 3.2).
 #pragma once
 
 #include <condition_variable>
@@ -12,13 +12,13 @@ namespace sgl_ext::transfer {
 class CudaLane final : public Lane {
  public:
   struct Limits {
-    std::size_t dispatches;  // after so many copies ...
-    std::int64_t bytes;      // ... or bytes an event is recorded,
-    std::size_t events = 2;  // of which so many are outstanding for each level
+    std::size_t dispatches;  // an event is recorded after this many copies
+    std::int64_t bytes;      // or after this many bytes
+    std::size_t events = 2;  // outstanding events per level
   };
 
-  // A thread and a stream for each level: what is dispatched of one level is bounded, so that a
-  // more urgent copy waits for that bound and not for all that was submitted before it.
+  // Each level has its own thread and stream. The work dispatched per level is bounded, so that a
+  // more urgent copy waits for that much work and not for everything submitted before it.
   CudaLane(std::shared_ptr<Hub> hub, const std::string& library, int device,
            const Limits& limits);
 
@@ -34,7 +34,7 @@ class CudaLane final : public Lane {
   void wake_all() override { came_.notify_all(); }
 
  private:
-  // Copies behind one event.
+  // Pieces whose completion one event signals.
   struct Group {
     std::vector<Piece> pieces;
     std::int64_t bytes = 0;

@@ -12,8 +12,9 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// The runtime that something else (torch) has loaded: two of them in a process work, but the
-// copies of one would not see an error of the other.
+// Returns the path of the runtime that the process has already loaded (with torch, for
+// example), or an empty string. Two runtimes in one process work, but copies of one do not
+// see an error of the other.
 std::string loaded_runtime() {
   std::string found;
   dl_iterate_phdr(

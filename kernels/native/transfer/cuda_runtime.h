@@ -1,4 +1,5 @@
-// The few functions of the CUDA runtime that copies need, found at run time and never unloaded.
+// Functions of the CUDA runtime that copies need. The library is loaded at run time and never
+// unloaded.
 #pragma once
 
 #include <cstddef>
@@ -6,17 +7,17 @@
 
 namespace sgl_ext::transfer {
 
-// As cuda_runtime_api.h declares them; errors are cudaError_t, 0 is success.
+// Function pointers and constants as in cuda_runtime_api.h. Errors are cudaError_t; 0 is success.
 struct CudaRuntime {
   using Stream = struct CUstream_st*;
   using Event = struct CUevent_st*;
-  static constexpr int kMemcpyDefault = 4;         // direction from the addresses
+  static constexpr int kMemcpyDefault = 4;         // infers the direction from the addresses
   static constexpr unsigned kStreamNonBlocking = 1;
-  static constexpr unsigned kEventBlockingSync = 1;  // waiting sleeps
+  static constexpr unsigned kEventBlockingSync = 1;  // the waiting thread sleeps
   static constexpr unsigned kEventDisableTiming = 2;
 
-  // Opens `library`, or if that is empty the runtime that the process has loaded, or the one that
-  // the dynamic linker finds. Throws Refused if there is none, or no device `device`.
+  // Loads `library` or, if it is empty, the runtime that the process has already loaded or else the
+  // one that the dynamic linker finds. Throws Refused if there is no runtime or no device `device`.
   CudaRuntime(const std::string& library, int device);
   CudaRuntime(const CudaRuntime&) = delete;
   CudaRuntime& operator=(const CudaRuntime&) = delete;

@@ -1,6 +1,7 @@
 #include "direct_io.h"
 
-// Not <sys/stat.h>: the C library's struct statx may lack the fields of direct I/O.
+// <linux/stat.h> instead of <sys/stat.h>: the C library's struct statx may lack the fields for
+// direct I/O.
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <sys/syscall.h>
@@ -18,7 +19,8 @@ std::optional<DirectIo> direct_io(int fd) {
     return DirectIo{status.stx_dio_mem_align, status.stx_dio_offset_align};
   }
 #endif
-  // A kernel before 6.1, or a file system that does not say: a page satisfies every device.
+  // Kernels before 6.1 and some file systems do not report the alignment. Page
+  // alignment satisfies every device.
   (void)fd;
   const long page = ::sysconf(_SC_PAGESIZE);
   return DirectIo{page, page};

@@ -1,4 +1,4 @@
-// What O_DIRECT asks for.
+// Alignment that direct I/O (O_DIRECT) requires.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@ struct DirectIo {
   std::int64_t memory_alignment, offset_alignment;
 };
 
-// What direct I/O on `fd` demands; nothing if its file system has none.
+// Returns the alignment that direct I/O on `fd` requires, in bytes, or nullopt if the file system
+// does not support direct I/O.
 std::optional<DirectIo> direct_io(int fd);
 
 }  // namespace sgl_ext::transfer

@@ -17,7 +17,8 @@ std::string at(std::size_t op, const std::string& what) {
   return "copy " + std::to_string(op) + ": " + what;
 }
 
-// Sizes that later arithmetic can rely on, whatever the addresses are.
+// Throws std::invalid_argument unless the sizes and pitches are valid. Later arithmetic relies on
+// them regardless of the addresses.
 void check_sizes(const Copy& copy, std::size_t op) {
   if (copy.width <= 0 || copy.height <= 0) {
     throw std::invalid_argument(at(op, "width " + std::to_string(copy.width) + ", height " +
@@ -35,7 +36,8 @@ void check_sizes(const Copy& copy, std::size_t op) {
   }
 }
 
-// The region that holds all of one side of a copy.
+// Returns the region that contains all bytes of one side of a copy. Throws
+// std::invalid_argument if there is none.
 const std::shared_ptr<Region>& resolve(const Regions::Lookup& lookup, std::int64_t address,
                                        std::int64_t pitch, const Copy& copy, std::size_t op,
                                        const char* side) {
@@ -56,8 +58,8 @@ const std::shared_ptr<Region>& resolve(const Regions::Lookup& lookup, std::int64
   throw std::invalid_argument(at(op, what));
 }
 
-// How many forks lie between this process and the one that loaded the engine. Process numbers
-// would not tell: a child in another namespace may have that of its parent.
+// Number of forks between the process that loaded this library and this one. A process ID does not
+// identify a process: a child in another PID namespace may have the same ID as its parent.
 std::int64_t forks = 0;
 [[maybe_unused]] const int counted = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
@@ -66,10 +68,10 @@ std::int64_t forks = 0;
 Engine::Engine() : process_(::getpid()), forks_(forks) {}
 
 Engine::~Engine() {
-  // Whoever has closed it has waited as long as it wanted to.
+  // A caller of close() has already waited as long as it wanted to.
   if (close(closed_ ? Clock::now() : Clock::now() + kLastChance)) return;
-  // Their threads run on (or, in a child of fork, their locks may be held by nobody): nothing of
-  // them may be taken away.
+  // Leaks what the threads of the lanes use, because they are still running. In a forked child,
+  // threads that do not exist there may hold the locks.
   new auto(std::move(lanes_));
   new auto(hub_);
 }
@@ -105,7 +107,7 @@ void Engine::remove_region(std::int64_t id) {
   if (region->pinned) {
     for (const auto& lane : lanes_) lane->detach(*region);
   }
-  region->close_file();  // whoever still holds a handle of it
+  region->close_file();  // even if a handle still refers to the region
 }
 
 void Engine::start(const std::shared_ptr<Lane>& lane) {
@@ -161,7 +163,8 @@ std::shared_ptr<Ticket> Engine::submit(std::vector<Copy> copies, const std::shar
     used.erase(std::unique(used.begin(), used.end()), used.end());
     for (const auto& region : used) region->uses.fetch_add(1);
   }
-  // From here on the ticket gives the regions back, if only by its destruction.
+  // From here on the ticket owns the use counts of the regions and releases them in its
+  // destructor at the latest.
   const auto ticket =
       std::make_shared<Ticket>(std::move(copies), level, lane, std::move(used));
   if (const auto overlap = find_overlap(ticket->copies())) {
@@ -211,8 +214,8 @@ bool Engine::close(Deadline deadline) {
     std::lock_guard lock(mutex_);
     lanes = lanes_;
   }
-  // Latest first: a lane may stand on an earlier one. All stop before any is waited for, lest they
-  // go on for as long as another is stuck.
+  // Reverse order of creation, because a lane may submit to an earlier one. All lanes stop before
+  // any is joined; otherwise they would continue to work while another lane is stuck.
   std::reverse(lanes.begin(), lanes.end());
   for (const auto& lane : lanes) lane->stop();
   bool ended = true;

@@ -1,4 +1,4 @@
-// Regions, lanes, and the way from a batch of copies to a ticket.
+// Transfer engine: owns regions and lanes, and validates and submits batches of copies.
 #pragma once
 
 #include <memory>
@@ -14,17 +14,17 @@ namespace sgl_ext::transfer {
 class Engine {
  public:
   Engine();
-  // Closes within a few seconds, or at once if that was tried before; what is in flight even then
-  // lives until the process ends.
+  // Closes the engine and waits a few seconds, or not at all if close() was called before. If
+  // copies are still in flight then, the lanes are leaked until the process exits.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   std::shared_ptr<Region> add_region(std::shared_ptr<Region> region);
-  // Throws Refused while unfinished tickets use it.
+  // Throws Refused while unfinished tickets use the region.
   void remove_region(std::int64_t id);
 
-  // Makes a lane that publishes to this engine's hub, and starts it.
+  // Creates and starts a lane that publishes to this engine's hub.
   template <class L, class... Arguments>
   std::shared_ptr<L> add_lane(Arguments&&... arguments) {
     check_open();
@@ -33,24 +33,27 @@ class Engine {
     return lane;
   }
 
-  // Validates the whole batch before any byte moves; an invalid one throws and changes nothing.
+  // Validates the whole batch before any byte is copied. An invalid batch throws and has no effect.
   std::shared_ptr<Ticket> submit(std::vector<Copy> copies, const std::shared_ptr<Lane>& lane,
                                  Level level);
 
-  // Whether anything of the ticket that had not started was cancelled by this call.
+  // Cancels the pieces of the ticket that have not started. Returns false if there are none.
   bool cancel(Ticket& ticket);
-  // True once one of them is finished. Throws std::invalid_argument if one is another engine's.
+  // Waits until one of the tickets is finished. Returns false if the deadline passes first. Throws
+  // std::invalid_argument if a ticket belongs to another engine.
   bool wait_any(const std::vector<std::shared_ptr<Ticket>>& tickets, Deadline deadline);
   bool wait(const Ticket& ticket, Deadline deadline);
 
-  // Refuses work, cancels what has not started and waits for the rest; false if that took longer.
+  // Rejects new work, cancels the pieces that have not started and waits for the pieces in flight.
+  // Returns false if the deadline passes first.
   bool close(Deadline deadline);
   bool closed() const { return closed_; }
-  // A child of fork has the memory of an engine but not its threads.
+  // Returns whether this process is a forked child of the process that created the engine. A child
+  // has the memory of the engine but not its threads.
   bool forked() const;
   // Throws Refused if closed or forked.
   void check_open() const;
-  // Throws Refused if forked: locks of the engine may be held by threads that are not here.
+  // Throws Refused if forked: threads that do not exist in the child may hold locks of the engine.
   void check_here() const;
 
  private:
@@ -61,7 +64,7 @@ class Engine {
   const std::shared_ptr<Hub> hub_ = std::make_shared<Hub>();
   Regions regions_;
   std::atomic<bool> closed_{false};
-  std::mutex mutex_;  // of lanes_, and for what lanes and regions do with each other
+  std::mutex mutex_;  // guards lanes_ and serializes attaching regions to lanes and detaching them
   std::vector<std::shared_ptr<Lane>> lanes_;
 };
 

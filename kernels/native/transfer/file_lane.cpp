@@ -31,6 +31,10 @@ void FileLane::check(const Limits& limits) {
     throw std::invalid_argument("requests of " + std::to_string(limits.request) +
                                 " bytes; expected a multiple of 4096 up to 1 GiB");
   }
+  if (limits.bytes < 1) {
+    throw std::invalid_argument(std::to_string(limits.bytes) +
+                                " bytes in flight; expected at least 1");
+  }
 }
 
 FileLane::FileLane(std::shared_ptr<Hub> hub, std::unique_ptr<IoBackend> backend,
@@ -140,7 +144,8 @@ void FileLane::prepare(Io& io) const {
   if (address + io.length <= buffer.end) io.buffer = buffer.slot;
 }
 
-// Starts what there is place for. False once the lane is closed and nothing is in flight.
+// Starts as many pieces as the limits admit. Returns false once the lane is closing
+// and nothing is in flight.
 bool FileLane::refill() {
   const Cut cut{limits_.request, 1, 1};
   Lock lock(mutex_);
@@ -167,22 +172,23 @@ void FileLane::work(std::size_t) {
       } else {
         backend_->start(io);
       }
-      // Completions come in bursts: a device that has something to do again while the others are
-      // looked at is several per cent faster than one that waits for them.
+      // Completions come in bursts. Refilling the queue after each completion keeps the
+      // device busy while the others are processed, which is several per cent faster than
+      // refilling it after the burst.
       refill();
       backend_->submit();
     }
   }
 }
 
-// Whether the I/O is over; if not, its rest has to be started.
+// Returns whether the request is finished; if not, the rest of it must be started.
 bool FileLane::settle(Io& io, std::int64_t result) {
   if (result == -EINTR) return false;
   int code = 0;
   std::string what;
   if (result > 0) {
     io.done += result;
-    // A direct read that ends between two aligned offsets has met the end of the file.
+    // A direct read that stops at an unaligned offset has reached the end of the file.
     if (io.done < io.length && (io.write || io.done % io.alignment == 0)) return false;
   }
   if (result < 0) {
@@ -216,7 +222,7 @@ std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lan
     refuse(std::string(": ") + std::strerror(errno));
   }
   if (flags & O_PATH) refuse(" is open with O_PATH; open it for reading");
-  // A terminal is a device too, but reading one may take for ever.
+  // A terminal is a character device too, but a read of it may block forever; lseek() rejects it.
   const bool device = S_ISBLK(status.st_mode) || S_ISCHR(status.st_mode);
   if ((!S_ISREG(status.st_mode) && !device) || ::lseek(fd, 0, SEEK_CUR) < 0) {
     refuse(" is neither a regular file nor a device that can be read at an offset");

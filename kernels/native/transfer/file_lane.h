@@ -1,4 +1,4 @@
-// Reads and writes between host memory and files.
+// Lane that copies between host memory and files.
 #pragma once
 
 #include <map>
@@ -11,18 +11,19 @@ namespace sgl_ext::transfer {
 class FileLane final : public Lane {
  public:
   struct Limits {
-    std::size_t depth;          // reads and writes in flight, for each level
-    std::int64_t bytes;         // in flight, for each level
-    std::int64_t request;       // largest read or write
+    std::size_t depth;          // reads and writes in flight, per level
+    std::int64_t bytes;         // bytes in flight, per level; the last request may exceed it
+    std::int64_t request;       // largest read or write, in bytes
   };
 
-  // Each level may have `limits.depth` requests of `limits.bytes` bytes in flight: an urgent
-  // request never waits for a place, only for the device to end what it was given before.
+  // Each level has its own budget of `limits.depth` requests and `limits.bytes` bytes in flight. An
+  // urgent request therefore never waits for a slot that a lower level holds, only for the backend
+  // and the device to complete the requests in flight.
   FileLane(std::shared_ptr<Hub> hub, std::unique_ptr<IoBackend> backend, const Limits& limits);
 
-  // Throws std::invalid_argument.
+  // Throws std::invalid_argument if the depth or the request size is out of range.
   static void check(const Limits& limits);
-  // What a backend of such a lane has to hold.
+  // Returns the number of requests that the backend of a lane with these limits must hold.
   static std::size_t capacity(const Limits& limits) { return kLevels * limits.depth; }
 
   const char* backend() const { return backend_->name(); }
@@ -55,13 +56,14 @@ class FileLane final : public Lane {
   const std::unique_ptr<IoBackend> backend_;
   std::vector<Io> ios_;
   std::vector<Io*> idle_;
-  bool asleep_ = false;                     // the thread has to be woken; guarded by mutex_
-  std::map<std::int64_t, Buffer> buffers_;  // registered memory by address; guarded by mutex_
+  bool asleep_ = false;                     // new work must wake the thread; guarded by mutex_
+  std::map<std::int64_t, Buffer> buffers_;  // registered buffers by address; guarded by mutex_
 };
 
-// A region for `fd`, which it takes over: a regular file or a device that can be read at offsets,
-// as far as `length`. Offsets and addresses must be aligned if it is open with O_DIRECT. Throws
-// std::invalid_argument.
+// Creates a region for the first `length` bytes of `fd`, a regular file or a device that can
+// be read at an offset, and takes ownership of `fd`. Offsets and addresses must be aligned
+// if the file is open with O_DIRECT. Throws std::invalid_argument if the file is not
+// suitable; `fd` is then closed.
 std::shared_ptr<Region> file_region(int fd, std::int64_t length, const Lane& lane);
 
 }  // namespace sgl_ext::transfer

@@ -1,4 +1,4 @@
-// Releasing the GIL so that no thread asks for it when there is none any more.
+// GIL release that is safe at interpreter exit: no thread reacquires the GIL afterwards.
 #pragma once
 
 #include <Python.h>
@@ -13,12 +13,12 @@
 
 namespace sgl_ext::transfer {
 
-// A thread that takes the GIL back from an interpreter that ends is unwound through C++ frames,
-// which aborts the process. So whoever is without it is counted, and at the interpreter's exit
-// nobody releases it any more and all are waited for.
+// A thread that reacquires the GIL while the interpreter is finalizing is unwound through C++
+// frames, which aborts the process. The threads that have released the GIL are therefore counted.
+// At interpreter exit, end() stops further releases and waits for these threads.
 class Gil {
  public:
-  // Releases the GIL while it lives.
+  // Releases the GIL for the lifetime of the object. Has no effect once end() has been called.
   class Released {
    public:
     Released() {
@@ -28,7 +28,7 @@ class Gil {
     }
     ~Released() {
       if (!thread_) return;
-      while (gone_) ::pause();  // for the rest of the process
+      while (gone_) ::pause();  // blocks until the process exits
       PyEval_RestoreThread(thread_);
       --count_;
     }
@@ -42,7 +42,9 @@ class Gil {
   static std::int64_t count() { return count_; }
   static bool ending() { return ending_; }
 
-  // For the interpreter's exit, with the GIL. After the deadline, who is not back never will be.
+  // Called at interpreter exit with the GIL held. Waits until all threads have
+  // reacquired the GIL. Returns false if the deadline passes first; the other threads
+  // then block until the process exits.
   static bool end(Deadline deadline) {
     ending_ = true;
     PyThreadState* thread = PyEval_SaveThread();
@@ -54,7 +56,7 @@ class Gil {
     return !gone_;
   }
 
-  // In a child of fork there is one thread, and it has the GIL.
+  // Resets the count in a forked child, which has a single thread that holds the GIL.
   static void watch_forks() {
     ::pthread_atfork(nullptr, nullptr, [] { count_ = 0; });
   }

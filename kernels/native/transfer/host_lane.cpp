@@ -6,11 +6,11 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// A smaller batch fits the second-level cache, where its reader finds it; a larger one would only
-// push other data out.
+// Size from which a batch bypasses the caches, in bytes. A smaller batch fits in the L2 cache,
+// where its reader finds it; a larger batch would only evict other data.
 constexpr std::int64_t kStreamTicket = 4 << 20;
 
-// Bounds the time under the lock that cutting a piece of many small copies takes.
+// Runs per piece. Bounds the time that the lock is held to build a piece of many small copies.
 constexpr std::size_t kRuns = 256;
 
 }  // namespace

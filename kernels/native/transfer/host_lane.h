@@ -1,4 +1,4 @@
-// Copies between host memory by threads that share every large copy.
+// Lane that copies within host memory on threads that share every large copy.
 #pragma once
 
 #include <condition_variable>
@@ -9,7 +9,7 @@ namespace sgl_ext::transfer {
 
 class HostLane final : public Lane {
  public:
-  // An urgent ticket waits for at most one piece of `piece_bytes` on each of the threads.
+  // An urgent ticket waits for at most one piece of `piece_bytes` bytes on each thread.
   HostLane(std::shared_ptr<Hub> hub, std::size_t threads, std::int64_t piece_bytes);
 
   std::size_t threads() const { return threads_; }

@@ -1,4 +1,4 @@
-// How reads and writes of files reach the kernel.
+// Interface of the backends that submit file reads and writes to the kernel.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace sgl_ext::transfer {
 
-// One read or write on its way. `done` bytes of `length` have been transferred by earlier turns.
+// A read or write request. Earlier submissions have transferred `done` of its `length` bytes.
 struct Io {
   Piece piece;
   int fd = -1;
@@ -19,37 +19,38 @@ struct Io {
   std::int64_t length = 0;
   std::int64_t offset = 0;
   std::int64_t done = 0;
-  std::int64_t alignment = 1;  // of offsets in the file
-  int buffer = -1;             // index of the registered buffer that holds `memory`
+  std::int64_t alignment = 1;  // of offsets in the file, in bytes
+  int buffer = -1;             // index of the registered buffer that contains `memory`, or -1
 };
 
 struct Completion {
   Io* io;
-  std::int64_t result;  // bytes of this turn, or -errno
+  std::int64_t result;  // bytes transferred by this submission, or -errno
 };
 
-// One thread starts and reaps; any thread wakes, attaches and detaches.
+// One thread calls start(), submit() and reap(); any thread may call wake(), attach() and detach().
 class IoBackend {
  public:
   virtual ~IoBackend() = default;
   virtual const char* name() const = 0;
-  // Asks for bytes [done, length) of `io`; takes effect with the next submit or reap.
+  // Queues bytes [done, length) of `io`, which the next submit() or reap() submits at the latest.
   virtual void start(Io* io) = 0;
   virtual void submit() = 0;
-  // Waits until something completed or wake() was called since the last reap; it may return
-  // earlier. What the kernel refuses to take completes with the kernel's error.
+  // Blocks until a request has completed or wake() has been called since the last reap(); may
+  // return earlier. A request that the kernel does not accept completes with the kernel's error.
   virtual void reap(std::vector<Completion>& completed) = 0;
   virtual void wake() = 0;
 
-  // Registers memory with the kernel. -1 where that is not possible: it is then used as it is.
+  // Registers a buffer with the kernel and returns its index. Returns -1 if that is not possible;
+  // the memory is then used without registration.
   virtual int attach(char*, std::int64_t) { return -1; }
   virtual void detach(int) {}
 };
 
-// Whether this build has io_uring; the machine may still refuse it.
+// Returns whether this build supports io_uring; the kernel may still refuse it.
 bool io_uring_built();
-// Null, with the reason, where this machine or build has no io_uring. At most `capacity` Ios are
-// started and not completed.
+// Returns null and sets `reason` if this build or this machine does not support io_uring. At most
+// `capacity` requests may be started and not completed.
 std::unique_ptr<IoBackend> make_uring(std::size_t capacity, std::string& reason);
 std::unique_ptr<IoBackend> make_thread_io(std::size_t threads);
 

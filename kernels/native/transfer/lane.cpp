@@ -76,7 +76,7 @@ bool Lane::take(Piece& piece, const Cut& cut, unsigned levels) {
     for (std::size_t runs = 0; runs < cut.runs && !ticket.exhausted(); ++runs) {
       const Copy& copy = ticket.copies_[ticket.next_op_];
       const std::int64_t left = cut.bytes - piece.bytes;
-      // What is left of the budget does not cut a row that a budget of its own would not.
+      // The remaining budget must not split a row that a full budget would keep whole.
       if (piece.bytes > 0 && left < std::min(copy.width, cut.bytes)) break;
       const std::int64_t bytes =
           run_from(copy, ticket.next_position_, left, cut.rows).bytes();

@@ -1,4 +1,4 @@
-// A queue of tickets with urgency, and the threads that carry them out.
+// Priority queue of tickets and the worker threads that execute them.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@
 
 namespace sgl_ext::transfer {
 
-// Consecutive bytes of a ticket's copies, beginning `position` bytes into copy `op`. The ticket
-// outlives its pieces.
+// Unit of work: `bytes` consecutive bytes of a ticket's copies, starting at byte `position` of copy
+// `op`. The ticket outlives its pieces.
 struct Piece {
   Ticket* ticket = nullptr;
   std::size_t op = 0;
@@ -24,26 +24,28 @@ struct Piece {
   std::int64_t bytes = 0;
 };
 
-// How large a piece may be. A row wider than `bytes` is cut, others are kept whole.
+// Limits on the size of a piece. A row wider than `bytes` is split; other rows are kept whole.
 struct Cut {
   std::int64_t bytes;
-  std::size_t runs = 1;                           // strided runs, each within one copy
-  std::int64_t rows = std::int64_t{1} << 62;      // of a run
+  std::size_t runs = 1;                           // strided runs per piece, each within one copy
+  std::int64_t rows = std::int64_t{1} << 62;      // rows per run
 };
 
 struct Outcome {
   std::int64_t bytes = 0;
   int code = 0;
   std::string message = {};
-  bool cancelled = false;  // the piece was not carried out, and nor is the rest of its ticket
+  bool cancelled = false;  // the piece was not completed; the rest of its ticket is dropped
 };
 
-// The longest run of at most `bytes` bytes and `rows` rows from `position` in `copy`.
+// Returns the longest run of at most `bytes` bytes and `rows` rows that starts at
+// byte `position` of `copy`.
 Copy run_from(const Copy& copy, std::int64_t position, std::int64_t bytes, std::int64_t rows);
 
-// Tickets of a level start in the order of submission and are reported finished in that order,
-// except that a cancelled one waits only for its own pieces in flight. Pieces of several tickets
-// are in flight at once: a copy that depends on another's bytes is submitted after waiting.
+// Executes tickets in order of priority. Tickets of one level start, and are reported as finished,
+// in submission order, except that a cancelled ticket waits only for its own pieces in flight.
+// Pieces of several tickets may be in flight at once: a caller must wait for a ticket before it
+// submits a copy that depends on it.
 class Lane : public std::enable_shared_from_this<Lane> {
  public:
   Lane(std::string name, std::shared_ptr<Hub> hub);
@@ -53,42 +55,44 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   const std::string& name() const { return name_; }
   bool publishes_to(const Hub& hub) const { return hub_.get() == &hub; }
-  // Why this lane cannot carry out the copy between these regions, if it cannot.
+  // Returns the reason if this lane does not support a copy between these regions, else nullopt.
   virtual std::optional<std::string> refuses(const Copy& copy, const Region& src,
                                              const Region& dst) const = 0;
-  // A pinned region comes or goes; no unfinished ticket uses it.
+  // Add and remove a pinned region. No unfinished ticket uses the region when it is removed.
   virtual void attach(const Region&) {}
   virtual void detach(const Region&) {}
 
   virtual void start() = 0;
   void enqueue(const std::shared_ptr<Ticket>& ticket);
   bool cancel(Ticket& ticket);
-  // Refuses new tickets and cancels what has not started.
+  // Rejects new tickets and cancels the pieces that have not started.
   void stop();
-  // After stop(): waits for what has started and joins the threads. False if that took longer; may
-  // be called again.
+  // After stop(): waits until the pieces in flight are complete and joins the threads. Returns
+  // false if the deadline passes first; may then be called again.
   bool join(Deadline deadline);
 
  protected:
   using Lock = std::unique_lock<std::mutex>;
 
-  // Starts `count` threads that run `work(0..count)` until they return.
+  // Starts `count` threads; thread i runs `work(i)` until it returns.
   void start_threads(std::size_t count);
   virtual void work(std::size_t thread) = 0;
-  // Wakes the threads that a new ticket needs. Holds mutex_.
+  // Wakes the threads that a new ticket needs. Called with mutex_ held.
   virtual void work_came(const Ticket& ticket) = 0;
-  // Wakes every thread: the lane is closing. Holds mutex_.
+  // Wakes all threads because the lane is closing. Called with mutex_ held.
   virtual void wake_all() = 0;
 
-  // The next piece of the most urgent level in `levels` (a bit each). Holds mutex_.
+  // Takes the next piece of the most urgent level in the bit mask `levels`. Returns false if there
+  // is none. Called with mutex_ held.
   bool take(Piece& piece, const Cut& cut, unsigned levels = 7);
-  // Whether take() of these levels would find a piece. Holds mutex_.
+  // Returns whether take() would find a piece at these levels. Called with mutex_ held.
   bool may_take(unsigned levels) const;
   bool closing() const { return closing_; }
-  // Gives back a piece. Without mutex_.
+  // Reports the outcome of a piece and publishes the tickets that it finishes.
+  // Called without mutex_ held.
   void finish(const Piece& piece, Outcome outcome);
 
-  // Calls `use(run, op)` for the runs of a piece.
+  // Calls `use(run, op)` for each run of a piece.
   template <class Use>
   static void each_run(const Piece& piece, Use use) {
     std::size_t op = piece.op;
@@ -120,18 +124,19 @@ class Lane : public std::enable_shared_from_this<Lane> {
   }
   void leave(Line::iterator place, Ended& ended);
   void settle(Ticket& ticket, Ended& ended);
-  // What is left to do for published tickets. Without mutex_.
+  // Frees the batches of published tickets and runs their callbacks. Called without mutex_ held.
   static void conclude(const Ended& ended);
 
   const std::string name_;
   const std::shared_ptr<Hub> hub_;
-  // Unfinished tickets by level, and a place in each that no ticket with pieces left is before.
+  // Unfinished tickets by level, and an iterator into each list that no ticket with pieces left
+  // precedes.
   std::array<Line, kLevels> line_;
   std::array<Line::iterator, kLevels> next_;
   std::array<Load, kLevels> in_flight_;
   bool closing_ = false;
 
-  std::mutex joining_;  // two may close at once
+  std::mutex joining_;  // serializes concurrent calls of join()
   std::vector<std::thread> threads_;
   std::size_t running_ = 0;
   std::condition_variable ended_;

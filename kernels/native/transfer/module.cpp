@@ -1,4 +1,4 @@
-// The Python module: arguments in, tickets out. No engine state lives here.
+// Python bindings of the transfer engine. They hold no engine state.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -42,7 +42,7 @@ Deadline in_seconds(double timeout) {
                             std::chrono::duration<double>(std::min(timeout, kYear)));
 }
 
-// Waits in slices, between which signal handlers run.
+// Waits in slices and runs Python's signal handlers between them.
 template <class Wait>
 bool wait_sliced(Deadline deadline, Wait wait) {
   constexpr auto kSlice = std::chrono::milliseconds(100);
@@ -62,7 +62,7 @@ bool wait_sliced(Deadline deadline, Wait wait) {
 
 struct PyEngine : Engine {
   ~PyEngine() {
-    // Here and not in the base, so that Python runs meanwhile.
+    // Closes here and not in the base class, so that the GIL is released while it waits.
     if (!closed() && !forked()) {
       const Gil::Released released;
       close(in_seconds(5));
@@ -93,8 +93,8 @@ std::shared_ptr<Region> add_memory(PyEngine& engine, std::int64_t address, std::
   return engine.add_region(std::move(region));
 }
 
-// `backend`: "io_uring", "threads", or "auto" for the first that there is. Returns the lane and why
-// it is not the first.
+// `backend` is "io_uring", "threads", or "auto" for the first of the two that is available. Returns
+// the lane and the reason if io_uring was tried and is not available.
 std::pair<std::shared_ptr<FileLane>, std::string> add_file_lane(PyEngine& engine,
                                                                 const std::string& backend,
                                                                 std::size_t depth,
@@ -126,11 +126,11 @@ std::shared_ptr<Region> add_file(PyEngine& engine, const FileLane& lane, int fd,
 }  // namespace
 
 NB_MODULE(_transfer, m) {
-  m.doc() = "Native transfer engine; sgl_ext.memory.transfer is its face.";
-  // A ticket in a global of a program lives until the process ends.
+  m.doc() = "Native transfer engine, used through sgl_ext.memory.transfer.";
+  // A ticket in a global variable of a program lives until the process exits.
   nb::set_leak_warnings(false);
 
-  // Kept for the life of the process, like every exception class of a module.
+  // Lives as long as the process, like every exception class of a module.
   static PyObject* refused =
       nb::object(nb::module_::import_("sgl_ext.errors").attr("ExtError")).release().ptr();
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {

@@ -10,7 +10,7 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// The bytes that one side of one copy touches.
+// Bytes that one side of a copy accesses.
 struct Footprint {
   std::int64_t first, width, rows, pitch;
   std::size_t op;
@@ -19,7 +19,7 @@ struct Footprint {
   std::int64_t end() const { return first + (rows - 1) * pitch + width; }
 };
 
-// Columns [left, right) of rows [top, bottom), with the address cut into rows of one pitch.
+// Columns [left, right) of rows [top, bottom) of the address space, divided into rows of one pitch.
 struct Rectangle {
   std::int64_t top, bottom, left, right;
   std::size_t op;
@@ -31,10 +31,10 @@ Overlap pair(const Side& a, const Side& b) {
   return a.written ? Overlap{a.op, b.op, !b.written} : Overlap{b.op, a.op, true};
 }
 
-// The rows of all footprints by address, whatever their pitches. Of each footprint only the row
-// that comes next is held, and rows among which nothing else begins are passed over together.
+// Sweeps over the rows of all footprints in address order, with any mix of pitches. Keeps only the
+// next row of each footprint, and skips rows between which no row of another footprint begins.
 std::optional<Overlap> sweep(const std::vector<const Footprint*>& footprints) {
-  using Next = std::pair<std::int64_t, const Footprint*>;  // where its next row begins
+  using Next = std::pair<std::int64_t, const Footprint*>;  // start of its next row
   std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
   for (const Footprint* f : footprints) nexts.emplace(f->first, f);
   struct Furthest {
@@ -50,7 +50,7 @@ std::optional<Overlap> sweep(const std::vector<const Footprint*>& footprints) {
     Furthest& furthest = f->written ? written : read;
     if (furthest.end < begin + f->width) furthest = {begin + f->width, f};
     if (begin + f->width == f->end()) continue;
-    // A row that ends before anything else begins meets nothing that comes after it.
+    // A row that ends before the next row of any other footprint begins overlaps no later row.
     const std::int64_t other = nexts.top().first;
     std::int64_t row = (begin - f->first) / f->pitch + 1;
     row = std::max(row, (other - f->width - f->first) / f->pitch);
@@ -58,8 +58,8 @@ std::optional<Overlap> sweep(const std::vector<const Footprint*>& footprints) {
   }
 }
 
-// Written rectangles that cross the sweep line. They are disjoint, so that of those that begin
-// left of a column the last one reaches furthest.
+// Written rectangles that cross the sweep line. They are disjoint: among the rectangles that begin
+// left of a column, the last one extends furthest right.
 class Writes {
  public:
   void add(const Rectangle& rectangle) { by_left_.emplace(rectangle.left, &rectangle); }
@@ -76,8 +76,9 @@ class Writes {
   std::map<std::int64_t, const Rectangle*> by_left_;
 };
 
-// Read rectangles that cross the sweep line, which may share columns: a tournament in the order of
-// their left columns, each inner node with the one below it that reaches furthest right.
+// Read rectangles that cross the sweep line, which may share columns. A tournament tree
+// in the order of their left columns; each inner node holds the rectangle of its subtree
+// that extends furthest right.
 class Reads {
  public:
   explicit Reads(const std::vector<Rectangle>& rectangles) {
@@ -121,7 +122,7 @@ class Reads {
   }
 
   std::vector<Place> order_;
-  std::vector<const Rectangle*> furthest_;  // the leaves are its second half
+  std::vector<const Rectangle*> furthest_;  // the second half holds the leaves
 };
 
 std::optional<Overlap> sweep(std::vector<Rectangle>& rectangles) {
@@ -171,7 +172,7 @@ void cut(const Footprint& f, std::int64_t origin, std::int64_t pitch,
   }
 }
 
-// Footprints whose extents form one unbroken stretch of addresses.
+// Checks footprints whose extents form one contiguous range of addresses.
 std::optional<Overlap> check_stretch(const std::vector<const Footprint*>& stretch) {
   std::int64_t pitch = 0;
   bool one_pitch = true;

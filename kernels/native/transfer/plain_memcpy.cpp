@@ -58,7 +58,7 @@ class Helpers {
 void plain_memcpy(void* dst, const void* src, std::size_t bytes, std::size_t threads) {
   if (threads < 1 || threads > 1024) throw std::invalid_argument("expected 1 to 1024 threads");
   static std::mutex mutex;
-  static std::vector<Helpers*> kept;  // sleeps until the process ends
+  static std::vector<Helpers*> kept;  // their threads sleep until the process exits
   std::lock_guard lock(mutex);
   Helpers* helpers = nullptr;
   for (Helpers* candidate : kept) {

@@ -8,7 +8,8 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// Between the addresses of two files: an offset past the end of one is inside no file.
+// Minimum gap between the addresses of two files, in bytes: an offset past the end of one file
+// does not lie in the next.
 constexpr std::int64_t kGuard = std::int64_t{1} << 20;
 
 std::string hex(std::int64_t value) {
@@ -78,7 +79,7 @@ std::shared_ptr<Region> Regions::remove(std::int64_t id) {
   }
   auto found = by_base_.find(known->second);
   std::shared_ptr<Region> region = found->second;
-  // Submitting raises the count under this lock: nothing can begin to use the region here.
+  // submit() increments the count under this lock, so that no new ticket can use the region here.
   if (const auto uses = region->uses.load(); uses > 0) {
     throw Refused(region->describe() + " is in use by " + std::to_string(uses) +
                   " unfinished tickets; wait for them or cancel them first");

@@ -1,4 +1,4 @@
-// Memory and files that copies may touch.
+// Registered memory and files that copies may access.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ struct Region {
     return first >= base && extent <= length && first - base <= length - extent;
   }
   std::string describe() const;
-  // Nothing uses the region, and nothing will.
+  // Closes the file, if any. Nothing may use the region during the call or afterwards.
   void close_file();
 
   std::int64_t id = 0;
@@ -34,32 +34,35 @@ struct Region {
   std::int64_t length = 0;
   Kind kind = Kind::host;
   bool writable = true;
-  // Host: the physical pages never change while registered, so that the kernel may hold them.
+  // Host memory: the physical pages never change while the region is registered, so that the kernel
+  // may keep references to them.
   bool pinned = false;
-  // File: owned by the region; the lane that reads and writes it, and what O_DIRECT demands of
-  // addresses in memory and of offsets and lengths in the file (1: nothing).
+  // File: the descriptor, which the region owns; the lane that reads and writes the file; and the
+  // alignment that O_DIRECT requires of addresses in memory and of offsets and lengths in the
+  // file, in bytes (1: none).
   int fd = -1;
   const Lane* lane = nullptr;
   std::int64_t memory_alignment = 1;
   std::int64_t offset_alignment = 1;
-  // Tickets that are not finished. Raised under the lock of Regions, lowered without it.
+  // Unfinished tickets that use the region. Incremented under the lock of Regions, or without it by
+  // Ticket::share_regions() while the count is positive; decremented without it.
   std::atomic<std::int64_t> uses{0};
 };
 
-// Disjoint regions by address. Thread-safe.
+// Disjoint regions, ordered by address. Thread-safe.
 class Regions {
  public:
-  // Takes the region and gives it an id and, if it is a file, an address.
+  // Adds the region and assigns it an ID and, if it is a file, an address.
   std::shared_ptr<Region> add(std::shared_ptr<Region> region);
-  // Throws Refused while tickets use it.
+  // Throws Refused while unfinished tickets use the region.
   std::shared_ptr<Region> remove(std::int64_t id);
   std::vector<std::shared_ptr<Region>> all() const;
 
-  // Holds the regions still while a batch is resolved against them.
+  // Locks the regions while a batch is resolved against them.
   class Lookup {
    public:
     explicit Lookup(const Regions& regions) : regions_(regions), lock_(regions.mutex_) {}
-    // The region that holds `address`, or null.
+    // Returns the region that contains `address`, or null.
     const std::shared_ptr<Region>* find(std::int64_t address) const;
 
    private:

@@ -86,7 +86,7 @@ class ThreadIo final : public IoBackend {
 
   std::mutex mutex_;
   std::condition_variable came_, reapable_;
-  std::multimap<Level, Io*, std::greater<>> asked_;  // the most urgent first, each in order
+  std::multimap<Level, Io*, std::greater<>> asked_;  // most urgent first, FIFO within a level
   std::vector<Completion> completed_;
   bool woken_ = false;
   bool stopping_ = false;

@@ -8,7 +8,7 @@
 namespace sgl_ext::transfer {
 
 std::thread start_thread(std::function<void()> work) {
-  // A thread inherits the mask: one that set its own could be interrupted before.
+  // The thread inherits the signal mask. If it set the mask itself, a signal could arrive before.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);

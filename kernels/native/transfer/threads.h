@@ -1,4 +1,4 @@
-// Threads of the engine's own.
+// Creation of the engine's threads.
 #pragma once
 
 #include <functional>
@@ -6,8 +6,8 @@
 
 namespace sgl_ext::transfer {
 
-// A thread that takes no signals (they belong to the threads of the program) and has the engine's
-// name. Throws std::system_error.
+// Starts a thread that has the engine's name and blocks all signals, so that the threads of the
+// program receive them. Throws std::system_error.
 std::thread start_thread(std::function<void()> work);
 
 }  // namespace sgl_ext::transfer

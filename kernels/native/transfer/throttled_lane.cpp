@@ -8,7 +8,7 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// A sleep that ends late is made up for by what follows, as far back as this.
+// Longest oversleep of the thread for which later pieces compensate.
 constexpr auto kBurst = std::chrono::milliseconds(2);
 
 Clock::duration seconds(double value) {
@@ -46,7 +46,7 @@ ThrottledLane::ThrottledLane(const std::shared_ptr<Hub>& hub, std::shared_ptr<La
 Clock::duration ThrottledLane::toll(const Piece& piece) const {
   double time = static_cast<double>(piece.bytes) / device_.bytes_per_second;
   if (piece.position == 0) time = std::max(time, 1 / device_.operations_per_second);
-  constexpr double kCentury = 3.2e9;  // of a longer time the clock could not tell the end
+  constexpr double kCentury = 3.2e9;  // a longer duration would overflow the clock
   return seconds(std::min(time, kCentury));
 }
 
@@ -58,7 +58,7 @@ unsigned ThrottledLane::admitted() const {
   return levels;
 }
 
-// Hands the piece to the inner lane as a ticket of its own.
+// Submits the piece to the inner lane as a separate ticket.
 void ThrottledLane::pass(const Piece& piece, Deadline due) {
   std::vector<Copy> runs;
   each_run(piece, [&](const Copy& run, std::size_t) { runs.push_back(run); });
@@ -79,7 +79,7 @@ void ThrottledLane::pass(const Piece& piece, Deadline due) {
   };
   try {
     inner_->enqueue(ticket);
-  } catch (const Refused&) {  // closed
+  } catch (const Refused&) {  // the inner lane is closed
     Lock lock(mutex_);
     --passing_;
     passed_.push({due, piece, {0, 0, {}, true}});
@@ -87,9 +87,9 @@ void ThrottledLane::pass(const Piece& piece, Deadline due) {
 }
 
 void ThrottledLane::work(std::size_t) {
-  ::prctl(PR_SET_TIMERSLACK, 1000);  // ns: a toll may be some microseconds
-  Deadline free = Clock::now();      // when the channel is free
-  Deadline last = free;              // when the channel was last looked at with nothing waiting
+  ::prctl(PR_SET_TIMERSLACK, 1000);  // in ns; a toll may be a few microseconds
+  Deadline free = Clock::now();      // when the channel becomes free
+  Deadline last = free;              // when the channel was last seen with no work waiting
   for (;;) {
     std::vector<Passing> ended;
     Piece piece;
@@ -105,8 +105,8 @@ void ThrottledLane::work(std::size_t) {
       if (free <= now && take(piece, cut_, admitted())) {
         took = true;
         ++passing_;
-        // The channel does not save up time in which nothing was asked of it. The ticket's own
-        // time is looked at too: this thread may have slept between two looks.
+        // Time in which no work was waiting is not credited to later pieces. The submission time of
+        // the ticket is a bound too, because this thread may have slept since the last check.
         const Deadline began = std::max({free, last, piece.ticket->began_, now - kBurst});
         free = began + toll(piece);
         due = free + seconds(device_.latency);

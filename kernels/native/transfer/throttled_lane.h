@@ -1,4 +1,4 @@
-// A slower device than the one there is, for tests and benchmarks.
+// Lane that emulates a slower device, for tests and benchmarks.
 #pragma once
 
 #include <condition_variable>
@@ -8,19 +8,20 @@
 
 namespace sgl_ext::transfer {
 
-// Emulates one channel in front of another lane: copies pass one after the other, each taking the
-// longer of bytes / rate and 1 / IOPS, and are finished `latency` after they passed. A copy counts
-// as one operation, however many rows it has and pieces it is cut into. Latencies overlap.
+// Emulates a single channel in front of the lane `inner`. Pieces pass through the channel one after
+// the other. A piece takes bytes / rate, and the first piece of a copy takes at least 1 / IOPS: a
+// copy counts as one operation, regardless of its number of rows and pieces. A piece completes
+// `latency` after it has left the channel, or later if the inner lane is slower. Latencies overlap.
 class ThrottledLane final : public Lane {
  public:
   struct Device {
-    double bytes_per_second;  // infinity: not limited
+    double bytes_per_second;  // infinity for no limit
     double operations_per_second;
-    double latency;             // seconds
+    double latency;             // in seconds
   };
 
-  // An urgent ticket waits for at most one piece of `piece_bytes` to pass, and finds at most
-  // `depth` pieces of each level on their way.
+  // An urgent ticket waits for at most one piece of `piece_bytes` bytes to leave the channel. At
+  // most `depth` pieces of each level are in flight.
   ThrottledLane(const std::shared_ptr<Hub>& hub, std::shared_ptr<Lane> inner, const Device& device,
                 std::size_t depth, std::int64_t piece_bytes);
 
@@ -54,7 +55,8 @@ class ThrottledLane final : public Lane {
   const std::size_t depth_;
   const Cut cut_;
   std::condition_variable changed_;
-  // Guarded by mutex_: pieces the inner lane has carried out, and how many it has not yet.
+  // Guarded by mutex_: pieces that the inner lane has finished, and the number of pieces
+  // that it has not finished yet.
   std::priority_queue<Passing, std::vector<Passing>, std::greater<>> passed_;
   std::size_t passing_ = 0;
 };

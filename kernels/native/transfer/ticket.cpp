@@ -52,7 +52,8 @@ bool Ticket::cancel() { return !finished() && lane_->cancel(*this); }
 
 void Hub::publish(const std::vector<std::shared_ptr<Ticket>>& tickets) {
   if (tickets.empty()) return;
-  // Before the state says so: who has seen the end of a ticket can unregister its regions.
+  // Releases the regions before the state is published: a thread that sees a ticket finished
+  // may unregister its regions.
   for (const auto& ticket : tickets) ticket->release();
   const auto now = std::chrono::steady_clock::now();
   std::lock_guard lock(mutex_);

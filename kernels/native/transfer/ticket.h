@@ -1,4 +1,4 @@
-// One submitted batch, and where its waiters wait.
+// Ticket of a submitted batch, and the hub that wakes its waiters.
 #pragma once
 
 #include <atomic>
@@ -30,21 +30,22 @@ class Ticket {
 
   State state() const { return state_.load(std::memory_order_acquire); }
   bool finished() const { return state() != State::pending; }
-  // Bytes of the pieces that have ended without an error, and of the good part of the one that
-  // did not.
+  // Bytes transferred so far: the bytes of completed pieces, and the bytes that a failed piece
+  // transferred before its error.
   std::int64_t bytes_done() const { return bytes_done_.load(std::memory_order_relaxed); }
-  // From submission until the end; 0 before.
+  // Returns the time from submission to completion, in seconds; 0 while the ticket is unfinished.
   double seconds() const {
     return finished() ? std::chrono::duration<double>(ended_ - began_).count() : 0.0;
   }
   const Lane& lane() const { return *lane_; }
-  // The batch, until it is enqueued.
+  // The batch. Valid only until the ticket is enqueued.
   const std::vector<Copy>& copies() const { return copies_; }
-  // Valid once the state is `failed`.
+  // Valid only in state `failed`.
   const Failure& failure() const { return *failure_; }
-  // The region of this batch that holds `address`. For its lane, while a piece is in flight.
+  // Returns the region of this batch that contains `address`. Only for the lane,
+  // while a piece is in flight.
   const Region& region_at(std::int64_t address) const { return *shared_region_at(address); }
-  // Whether anything that had not started was cancelled by this call.
+  // Cancels the pieces that have not started. Returns false if there are none.
   bool cancel();
 
  private:
@@ -52,15 +53,16 @@ class Ticket {
   friend class Hub;
   friend class ThrottledLane;
 
-  // Gives the regions back.
+  // Decrements the use counts of the regions and drops the references to them.
   void release();
   // Frees the batch.
   void forget() { std::vector<Copy>().swap(copies_); }
   const std::shared_ptr<Region>& shared_region_at(std::int64_t address) const;
-  // The regions of copy `op`, once more in use: for a piece that becomes a ticket of its own.
+  // Returns the regions of copy `op` with their use counts incremented, for a piece that is
+  // submitted as a separate ticket.
   std::vector<std::shared_ptr<Region>> share_regions(std::size_t op) const;
 
-  // Guarded by the lane's mutex until the state is published; nobody's afterwards.
+  // Guarded by the lane's mutex until the state is published; not guarded afterwards.
   std::vector<Copy> copies_;
   std::size_t next_op_ = 0;
   std::int64_t next_position_ = 0;
@@ -69,8 +71,9 @@ class Ticket {
   bool in_line_ = false;
   std::list<std::shared_ptr<Ticket>>::iterator place_;
   std::optional<Failure> failure_;
-  std::vector<std::shared_ptr<Region>> regions_;  // by address
-  // Runs on a thread of the lane, without locks, after the state is published.
+  std::vector<std::shared_ptr<Region>> regions_;  // sorted by address
+  // Called after the state is published, without locks held, by the thread that published it: a
+  // worker of the lane, or the caller of enqueue(), cancel() or stop().
   std::function<void(const Ticket&)> on_finish_;
 
   const std::shared_ptr<Lane> lane_;
@@ -83,14 +86,14 @@ class Ticket {
   void drop_rest() { next_op_ = copies_.size(); }
 };
 
-// Publishes the ends of tickets to those who wait for any of them.
+// Publishes the completion of tickets and wakes the threads that wait for any of them.
 class Hub {
  public:
-  // In this order, so that who sees one finished sees those before it finished. For the same
-  // reason the lane holds its mutex until its tickets are published.
+  // Publishes the tickets in the given order: a thread that sees a ticket finished also sees the
+  // earlier tickets finished. For the same reason, the lane holds its mutex during the call.
   void publish(const std::vector<std::shared_ptr<Ticket>>& tickets);
 
-  // True when `over()` became true before the deadline.
+  // Waits until `over()` is true. Returns false if the deadline passes first.
   template <class Over>
   bool wait(Over over, Deadline deadline) {
     if (over()) return true;

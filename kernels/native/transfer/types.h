@@ -1,4 +1,4 @@
-// Words that every part of the transfer engine shares.
+// Types and constants shared by all parts of the transfer engine.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,9 @@ namespace sgl_ext::transfer {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
-// `height` rows of `width` bytes; row i goes from `src + i * src_pitch` to `dst + i * dst_pitch`.
-// An address is a place in memory or, above kFileSpace, in a registered file.
+// Strided copy of `height` rows of `width` bytes: row i is copied from `src + i * src_pitch` to
+// `dst + i * dst_pitch`. Addresses below kFileSpace are memory addresses; addresses from kFileSpace
+// up lie in registered files.
 struct Copy {
   std::int64_t src, dst, width, height, src_pitch, dst_pitch;
 
@@ -22,24 +23,25 @@ struct Copy {
 };
 static_assert(sizeof(Copy) == 6 * sizeof(std::int64_t), "a Copy is a row of the caller's array");
 
-// Files are given addresses from here up: no pointer of a process is this large.
+// Start of the address range assigned to registered files. No pointer of a process is this large.
 constexpr std::int64_t kFileSpace = std::int64_t{1} << 62;
 
-// A more urgent ticket overtakes those below it in its lane.
+// Priority of a ticket. Within a lane, a ticket overtakes the tickets of lower levels.
 enum class Level : std::uint8_t { bulk = 0, normal = 1, urgent = 2 };
 constexpr std::size_t kLevels = 3;
 
 enum class State : std::uint8_t { pending, done, failed, cancelled };
 
-// Why a ticket failed. `code` is an errno, or an error number of the CUDA runtime.
+// Cause of a ticket's failure. `code` is an errno or an error number of the CUDA runtime; `op` is
+// the index of the failed copy.
 struct Failure {
   int code = 0;
   std::size_t op = 0;
   std::string message;
 };
 
-// A request that the engine cannot carry out in the state that it, or the machine, is in.
-// (Bad arguments are std::invalid_argument.)
+// Thrown when the state of the engine or of the machine does not permit a request. Invalid
+// arguments throw std::invalid_argument instead.
 class Refused : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -16,10 +16,11 @@ namespace sgl_ext::transfer {
 
 namespace {
 
-// The kernel refuses larger buffers.
+// Largest buffer that the kernel registers, in bytes.
 constexpr std::int64_t kMaxBuffer = std::int64_t{1} << 30;
 constexpr unsigned kBufferSlots = 1024;
-// Until the next attempt where the kernel takes nothing, unless something happens before.
+// Time until the next submission after the kernel has accepted nothing, in milliseconds. A wake-up
+// or a completion ends it early.
 constexpr int kPauseMs = 10;
 
 class Uring final : public IoBackend {
@@ -29,14 +30,14 @@ class Uring final : public IoBackend {
     if (ready_) io_uring_queue_exit(&ring_);
   }
 
-  // 0 or an errno.
+  // Returns 0 or an errno.
   int open(std::size_t capacity) {
     io_uring_params parameters{};
-    // Completions run when the lane's thread enters the kernel anyway, not by interrupting it.
+    // Processes completions when the lane's thread next enters the kernel, without interrupting it.
     parameters.flags = IORING_SETUP_COOP_TASKRUN;
-    const auto entries = static_cast<unsigned>(capacity + 1);  // one to be woken
+    const auto entries = static_cast<unsigned>(capacity + 1);  // one for the read of wake_fd_
     int result = io_uring_queue_init_params(entries, &ring_, &parameters);
-    if (result == -EINVAL) {  // a kernel before 5.19
+    if (result == -EINVAL) {  // kernels before 5.19 lack the flag
       parameters = {};
       result = io_uring_queue_init_params(entries, &ring_, &parameters);
     }
@@ -66,7 +67,7 @@ class Uring final : public IoBackend {
     io_uring_sqe_set_data(sqe, io);
   }
 
-  // Whatever the kernel says against it, it says again at the next reap.
+  // Ignores errors: the kernel reports them again at the next reap().
   void submit() override { taken(io_uring_submit(&ring_)); }
 
   void reap(std::vector<Completion>& completed) override {
@@ -87,7 +88,8 @@ class Uring final : public IoBackend {
 
   void wake() override {
     const std::uint64_t one = 1;
-    // It fails only when 2^64 - 1 wakes wait to be read.
+    // Fails only if something else has closed wake_fd_; blocks only if 2^64 - 2 wake-ups are
+    // unread.
     [[maybe_unused]] const auto written = ::write(wake_fd_, &one, sizeof one);
   }
 
@@ -116,13 +118,14 @@ class Uring final : public IoBackend {
     return io_uring_register_buffers_update_tag(&ring_, slot, &buffer, &tag, 1);
   }
 
-  // Never null: the queue is as long as all that is ever staged.
+  // Never returns null: the submission queue has an entry for every request that may be staged.
   io_uring_sqe* stage(Io* io) {
     staged_.push_back(io);
     return io_uring_get_sqe(&ring_);
   }
 
-  // Notes what the kernel has taken out of the queue. 0 or an errno.
+  // Accounts for the entries that the kernel has consumed from the submission queue. Returns 0 or
+  // an errno.
   int taken(int result) {
     const std::size_t count = staged_.size() - io_uring_sq_ready(&ring_);
     staged_.erase(staged_.begin(), staged_.begin() + static_cast<std::ptrdiff_t>(count));
@@ -130,8 +133,9 @@ class Uring final : public IoBackend {
     return result < 0 ? -result : 0;
   }
 
-  // Fails what the kernel has not taken, and takes it out of the queue, which the kernel reads
-  // only when it is entered: no later call may start it, for its memory is then another's.
+  // Fails the requests that the kernel has not consumed and removes them from the submission queue;
+  // the kernel reads the queue only during io_uring_enter(). A later call must not start them,
+  // because their memory may be in use for something else by then.
   void withdraw(int error, std::vector<Completion>& completed) {
     for (Io* io : staged_) {
       if (io) {
@@ -146,8 +150,9 @@ class Uring final : public IoBackend {
     *ring_.sq.ktail = head;
   }
 
-  // What is in flight ends and is found here even where the kernel cannot be entered. What the
-  // read of wake_fd_ came to: 0 if it goes on. A wake that it took is told nowhere else.
+  // Collects completions. Requests in flight complete and are found here even if io_uring_enter()
+  // fails. Returns the result of the read of wake_fd_, or 0 if the read is still pending. This is
+  // the only report of a wake-up that the read has consumed.
   int collect(std::vector<Completion>& completed) {
     int heard = 0;
     unsigned head, count = 0;
@@ -166,9 +171,10 @@ class Uring final : public IoBackend {
     return heard;
   }
 
-  // Waits in place of the ring: for wake(), for a completion (it interrupts), or a moment.
+  // Waits with poll() instead of the ring: for wake(), for a completion (which interrupts poll()),
+  // or for kPauseMs unless nothing is staged or in flight.
   void pause() {
-    // A read in flight takes the wakes: its completion tells of them.
+    // A read in flight consumes the wake-ups, and its completion reports them.
     const bool reading =
         listening_ && std::find(staged_.begin(), staged_.end(), nullptr) == staged_.end();
     const bool idle = in_flight_ == 0 && staged_.empty();
@@ -176,7 +182,7 @@ class Uring final : public IoBackend {
     if (::poll(&waker, reading ? 0 : 1, idle ? -1 : kPauseMs) < 1) return;
     if (waker.revents & POLLIN) {
       [[maybe_unused]] const auto count = ::read(wake_fd_, &wakes_, sizeof wakes_);
-    } else {  // somebody has closed it
+    } else {  // something else has closed wake_fd_
       ::poll(nullptr, 0, kPauseMs);
     }
   }
@@ -186,8 +192,8 @@ class Uring final : public IoBackend {
   int wake_fd_ = -1;
   bool listening_ = false;  // the read of wake_fd_ is staged or in flight
   std::uint64_t wakes_ = 0;
-  std::vector<Io*> staged_;     // what the queue holds, in order; null is the read of wake_fd_
-  std::size_t in_flight_ = 0;  // taken by the kernel and not collected
+  std::vector<Io*> staged_;     // submission queue in order; null stands for the read of wake_fd_
+  std::size_t in_flight_ = 0;  // consumed by the kernel and not yet collected
   std::mutex slots_mutex_;
   unsigned slots_ = 0;
   std::vector<bool> used_;

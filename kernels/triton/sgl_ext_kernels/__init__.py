@@ -1,9 +1,9 @@
 """Triton kernels over the KV slab ``[blocks, page, layers, 2, kv_heads, head_dim]``.
 
-The slab is block-major: everything of a block is contiguous, and a token's rows of one layer, K and
-V side by side, lie at a fixed stride. The operations here copy parts of it to and from one packed
-*staging* tensor, for links on which one large transfer beats many small ones (FastSwitch §3.1).
-They move bytes and serve every dtype.
+The slab is block-major: the KV of a block is contiguous, and the K and V rows of one layer are
+adjacent, at a fixed stride from token to token. The operations copy parts of the slab to and from
+one packed *staging* tensor, for links on which one large transfer is faster than many small ones
+(FastSwitch §3.1). They copy bytes and therefore support every dtype.
 
 ==================  ==========================  ==================================================
 gather / scatter    addressed by                staging, in the slab's dtype
@@ -13,7 +13,7 @@ gather / scatter    addressed by                staging, in the slab's dtype
 ``…_tokens``        slots (block * page + i)    ``[tokens, layers, 2, kv_heads, head_dim]``
 ==================  ==========================  ==================================================
 
-``reference`` has the same operations in plain torch. This package needs torch and Triton alone.
+``reference`` has the same operations in plain torch. This package depends only on torch and Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One kernel moves everything: rows of a strided tensor to or from a packed one."""
+"""Kernel that copies rows of a strided tensor to or from a packed tensor, for all operations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 
 TILE_BYTES = 16384
-"""Bytes that one program moves: four 16-byte accesses of each thread, all in flight at once."""
+"""Bytes that one program copies: four 16-byte accesses per thread, all in flight at once."""
 
 WARPS = 8
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-# Offsets are int64: slabs are larger than 2**31 words. Sizes are compile-time constants: a server
-# has one geometry, divisions by them become multiplications, and the compiler sees which addresses
-# are aligned and joins two words into one 16-byte access.
+# Offsets are int64 because slabs may exceed 2**31 words. Sizes are compile-time constants: a server
+# has one geometry, divisions by a constant become multiplications, and the compiler knows which
+# addresses are aligned and merges two words into one 16-byte access.
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_rows(  # type: ignore[no-untyped-def]
     packed,
@@ -55,19 +55,20 @@ def copy_rows(
     offset: int = 0,
     to_packed: bool,
 ) -> None:
-    """Copies ``rows`` of ``strided`` to consecutive places of ``packed``, or back.
+    """Copies ``rows`` of ``strided`` to consecutive rows of ``packed``, or in the other direction.
 
-    Line ``j`` of row ``r`` begins at byte ``r * lines * pitch + offset + j * pitch`` of
-    ``strided``. The caller has checked that every row lies inside.
+    Line ``j`` of row ``r`` starts at byte ``r * lines * pitch + offset + j * pitch`` of
+    ``strided``. The caller has checked that every row is inside ``strided``.
 
     Args:
         packed: contiguous, ``len(rows) * lines * width`` bytes.
         strided: contiguous, on the same device.
         rows: int64 ``[n]`` on the same device; distinct unless ``to_packed``.
-        lines: lines of a row.
-        width: bytes of a line.
+        lines: number of lines per row.
+        width: bytes per line.
         pitch: bytes from one line to the next; a multiple of ``width``.
-        offset: bytes from a row's begin to its first line; a multiple of ``width``.
+        offset: bytes from the start of a row to its first line; a multiple of ``width``.
+        to_packed: direction of the copy: from ``strided`` to ``packed`` if true.
     """
     if packed.numel() == 0:
         return
@@ -81,7 +82,7 @@ def copy_rows(
     word = math.gcd(8, width, offset, *(_alignment(tensor) for tensor in (packed, strided)))
     size = lines * width // word
     tile = min(TILE_BYTES // word, triton.next_power_of_2(size))
-    # Triton launches on the current device, which need not be the tensors'.
+    # Triton launches on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(strided):  # type: ignore[no-untyped-call]
         _copy_rows[(rows.numel() * triton.cdiv(size, tile),)](
             _words(packed, word),
@@ -98,7 +99,7 @@ def copy_rows(
 
 
 def _alignment(tensor: torch.Tensor) -> int:
-    # torch counts a view's offset in words of its dtype, from a storage that may itself be skewed.
+    # A storage offset is in elements of the dtype, and the storage itself may be unaligned.
     return math.gcd(tensor.data_ptr(), tensor.storage_offset() * tensor.element_size())
 
 

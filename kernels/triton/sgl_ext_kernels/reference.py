@@ -1,6 +1,6 @@
-"""The operations of ``slab`` in plain torch: what the kernels are tested against.
+"""Reference implementations of the operations of ``slab`` in plain torch, to test the kernels.
 
-They work on any device, take numbers and not ``Rows``, and check nothing.
+They work on any device, take index tensors instead of ``Rows``, and validate nothing.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def scatter_tokens(staging: torch.Tensor, slab: torch.Tensor, slots: torch.Tenso
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # torch cannot index every dtype (fp8 on some devices); bytes it can.
+    # torch cannot index every dtype (fp8 on some devices), but it can index bytes.
     return tensor.view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Copies of tokens within the slab to another position: keys are rotated, values stay.
+"""Copies of tokens within the slab to another position: keys are rotated, values are unchanged.
 
-The GPU's twin of the native rotating copy, with its arithmetic: products and sums in fp32 from the
-keys as they are cached, each rounded by itself, then rounded once to the slab's dtype. Every byte
-is read once and written once.
+This is the GPU counterpart of the native rotating copy, with the same arithmetic: products and sums
+of the cached keys are computed in fp32 and each rounded separately (no fused multiply-add), then
+rounded once to the slab's dtype. Every byte is read once and written once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from .rows import Rows, check_slots
 
 TILE_BYTES = 8192
-"""Bytes that one program moves: four 16-byte accesses of each thread, all in flight at once."""
+"""Bytes that one program copies: four 16-byte accesses per thread, all in flight at once."""
 
 WARPS = 4
 
@@ -25,16 +25,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Moves:
-    """Checked copies of tokens, on the slab's device; fit for any number of calls, and a graph."""
+    """Validated copies of tokens, whose indices are on the slab's device.
+
+    Any number of calls may use them, also within a CUDA graph.
+    """
 
     sources: Rows
-    """Slots ``[n]``."""
+    """Source slots, ``[n]``."""
     targets: Rows
-    """Slots ``[n]``, distinct, none of them a source."""
+    """Target slots, ``[n]``, distinct and different from all sources."""
     segments: torch.Tensor
-    """int32 ``[n]``: each token's row of the tables of angles."""
+    """Row of each token in the tables of angles, int32 ``[n]``."""
     tables: int
-    """Rows that the tables have at least."""
+    """Minimum number of rows of the tables of angles."""
 
 
 def check_moves(
@@ -43,19 +46,20 @@ def check_moves(
     targets: torch.Tensor,
     segments: torch.Tensor | None = None,
 ) -> Moves:
-    """Checks copies of tokens within slabs of this many blocks.
+    """Validates copies of tokens within the slab, or within others with as many slots.
 
     Args:
         slab: ``[blocks, page, layers, 2, kv_heads, head_dim]``.
-        sources: int64 ``[n]``, slots (``block * page + place in the page``), as ``targets``. On the
-            slab's device they are read back, which waits for it.
-        segments: int32 ``[n]``, the rows of the tables of angles; without, row 0 for all.
+        sources: source slots (``block * page + offset in the page``), int64 ``[n]``. Reading them
+            from the slab's device synchronizes with it.
+        targets: target slots, like ``sources``.
+        segments: row of each token in the tables of angles, int32 ``[n]``; None for row 0.
 
     Raises:
-        TypeError: slots that are not int64, segments that are not int32.
-        ValueError: not one-dimensional, or not equally many.
-        IndexError: a slot that the slab does not have, a target twice or that is also a source, a
-            negative segment.
+        TypeError: the slots are not int64, or the segments are not int32.
+        ValueError: the tensors are not one-dimensional or differ in length.
+        IndexError: a slot does not exist in the slab, a target occurs twice or is also a source, or
+            a segment is negative.
     """
     if segments is None:
         segments = torch.zeros(sources.shape, dtype=torch.int32)
@@ -77,7 +81,7 @@ def check_moves(
         raise IndexError(f"asked for segment {int(segments.min())}, expected 0 or more")
     tables = int(segments.max()) + 1 if len(segments) else 0
     if slab.device.type == "cuda":
-        segments = segments.pin_memory()  # from pageable memory the copy would wait
+        segments = segments.pin_memory()  # a copy from pageable memory would block
     segments = segments.to(slab.device, non_blocking=True, copy=True)
     return Moves(*checked, segments, tables)
 
@@ -90,20 +94,22 @@ def rotate_tokens(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Copies tokens, all layers, and rotates their keys; asynchronous on the current stream.
+    """Copies tokens in all layers and rotates their keys; asynchronous on the current stream.
 
-    An angle of 0 copies finite keys as they are, but for the sign of a zero.
+    An angle of 0 copies finite keys unchanged, except for the sign of a zero.
 
     Args:
         slab: contiguous ``[blocks, page, layers, 2, kv_heads, head_dim]`` of one of :data:`DTYPES`.
-        moves: from :func:`check_moves` with this slab or one of as many slots.
-        cosines: fp32 ``[segments, rotary_dim / 2]`` on the slab's device, contiguous; as ``sines``
-            of the angles by which each pair is rotated, computed in float64 for a long way.
-        interleaved: the elements of a pair are neighbours (GPT-J), not ``rotary_dim / 2`` apart
-            (NeoX).
+        moves: result of :func:`check_moves` for this slab or one with as many slots.
+        cosines: cosines of the angles by which the pairs are rotated, contiguous fp32
+            ``[segments, rotary_dim / 2]`` on the slab's device. For long distances, compute the
+            angles in float64.
+        sines: sines of these angles, like ``cosines``.
+        interleaved: whether the elements of a pair are adjacent (GPT-J) instead of
+            ``rotary_dim / 2`` apart (NeoX).
 
     Raises:
-        ValueError: a shape, dtype, device or layout other than these; nothing was copied.
+        ValueError: a shape, dtype, device or layout is not as above; nothing was copied.
     """
     _check(slab, moves, cosines, sines)
     if moves.segments.numel() == 0:
@@ -118,7 +124,7 @@ def rotate_tokens(
     pairs, heads = cosines.shape[1], layers * kv_heads
     fitting = max(1, TILE_BYTES // (2 * head_dim * slab.element_size()))
     tile = min(2 ** (fitting.bit_length() - 1), triton.next_power_of_2(heads))
-    # Triton launches on the current device, which need not be the slab's.
+    # Triton launches on the current device, which may differ from the device of the slab.
     with torch.cuda.device_of(slab):  # type: ignore[no-untyped-call]
         _rotate_heads[(moves.segments.numel() * triton.cdiv(heads, tile),)](
             slab,
@@ -149,7 +155,7 @@ def reference(
     *,
     interleaved: bool = False,
 ) -> None:
-    """:func:`rotate_tokens` in plain torch, on any device; checks nothing."""
+    """Does the same as :func:`rotate_tokens` in plain torch, on any device; validates nothing."""
     tokens = slab.flatten(0, 1)
     moved = tokens[moves.sources.numbers]
     rotated = moved[:, :, 0, :, : 2 * cosines.shape[1]]
@@ -159,13 +165,14 @@ def reference(
         first, second = rotated.chunk(2, -1)
     a, b = first.float(), second.float()
     c, s = (table[moves.segments.long()][:, None, None] for table in (cosines, sines))
-    turned = a * c - b * s, b * c + a * s  # in fp32 `a` is `first` itself
+    turned = a * c - b * s, b * c + a * s  # before the writes: for fp32, `a` aliases `first`
     first.copy_(turned[0])
     second.copy_(turned[1])
     tokens[moves.targets.numbers] = moved
 
 
-# By its bits: Triton's interpreter would truncate, and GPUs have another NaN than the native copy.
+# bfloat16 is converted through its bits: Triton's interpreter would truncate, and the NaN of a GPU
+# differs from that of the native copy.
 @triton.jit
 def _widen(x):  # type: ignore[no-untyped-def]
     if x.dtype == tl.bfloat16:
@@ -180,7 +187,7 @@ def _widen(x):  # type: ignore[no-untyped-def]
 def _narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest even
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # rounds to nearest even
         bits = tl.where(x != x, 0x7FC0, bits)
         narrow = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -188,9 +195,9 @@ def _narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return narrow
 
 
-# A program moves `tile` heads of one token, of any of its layers: keys and values. Only offsets
-# of tokens need int64; sizes are constants, so that the compiler sees which addresses are aligned.
-# All loads come before all stores, which could not be exchanged: they are of one slab.
+# A program copies the keys and values of `tile` heads of one token, across layers. Only the offsets
+# of tokens need int64. Sizes are constants, so that the compiler knows which addresses are aligned.
+# All loads precede all stores: both access the slab, so the compiler could not reorder them.
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     slab,

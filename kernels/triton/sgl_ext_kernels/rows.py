@@ -1,4 +1,4 @@
-"""Which blocks or tokens of the slab an operation touches, checked before a byte moves."""
+"""Indices of the slab's blocks or tokens, which are validated before an operation copies them."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ import torch
 
 
 class Runs(NamedTuple):
-    """Block groups: group ``i`` is blocks ``start[i]`` to ``start[i] + blocks[i] - 1``."""
+    """Block groups: group ``i`` has the blocks ``start[i]`` to ``start[i] + blocks[i] - 1``."""
 
     start: torch.Tensor
-    """int64 ``[runs]``."""
+    """First block of each group, int64 ``[runs]``."""
     blocks: torch.Tensor
-    """int64 ``[runs]``, 1 or more each."""
+    """Number of blocks of each group, at least 1, int64 ``[runs]``."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Checked numbers of blocks or slots on the slab's device.
+    """Validated indices of blocks or slots on the slab's device.
 
-    An operation given numbers checks them on the host and copies them to the device each time.
-    Given ``Rows`` it does neither, and so fits a loop over layers, and a CUDA graph. The copy is
-    ordered on the stream that was current when the numbers were checked.
+    An operation that is given plain indices validates them on the host and copies them to the
+    device in each call. With ``Rows`` it does neither and can therefore run in a loop over layers
+    and in a CUDA graph. The indices are copied on the stream that is current during the validation.
     """
 
     numbers: torch.Tensor
-    """int64 ``[n]`` on the slab's device."""
+    """Indices, int64 ``[n]`` on the slab's device."""
     unit: str
-    """``block`` or ``slot``."""
+    """Unit of the indices: ``block`` or ``slot``."""
     limit: int
-    """Blocks or slots of the slab that they were checked against."""
+    """Number of blocks or slots of the slab that the indices were validated against."""
     distinct: bool
-    """No number comes twice, so they can be scattered to."""
+    """Flag of indices that were checked to be distinct, which scattering requires."""
 
 
 def check_blocks(slab: torch.Tensor, blocks: torch.Tensor, *, distinct: bool = False) -> Rows:
-    """Checks block numbers, for any number of operations on slabs of this many blocks.
+    """Validates block indices for any number of operations on slabs of this many blocks.
 
     Args:
         slab: ``[blocks, page, layers, 2, kv_heads, head_dim]``.
-        blocks: int64 ``[n]``. On the slab's device they are read back, which waits for it.
-        distinct: also check that none comes twice, which scattering needs.
+        blocks: int64 ``[n]``. Reading them from the slab's device synchronizes with it.
+        distinct: whether to check that the blocks are distinct, which scattering requires.
 
     Raises:
-        TypeError: not int64.
-        ValueError: not one-dimensional.
-        IndexError: a block that the slab does not have, or one twice where ``distinct``.
+        TypeError: the blocks are not int64.
+        ValueError: the blocks are not one-dimensional.
+        IndexError: a block does not exist in the slab, or occurs twice although ``distinct``.
     """
     return _check("block", slab.shape[0], slab.device, _host("blocks", blocks), distinct)
 
 
 def check_slots(slab: torch.Tensor, slots: torch.Tensor, *, distinct: bool = False) -> Rows:
-    """Checks token slots (``block * page + place in the page``); see ``check_blocks``."""
+    """Validates token slots (``block * page + offset in the page``); see ``check_blocks``."""
     limit = slab.shape[0] * slab.shape[1]
     return _check("slot", limit, slab.device, _host("slots", slots), distinct)
 
@@ -61,7 +61,7 @@ def check_slots(slab: torch.Tensor, slots: torch.Tensor, *, distinct: bool = Fal
 def check_runs(
     slab: torch.Tensor, runs: tuple[torch.Tensor, torch.Tensor], *, distinct: bool = False
 ) -> Rows:
-    """Checks ``Runs`` and lists their blocks in order; see ``check_blocks``."""
+    """Validates ``Runs`` and lists their blocks in order; see ``check_blocks``."""
     start, blocks = (
         _host(f"runs.{name}", part) for name, part in zip(Runs._fields, runs, strict=True)
     )
@@ -109,7 +109,7 @@ def _check(
             )
     numbers = numbers.contiguous()
     if device.type == "cuda":
-        # From pageable memory the copy would wait for the stream.
+        # A copy from pageable memory would wait for the stream.
         numbers = numbers.pin_memory()
-    # A copy even on the CPU: the caller may change what it passed, unchecked.
+    # Copied even on the CPU: the caller may change its tensor after the validation.
     return Rows(numbers.to(device, non_blocking=True, copy=True), unit, limit, distinct)

@@ -1,13 +1,14 @@
 """Gather and scatter of block groups, layers of blocks, and tokens of the KV slab.
 
-All are asynchronous on the current stream and allocate at most the list of numbers on the device.
-``slab`` is contiguous ``[blocks, page, layers, 2, kv_heads, head_dim]`` of any dtype. Staging is
-contiguous, on the slab's device, apart from it in memory, and of the shape given, or uint8
-``[items, bytes of an item]``. Every operation raises before a byte moves:
+The copies are asynchronous on the current stream. On the device, an operation allocates at most the
+list of indices. ``slab`` is contiguous ``[blocks, page, layers, 2, kv_heads, head_dim]`` of any
+dtype. The staging tensor is contiguous, on the slab's device, in memory that does not overlap the
+slab, and of the given shape or uint8 ``[items, bytes per item]``. Every operation validates its
+arguments before it copies a byte and raises:
 
-- TypeError: numbers that are not int64.
-- ValueError: a shape, dtype, device or layout other than these; ``Rows`` of something else.
-- IndexError: blocks, slots or a layer that the slab does not have; one twice in a scatter.
+- TypeError: indices are not int64.
+- ValueError: a shape, dtype, device or layout is not as above; ``Rows`` do not fit the operation.
+- IndexError: a block, slot or layer does not exist in the slab, or occurs twice in a scatter.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from .rows import Rows, check_blocks, check_runs, check_slots
 def gather_groups(
     slab: torch.Tensor, runs: tuple[torch.Tensor, torch.Tensor] | Rows, out: torch.Tensor
 ) -> None:
-    """Copies block groups, all layers, to consecutive places of ``out``.
+    """Copies all layers of block groups to consecutive blocks of ``out``.
 
     Args:
         slab: ``[blocks, page, layers, 2, kv_heads, head_dim]``.
-        runs: ``Runs`` (first block and blocks of each group, int64 ``[runs]``), or checked blocks.
+        runs: ``Runs`` (first block and number of blocks of each group, int64 ``[runs]``), or
+            validated blocks.
         out: ``[blocks of all runs, page, layers, 2, kv_heads, head_dim]``.
     """
     _groups(slab, runs, out, to_packed=True)
@@ -36,9 +38,9 @@ def gather_groups(
 def scatter_groups(
     staging: torch.Tensor, slab: torch.Tensor, runs: tuple[torch.Tensor, torch.Tensor] | Rows
 ) -> None:
-    """Copies ``staging`` to block groups: the inverse of ``gather_groups``.
+    """Copies ``staging`` to block groups; the inverse of ``gather_groups``.
 
-    Runs must not overlap.
+    The runs must not overlap.
     """
     _groups(slab, runs, staging, to_packed=False)
 
@@ -50,7 +52,7 @@ def gather_layer(
 
     Args:
         slab: ``[blocks, page, layers, 2, kv_heads, head_dim]``.
-        blocks: int64 ``[n]``, or checked blocks.
+        blocks: int64 ``[n]``, or validated blocks.
         layer: 0 to ``layers - 1``.
         out: ``[n, page, 2, kv_heads, head_dim]``.
     """
@@ -60,26 +62,29 @@ def gather_layer(
 def scatter_layer(
     staging: torch.Tensor, slab: torch.Tensor, blocks: torch.Tensor | Rows, layer: int
 ) -> None:
-    """Copies ``staging`` to one layer of blocks: the inverse of ``gather_layer``.
+    """Copies ``staging`` to one layer of blocks; the inverse of ``gather_layer``.
 
-    Blocks must be distinct.
+    The blocks must be distinct.
     """
     _layer(slab, blocks, layer, staging, to_packed=False)
 
 
 def gather_tokens(slab: torch.Tensor, slots: torch.Tensor | Rows, out: torch.Tensor) -> None:
-    """Copies tokens, all layers, to ``out``, for tokens that do not fill pages.
+    """Copies all layers of tokens to ``out``, for tokens that do not fill whole pages.
 
     Args:
         slab: ``[blocks, page, layers, 2, kv_heads, head_dim]``.
-        slots: int64 ``[n]``, ``block * page + place in the page``; or checked slots.
+        slots: int64 ``[n]``, ``block * page + offset in the page``; or validated slots.
         out: ``[n, layers, 2, kv_heads, head_dim]``.
     """
     _tokens(slab, slots, out, to_packed=True)
 
 
 def scatter_tokens(staging: torch.Tensor, slab: torch.Tensor, slots: torch.Tensor | Rows) -> None:
-    """Copies ``staging`` to tokens: the inverse of ``gather_tokens``. Slots must be distinct."""
+    """Copies ``staging`` to tokens; the inverse of ``gather_tokens``.
+
+    The slots must be distinct.
+    """
     _tokens(slab, slots, staging, to_packed=False)
 
 
@@ -169,7 +174,7 @@ def _numbers(
 def _check_packed(
     packed: torch.Tensor, slab: torch.Tensor, items: int, item: tuple[int, ...]
 ) -> int:
-    """Checks a staging tensor of ``items`` of shape ``item``; returns the bytes of an item."""
+    """Validates a staging tensor of ``items`` of shape ``item``; returns the bytes per item."""
     size = math.prod(item) * slab.element_size()
     expected = [(slab.dtype, [items, *item]), (torch.uint8, [items, size])]
     if (packed.dtype, list(packed.shape)) not in expected:

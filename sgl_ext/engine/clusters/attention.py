@@ -209,14 +209,26 @@ class StoredAttention:
         if share >= 1:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
         codes, slots = self._stored.layers[layer].codes, self.memory.slots
-        near = slots.data_ptr() + self.memory.first(layer) * slots.stride(0) * slots.itemsize
+        visible = _clusters.Visible(
+            near=slots.data_ptr() + self.memory.first(layer) * slots.stride(0) * slots.itemsize,
+            near_stride=slots.stride(0),
+            count=self.memory.near,
+            own=keys.data_ptr(),
+            own_stride=keys.stride(0),
+            bfloat16=keys.dtype == torch.bfloat16,
+            slots=own.slots,
+            starts=own.starts,
+            lengths=own.lengths,
+        )
+        each = each_of(share, blocks.blocks, blocks.devices)
         return _clusters.choose(
-            codes.codes, codes.centroids, codes.projection, codes.mean,
-            query.float().contiguous().numpy(), self._about.geometry.scale, near, slots.stride(0),
-            self.memory.near, keys.data_ptr(), keys.stride(0), own.slots, own.starts, own.lengths,
-            keys.dtype == torch.bfloat16, blocks.block, blocks.devices,
-            each_of(share, blocks.blocks, blocks.devices), torch.get_num_threads(),
-        )  # fmt: skip
+            codes.native,
+            query.float().contiguous().numpy(),
+            self._about.geometry.scale,
+            visible,
+            _clusters.Deal(blocks.block, blocks.devices, each),
+            torch.get_num_threads(),
+        )
 
     def _table(
         self, layer: int, first: NDArray[np.int64], own: Own, pool: int, share: float

@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.plan import PrefillPlan
 
@@ -121,10 +122,7 @@ def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
     A part that has not used up the budget lets other requests be admitted beside it. SGLang's own
     parts never do so.
     """
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    answer = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-    left = len(req.full_untruncated_fill_ids) - end + answer
+    left = len(req.full_untruncated_fill_ids) - end + reserved(req)
     adder.memory_budget.total_offset += adder.memory_budget.ceil_paged_tokens(left)
 
 
