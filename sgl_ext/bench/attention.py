@@ -37,7 +37,7 @@ def run(*, quick: bool, out: Path) -> Report:
 def _operator(report: Report, context: int, repeats: int) -> None:
     import torch
 
-    from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
+    from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 
     torch.set_grad_enabled(False)
     trial = AttentionTrial(Geometry(), [context + _NEW])

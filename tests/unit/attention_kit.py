@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from sgl_ext.engine.cpu.trial import Geometry
+from sgl_ext.bench.harness.attention_trial import Geometry
 
 
 def geometries(

@@ -51,7 +51,7 @@ class Scheduler(SimpleNamespace):
     """Scheduler with ``blocks`` blocks of KV, and addresses for ``beyond`` further blocks."""
 
     def __init__(self, page: int, blocks: int, beyond: int = 0) -> None:
-        from sgl_ext.engine.prefix_tree import prefix_tree
+        from sgl_ext.bench.harness.prefix_tree import prefix_tree
 
         size = blocks * page
         allocator = BlockGroupAllocator(
@@ -108,7 +108,7 @@ class Scheduler(SimpleNamespace):
 
     def cache(self, first: int, blocks: int) -> None:
         """Inserts ``blocks`` blocks of token ids from ``first`` on into the tree, unlocked."""
-        from sgl_ext.engine.prefix_tree import insert
+        from sgl_ext.bench.harness.prefix_tree import insert
 
         page = self.token_to_kv_pool_allocator.page_size
         slots = self.token_to_kv_pool_allocator.alloc(blocks * page)

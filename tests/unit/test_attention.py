@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 from sgl_ext.engine.cpu import sdpa
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
-from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.clusters import geometry as stored_geometry
@@ -32,7 +33,6 @@ from sgl_ext.engine.core.attention_backends import (
     running,
 )
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
-from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout

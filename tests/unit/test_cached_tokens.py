@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 
 from sgl_ext.config import load
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.restore import within
+from sgl_ext.engine.restore import fill
 from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.step import cached_tokens
@@ -117,7 +117,7 @@ def test_prefixes_in_host_memory_do_not_count_computed_tokens(
     found.stack = SimpleNamespace(layout=SimpleNamespace(page=PAGE))  # type: ignore[assignment]
     coming = [Coming(32, np.arange(4), np.arange(4)), Coming(96, np.arange(2), np.arange(2))]
     held.computed += computed
-    within._count(found, "r", coming, before=7)
+    fill._count(found, "r", coming, before=7)
     assert req.cached_tokens == counted
     assert details(req) == ({"device": 0, "host": counted} if counted else None)
 

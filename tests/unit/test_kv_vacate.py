@@ -18,7 +18,7 @@ class Tree:
     """SGLang's radix tree over a :class:`BlockGroupAllocator`."""
 
     def __init__(self, backend: str) -> None:
-        from sgl_ext.engine.prefix_tree import prefix_tree
+        from sgl_ext.bench.harness.prefix_tree import prefix_tree
 
         self.allocator = BlockGroupAllocator(
             BLOCKS * PAGE, PAGE, torch.float32, "cpu", None, False, expected_tokens=PAGE
@@ -30,7 +30,7 @@ class Tree:
 
         A prefix that is cached already keeps its slots.
         """
-        from sgl_ext.engine.prefix_tree import insert
+        from sgl_ext.bench.harness.prefix_tree import insert
 
         slots = self.allocator.alloc(len(blocks) * PAGE)
         insert(self.cache, self._tokens(blocks), slots)
@@ -38,7 +38,7 @@ class Tree:
     def match(self, *blocks: int) -> Any:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        from sgl_ext.engine.prefix_tree import key_of
+        from sgl_ext.bench.harness.prefix_tree import key_of
 
         return self.cache.match_prefix(MatchPrefixParams(key=key_of(self._tokens(blocks))))
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_ext._native import _attention
+from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 from sgl_ext.engine.cpu import native_attention
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
-from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
 from sgl_ext.errors import ExtError
 
 ISAS = _attention.isas()

@@ -18,12 +18,12 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_ext.bench.harness.prefix_tree import prefix_tree
 from sgl_ext.config import SwapExperiment, load
 from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.kv.ownership import TwoOwnersError
-from sgl_ext.engine.prefix_tree import prefix_tree
 from sgl_ext.engine.swap import resume
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.swap.power import SwapPower

@@ -18,7 +18,7 @@ from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.clusters.attention import Own, StoredAttention
-from sgl_ext.engine.clusters.contexts import Follower
+from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
 from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.clusters.power import _refuse

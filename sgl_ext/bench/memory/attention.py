@@ -30,7 +30,7 @@ def measure(report: Report, *, quick: bool) -> None:
     """Adds the figures and runs of the CPU attention to ``report``."""
     import torch
 
-    from sgl_ext.engine.cpu.trial import AttentionTrial, Geometry, Row
+    from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 
     torch.set_grad_enabled(False)
     slab, pool = (

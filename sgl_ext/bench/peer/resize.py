@@ -173,9 +173,9 @@ def _scheduler(blocks: int) -> Any:
     """Returns a stand-in for the scheduler with the parts that hold and count KV."""
     import torch
 
+    from sgl_ext.bench.harness.prefix_tree import prefix_tree
     from sgl_ext.engine.kv.allocator import BlockGroupAllocator
     from sgl_ext.engine.kv.resize import HOLDERS
-    from sgl_ext.engine.prefix_tree import prefix_tree
 
     page, size = _LAYOUT.page, blocks * _LAYOUT.page
     allocator = BlockGroupAllocator(
@@ -190,7 +190,7 @@ def _scheduler(blocks: int) -> Any:
 
 
 def _cache(tree: Any, allocator: Any, sequences: int) -> None:
-    from sgl_ext.engine.prefix_tree import insert
+    from sgl_ext.bench.harness.prefix_tree import insert
 
     tokens = _LENGTH * _LAYOUT.page
     for at in range(sequences):

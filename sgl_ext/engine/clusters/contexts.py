@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from sgl_ext.clusters.files import names, own_folders
@@ -18,6 +16,7 @@ from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attention import StoredAttention
+from sgl_ext.engine.clusters.follower import Follower, end_request
 from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.clusters.metrics import BLOCKS, StoredMetrics
 from sgl_ext.engine.clusters.parameters import FollowsStored
@@ -38,25 +37,6 @@ class UnavailableError(ExtError):
     """Error for a context that was not opened in time."""
 
     status = 503
-
-
-@dataclass
-class Follower:
-    """Request that follows a context.
-
-    Attributes:
-        id: id of the context.
-        share: share of the context's blocks that each query of the request is given.
-        req: SGLang's request.
-        since: arrival of the request on the monotonic clock, in seconds.
-        tokens: number of tokens of the context; 0 until the request may run.
-    """
-
-    id: str
-    share: float
-    req: Req
-    since: float
-    tokens: int = 0
 
 
 class StoredContexts:
@@ -272,14 +252,6 @@ class StoredContexts:
             deadline=self._config.deadline,
         )  # fmt: skip
         return StoredAttention(stored, memory)
-
-
-def end_request(req: Req, message: str) -> None:
-    """Ends a running request with an error, and keeps its KV out of the radix tree."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    req.skip_radix_cache_insert = True
-    req.to_finish = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailable")
 
 
 def _costs(opened: StoredAttention) -> Counter[str]:

@@ -10,7 +10,8 @@ import torch
 
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.clusters.attention import Own, StoredAttention
-from sgl_ext.engine.clusters.contexts import Follower, StoredContexts, end_request
+from sgl_ext.engine.clusters.contexts import StoredContexts
+from sgl_ext.engine.clusters.follower import Follower, end_request
 from sgl_ext.engine.cpu.native_attention import NativeAttention
 from sgl_ext.errors import ExtError
 

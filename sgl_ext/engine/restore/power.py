@@ -236,7 +236,7 @@ class RestorePower(Power[Restore]):
                 self.stack.holds.fill(places, blocks.copy())
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
-        from sgl_ext.engine.restore.within import restoring
+        from sgl_ext.engine.restore.fill import restoring
 
         return restoring(self, forward, rows)
 

@@ -131,7 +131,8 @@ class AttentionTrial:
         forward = backend.forward_decode if decode else backend.forward_extend
 
         def attend(query: torch.Tensor, layer: int) -> torch.Tensor:
-            return forward(query, None, None, self.layers[layer], batch, False)
+            found: torch.Tensor = forward(query, None, None, self.layers[layer], batch, False)
+            return found
 
         return attend
 
