@@ -119,7 +119,11 @@ class Template:
             folder, handle = str(Path(__file__).parent), theirs.fileno()
             code = f"import sys; sys.path[0] = {folder!r}; import forked; forked.main({handle})"
             command = [sys.executable, "-c", code]
-            self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL)
+            # Tests that run at the same time share the cores: a thread that waits must not spin.
+            self._process = subprocess.Popen(
+                command, pass_fds=[handle], stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+            )  # fmt: skip
             theirs.close()
         # The forked process is orphaned at once, and becomes a child of the nearest subreaper.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Shortcuts of SGLang processes that are forked for tests: loaded tokenizers, and a quick end."""
+"""Shortcuts of SGLang processes that are forked for tests: a loaded tokenizer, and a quick end."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _OPTIONS = {
 
 def install() -> None:
     """Prepares a process that has imported SGLang, before it forks others."""
-    _load_tokenizers()
+    _load_tokenizer()
     _poll_for_the_end()
 
 
-def _load_tokenizers() -> None:
-    """Loads the tokenizers of the tests' models.
+def _load_tokenizer() -> None:
+    """Loads the tokenizer of the tests' models, which is the same for all of them.
 
     Each process of a server loads the tokenizer, a scheduler twice, and each time from its file
     three times. This takes most of the start of a server that is forked.
     """
     from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer as original
 
-    from sgl_ext.models import SMOLLM2, prepare, shortened
+    from sgl_ext.models import SMOLLM2, prepare, shortened, untrained
 
-    paths = (prepare(SMOLLM2), shortened(SMOLLM2, 6))
-    loaded = {str(path): original(str(path), **_OPTIONS) for path in paths}
+    paths = {str(path) for path in (prepare(SMOLLM2), shortened(SMOLLM2, 6), untrained())}
+    tokenizer = original(min(paths), **_OPTIONS)
 
     def get_tokenizer(name: str, *args: Any, **options: Any) -> Any:
-        if name in loaded and not args and options == _OPTIONS:
-            return loaded[name]
+        if name in paths and not args and options == _OPTIONS:
+            return tokenizer
         return original(name, *args, **options)
 
     for module in list(sys.modules.values()):

@@ -350,15 +350,15 @@ def leader(width: int) -> Any:
 
 def test_rows_of_beam_members_are_reserved_with_their_leader(ext: Any, adder: Any) -> None:
     """SGLang's scheduler ends if there are no rows for a group's members after the prefill."""
-    has_seat: Callable[[Any], bool] = lambda req: admission.has_seat(ext, adder, req)  # noqa: E731
+    has_row: Callable[[Any], bool] = lambda req: admission.has_row(ext, adder, req)  # noqa: E731
     plain = SimpleNamespace(beam_group=None, kv=SimpleNamespace(holds_kv=False))
-    assert has_seat(leader(ROWS))
-    assert not has_seat(leader(ROWS + 1))
+    assert has_row(leader(ROWS))
+    assert not has_row(leader(ROWS + 1))
     adder.can_run_list.append(leader(ROWS - 1))
-    assert has_seat(plain)
-    assert not has_seat(leader(2))
+    assert has_row(plain)
+    assert not has_row(leader(2))
     adder.can_run_list.append(plain)
-    assert not has_seat(plain)
+    assert not has_row(plain)
     adder.can_run_list.pop()
-    ext.inside_out[0].seats = lambda: 1  # a request that is resumed in this step
-    assert not has_seat(plain)
+    ext.inside_out[0].joining = lambda: 1  # a request that is resumed in this step
+    assert not has_row(plain)

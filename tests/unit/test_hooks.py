@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pkgutil
+import runpy
 import sys
 import types
 from collections.abc import Iterator
 
 import pytest
+from conftest import ROOT
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_ext.engine.core.hooks import ActivationError, Hook, Seam, accepts, apply, register, verify
@@ -139,3 +141,9 @@ def test_no_module_of_sglang_holds_a_hooked_method() -> None:
         if id(value) in methods
     ]
     assert held == []
+
+
+def test_the_table_of_hooks_is_up_to_date() -> None:
+    """Compares ``HOOKS.md`` with the hooks; ``scripts/list_hooks.py`` writes it."""
+    page = runpy.run_path(str(ROOT / "scripts" / "list_hooks.py"))["page"]()
+    assert (ROOT / "sgl_ext" / "engine" / "HOOKS.md").read_text() == page

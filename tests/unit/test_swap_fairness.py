@@ -20,15 +20,15 @@ from sgl_ext.swap.fairness import (
 )
 
 
-def serve(policy: Policy, requests: list[Candidate], seats: int, steps: int) -> dict[str, int]:
-    """Returns the number of iterations that each request runs in, ``seats`` requests at a time."""
+def serve(policy: Policy, requests: list[Candidate], slots: int, steps: int) -> dict[str, int]:
+    """Returns the number of iterations that each request runs in, ``slots`` requests at a time."""
     ran = dict.fromkeys((one.name for one in requests), 0)
     for _ in range(steps):
         policy.step(requests)
         # Only a higher level preempts: the sort is stable, and running requests come first.
         order = sorted(requests, key=lambda one: (-one.level, not one.running))
         for at, one in enumerate(order):
-            one.running = at < seats
+            one.running = at < slots
             if one.running:
                 ran[one.name] += 1
                 one.generated += 1
@@ -41,25 +41,25 @@ def names(count: int) -> list[Candidate]:
 
 def test_first_come_runs_requests_in_order_of_arrival() -> None:
     policy, requests = FirstCome(), names(4)
-    ran = serve(policy, requests, seats=2, steps=100)
+    ran = serve(policy, requests, slots=2, steps=100)
     assert ran == {"r0": 100, "r1": 100, "r2": 0, "r3": 0}
-    ran = serve(policy, [Candidate("late"), *requests[1:]], seats=2, steps=100)
+    ran = serve(policy, [Candidate("late"), *requests[1:]], slots=2, steps=100)
     assert ran == {"late": 0, "r1": 100, "r2": 100, "r3": 0}
 
 
 def test_static_follows_the_given_priorities() -> None:
     requests = names(3)
     requests[2].given = 5
-    ran = serve(Static(ageing=1000), requests, seats=1, steps=100)
+    ran = serve(Static(ageing=1000), requests, slots=1, steps=100)
     assert ran == {"r0": 0, "r1": 0, "r2": 100}
     requests[0].given = 6
-    assert serve(Static(ageing=1000), requests, seats=1, steps=10)["r0"] == 10
+    assert serve(Static(ageing=1000), requests, slots=1, steps=10)["r0"] == 10
 
 
 def test_waiting_requests_do_not_starve_under_static() -> None:
     requests = names(2)
     requests[1].given = 3
-    ran = serve(Static(ageing=10), requests, seats=1, steps=2000)
+    ran = serve(Static(ageing=10), requests, slots=1, steps=2000)
     assert ran["r0"] > 500
 
 
@@ -81,9 +81,9 @@ def test_an_aged_request_runs_for_several_iterations() -> None:
     assert min(stretches[1:-1]) >= 5
 
 
-@pytest.mark.parametrize("seats", [1, 2, 3])
-def test_round_robin_gives_each_request_an_equal_share(seats: int) -> None:
-    ran = serve(RoundRobin(quantum=10), names(5), seats=seats, steps=1000)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_round_robin_gives_each_request_an_equal_share(slots: int) -> None:
+    ran = serve(RoundRobin(quantum=10), names(5), slots=slots, steps=1000)
     assert max(ran.values()) - min(ran.values()) <= 2 * 10
 
 
@@ -100,14 +100,14 @@ def test_round_robin_takes_turns_of_a_quantum() -> None:
 
 def test_a_late_request_is_not_compensated_for_earlier_iterations() -> None:
     policy, (one, late) = RoundRobin(quantum=10), names(2)
-    serve(policy, [one], seats=1, steps=500)
-    ran = serve(policy, [one, late], seats=1, steps=200)
+    serve(policy, [one], slots=1, steps=500)
+    ran = serve(policy, [one, late], slots=1, steps=200)
     assert abs(ran["r0"] - ran["r1"]) <= 2 * 10
 
 
 def test_clients_get_equal_service_whatever_their_number_of_requests() -> None:
     requests = [Candidate(f"a{at}", "a") for at in range(9)] + [Candidate("b", "b")]
-    ran = serve(TokenCounter(quantum=20), requests, seats=1, steps=2000)
+    ran = serve(TokenCounter(quantum=20), requests, slots=1, steps=2000)
     assert ran["b"] == pytest.approx(1000, abs=50)
 
 

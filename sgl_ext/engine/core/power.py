@@ -177,7 +177,7 @@ class Power(Generic[SectionT]):
         """
         return False
 
-    def seats(self) -> int:
+    def joining(self) -> int:
         """Returns the number of requests that join the batch in this step or soon.
 
         It counts only requests that SGLang does not admit itself.

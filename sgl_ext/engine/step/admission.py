@@ -73,18 +73,18 @@ def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> object | None:
     for power in ext.inside_out:
         if (result := power.resume(adder, req)) is not None:
             return result
-    if not has_seat(ext, adder, req) or penalties.apart(adder, req):
+    if not has_row(ext, adder, req) or penalties.apart(adder, req):
         return AddReqResult.OTHER
     return None
 
 
-def has_seat(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
+def has_row(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
     """Returns whether free rows and ``--max-running-requests`` allow one more admission.
 
     SGLang counts neither requests that are resumed nor, in the step of their admission, the rows
     that the members of a beam group take after its prefill. It asserts that such rows exist.
     """
-    resumed = sum(power.seats() for power in ext.inside_out)
+    resumed = sum(power.joining() for power in ext.inside_out)
     running, new = adder.running_batch.reqs, adder.can_run_list
     rowless = sum(not one.kv.holds_kv for one in new)
     # Groups in the running batch have had their rows since their prefill was launched.

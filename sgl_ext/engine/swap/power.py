@@ -129,7 +129,7 @@ class SwapPower(Power[Swap]):
     def owns(self, req: Req) -> bool:
         return req.rid in self.manager
 
-    def seats(self) -> int:
+    def joining(self) -> int:
         return len(self.resuming) + len(self.ahead)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:

@@ -20,7 +20,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
 )
 from sgl_ext.engine.kv import ownership
-from sgl_ext.engine.step.admission import has_seat, planned
+from sgl_ext.engine.step.admission import has_row, planned
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import (
     COPY_DEADLINE_S,
@@ -66,7 +66,7 @@ def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped)
         power.lost(req.rid, req)
         # Powers that left the request to this one may have to load KV for it now.
         return None if planned(power.ext, adder, req, False) else AddReqResult.CONTINUE
-    if not has_seat(power.ext, adder, req):
+    if not has_row(power.ext, adder, req):
         return AddReqResult.OTHER
     needed = tokens_needed(adder, req, found.tokens)
     with adder._lock_node(found.node):
