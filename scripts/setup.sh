@@ -108,5 +108,8 @@ quietly pip install --no-deps --no-build-isolation --editable "$root"
 quietly "$venv/bin/python" -m sgl_ext.engine.cpu.torchvision_bridge
 step 5 "first import"
 quietly "$venv/bin/python" -c 'import sglang.srt.server_args, sglang.srt.configs, sgl_ext'
+# SGLang compiles its hash of pages when it is first used; only tiers use it.
+"$venv/bin/python" -m sgl_ext.engine.tiers.page_hash >>"$log" 2>&1 ||
+    say "tiers cannot be used yet: $(tail -n 1 "$log")"
 echo "$key" >"$stamp"
 say "environment ready"

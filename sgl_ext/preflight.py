@@ -164,6 +164,17 @@ def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
             "host memory", "fail", f"{gib(asked)} requested, {gib(available)} available",
             f"lower {key}",
         )  # fmt: skip
+    yield _page_hash()
+
+
+def _page_hash() -> Check:
+    from sgl_ext.engine.tiers import page_hash
+
+    try:
+        page_hash.prepare()
+    except (ExtError, ImportError) as error:
+        return Check("page hash", "fail", *_found_and_todo(str(error)))
+    return Check("page hash", "ok", "SGLang's hash of pages is compiled")
 
 
 def _remote_client() -> Check:

@@ -115,6 +115,7 @@ class Template:
             stdout, stderr: file descriptors.
         """
         if self._socket is None:
+            shortcuts.prepare_models()
             self._socket, theirs = socket.socketpair()
             folder, handle = str(Path(__file__).parent), theirs.fileno()
             code = f"import sys; sys.path[0] = {folder!r}; import forked; forked.main({handle})"

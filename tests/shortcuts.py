@@ -19,6 +19,17 @@ _OPTIONS = {
 """Arguments with which every process of a server loads the tokenizer, unless it is configured."""
 
 
+def prepare_models() -> set[str]:
+    """Creates the tests' models, and returns their paths.
+
+    Call it first in a process that does not fork: torch computes with several threads here, and a
+    forked process would wait for threads that it does not have.
+    """
+    from sgl_ext.models import SMOLLM2, prepare, shortened, untrained
+
+    return {str(path) for path in (prepare(SMOLLM2), shortened(SMOLLM2, 6), untrained())}
+
+
 def install() -> None:
     """Prepares a process that has imported SGLang, before it forks others."""
     _load_tokenizer()
@@ -33,9 +44,7 @@ def _load_tokenizer() -> None:
     """
     from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer as original
 
-    from sgl_ext.models import SMOLLM2, prepare, shortened, untrained
-
-    paths = {str(path) for path in (prepare(SMOLLM2), shortened(SMOLLM2, 6), untrained())}
+    paths = prepare_models()
     tokenizer = original(min(paths), **_OPTIONS)
 
     def get_tokenizer(name: str, *args: Any, **options: Any) -> Any:

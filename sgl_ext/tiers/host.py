@@ -204,7 +204,7 @@ class HostPages:
         self._chains.clear()
 
     def disable(self) -> None:
-        """Clears the index; from now on no page is found, and no slot can be reserved."""
+        """Clears the index; from now on :meth:`lookup` finds nothing, and no slot is reserved."""
         self.clear()
         self.enabled = False
 

@@ -9,7 +9,7 @@ from engine_kit import run_program
 PROGRAM = """
 import json, sys
 
-# A spawned process imports this file, and the engine with it, before its arguments arrive.
+# The second engine spawns its processes, which import this file before their arguments arrive.
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -188,6 +189,7 @@ def test_stopped_start_leaves_no_process_file_or_shared_memory(
                 break
         assert len(list(tmp_path.glob("sgl_ext-*"))) == 1
         segments = server._shared_memory_of(server._tree(process))
+        threading.Thread(target=log.read, daemon=True).start()  # a full pipe would block them
         if stop == signal.SIGINT:
             os.killpg(process.pid, stop)  # a terminal signals the whole process group
         else:
@@ -202,7 +204,9 @@ def test_stopped_start_leaves_no_process_file_or_shared_memory(
 def test_stopped_server_leaves_no_process_file_or_shared_memory(
     model: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
-    system = server.System("stopped", (*POOL, "--enable-ext"))
+    # The variable keeps the server from being forked: after SIGTERM, each process ends by itself.
+    real = {"PYTHONUNBUFFERED": "1"} if stop == signal.SIGTERM else {}
+    system = server.System("stopped", (*POOL, "--enable-ext"), real)
     with server.serve([system], model, tmp_path) as (running,):
         scratch = Path(running.process.environ()["TMPDIR"])
         assert len(list(scratch.glob("sgl_ext-*"))) == 1
@@ -213,6 +217,7 @@ def test_stopped_server_leaves_no_process_file_or_shared_memory(
         assert list(scratch.iterdir()) == []
         assert [segment for segment in segments if segment.exists()] == []
         assert running_in_group(running.process.pid) == []
+        assert "still alive" not in running.log.read_text()  # SGLang would have killed a scheduler
 
 
 def test_extension_is_inactive_without_enable_ext(stock: server.Server) -> None:

@@ -271,6 +271,8 @@ auto best_blocks_of(const Of<float, 2> &scores, const Deal &deal) {
 }  // namespace
 
 NB_MODULE(_clusters, m) {
+  // Python keeps the codes of open contexts until the process ends.
+  nb::set_leak_warnings(false);
   m.doc() = "Clusters and blocks of KV entries that are activated together, and codes of keys.";
   m.def("density", &density_of, nb::arg("bits"), nb::arg("radius"), nb::arg("threads"));
   m.def("distances", &distances_from, nb::arg("bits"), nb::arg("entry"));

@@ -131,4 +131,5 @@ def _worker_lives(segments: str) -> bool:
     """
     if not segments.startswith(_WORKER):
         return False
-    return psutil.pid_exists(int(segments.removeprefix(_WORKER).strip("_*")))
+    number = segments.removeprefix(_WORKER).strip("_*")
+    return number.isdigit() and psutil.pid_exists(int(number))

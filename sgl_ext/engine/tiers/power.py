@@ -10,7 +10,7 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import LEAST_TOKENS, Power
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
-from sgl_ext.engine.tiers import hooks
+from sgl_ext.engine.tiers import hooks, page_hash
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -67,6 +67,7 @@ class TiersPower(Power[Tiers]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_parallel
 
+        page_hash.prepare()
         self.linker = scheduler.tree_cache.linker.cache_linker
         self.stack = self.linker.stack
         if get_observability().enable_metrics:
