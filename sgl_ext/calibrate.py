@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import requests
 
 from sgl_ext.bench.chunks.linked import generate
 from sgl_ext.bench.harness import server
@@ -25,7 +24,6 @@ from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, save
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Lengths of the measured prompts, in tokens; they give forwards of these and of the chunk size."""
-_DEADLINE_S = 600.0
 
 
 def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
@@ -141,7 +139,7 @@ def _ask(url: str) -> None:
 
     Device and host memory are flushed before each repetition, so that only lower tiers hold the KV.
     """
-    context = requests.get(f"{url}/get_model_info", timeout=_DEADLINE_S).json()
+    context = server.model_info(url)
     most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
     prompts = [random_tokens(min(length, most)) for length in _LENGTHS]
     for prompt in prompts:

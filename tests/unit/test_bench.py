@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -162,3 +163,9 @@ def test_progress_is_printed_every_ten_seconds_with_remaining_time(
         "sgl_ext: answers: 6 of 10, about 16 s left",
         "sgl_ext: answers: 9 of 10, about 4 s left",
     ]
+
+
+@pytest.mark.parametrize("ask", [server.live, server.forget, server.model_info])
+def test_a_server_that_does_not_answer_is_reported(ask: Callable[[str], object]) -> None:
+    with pytest.raises(ExtError, match=r"no answer from http://127.0.0.1:\d+/.*read the log"):
+        ask(f"http://127.0.0.1:{server.free_port()}")

@@ -128,22 +128,43 @@ def forget(url: str) -> None:
     """Flushes the KV in device and host memory; KV on SSDs stays.
 
     Raises:
-        ExtError: the server is busy for too long.
+        ExtError: the server is busy for too long, or does not answer.
     """
     give_up = time.monotonic() + _FORGET_DEADLINE_S
     while time.monotonic() < give_up:
         # The scheduler may not have ended a request that was answered.
-        if requests.post(f"{url}/flush_cache", timeout=_FORGET_DEADLINE_S).ok:
+        if _answer("POST", f"{url}/flush_cache").ok:
             return
         time.sleep(0.05)
     raise ExtError(f"{url} did not flush its KV within {_FORGET_DEADLINE_S:g} s")
 
 
 def live(url: str) -> dict[str, Any]:
-    """Returns the state of the extension in a running server; empty for stock SGLang."""
-    found = requests.get(f"{url}/server_info", timeout=_FORGET_DEADLINE_S).json()
+    """Returns the state of the extension in a running server; empty for stock SGLang.
+
+    Raises:
+        ExtError: the server does not answer.
+    """
+    found = _answer("GET", f"{url}/server_info").json()
     state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
     return state
+
+
+def model_info(url: str) -> dict[str, Any]:
+    """Returns what a running server reports of its model.
+
+    Raises:
+        ExtError: the server does not answer.
+    """
+    found: dict[str, Any] = _answer("GET", f"{url}/get_model_info").json()
+    return found
+
+
+def _answer(verb: str, url: str) -> requests.Response:
+    try:
+        return requests.request(verb, url, timeout=_FORGET_DEADLINE_S)
+    except requests.RequestException as error:
+        raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
 
 
 def free_port() -> int:
