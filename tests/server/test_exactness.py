@@ -283,7 +283,9 @@ def test_a_minute_of_the_worst_load_equals_stock_sglang(tmp_path: Path) -> None:
         "left",
     )  # fmt: skip
     wanted = [argument for name in covers for argument in ("--cover", name)]
-    options = parser.parse_args(["--config", "ssd-swap", "--minutes", "1", *wanted])
+    options = parser.parse_args(
+        ["--config", "ssd-swap", "--minutes", "1", "--deadline", "900", *wanted]
+    )
     report = exactness.run(quick=False, out=tmp_path, options=options)
     failures = tmp_path / "exactness-ssd-swap" / "failures.jsonl"
     said = failures.read_text()[:3000] if failures.exists() else ""

@@ -6,6 +6,8 @@ import os
 import random
 from collections.abc import Callable
 
+import pytest
+
 _REGION = 64
 """Maximum size of the region that a mutation adds, zeroes, removes or copies, in bytes."""
 
@@ -13,6 +15,10 @@ _REGION = 64
 def rounds(default: int) -> int:
     """Returns the number of mutated inputs of a test: ``SGL_EXT_ROUNDS``, or the default."""
     return int(os.environ.get("SGL_EXT_ROUNDS", default))
+
+
+PATIENT = pytest.mark.timeout(600 + rounds(0) // 50)
+"""Mark of tests that take longer with more rounds: 20 ms of each round are allowed for."""
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fuzz_kit import mutate, rounds
+from fuzz_kit import PATIENT, mutate, rounds
 from malformed_kit import encoded, spoiled
 from pydantic import ValidationError
 from tier_kit import LAYOUT, arena, directories, folder, get, put
@@ -39,6 +39,8 @@ from sgl_ext.restore.profile import Profile, Subject, find, known, path_of, save
 from sgl_ext.tiers.arena import TRAILER, seals
 from sgl_ext.tiers.folder import Folder
 from sgl_ext.tiers.ssd import SsdTier
+
+pytestmark = PATIENT
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from fuzz_kit import mutate, rounds
+from fuzz_kit import PATIENT, mutate, rounds
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_cluster_store import devices_of
@@ -35,6 +35,9 @@ from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.cpu.native_attention import NativeAttention
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
+
+pytestmark = PATIENT
+
 
 GEOMETRY = Geometry(
     layers=2, heads=2, kv_heads=1, head_dim=16, dtype="float32", scale=0.2, fingerprint="a model"
