@@ -136,8 +136,10 @@ def test_acknowledged_pages_survive_kills_of_the_writer(
     host = arena(engine, NUMBERS, LARGE)
     backends = usable_backends()
     held: set[int] = set()
-    acknowledged = interrupted = 0
-    for number in range(ROUNDS):
+    acknowledged = interrupted = number = 0
+    # A slow machine stores less before each kill, and needs more of them.
+    while number < ROUNDS or acknowledged <= 10 * ROUNDS or interrupted <= ROUNDS / 10:
+        assert number < 20 * ROUNDS, f"{acknowledged} acknowledged, {interrupted} interrupted"
         backend = backends[number % len(backends)]
         said = killed_writer(writers, backend, number, rng.uniform(0, 0.08), held)
         tier = SsdTier(
@@ -152,8 +154,7 @@ def test_acknowledged_pages_survive_kills_of_the_writer(
         held = found
         acknowledged += said.acknowledged
         interrupted += bool(said.unknown)
-    assert acknowledged > 10 * ROUNDS
-    assert interrupted > ROUNDS / 10
+        number += 1
 
 
 def filled(engine: TransferEngine, root: Path) -> tuple[SsdTier, list[Path]]:
