@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,11 @@ def play(
     """
     directory = tmp_path / "ssd"
     directory.mkdir()
+    # On one core, prompts are computed at half the speed, and are loaded at half the speed, too.
+    rate = 6 * min(len(os.sched_getaffinity(0)), 2)
     ssd = {
         "directories": [str(directory)], "capacity": "2GiB", "keep_after": 1,
-        "emulate": {"bytes_per_second": "12MiB", "latency": "1ms"},
+        "emulate": {"bytes_per_second": f"{rate}MiB", "latency": "1ms"},
     }  # fmt: skip
     ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
     config = ours if restores else None
@@ -276,10 +279,9 @@ def test_restored_prefixes_give_the_answers_of_stock_sglang(
     asked = len(cuts) * sum(len(steps[at]["ids"]) for batch in batches for at in {*batch})
     loaded = sum(entry["loaded"].get("ssd", 0) for entry in entries)
     computed = sum(entry["computed"] for entry in entries)
-    assert loaded >= from_ssd
+    assert loaded >= from_ssd > 0.2 * asked
+    assert computed > 0.2 * asked
     assert loaded + computed > 0.9 * asked
-    # The share of each depends on the speed of this machine, to which the device's is not adapted.
-    assert any(entry["loaded"].get("ssd") and entry["computed"] for entry in entries)
     same(stock["plain, too"], ours["plain, too"], range(3))
     assert len(restored(ours["plain, too"])) == 2
     assert ours["aborted"]["answers"][0] == "aborted"
