@@ -109,7 +109,9 @@ class Machine:
             self.shelf.pages[key] = page.tobytes()
 
     def until(self, condition: Callable[[], object]) -> None:
+        """Polls the stack, at least once, until ``condition`` is true."""
         deadline = time.monotonic() + DEADLINE_S
+        self.stack.poll()
         while not condition():
             assert time.monotonic() < deadline
             self.stack.wait(0.01)
