@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.bench.swap.bench import _largest
 from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
 from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
 from sgl_ext.bench.swap.systems import HICACHE, OURS, PER_PAGE, STOCK, WITHOUT, Link, systems
@@ -25,15 +24,6 @@ def test_gaps_while_preempted_are_not_gaps_in_service() -> None:
     # A pause of all requests for one second counts as a gap in service.
     late = [t + (t > 2.0) for t in ticks]
     assert max(gaps_in_service([Heard("one", 0, 1, late), Heard("two", 0, 1, late)])) > 1
-
-
-@pytest.mark.parametrize(
-    ("p95", "most"),
-    [([1, 2, 4, 8], 1.1), ([1, 2, 3, 3.5], 1.1), ([9, 9, 9, 9], 0.5), ([1, 2, 8, 8], 0.8)],
-)
-def test_largest_load_within_a_bound(p95: list[float], most: float) -> None:
-    bound = 8.0 if p95[2] == 4 else 4.0
-    assert _largest([0.5, 0.7, 0.9, 1.1], p95, bound) == pytest.approx(most, abs=0.001)
 
 
 def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:

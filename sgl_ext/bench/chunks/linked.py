@@ -73,8 +73,6 @@ class Contexts:
         self._cache = ContextCache(url)
         # A server primes chunks with the first chunks of the same creation request.
         last = document_prompts(template, questions("hotpotqa")[-1:], 1)[0]
-        self.token_bytes = 0
-        """Bytes of a token's KV; 0 until contexts have been created."""
         self._passages = sorted(last.chunks)[:PASSAGES]
 
     def create(self, prompt: Prompt, method: str) -> Ids:
@@ -82,7 +80,6 @@ class Contexts:
         chunks = sorted(prompt.chunks)
         together = [*self._passages, *chunks]
         created = self._cache.create(together, method=method, prefix=prompt.prefix)
-        self.token_bytes = created[0].bytes // created[0].tokens
         return {
             chunk: context.id
             for chunk, context in zip(chunks, created[len(self._passages) :], strict=True)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
-
-import numpy as np
 
 from sgl_ext.bench.chunks.linked import (
     DEFAULT,
     Contexts,
     asked,
-    computed_share,
-    generate,
     nothing_missing,
     text_of,
 )
@@ -74,11 +67,6 @@ class Speed:
         figures = report.figures
         figures["ttft_speedup_vs_full_4k"] = ratio_of_medians(at_4k["stock"], at_4k[DEFAULT])
         figures["ttft_speedup_vs_blend15_4k"] = ratio_of_medians(at_4k["blend-15"], at_4k[DEFAULT])
-        medians = [statistics.median(systems[DEFAULT]) for systems in merged.values()]
-        exponent, _ = np.polyfit(np.log([*merged]), np.log(medians), 1)
-        figures["ttft_exponent"] = float(exponent)
-        limit = self._limit(4096, statistics.median(at_4k["stock"]))
-        figures["ttft_over_limit_4k"] = statistics.median(at_4k[DEFAULT]) / limit
 
     def _merged(self, length: int) -> dict[str, list[float]]:
         """Returns the TTFTs of prompts of merged documents in seconds, by system."""
@@ -133,40 +121,6 @@ class Speed:
                     url, request = requests[system]
                     found[system].append(run(url, [request])[0].ttft)
         return found
-
-    def _limit(self, length: int, stock: float) -> float:
-        """Returns an ideal TTFT of the default method, in seconds.
-
-        A computed token takes as long as a token of stock's prefill, and linking takes as long as
-        copying the bytes of the linked KV.
-
-        Args:
-            length: tokens of the prompt.
-            stock: seconds that stock takes to compute such a prompt.
-        """
-        (prompt,) = question_prompts(
-            self._template, self._asked, 1, length=length, seed=self._sizes.orders
-        )
-        ids = self._contexts.create(prompt, DEFAULT)
-        _, meta = generate(self._ours.url, text_of(prompt, ids), 1)
-        linked = 1 - computed_share(meta, length, layers=1)
-        copied = linked * length * self._contexts.token_bytes
-        return (1 - linked) * stock + copied / _copy_rate()
-
-
-def _copy_rate() -> float:
-    """Returns the throughput of a plain copy by all cores, in bytes per second."""
-    from sgl_ext._native import _transfer
-
-    here, there = (np.ones(256 << 20, np.uint8) for _ in range(2))
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        _transfer.plain_memcpy(
-            there.ctypes.data, here.ctypes.data, here.nbytes, os.cpu_count() or 1
-        )
-        seconds.append(time.perf_counter() - begin)
-    return here.nbytes / min(seconds)
 
 
 def _report(report: Report, what: str, systems: Mapping[str, Sequence[float]]) -> None:

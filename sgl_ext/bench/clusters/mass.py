@@ -15,17 +15,12 @@ from sgl_ext.bench.clusters.selectors import (
     OURS,
     SELECTORS,
     Mask,
-    top,
 )
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
-from sgl_ext.clusters.activations import attention_mass
-from sgl_ext.clusters.codes import Codes
 
 _BUDGETS = (0.1, 0.2)
 """Budgets of a selector, as shares of the entries between sinks and window."""
-PER_HEAD = "ours, entry by entry, per KV head"
-_NAMES = (*SELECTORS, PER_HEAD)
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def report_mass(report: Report, observed: Sequence[Observed], partial: Partial) 
         partial.find(f"mass, {each.sample.name}", partial_of(_all_layers, each))
         for each in observed
     ]
-    found = {name: [_read(each[name]) for each in by_context] for name in _NAMES}
+    found = {name: [_read(each[name]) for each in by_context] for name in SELECTORS}
     mass = {name: _together([each.mass for each in all_]) for name, all_ in found.items()}
     for name, each in mass.items():
         for at, budget in enumerate(_BUDGETS):
@@ -108,8 +103,8 @@ def _together(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
 def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
     """Returns the mass and the index size of each selector, in JSON types."""
     layers = range(observed.profile.geometry.layers)
-    mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _NAMES}
-    index = dict.fromkeys(_NAMES, 0.0)
+    mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in SELECTORS}
+    index = dict.fromkeys(SELECTORS, 0.0)
     entry = observed.profile.geometry.entry_bytes
     for layer in observed.layers(layers):
         for name, one in _of_layer(layer).items():
@@ -117,7 +112,7 @@ def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
             index[name] += one.index / (entry * len(layer.keys) * len(layers))
     return {
         name: {"mass": np.stack(mass[name], axis=1).round(5).tolist(), "index": index[name]}
-        for name in _NAMES
+        for name in SELECTORS
     }
 
 
@@ -133,28 +128,7 @@ def _of_layer(layer: Layer) -> dict[str, _Found]:
         each = asked if name == OURS else budgets
         mass = [relative_mass(layer, selector.select(budget)) for budget in each]
         found[name] = _Found(np.stack(mass), selector.index_bytes)
-    mass = [_per_head(layer, budget) for budget in budgets]
-    found[PER_HEAD] = _Found(np.stack(mass), layer.profile.codes.bytes)
     return found
-
-
-def _per_head(layer: Layer, budget: int) -> NDArray[np.float64]:
-    """Returns :func:`relative_mass` if each KV head selects its own entries."""
-    codes, kv_heads = layer.profile.codes, layer.keys.shape[1]
-    group = layer.queries.shape[1] // kv_heads
-    found = np.zeros(len(layer.queries))
-    for head in range(kv_heads):
-        mine, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
-        queries, beside = layer.queries[:, heads], np.ascontiguousarray(layer.beside[:, heads])
-        own = Codes(
-            codes.codes[mine], codes.centroids[mine], codes.projection[mine], codes.mean[mine]
-        )
-        scores = np.empty((len(queries), len(layer.keys)), np.float32)
-        scores[:, layer.profile.order] = own.mass(queries, layer.scale, beside)
-        mass = attention_mass(queries, layer.keys[:, mine], layer.scale, beside)
-        found += np.where(top(scores, budget), mass, 0).sum(axis=1, dtype=np.float64)
-    share: NDArray[np.float64] = found / layer.best[:, budget - 1]
-    return share
 
 
 def _read(found: Mapping[str, object]) -> _Found:

@@ -19,7 +19,6 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.restore.batches import Batches, BatchSizes
 from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
 from sgl_ext.bench.restore.layers import report_layers
-from sgl_ext.bench.restore.planner import report_planner
 from sgl_ext.bench.restore.servers import (
     CAKE,
     LOAD,
@@ -77,7 +76,7 @@ _WHOLE = _Sizes(
 )
 
 
-PARTS = ("alone", "batches", "arrivals", "host", "stages", "planner")
+PARTS = ("alone", "batches", "arrivals", "host", "stages")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -88,8 +87,6 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
         report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
-    if "planner" in parts:
-        report_planner(report)
     return report
 
 

@@ -11,7 +11,6 @@ measured with host memory as it is and all conversations arriving at once.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from sgl_ext.bench.swap.systems import (
     PAGE,
     PER_PAGE,
     RECOMPUTE,
-    RECOMPUTE_BESIDE_TIER,
     STOCK,
     WITHOUT,
     WITHOUT_REUSE,
@@ -46,16 +44,11 @@ from sgl_ext.models import SMOLLM2, prepare
 _AT_ONCE = 1000.0
 """Arrival rate at which all conversations arrive at once, in conversations per second."""
 _HEAVY = 1.3
-_LIGHT = 0.4
 _LEVELS = (0, 100)
-_BOUND = 5
-"""Bound of the P95 TTFT that defines the largest load, in multiples of our P95 at light load."""
-_LOOSER = (10, 15)
-"""Further bounds, which are looser."""
 _START_DEADLINE_S = 900.0
 """Deadline for the start of all servers side by side, in seconds."""
-_SMALL = ("link", "without", "loads", "traces", "static")
-_LARGE = ("native", "beside", "light")
+_SMALL = ("link", "without", "traces", "static")
+_LARGE = ("native",)
 PARTS = (*_SMALL, *_LARGE, "exact")
 
 
@@ -75,17 +68,13 @@ class _Sizes:
     seeds: Sequence[int]
     few_seeds: Sequence[int]
     """Seeds of the parts that need fewer runs."""
-    loads: Sequence[float]
-    """Loads of the part ``loads``, in ascending order."""
 
 
-_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (_LIGHT, _HEAVY))
-_SMALL_SIZES = _Sizes(
-    48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (_LIGHT, 0.7, 0.9, 1.1, _HEAVY)
-)
+_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,))
+_SMALL_SIZES = _Sizes(48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2))
 # Each draw of the priorities costs a recomputation of as much as the device holds. Against stock
 # SGLang the device therefore holds more, and more conversations share it.
-_LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2), ())
+_LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2))
 _EXACT = (6, 300)
 """Conversations of the part ``exact``, in a quick run and in a whole one."""
 
@@ -96,7 +85,7 @@ Runs = Mapping[str, Sequence[Run]]
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
     model = prepare(SMOLLM2)
-    config = {"quick": quick, "page": PAGE, "bound": _BOUND}
+    config = {"quick": quick, "page": PAGE}
     report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
     complete = []
     for name, of, sizes in (("small", _SMALL, small), ("large", _LARGE, large)):
@@ -121,7 +110,7 @@ class _Bench:
         self._workload = Workload(model, sizes.conversations, sizes.longest, sizes.pause)
         self._logs = out / "logs" / "swap"
         # Only sizes that measurements depend on: few_seeds, because arrival rates follow from the
-        # capacity with them. Further seeds and loads may be added to an interrupted run.
+        # capacity with them. Further seeds may be added to an interrupted run.
         decisive = ("conversations", "longest", "pause", "pool", "host", "quantum", "few_seeds")
         kept = {name: value for name, value in asdict(sizes).items() if name in decisive}
         self._kept = Partial(out, f"swap-{name}", kept | DEFINITIONS, quick=quick)
@@ -154,24 +143,6 @@ class _Bench:
         runs = self._offer("without", names, self._trace, _HEAVY, linked=True, few=True)
         self._report.figures["swap_out_blocks_ratio"] = _ratio(runs, OURS, WITHOUT_REUSE, _stored)
 
-    def loads(self) -> None:
-        """Finds the largest load behind the link at which the P95 TTFT stays within a bound."""
-        trace, names = self._trace, (PER_PAGE, OURS)
-        own = self._capacity(PER_PAGE, linked=True) / self._capacity(OURS, linked=False)
-        self._report.figures["sync_swap_capacity"] = own
-        self._offer("own", names, trace, 0.85 * own, linked=True, few=True)
-        p95: dict[str, list[float]] = {name: [] for name in names}
-        for load in self._sizes.loads:
-            runs = self._offer("link", names, trace, load, linked=True, few=True)
-            for name in names:
-                p95[name].append(statistics.median(map(_p95, runs[name])))
-        figures, light = self._report.figures, p95[OURS][0]
-        figures["slo_ttft_s"] = _BOUND * light
-        for times in (_BOUND, *_LOOSER):
-            most = {name: _largest(self._sizes.loads, p95[name], times * light) for name in names}
-            name = "slo_load_ratio_vs_sync_swap" + (f"_{times}x" if times in _LOOSER else "")
-            figures[name] = most[OURS] / most[PER_PAGE]
-
     def traces(self) -> None:
         """Measures the other priority traces, behind the link."""
         for pattern, every in (("random", 25), ("markov", 50), ("markov", 25)):
@@ -188,30 +159,11 @@ class _Bench:
         """Measures systems with host memory as it is."""
         # Stock SGLang has no priority traces, so the comparison is with its recomputation, for
         # requests that are preempted by our policy.
-        self._compare({RECOMPUTE: "stock", PER_PAGE: "sync_swap"}, few=False)
-
-    def beside(self) -> None:
-        """Measures two further systems with host memory as it is.
-
-        One recomputes beside our host tier, and one is stock SGLang, first come, first served.
-        """
-        others = {RECOMPUTE_BESIDE_TIER: "recompute_beside_tier", STOCK: "stock_first_come"}
-        self._compare(others, few=True)
-
-    def _compare(self, others: Mapping[str, str], *, few: bool) -> None:
-        names, figures = (*others, OURS), self._report.figures
-        runs = self._offer("native", names, self._trace, _HEAVY, linked=False, few=few)
-        for name, of in others.items():
+        names, figures = (RECOMPUTE, PER_PAGE, OURS), self._report.figures
+        runs = self._offer("native", names, self._trace, _HEAVY, linked=False)
+        for name, of in ((RECOMPUTE, "stock"), (PER_PAGE, "sync_swap")):
             figures[f"native_p95_ttft_speedup_vs_{of}"] = _ratio(runs, name, OURS, _p95)
             figures[f"native_throughput_ratio_vs_{of}"] = _ratio(runs, OURS, name, _throughput)
-
-    def light(self) -> None:
-        """Measures a load at which hardly any request is preempted."""
-        names = (PER_PAGE, OURS)
-        runs = self._offer("light", names, self._trace, _LIGHT, linked=False, few=True)
-        self._report.figures["native_light_p50_ttft_ratio_vs_sync_swap"] = _ratio(
-            runs, OURS, PER_PAGE, _p50
-        )
 
     def static(self) -> None:
         """Measures two fixed priorities, which stock SGLang supports, too."""
@@ -348,17 +300,6 @@ def _stored(run: Run) -> float:
 
 def _recomputed(run: Run) -> float:
     return run.counts.get("recomputed_tokens", 0) / run.computed
-
-
-def _largest(loads: Sequence[float], p95: Sequence[float], bound: float) -> float:
-    """Returns the largest load, interpolated, below which all of ``p95`` stay within ``bound``."""
-    over = next((at for at, value in enumerate(p95) if value > bound), None)
-    if over is None:
-        return loads[-1]
-    if over == 0:
-        return loads[0]
-    logs = [math.log(value) for value in p95[over - 1 : over + 1]]
-    return float(np.interp(math.log(bound), logs, loads[over - 1 : over + 1]))
 
 
 def _summary(runs: Sequence[Run]) -> dict[str, float]:

@@ -6,8 +6,6 @@ when a turn ends, even pages that host memory has. All other requests wait until
 is swapped out, and until a resumed request is swapped in.
 
 ``RECOMPUTE`` is SGLang without host memory, with the same choice of the preempted requests.
-``RECOMPUTE_BESIDE_TIER`` has prefixes of earlier turns in host memory, so that it differs from ours
-in swapping alone.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from sgl_ext.config.swap import EXPERIMENT
 
 PAGE = 16
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
-RECOMPUTE_BESIDE_TIER = "recompute, prefixes in host memory"
 STOCK, HICACHE = "stock", "stock with hicache"
 WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REUSE = WITHOUT = (
     "ours, page by page",
@@ -38,7 +35,6 @@ _SWAP: Mapping[str, Mapping[str, Any]] = {
 }
 _EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
     RECOMPUTE: {"recompute": True},
-    RECOMPUTE_BESIDE_TIER: {"recompute": True},
     PER_PAGE: {"by_layer": True, "wait": True, "copy_again": True},
     WITHOUT_GROUPS: {"by_layer": True},
     WITHOUT_ASYNC_OUT: {"wait": True},
