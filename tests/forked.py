@@ -14,6 +14,7 @@ template: see :func:`forkable`.
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -40,8 +41,11 @@ _IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.registry",
     "sgl_ext.engine.core.scheduler",
     "sgl_ext.engine.launch.launcher",
+    "torch.utils.cpp_extension",
 )
 _LATE = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
@@ -342,6 +346,9 @@ def main(handle: int) -> None:
     for name in _IMPORTED:
         __import__(name)
     shortcuts.install()
+    # A collection in a forked process would copy the pages of all imported objects.
+    gc.collect()
+    gc.freeze()
     setproctitle.getproctitle()  # locates argv, which requires the original environment
     spawn.prepare = _prepare
     context.SpawnProcess._Popen = staticmethod(_popen)  # type: ignore[attr-defined]

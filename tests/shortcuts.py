@@ -34,6 +34,7 @@ def install() -> None:
     """Prepares a process that has imported SGLang, before it forks others."""
     _load_tokenizer()
     _poll_for_the_end()
+    _search_for_no_methods()
 
 
 def _load_tokenizer() -> None:
@@ -69,6 +70,22 @@ def _poll_for_the_end() -> None:
         await original(manager)
 
     TokenizerManager.sigterm_watchdog = sigterm_watchdog
+
+
+def _search_for_no_methods() -> None:
+    """Keeps SGLang's plugin registry from searching all modules for each hooked method.
+
+    It does so in each process for the methods that add the extension's flags. Modules import
+    functions, not methods: see ``test_hooks.py``.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    original = hook_registry._propagate_patch
+
+    def propagate(found: object, wrapped: object, owner: object) -> int:
+        return 0 if isinstance(owner, type) else original(found, wrapped, owner)
+
+    hook_registry._propagate_patch = propagate
 
 
 def end(code: object) -> NoReturn:

@@ -329,7 +329,7 @@ def test_chunks_evicted_from_the_device_are_linked_from_other_tiers(
     (tmp_path / "ssd").mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
     tiers = {
-        "host": {"host": {"capacity": "1GiB"}},
+        "host": {"host": {"capacity": "128MiB"}},
         # More than one request needs, and less than the requests that flood the device.
         "ssd": {"ssd": ssd, "staging": "64MiB"},
     }

@@ -46,6 +46,7 @@ PROGRAM = """
 import json, os, signal, sys, traceback
 
 import sglang.srt.managers.scheduler as module
+import sglang.srt.models.registry  # imports all models, before the fork
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -66,7 +67,7 @@ def start(path, backend, config):
     activation.commanded = True
     args = ServerArgs(model_path=path, load_format="dummy", skip_tokenizer_init=True, device="cpu",
                       max_total_tokens=1024, dtype="float32", page_size=1, log_level="error",
-                      attention_backend=backend,
+                      attention_backend=backend, max_mamba_cache_size=8,
                       disable_overlap_schedule=True)
     config = load(config)
     setattr(args, activation.CARRIED, activation.Carried(config))

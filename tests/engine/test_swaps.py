@@ -220,8 +220,8 @@ def test_preemption_aborts_and_failed_loads_keep_answers(
     asked = requests(model, overlap=overlap)
     policy = dict(policy)
     experiment = policy.pop("experiment", {})
-    swap = {"capacity": "256MiB"} | policy
-    host = "1GiB" if swap["capacity"] == "256MiB" else "8MiB"
+    swap = {"capacity": "48MiB"} | policy
+    host = "64MiB" if swap["capacity"] == "48MiB" else "8MiB"
     config = {"tiers": {"host": {"capacity": host}}, "swap": swap}
     # So small that preempted requests have to leave the device.
     pool = 700 if "swap_in" in policy else 1200
@@ -250,7 +250,7 @@ def test_preemption_aborts_and_failed_loads_keep_answers(
     assert all(entry["exact"] and entry["times"] > 0 for entry in swaps)
     assert counts["swapped_in"] > 10
     assert counts["loaded_pages"] > 0
-    if host == "1GiB":
+    if host == "64MiB":
         # Prompt logprobs require a prefill, and an aborted request is computed to its end.
         again = counts["recomputed"] * (max(len(one["input_ids"]) for one in asked) + _TOKENS)
         assert counts["recomputed_tokens"] <= again

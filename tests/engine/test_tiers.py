@@ -68,14 +68,14 @@ def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Pat
     rounds.append(rounds[1])
     (tmp_path / "ssd").mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
-    slow = {"capacity": "1GiB", "emulate": {"bytes_per_second": "20MiB"}}
+    slow = {"capacity": "96MiB", "emulate": {"bytes_per_second": "20MiB"}}
     below = {"tiers": {"ssd": ssd, "staging": "13MiB"}}
     configs = [
         (16, None),
         (1, below),
-        (16, {"tiers": {"host": {"capacity": "1GiB"}}}),
+        (16, {"tiers": {"host": {"capacity": "96MiB"}}}),
         (16, below),
-        (16, {"tiers": {"ssd": ssd, "host": {"capacity": "1GiB"}}}),  # restarted with stored pages
+        (16, {"tiers": {"ssd": ssd, "host": {"capacity": "96MiB"}}}),  # restarted with stored pages
         (16, {"tiers": {"host": slow}, "restore": {"host": "layers"}}),
         (16, {"tiers": {"host": slow}, "restore": {"host": "tokens"}}),
     ]

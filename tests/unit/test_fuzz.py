@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from fuzz_kit import PATIENT, mutate, rounds
 from malformed_kit import encoded, spoiled
 from pydantic import ValidationError
-from tier_kit import LAYOUT, arena, directories, folder, get, put
+from tier_kit import LAYOUT, directories, folder, get, put
 
 from sgl_ext.chunks.composition import Composition, LinkedChunk, Selection
 from sgl_ext.config import load
@@ -36,7 +36,7 @@ from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.peer.messages import Keep, Lend, MisunderstoodError, Refusal, decode, encode
 from sgl_ext.restore.costs import ComputeCost, LoadCost
 from sgl_ext.restore.profile import Profile, Subject, find, known, path_of, save
-from sgl_ext.tiers.arena import TRAILER, seals
+from sgl_ext.tiers.arena import TRAILER, Arena, seals
 from sgl_ext.tiers.folder import Folder
 from sgl_ext.tiers.ssd import SsdTier
 
@@ -195,18 +195,22 @@ def test_mutated_layout_files_of_ssd_tiers_are_rewritten(tmp_path: Path) -> None
 
 
 def test_mutated_page_files_of_ssd_tiers_never_yield_wrong_pages(
-    tmp_path: Path, engine: TransferEngine
+    tmp_path: Path,
 ) -> None:
     """The seal of a slot may be valid although its trailer describes no page."""
-    host, (disk,) = arena(engine, 8), directories(tmp_path, 1)
+    host, (disk,) = Arena(LAYOUT, 8), directories(tmp_path, 1)
     rng = random.Random(7)  # noqa: S311
 
-    def opened() -> SsdTier:
-        return SsdTier(host, engine, [disk], 8 * host.stride, backend="threads")
+    @contextmanager
+    def opened() -> Iterator[SsdTier]:
+        with TransferEngine() as engine:  # the threads of a tier's lane end with the engine
+            engine.register(host.address, host.size, owner=host)
+            tier = SsdTier(host, engine, [disk], 8 * host.stride, backend="threads")
+            yield tier
+            tier.close()
 
-    tier = opened()
-    assert all(put(tier, host, *range(6)))
-    tier.close()
+    with opened() as tier:
+        assert all(put(tier, host, *range(6)))
     pages = folder(disk) / "pages"
     whole = pages.read_bytes()
     for number in range(rounds(250)):
@@ -221,7 +225,6 @@ def test_mutated_page_files_of_ssd_tiers_never_yield_wrong_pages(
             trailer = np.frombuffer(data, TRAILER, 1, at)
             trailer["seal"] = seals(trailer)
         pages.write_bytes(data)
-        tier = opened()
-        get(tier, host, *range(6))  # checks that loaded pages are right
-        assert all(put(tier, host, 100 + number % 7))
-        tier.close()
+        with opened() as tier:
+            get(tier, host, *range(6))  # checks that loaded pages are right
+            assert all(put(tier, host, 100 + number % 7))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from sgl_ext import SUPPORTED_SGLANG, __version__
@@ -104,7 +106,7 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
     HookRegistry._patched -= set(earlier)
     register(new)
-    with _methods_not_searched():
+    with _one_search():
         HookRegistry.apply_hooks()
     for target, theirs in earlier.items():
         HookRegistry._hooks[target] = theirs + HookRegistry._hooks[target]
@@ -112,26 +114,48 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
 
 
 @contextmanager
-def _methods_not_searched() -> Iterator[None]:
-    """Keeps SGLang's registry from searching all modules for each hooked method.
+def _one_search() -> Iterator[None]:
+    """Lets SGLang's registry search the modules once for all hooked functions.
 
     The registry replaces a hooked function in every module that has imported it by name, for which
-    it visits each name of each module. That takes a tenth of a second and more for each hook.
-    Modules import functions, not methods.
+    it visits each name of each module. That takes a tenth of a second and more, so it is done once
+    at the end. Methods are not searched for: modules import functions.
     """
     from sglang.srt.plugins import hook_registry
 
     search = hook_registry._propagate_patch
+    replaced: dict[int, tuple[object, object]] = {}
 
     def propagate(original: object, wrapped: object, owner: object) -> int:
-        found: int = 0 if isinstance(owner, type) else search(original, wrapped, owner)
-        return found
+        if not isinstance(owner, type):
+            replaced[id(original)] = original, wrapped
+        return 0
 
     hook_registry._propagate_patch = propagate
     try:
         yield
     finally:
         hook_registry._propagate_patch = search
+        _replace(replaced)
+
+
+def _replace(functions: Mapping[int, tuple[object, object]]) -> None:
+    """Replaces functions in all modules.
+
+    Args:
+        functions: a function and its replacement, by the function's id.
+    """
+    if not functions:
+        return
+    modules: list[object] = [*sys.modules.values()]  # may hold None and objects of any type
+    for module in modules:
+        if not isinstance(module, ModuleType):
+            continue
+        names = vars(module)
+        if not functions.keys().isdisjoint(map(id, names.values())):  # at the speed of C
+            for name, value in list(names.items()):
+                if id(value) in functions:
+                    setattr(module, name, functions[id(value)][1])
 
 
 def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
