@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,11 @@ def test_recorded_sections_show_committed_results(section: str) -> None:
     values = [*leaves(kept)]
     missing = [each for each in numbers(SECTIONS[section]) if not shows(each, values)]
     assert missing == [], f"{section}: no committed result has these"
+
+
+def test_tables_are_up_to_date() -> None:
+    """Compares the tables with the results; ``scripts/results.py`` writes them."""
+    assert runpy.run_path(str(ROOT / "scripts" / "results.py"))["rendered"](RESULTS) == RESULTS
 
 
 def test_committed_results_are_quoted() -> None:

@@ -1,0 +1,382 @@
+"""Generates the tables and figures of ``sgl_ext/bench/RESULTS.md`` from the committed results.
+
+``scripts/results.py`` rewrites each table between ``<!-- table NAME -->`` and ``<!-- end -->``.
+``scripts/results.py figures`` also draws ``examples/figures/*.svg``, and needs matplotlib
+(``pip install 'sgl-ext[plot]'``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "sgl_ext" / "bench" / "RESULTS.md"
+RESULTS = ROOT / "sgl_ext" / "bench" / "results"
+FIGURES = ROOT / "examples" / "figures"
+
+Match = Mapping[str, object]
+"""Keys of a run and their values."""
+Form = Callable[[float], str]
+
+
+def form(digits: int, unit: str = "", scale: float = 1.0) -> Form:
+    """Returns a format: ``digits`` decimals of the value times ``scale``, and the unit."""
+    return lambda value: f"{value * scale:,.{digits}f}{unit}"
+
+
+MS, S, S_OF_MS = form(0, " ms"), form(2, " s"), form(2, " s", 1e-3)
+TIMES, PERCENT = form(2, "\N{MULTIPLICATION SIGN}"), form(0, " %", 100)
+
+
+class Column(NamedTuple):
+    """Column of a table: the value ``key`` of the run that matches the row and ``match``."""
+
+    title: str
+    key: str
+    form: Form
+    match: Match = MappingProxyType({})
+
+
+class Ratio(NamedTuple):
+    """Column of the ratio of two other columns."""
+
+    title: str
+    above: Column
+    below: Column
+
+
+class Table(NamedTuple):
+    """Table with one row for each label and the runs that it selects."""
+
+    file: str
+    """Name of the result, without ``.json``."""
+    corner: str
+    """Title of the column of labels."""
+    rows: Mapping[str, Match]
+    columns: Sequence[Column | Ratio]
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the table in Markdown."""
+        yield _line([self.corner, *(column.title for column in self.columns)])
+        yield "|---" * (1 + len(self.columns)) + "|"
+        for label, row in self.rows.items():
+            yield _line([label, *(self._cell(row, column) for column in self.columns)])
+
+    def value(self, row: Match, column: Column) -> float | None:
+        """Returns the value of a cell; None if no run has it."""
+        wanted = {**row, **column.match}
+        found = [each for each in runs(self.file) if wanted.items() <= _plain(each).items()]
+        if len(found) > 1:
+            raise SystemExit(f"{self.file}.json has {len(found)} runs with {wanted}; expected one")
+        value: float | None = found[0].get(column.key) if found else None
+        return value
+
+    def _cell(self, row: Match, column: Column | Ratio) -> str:
+        if isinstance(column, Column):
+            value = self.value(row, column)
+            return "" if value is None else column.form(value)
+        above, below = (self.value(row, each) for each in column[1:])
+        return "" if above is None or below is None else TIMES(above / below)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(run: Match) -> Match:
+    """Returns the part of a run that a match can name."""
+    return {key: value for key, value in run.items() if isinstance(value, str | int | float)}
+
+
+@cache
+def runs(file: str) -> Sequence[Mapping[str, Any]]:
+    """Returns the runs of a committed result."""
+    found: Sequence[Mapping[str, Any]] = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+    return found
+
+
+def systems(*names: str) -> dict[str, Match]:
+    """Returns one row for each system, labelled with its name in the result."""
+    return {f"`{name}`" if name in CODE else name: {"system": name} for name in names}
+
+
+def ranks(prefix: str, as_: Form, title: str = "", **match: object) -> list[Column]:
+    """Returns the columns of the percentiles of ``prefix``."""
+    return [Column(f"{title}p{rank}", f"{prefix}_p{rank}", as_, match) for rank in (50, 90, 99)]
+
+
+LINKED = "primed+offline-16"
+CODE = {"blend-15", "lego-16", LINKED, "cake", "longest", "shortest"}
+_STOCK, _OURS = ({"system": name} for name in ("stock", "ours"))
+
+
+def _chunks(tokens: int) -> Column:
+    what = f"ttft, chunks of 512, {tokens} tokens"
+    return Column(f"{tokens:,} tokens", "ttft_ms_p50", S_OF_MS, {"what": what})
+
+
+def _divergence(title: str, key: str, as_: Form, documents: str) -> Column:
+    return Column(title, key, as_, {"what": f"divergence, documents {documents}"})
+
+
+TABLES: dict[str, Table] = {
+    "attention": Table(
+        "attention",
+        "16 new tokens, or decode",
+        {
+            **{
+                f"attention, {what} over {context:,}": {
+                    "what": f"operator {what}",
+                    "context": context,
+                }
+                for what in ("extend", "decode")
+                for context in (256, 4096, 8192)
+            },
+            "TTFT, 4,096 new tokens": {"what": "server cold"},
+            "TTFT, 16 new tokens over 4,096 cached": {"what": "server hot TTFT"},
+        },
+        [
+            stock := Column("stock", "ms_p50", form(2, " ms"), _STOCK),
+            ours := Column("ours", "ms_p50", form(2, " ms"), _OURS),
+            Ratio("ratio", stock, ours),
+        ],
+    ),
+    "decode": Table(
+        "memory",
+        "decode over 4,096 tokens",
+        systems(
+            "in place, block-major", "in place, layer-major", "gather, block-major",
+            "plain read, block-major",
+        ),
+        [
+            Column("p50", "ms_p50", form(3, " ms"), {"what": "attention decode"}),
+            Column("rate", "GB/s", form(1, " GB/s"), {"what": "attention decode"}),
+        ],
+    ),
+    "copies": Table(
+        "memory",
+        "20 blocks of",
+        {
+            name: {"what": f"copy 20 blocks {name}"}
+            for name in ("SmolLM2-135M", "Llama-3-8B")
+        },
+        [
+            engine := Column("transfer engine", "GB/s", form(1, " GB/s"), {"system": "engine"}),
+            plain := Column("memcpy, same threads", "GB/s", form(1, " GB/s"), {"system": "memcpy"}),
+            Ratio("ratio", engine, plain),
+        ],
+    ),
+    "reads": Table(
+        "memory",
+        "random reads of",
+        {f"{size:,} KiB": {"what": f"random reads of {size} KiB"} for size in (4, 64, 1024)},
+        [
+            engine := Column("transfer engine", "GB/s", form(2, " GB/s"), {"system": "engine"}),
+            plain := Column("fio, same depth", "GB/s", form(2, " GB/s"), {"system": "fio"}),
+            Ratio("ratio", engine, plain),
+        ],
+    ),
+    "overhead": Table(
+        "overhead",
+        "system",
+        {"stock SGLang": {"system": "stock"}, "with the extension": {"system": "extension"}},
+        [*ranks("ttft_ms", form(1, " ms"), "TTFT "), *ranks("tpot_ms", form(1, " ms"), "TPOT ")],
+    ),
+    "tiers": Table(
+        "tiers",
+        "TTFT of later turns",
+        {
+            "stock SGLang, recomputed": {"system": "recompute"},
+            "stock HiCache, host memory": {"system": "hicache-host"},
+            "stock HiCache, small host pool and files": {"system": "hicache-file"},
+            "`tiers`: `host`": {"system": "host"},
+            "`tiers`: `ssd` (`keep_after: 1`)": {"system": "ssd"},
+            "`tiers`: `host` and `ssd`": {"system": "host+ssd"},
+        },
+        [
+            *ranks("ttft_ms", MS, what="turns after the first"),
+            Column("cached tokens", "hit_rate", PERCENT, {"what": "turns after the first"}),
+        ],
+    ),
+    "chunks": Table(
+        "chunks",
+        "TTFT",
+        systems("stock", "blend-15", "lego-16", LINKED),
+        [
+            _chunks(1024),
+            _chunks(4096),
+            Column("answers/s at most", "answers_per_s_at_most", form(3), {"what": "load"}),
+            *ranks("ttft_ms", S_OF_MS, "at stock's rate: ", what="load")[::2],
+        ],
+    ),
+    "chunks-divergence": Table(
+        "chunks",
+        "documents as they are",
+        systems("blend-15", "lego-16", LINKED),
+        [
+            _divergence("KL, nats", "klt", form(3), "as they are"),
+            _divergence("95 % interval from", "klt_low", form(3), "as they are"),
+            _divergence("to", "klt_high", form(3), "as they are"),
+            _divergence("computed", "cost", PERCENT, "as they are"),
+        ],
+    ),
+    "restore": Table(
+        "restore",
+        "4,096 tokens; loading takes as long as computing",
+        systems("recompute", "load", "cake", "longest", "shortest"),
+        [
+            alone := Column(
+                "TTFT", "ttft_ms_p50", S_OF_MS,
+                {"what": "alone, loading takes 1 of computing", "tokens": 4096},
+            ),
+            alone._replace(title="over the bound", key="over_bound", form=form(2)),
+        ],
+    ),
+    "restore-batches": Table(
+        "restore",
+        "eight contexts at once",
+        systems("recompute", "recompute, 512 at a time", "load", "cake", "longest", "shortest"),
+        [
+            Column("mean TTFT", "mean_ttft_ms", S_OF_MS, {"what": "batches of 8"}),
+            Column("p99", "ttft_ms_p99", S_OF_MS, {"what": "batches of 8"}),
+        ],
+    ),
+    "swap": Table(
+        "swap",
+        "preempted requests are",
+        {
+            "recomputed": {"system": "recompute"},
+            "swapped page by page, all wait (vLLM's way, FastSwitch §2.2)": {
+                "system": "per page, waiting"
+            },
+            "swapped by this section": {"system": "ours"},
+        },
+        [
+            link := Column("TTFT, p95", "ttft_p95_s", S, {"what": "link"}),
+            link._replace(title="p99 of all", key="ttft_p99_of_all_s"),
+            link._replace(title="tokens/s", key="tokens_per_s", form=form(0)),
+            link._replace(title="between tokens, p99.9", key="tbt_p99.9_ms", form=MS),
+            link._replace(title="recomputed", key="recomputed_share", form=PERCENT),
+        ],
+    ),
+    "peer": Table(
+        "peer",
+        "borrowed memory is read",
+        {
+            "through one layer's buffer; 3.25 times the local memory": {"lent_over_local": 3.25},
+            "through one layer's buffer; as much as the local memory": {
+                "lent_over_local": 1.0, "stream": "layer",
+            },
+            "in place; 3 times the local memory": {"stream": "direct"},
+        },
+        [
+            longest := Column("longest request", "longest", form(0), {"what": "context"}),
+            stock := longest._replace(title="stock's, same local memory", key="longest_stock"),
+            Ratio("ratio", longest, stock),
+        ],
+    ),
+    "peer-interference": Table(
+        "peer",
+        "meanwhile",
+        {
+            "its master decodes in the lent memory": {"master": "lent"},
+            "an unrelated server decodes": {"master": "own"},
+            "no other server computes": {"master": "idle"},
+        },
+        [
+            Column("worker's TTFT, p50", "ttft_ms_p50", MS, {"what": "interference"}),
+            Column("TPOT, p50", "tpot_ms_p50", form(1, " ms"), {"what": "interference"}),
+        ],
+    ),
+    "clusters": Table(
+        "clusters",
+        "a tenth of the entries, selected by",
+        systems("ours", "ours, entry by entry", "ours, by position", "Swarm as written"),
+        [
+            mass := Column("relative mass", "mass", form(3), {"what": "mass of 10%"}),
+            mass._replace(title="worst layer", key="worst_layer"),
+            mass._replace(title="index, of the KV", key="index", form=PERCENT),
+        ],
+    ),
+    "clusters-answers": Table(
+        "clusters",
+        "reads",
+        {
+            "a tenth": {"what": "answers with 10%"},
+            "a fifth": {"what": "answers with 20%"},
+            "everything (bfloat16)": {"what": "answers with 100%"},
+        },
+        [
+            Column("KL from dense attention, nats", "kl", form(4)),
+            Column("p95", "kl_p95", form(3)),
+            Column("top-1 agreement", "top1", form(1, " %", 100)),
+        ],
+    ),
+}  # fmt: skip
+
+
+def rendered(page: str) -> str:
+    """Returns the page with every table generated again.
+
+    Raises:
+        KeyError: the page has a table that is not in :data:`TABLES`.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[found[1]].lines())
+        return f"<!-- table {found[1]} -->\n{lines}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, page, flags=re.S)
+
+
+def draw() -> None:
+    """Draws one figure of bars for each table in :data:`BARS`."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    for name, title in BARS.items():
+        table = TABLES[name]
+        column = next(each for each in table.columns if isinstance(each, Column))
+        bars = {
+            label.replace("`", ""): value
+            for label, row in table.rows.items()
+            if (value := table.value(row, column)) is not None
+        }
+        with plt.rc_context({"svg.hashsalt": "sgl_ext", "axes.spines.top": False}):
+            size = (8, 0.5 + 0.4 * len(bars))
+            drawing, axes = plt.subplots(figsize=size, layout="constrained")
+            drawn = axes.barh([*bars], [*bars.values()], color="tab:blue")
+            axes.bar_label(drawn, [column.form(value) for value in bars.values()], padding=3)
+            axes.invert_yaxis()
+            axes.margins(x=0.15)
+            axes.spines["right"].set_visible(False)
+            axes.xaxis.set_visible(False)
+            axes.set_title(title, loc="left", fontsize=10)
+            drawing.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+            plt.close(drawing)
+
+
+BARS = {
+    "tiers": "Median TTFT of later turns",
+    "chunks": "Median TTFT of prompts of 1,024 tokens",
+    "restore": "TTFT of a stored prefix of 4,096 tokens",
+    "swap": "TTFT, 95th percentile, under overload",
+    "peer": "Longest request, in tokens",
+    "clusters": "Attention mass of a tenth of the entries, of the best tenth's",
+}
+"""Titles of the figures, by table. A figure shows the table's first column."""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rendered(PAGE.read_text()))
+    if sys.argv[1:] == ["figures"]:
+        draw()
