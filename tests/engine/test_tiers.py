@@ -101,7 +101,9 @@ def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Pat
     asked = sum(map(len, rounds[1]))
     by_token, host, by_page, restarted, *restoring = tiered
     for system in (by_token, by_page):
-        assert hits(system[2], "ssd") > 0.5 * asked
+        # How much of it the staging memory still has depends on when requests are retracted.
+        assert hits(system[2], "ssd") + hits(system[2], "host") > 0.75 * asked
+        assert hits(system[1], "ssd") + hits(system[2], "ssd") > 0.5 * asked
     assert hits(host[1], "host") > 0.5 * asked
     assert hits(host[2], "host") > 0.9 * asked
     assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))
