@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from sgl_ext.config import Chunks
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "sgl_ext" / "bench" / "RESULTS.md"
 RESULTS = ROOT / "sgl_ext" / "bench" / "results"
@@ -112,9 +114,21 @@ def ranks(prefix: str, as_: Form, title: str = "", **match: object) -> list[Colu
     return [Column(f"{title}p{rank}", f"{prefix}_p{rank}", as_, match) for rank in (50, 90, 99)]
 
 
-LINKED = "primed+offline-16"
+def compared(column: Column, system: str, title: str, other: str) -> list[Column | Ratio]:
+    """Returns ``column`` for two systems, and the ratio of its values.
+
+    Args:
+        column: column of ``system``.
+        title: title of the column of the system ``other``.
+    """
+    ours = column._replace(match={"system": system})
+    theirs = column._replace(title=title, match={"system": other})
+    return [ours, theirs, Ratio("ratio", ours, theirs)]
+
+
+LINKED = Chunks().method
 CODE = {"blend-15", "lego-16", LINKED, "cake", "longest", "shortest"}
-_STOCK, _OURS = ({"system": name} for name in ("stock", "ours"))
+RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
 
 def _chunks(tokens: int) -> Column:
@@ -122,8 +136,8 @@ def _chunks(tokens: int) -> Column:
     return Column(f"{tokens:,} tokens", "ttft_ms_p50", S_OF_MS, {"what": what})
 
 
-def _divergence(title: str, key: str, as_: Form, documents: str) -> Column:
-    return Column(title, key, as_, {"what": f"divergence, documents {documents}"})
+def _divergence(title: str, key: str, as_: Form) -> Column:
+    return Column(title, key, as_, {"what": "divergence, documents as they are"})
 
 
 TABLES: dict[str, Table] = {
@@ -142,11 +156,7 @@ TABLES: dict[str, Table] = {
             "TTFT, 4,096 new tokens": {"what": "server cold"},
             "TTFT, 16 new tokens over 4,096 cached": {"what": "server hot TTFT"},
         },
-        [
-            stock := Column("stock", "ms_p50", form(2, " ms"), _STOCK),
-            ours := Column("ours", "ms_p50", form(2, " ms"), _OURS),
-            Ratio("ratio", stock, ours),
-        ],
+        compared(Column("stock", "ms_p50", form(2, " ms")), "stock", "ours", "ours"),
     ),
     "decode": Table(
         "memory",
@@ -167,21 +177,13 @@ TABLES: dict[str, Table] = {
             name: {"what": f"copy 20 blocks {name}"}
             for name in ("SmolLM2-135M", "Llama-3-8B")
         },
-        [
-            engine := Column("transfer engine", "GB/s", form(1, " GB/s"), {"system": "engine"}),
-            plain := Column("memcpy, same threads", "GB/s", form(1, " GB/s"), {"system": "memcpy"}),
-            Ratio("ratio", engine, plain),
-        ],
+        compared(RATE, "engine", "memcpy, same threads", "memcpy"),
     ),
     "reads": Table(
         "memory",
         "random reads of",
         {f"{size:,} KiB": {"what": f"random reads of {size} KiB"} for size in (4, 64, 1024)},
-        [
-            engine := Column("transfer engine", "GB/s", form(2, " GB/s"), {"system": "engine"}),
-            plain := Column("fio, same depth", "GB/s", form(2, " GB/s"), {"system": "fio"}),
-            Ratio("ratio", engine, plain),
-        ],
+        compared(RATE, "engine", "fio, same depth", "fio"),
     ),
     "overhead": Table(
         "overhead",
@@ -221,10 +223,10 @@ TABLES: dict[str, Table] = {
         "documents as they are",
         systems("blend-15", "lego-16", LINKED),
         [
-            _divergence("KL, nats", "klt", form(3), "as they are"),
-            _divergence("95 % interval from", "klt_low", form(3), "as they are"),
-            _divergence("to", "klt_high", form(3), "as they are"),
-            _divergence("computed", "cost", PERCENT, "as they are"),
+            _divergence("KL, nats", "klt", form(3)),
+            _divergence("95 % interval from", "klt_low", form(3)),
+            _divergence("to", "klt_high", form(3)),
+            _divergence("computed", "cost", PERCENT),
         ],
     ),
     "restore": Table(

@@ -34,7 +34,7 @@ def install() -> None:
     """Prepares a process that has imported SGLang, before it forks others."""
     _load_tokenizer()
     _poll_for_the_end()
-    _search_for_no_methods()
+    _search_once()
 
 
 def _load_tokenizer() -> None:
@@ -72,20 +72,23 @@ def _poll_for_the_end() -> None:
     TokenizerManager.sigterm_watchdog = sigterm_watchdog
 
 
-def _search_for_no_methods() -> None:
-    """Keeps SGLang's plugin registry from searching all modules for each hooked method.
+def _search_once() -> None:
+    """Lets SGLang's plugin registry search all modules once for the functions that it hooks.
 
-    It does so in each process for the methods that add the extension's flags. Modules import
-    functions, not methods: see ``test_hooks.py``.
+    The extension does so for its own hooks. Here it serves the plugin loader as well, which each
+    process calls.
     """
-    from sglang.srt.plugins import hook_registry
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    original = hook_registry._propagate_patch
+    from sgl_ext.engine.core.hooks import one_search
 
-    def propagate(found: object, wrapped: object, owner: object) -> int:
-        return 0 if isinstance(owner, type) else original(found, wrapped, owner)
+    original = HookRegistry.apply_hooks
 
-    hook_registry._propagate_patch = propagate
+    def apply_hooks() -> None:
+        with one_search():
+            original()
+
+    HookRegistry.apply_hooks = apply_hooks
 
 
 def end(code: object) -> NoReturn:

@@ -10,7 +10,7 @@ from engine_kit import CHECKED, retracting, run_program
 from sgl_ext.bench.data.conversations import conversations
 
 PROGRAM = """
-import json, os, random, sys
+import json, os, random, sys, time
 from contextlib import suppress
 from sglang.srt.entrypoints.engine import Engine
 
@@ -51,9 +51,22 @@ def main():
                     log_level="warning", enable_tokenizer_batch_encode=True,
                     skip_tokenizer_init=True,
                     chunked_prefill_size=256, **ext)
-    result = {"rounds": [list(answers(engine, prompts)) for prompts in rounds]}
-    live = engine.get_server_info()["internal_states"][0]
-    result["tiers"] = live.get("sgl_ext", {}).get("tiers", {})
+    def tiers():
+        live = engine.get_server_info()["internal_states"][0]
+        return live.get("sgl_ext", {}).get("tiers", {})
+
+    result = {"rounds": []}
+    for number, prompts in enumerate(rounds):
+        if number == 2 and "staging" in (config or {}).get("tiers", {}):
+            # What staging memory still has depends on when requests are retracted: only the SSD
+            # keeps its pages.
+            before = None
+            while (now := tiers()) != before:
+                before = now
+                time.sleep(1)
+            engine.flush_cache()
+        result["rounds"].append(list(answers(engine, prompts)))
+    result["tiers"] = tiers()
     print(json.dumps(result), flush=True)
     engine.shutdown()
 
@@ -101,9 +114,7 @@ def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Pat
     asked = sum(map(len, rounds[1]))
     by_token, host, by_page, restarted, *restoring = tiered
     for system in (by_token, by_page):
-        # How much of it the staging memory still has depends on when requests are retracted.
-        assert hits(system[2], "ssd") + hits(system[2], "host") > 0.75 * asked
-        assert hits(system[1], "ssd") + hits(system[2], "ssd") > 0.5 * asked
+        assert hits(system[2], "ssd") > 0.5 * asked
     assert hits(host[1], "host") > 0.5 * asked
     assert hits(host[2], "host") > 0.9 * asked
     assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))

@@ -106,7 +106,7 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
     HookRegistry._patched -= set(earlier)
     register(new)
-    with _one_search():
+    with one_search():
         HookRegistry.apply_hooks()
     for target, theirs in earlier.items():
         HookRegistry._hooks[target] = theirs + HookRegistry._hooks[target]
@@ -114,7 +114,7 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
 
 
 @contextmanager
-def _one_search() -> Iterator[None]:
+def one_search() -> Iterator[None]:
     """Lets SGLang's registry search the modules once for all hooked functions.
 
     The registry replaces a hooked function in every module that has imported it by name, for which
