@@ -59,7 +59,8 @@ Scheduler.probe = probe
 SwapManager.load = load
 
 def main():
-    model, page, pool, options, config, requests, aborted, state = json.load(open(sys.argv[1]))
+    model, page, pool, options, config, requests, aborted, least, state = json.load(
+        open(sys.argv[1]))
     ext = {"enable_ext": True, "ext_config": config} if config else {}
     waits = ("swapped", "used", "pinned", "flying", "resuming", "dropped", "protected", "places")
 
@@ -95,13 +96,18 @@ def main():
     run = engine.loop.run_until_complete
     result = {"answers": run(together(engine, requests))}
     if ext:
-        result["disturbed"] = run(disturbed(engine, requests[:4], aborted))
-        deadline = time.monotonic() + 60
-        left = {"swapped": 1}
-        while any(left.get(what) for what in waits) and time.monotonic() < deadline:
-            time.sleep(0.2)
-            engine.collective_rpc("probe", path=state)
-            left = json.load(open(state))
+        result["disturbed"] = []
+        swapped_in = -1
+        # How many are swapped in depends on the speed of the machine: aborts come after seconds.
+        while swapped_in <= least and len(result["disturbed"]) < 5:
+            result["disturbed"].append(run(disturbed(engine, requests[:4], aborted)))
+            deadline = time.monotonic() + 60
+            left = {"swapped": 1}
+            while any(left.get(what) for what in waits) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                engine.collective_rpc("probe", path=state)
+                left = json.load(open(state))
+            swapped_in = left["counts"]["swapped_in"]
         result["left"] = left
     print(json.dumps(result), flush=True)
     engine.shutdown()
@@ -111,6 +117,7 @@ if __name__ == "__main__":
 """
 
 _TOKENS = 24
+_LEAST = 10
 _MARKOV = {"trace": "markov", "seed": 7}
 NOTHING = (
     "swapped", "used", "pinned", "flying", "resuming", "dropped", "protected", "places",
@@ -172,7 +179,8 @@ def play(
     asked = requests(model, overlap=overlap)
     options = {} if overlap else {"disable_overlap_schedule": True}
     state, aborted = str(directory / "state.json"), asked[4:10] * 2
-    arguments = [str(model), page, pool, options, config, asked, aborted, state]
+    least = -1 if experiment and "recompute" in experiment else _LEAST
+    arguments = [str(model), page, pool, options, config, asked, aborted, least, state]
     disturbed = retracting(5) if config is not None else {}
     if experiment:
         disturbed[EXPERIMENT] = json.dumps(experiment)
@@ -233,9 +241,10 @@ def test_preemption_aborts_and_failed_loads_keep_answers(
             assert mine["out"] == pytest.approx(stocks["out"], abs=1e-3)
             assert mine["prompt"] == pytest.approx(stocks["prompt"], abs=1e-3)
             assert mine["seen"] > 10 or stocks["seen"] <= 10
-    for expected, found in zip(undisturbed[:4], ours["disturbed"], strict=False):
-        assert [each["text"] for each in found] == [each["text"] for each in expected]
-    assert "abort" in {each["why"] for answers in ours["disturbed"] for each in answers}
+    for answers in ours["disturbed"]:
+        for expected, found in zip(undisturbed[:4], answers, strict=False):
+            assert [each["text"] for each in found] == [each["text"] for each in expected]
+        assert "abort" in {each["why"] for found in answers for each in found}
     left = ours["left"]
     assert {name: left[name] for name in NOTHING} == dict.fromkeys(NOTHING, 0)
     counts = left["counts"]
@@ -243,12 +252,12 @@ def test_preemption_aborts_and_failed_loads_keep_answers(
     swaps = [entry for entry in entries if entry["power"] == "swap"]
     if "recompute" in experiment:
         assert not swaps
-        assert counts["recomputed"] > 10
+        assert counts["recomputed"] > _LEAST
         return
     assert left["lost"] or "swap_in" in policy
     assert swaps
     assert all(entry["exact"] and entry["times"] > 0 for entry in swaps)
-    assert counts["swapped_in"] > 10
+    assert counts["swapped_in"] > _LEAST
     assert counts["loaded_pages"] > 0
     if host == "64MiB":
         # Prompt logprobs require a prefill, and an aborted request is computed to its end.
