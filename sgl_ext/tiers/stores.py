@@ -89,10 +89,9 @@ class Stores:
     def completed(self) -> int:
         """Returns the number of stores that can be popped, counted from the oldest.
 
-        These are the stores that have ended before the first one in progress, or more if
-        :meth:`presume` was called.
+        These are the stores that have ended before the first one in progress, as :meth:`poll` found
+        them, or more if :meth:`presume` was called.
         """
-        self.poll()
         over = sum(1 for _ in takewhile(lambda store: store.success is not None, self._stores))
         return max(over, self._presumed)
 

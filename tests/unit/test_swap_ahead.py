@@ -72,6 +72,7 @@ def machine(delayed: DelayedEngine) -> Machine:
     machine.compute(keys(1, 2, 3, 4), np.arange(4))
     machine.stack.stores.store(keys(1, 2, 3, 4), np.arange(4))
     delayed.let_happen(1)
+    machine.stack.poll()
     assert machine.stack.stores.completed()
     machine.stack.stores.pop()
     return machine
