@@ -74,7 +74,7 @@ def calibrate(
     config: _Config = None,
 ) -> None:
     """Measures compute and load costs for the restore section; further arguments go to SGLang."""
-    from sgl_ext.calibrate import calibrate as measure
+    from sgl_ext.calibration.profile import calibrate as measure
 
     try:
         profile, path = measure(model_path, _load(config), context.args)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import requests
 
-from sgl_ext.bench.harness import server
 from sgl_ext.config import ExtConfig
 from sgl_ext.errors import ExtError
 from sgl_ext.preflight import Check
+from sgl_ext.serving import server
 
 _TOKENS = "8192"
 """Tokens of the server's KV pool; the probe needs few."""

@@ -16,11 +16,11 @@ from forked import forkable, template
 from skips import unexpected
 from tier_kit import usable_backends
 
-from sgl_ext.bench.harness import quick_start
-from sgl_ext.bench.harness import server as servers
-from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.models import SMOLLM2, prepare, shortened
+from sgl_ext.serving import quick_start
+from sgl_ext.serving import server as servers
+from sgl_ext.serving.server import Server, System, serve
 
 # OpenMP threads that spin while they wait for each other take the cores from other engines: two
 # engines on the same cores would be up to twenty times slower than one.

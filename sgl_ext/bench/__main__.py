@@ -14,8 +14,8 @@ from typing import Any
 
 import requests
 
-from sgl_ext.bench.harness.progress import say
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import say
 
 BENCHES = {
     "attention": "attention",

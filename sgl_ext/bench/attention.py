@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 _NEW = 16
 _SERVED_CONTEXT = 4096

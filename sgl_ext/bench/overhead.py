@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 _PROMPT_TOKENS = 96
 _OUTPUT_TOKENS = 24

@@ -12,7 +12,7 @@ import requests
 from fuzz_kit import rounds
 from malformed_kit import LETHAL, Asked, malformed
 
-from sgl_ext.bench.harness.server import Server
+from sgl_ext.serving.server import Server
 
 _CI, _MOST = 200, 2000
 _AT_ONCE = 4

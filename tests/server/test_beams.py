@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import Server, System, serve
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 240.0
 _CONFIG = {

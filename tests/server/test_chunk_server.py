@@ -17,15 +17,14 @@ import requests
 import sglang as sgl
 from msgspec import to_builtins
 
-from sgl_ext import doctor_model
 from sgl_ext.bench.data.texts import sharegpt_prompts
-from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION
 from sgl_ext.lang import chunk
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 240.0
 
@@ -247,7 +246,7 @@ def test_doctor_reports_the_divergence_of_a_server(
         assert systems[0].arguments[-1].startswith('{"memory"')
         yield [server]
 
-    monkeypatch.setattr(doctor_model.server, "serve", serve)
+    monkeypatch.setattr("sgl_ext.serving.server.serve", serve)
     check = linking(model, load({"chunks": {"method": "lego-16"}}))
     assert check.verdict == "ok"
     assert re.match(r"lego-16 diverges by 0\.\d+ nats \(limit 0.5\)", check.found)

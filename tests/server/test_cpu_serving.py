@@ -14,7 +14,7 @@ import requests
 import torch
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
-from sgl_ext.bench.harness.server import Server, System, serve
+from sgl_ext.serving.server import Server, System, serve
 
 NEW_TOKENS = 6
 

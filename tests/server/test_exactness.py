@@ -21,10 +21,10 @@ from sgl_ext.bench.exactness.clients import ask, greedy, session
 from sgl_ext.bench.exactness.load import FAULTS
 from sgl_ext.bench.exactness.script import Event, Leave, Material, Mix, events, script
 from sgl_ext.bench.exactness.servers import SHIPPED, complaints, find, setup
-from sgl_ext.bench.harness.server import free_port
 from sgl_ext.config import SECTIONS, ExtConfig, load
 from sgl_ext.config.source import ConfigError
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.server import free_port
 
 MATERIAL = Material([2, 3, 4], linked=3, followers=2)
 

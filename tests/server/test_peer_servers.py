@@ -25,9 +25,10 @@ import pytest
 import requests
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import Server, System, live, serve
 from sgl_ext.bench.peer.servers import COMMON, PAGE, WORKER_TOKEN_BYTES, peer
 from sgl_ext.models import untrained
+from sgl_ext.serving.http import live
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 480.0
 LOCAL, BORROWED = 512, 2048

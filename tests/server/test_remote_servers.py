@@ -17,7 +17,7 @@ from conftest import ROOT
 from test_tier_server import POOL, ask, flush, settled, tiers, until
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import System, free_port, serve
+from sgl_ext.serving.server import System, free_port, serve
 
 pytest.importorskip(
     "mooncake.store", reason="Mooncake's client cannot be imported", exc_type=ImportError

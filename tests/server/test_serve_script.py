@@ -17,8 +17,8 @@ import pytest
 import requests
 from conftest import ROOT, running_in_group
 
-from sgl_ext.bench.harness.server import free_port
 from sgl_ext.packages import cache_dir
+from sgl_ext.serving.server import free_port
 
 SERVE = str(ROOT / "scripts" / "serve.sh")
 

@@ -14,8 +14,8 @@ import requests
 from conftest import POOL, ROOT
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
-from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.engine.cpu.platform import computes_bfloat16
+from sgl_ext.serving.server import Server, System, serve
 
 
 def test_the_curl_command_of_the_log_returns_an_answer(extension: Server) -> None:

@@ -20,10 +20,10 @@ import requests
 from conftest import POOL, Launch, refusal, running_in_group
 from forked import template
 
-from sgl_ext.bench.harness import server
 from sgl_ext.engine.core import scheduler
 from sgl_ext.engine.kv import install as kv_memory
 from sgl_ext.engine.launch import launcher, server_args
+from sgl_ext.serving import server
 
 ONE_OF_EACH = [module.HOOKS[0].target for module in (server_args, launcher, scheduler, kv_memory)]
 

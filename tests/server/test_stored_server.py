@@ -20,10 +20,11 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from sgl_ext.bench.data.questions import questions
-from sgl_ext.bench.harness.server import Server, System, live, serve
 from sgl_ext.cli import app
 from sgl_ext.clusters.files import index_file, own_folders
 from sgl_ext.engine.clusters.metrics import BLOCKS
+from sgl_ext.serving.http import live
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 300.0
 _CONTEXT, _DEVICES = 1500, 3

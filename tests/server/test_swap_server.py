@@ -16,7 +16,7 @@ import requests
 from http_fuzz_kit import bombard
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import Server, System, serve
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 240.0
 _TOKENS = 48

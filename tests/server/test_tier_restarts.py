@@ -18,7 +18,7 @@ import requests
 from test_tier_server import ask, config, settled, tiers
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import Server, System, serve
+from sgl_ext.serving.server import Server, System, serve
 
 ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0"))
 

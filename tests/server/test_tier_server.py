@@ -17,8 +17,8 @@ from tier_kit import occupy
 from typer.testing import CliRunner
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.harness.server import Server, System, serve
 from sgl_ext.cli import app
+from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 240.0
 POOL = ("--max-total-tokens", "2048", "--page-size", "16", "--dtype", "float32")

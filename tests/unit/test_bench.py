@@ -14,13 +14,14 @@ import pytest
 from conftest import until
 
 from sgl_ext.bench.data import texts as data
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.load_generator import Request, RequestError, run
-from sgl_ext.bench.harness.progress import Progress
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved
 from sgl_ext.bench.memory import bench as memory_bench
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import Progress
+from sgl_ext.serving import server
+from sgl_ext.serving.http import forget, live, model_info
 
 
 def test_interleaving_rotates_the_first_sampler() -> None:
@@ -165,7 +166,7 @@ def test_progress_is_printed_every_ten_seconds_with_remaining_time(
     ]
 
 
-@pytest.mark.parametrize("ask", [server.live, server.forget, server.model_info])
+@pytest.mark.parametrize("ask", [live, forget, model_info])
 def test_a_server_that_does_not_answer_is_reported(ask: Callable[[str], object]) -> None:
     with pytest.raises(ExtError, match=r"no answer from http://127.0.0.1:\d+/.*read the log"):
         ask(f"http://127.0.0.1:{server.free_port()}")

@@ -22,9 +22,9 @@ import pytest
 from conftest import ROOT
 from tier_kit import LARGE, LAYOUT, fill, holds, key, keys, places
 
-from sgl_ext.bench.harness.server import free_port
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
+from sgl_ext.serving.server import free_port
 from sgl_ext.tiers import mooncake
 from sgl_ext.tiers.arena import VERSION, Arena
 from sgl_ext.tiers.remote import RemoteTier

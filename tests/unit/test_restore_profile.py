@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.calibrate import calibrate
-from sgl_ext.calibrate_host import crossover_of
+from sgl_ext.calibration.crossover import crossover_of
+from sgl_ext.calibration.profile import calibrate
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
 from sgl_ext.restore.costs import CROSSOVER, ComputeCost, LoadCost, fit

@@ -15,7 +15,6 @@ from sgl_ext.bench.chunks.linked import (
     Contexts,
     asked,
     computed_share,
-    generate,
     nothing_missing,
     text_of,
 )
@@ -23,11 +22,12 @@ from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts, que
 from sgl_ext.bench.data.needles import needle_prompts
 from sgl_ext.bench.data.questions import Question, QuestionSet
 from sgl_ext.bench.data.scores import mean_interval
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.chunks.divergence import Distribution, divergence
 from sgl_ext.distributions import distributions
+from sgl_ext.serving import server
+from sgl_ext.serving.http import generate
 
 PARTS = ("documents", "methods", "merged", "needles")
 

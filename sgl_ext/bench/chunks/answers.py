@@ -22,17 +22,17 @@ from sgl_ext.bench.chunks.linked import (
     Contexts,
     asked,
     computed_share,
-    generate,
     nothing_missing,
     systems,
     text_of,
 )
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.data.scores import exact_match, f1, mean_interval
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
+from sgl_ext.serving import server
+from sgl_ext.serving.http import generate
 
 _METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
 _DISTRACTORS = 3

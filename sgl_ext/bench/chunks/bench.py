@@ -24,10 +24,10 @@ from sgl_ext.bench.chunks.linked import DEFAULT, EXACT, PAGE, systems
 from sgl_ext.bench.chunks.load import Load, LoadSizes
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.chunks.speed import Speed, SpeedSizes
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 _METHODS = (
     "naive", "lego-0", "lego-2", "lego-8", "lego-16", "lego-32", "blend-5", "blend-15",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.data.questions import Question, QuestionSet, questions
-from sgl_ext.bench.harness import server
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.methods import BLEND_LAYERS, PASSAGES
 from sgl_ext.client import ContextCache
 from sgl_ext.config import Chunks
 from sgl_ext.errors import ExtError
+from sgl_ext.serving import server
 
 PAGE = 16
 _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
@@ -134,29 +134,3 @@ def _missing(url: str) -> float:
         for sample in family.samples
         if sample.name == "sglang_ext:chunks_missing_tokens_total"
     )
-
-
-def generate(
-    url: str, prompt: str | Sequence[int], tokens: int, stop: str | None = None
-) -> tuple[str, dict[str, Any]]:
-    """Returns the text that a server generates greedily, and the ``meta_info`` of the answer.
-
-    Args:
-        prompt: text or token ids.
-        tokens: maximum tokens of the answer.
-        stop: text before which the answer ends; None for none.
-
-    Raises:
-        ExtError: the server does not answer, or it refuses the request.
-    """
-    body = {
-        "text" if isinstance(prompt, str) else "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "stop": stop},
-    }
-    try:
-        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise ExtError(f"{url} did not answer: {error}") from None
-    found = answer.json()
-    return found["text"], found["meta_info"]

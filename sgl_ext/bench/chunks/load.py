@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from sgl_ext.bench.chunks.linked import DEFAULT, Contexts, Ids, asked, nothing_missing, text_of
 from sgl_ext.bench.chunks.prompts import Prompt, Template, question_prompts
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.serving import server
 
 _TOKENS = 4096
 _ANSWER_TOKENS = 8

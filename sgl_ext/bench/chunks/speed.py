@@ -14,10 +14,10 @@ from sgl_ext.bench.chunks.linked import (
     text_of,
 )
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts, question_prompts
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
+from sgl_ext.serving import server
 
 
 @dataclass(frozen=True)

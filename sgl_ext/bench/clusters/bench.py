@@ -18,10 +18,10 @@ from sgl_ext.bench.clusters.answers import report_answers
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters.serving import report_serving
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 PARTS = ("mass", "answers", "serving")
 _DEVICES = 4

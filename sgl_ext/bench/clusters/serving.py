@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from sgl_ext.bench.clusters.answers import follow, store
 from sgl_ext.bench.clusters.samples import Sample, stored_system
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.serving import server
+from sgl_ext.serving.http import live
 
 AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
 _SHARE = 0.1
@@ -96,9 +97,9 @@ def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) 
     """Measures answers of one token and of many to a prompt whose KV is cached."""
     _ask(url, prompt, context, 1)
     short = _ask(url, prompt, context, 1)
-    before = server.live(url)["clusters"]["open"][context]
+    before = live(url)["clusters"]["open"][context]
     long = _ask(url, prompt, context, 1 + _ANSWER)
-    after = server.live(url)["clusters"]["open"][context]
+    after = live(url)["clusters"]["open"][context]
     measured.tokens.append((long - short) / _ANSWER)
     measured.seconds += long
     for name, seconds in after["seconds"].items():

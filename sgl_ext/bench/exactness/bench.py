@@ -31,10 +31,10 @@ from sgl_ext.bench.exactness.answers import ALIKE
 from sgl_ext.bench.exactness.load import FAULTS, Load, Tally
 from sgl_ext.bench.exactness.material import Texts
 from sgl_ext.bench.exactness.servers import Victim, complaints, find, setup
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, shortened
+from sgl_ext.serving import server
 
 _OUTPUT_TOKENS = 8
 _DEADLINE_S = 300.0

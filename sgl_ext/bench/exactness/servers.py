@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.bench.harness.server import BESIDE_OTHERS, Server, System, serve
 from sgl_ext.config import load
 from sgl_ext.config.source import ConfigError, read
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 
 SHIPPED = Path(__file__).parent / "configs"
 ARGUMENTS = (

@@ -1,1 +1,1 @@
-"""Servers, load, samples and reports that the benchmarks share."""
+"""Load, samples and reports that the benchmarks share."""

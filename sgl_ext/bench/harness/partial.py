@@ -13,7 +13,7 @@ import xxhash
 
 import sgl_ext
 from sgl_ext._native import _attention, _clusters, _rotation, _transfer
-from sgl_ext.bench.harness.progress import say
+from sgl_ext.progress import say
 
 
 class Partial:

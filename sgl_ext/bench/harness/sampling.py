@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sgl_ext.bench.harness.progress import Progress
+from sgl_ext.progress import Progress
 
 Sample = TypeVar("Sample")
 

@@ -10,9 +10,10 @@ from typing import Any
 import requests
 
 from sgl_ext.bench.harness.report import Report
-from sgl_ext.bench.harness.server import Server, System, forget, live
 from sgl_ext.bench.peer.servers import COMMON, LAYERS, PAGE, Lent, pair
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.http import forget, live
+from sgl_ext.serving.server import Server, System
 
 _DEADLINE_S = 120.0
 _SEARCHED = 8 * PAGE

@@ -21,10 +21,11 @@ import psutil
 import requests
 
 from sgl_ext.bench.harness.report import Report
-from sgl_ext.bench.harness.server import Server, System, forget
 from sgl_ext.bench.peer.servers import COMMON, Lent, pair
 from sgl_ext.bench.swap.load import Talk, Turn, run
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.http import forget
+from sgl_ext.serving.server import Server, System
 
 _MASTER_CORE, _WORKER_CORE = 0, 1
 _PROMPT, _ANSWER, _REQUESTS = 512, 32, 6

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.bench.harness.server import BESIDE_OTHERS, Server, System, live, serve
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, untrained
+from sgl_ext.serving.http import live
+from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 
 PAGE = 16
 LAYERS = 30

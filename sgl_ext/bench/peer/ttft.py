@@ -22,10 +22,11 @@ from pathlib import Path
 
 from sgl_ext.bench.data.conversations import conversations
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.server import Server, System, forget, live, serve
 from sgl_ext.bench.peer.servers import COMMON, PAGE, TOKEN_BYTES, Lent, pair
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving.http import forget, live
+from sgl_ext.serving.server import Server, System, serve
 
 HISTORY, NEW = 5000, 256
 LOAD_OVER_COMPUTE = 75 / 27

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.restore.contexts import Context
 from sgl_ext.bench.restore.servers import (
@@ -23,6 +22,8 @@ from sgl_ext.bench.restore.servers import (
     RECOMPUTE_IN_CHUNKS,
     loaded,
 )
+from sgl_ext.serving import server
+from sgl_ext.serving.http import forget, live
 
 if TYPE_CHECKING:
     from sgl_ext.bench.harness.load_generator import Timing
@@ -144,7 +145,7 @@ class Batches:
     ) -> None:
         from sgl_ext.bench.harness.load_generator import Request, run
 
-        server.forget(one.url)
+        forget(one.url)
         before = _busy(one.url)
         begin = time.monotonic()
         timings: list[Timing] = run(
@@ -209,7 +210,7 @@ class Batches:
 
 def _busy(url: str) -> tuple[float, float]:
     """Returns seconds of prefill and bytes loaded from SSD of a server; zeros for a stock one."""
-    found = server.live(url)
+    found = live(url)
     if not found:
         return 0.0, 0.0
     return found["prefill_seconds"], found["tiers"]["ssd"]["loaded_bytes"]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.restore.batches import Batches, BatchSizes
 from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
@@ -33,6 +32,8 @@ from sgl_ext.bench.restore.servers import (
 )
 from sgl_ext.bench.restore.stages import report_stages
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
+from sgl_ext.serving.http import forget
 
 _REFERENCE = 4096
 """Tokens of the context that takes ``ratio`` times as long to load as to compute."""
@@ -155,7 +156,7 @@ def _alone(
     for turn, context in enumerate([longest, *[*contexts] * rounds]):
         for at in range(len(servers)):
             one = servers[(turn + at) % len(servers)]
-            server.forget(one.url)
+            forget(one.url)
             (timing,) = send(one.url, [Request(context.tokens, 1)])
             if one.system.name == LOAD:
                 loaded(context, timing)

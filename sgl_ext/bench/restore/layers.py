@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.bench.restore.contexts import NEW_TOKENS, Context, of_lengths
 from sgl_ext.bench.restore.servers import RECOMPUTE, base
+from sgl_ext.serving import server
 
 _NEW = NEW_TOKENS // 2
 LOAD, LAYERS, TOKENS, AUTO = "load from host", "by layers", "by tokens", "either"

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_ext.bench.chunks.linked import generate
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.restore.contexts import Context
 from sgl_ext.errors import ExtError
+from sgl_ext.serving import server
+from sgl_ext.serving.http import generate, wait_until_stored
 
 if TYPE_CHECKING:
     from sgl_ext.bench.harness.load_generator import Timing
@@ -110,20 +110,3 @@ def loaded(context: Context, timing: Timing) -> None:
             f"{timing.cached_tokens} of {whole} tokens of {context.name} were loaded, and the "
             f"rest was computed; the time of loading alone was not measured"
         )
-
-
-def wait_until_stored(url: str) -> None:
-    """Waits until the server's tiers have stored all pages that they were given.
-
-    Raises:
-        ExtError: they still store pages at the deadline.
-    """
-    give_up = time.monotonic() + _DEADLINE_S
-    quiet = 0
-    while time.monotonic() < give_up:
-        storing = any(tier["queue_depth"] for tier in server.live(url)["tiers"].values())
-        quiet = 0 if storing else quiet + 1
-        if quiet == 3:
-            return
-        time.sleep(0.05)
-    raise ExtError(f"{url} still stores pages after {_DEADLINE_S:g} s")

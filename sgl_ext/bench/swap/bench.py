@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.swap.exact import report_exact
@@ -40,6 +39,7 @@ from sgl_ext.bench.swap.systems import (
     systems,
 )
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 _AT_ONCE = 1000.0
 """Arrival rate at which all conversations arrive at once, in conversations per second."""

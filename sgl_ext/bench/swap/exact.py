@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sgl_ext.bench.chunks.linked import EXACT
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.swap import load
 from sgl_ext.bench.swap.load import at_rate, talks
 from sgl_ext.bench.swap.systems import OURS, PAGE, STOCK
 from sgl_ext.config.swap import EXPERIMENT
+from sgl_ext.serving import server
+from sgl_ext.serving.http import live
 
 _LONGEST = 384
 _AT_ONCE = 24
@@ -51,7 +52,7 @@ def report_exact(report: Report, model: Path, logs: Path, count: int, pool: int)
             for each in load.run(ours.url, some):
                 compared += 1
                 alike += expected[each.name] == each.tokens
-        counts = server.live(ours.url)["swap"]
+        counts = live(ours.url)["swap"]
     report.runs.append(
         {
             "what": "exact",

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.swap import load
 from sgl_ext.bench.swap.load import Heard, Talk, Turn
+from sgl_ext.serving import server
+from sgl_ext.serving.http import forget, live
 
 _SETTLED = 0.8
 """Share of a run's tokens that its steady throughput covers; later, the batch drains."""
@@ -103,10 +104,10 @@ def measure(one: server.Server, talks: Sequence[Talk], rate: float) -> Run:
         talks: conversations with arrival times for one per second.
         rate: conversations that begin per second.
     """
-    server.forget(one.url)
-    before = server.live(one.url).get("swap", {})
+    forget(one.url)
+    before = live(one.url).get("swap", {})
     heard = load.run(one.url, load.at_rate(talks, rate))
-    after = server.live(one.url).get("swap", {})
+    after = live(one.url).get("swap", {})
     counts = {name: value - before[name] for name, value in after.items()}
     return _run(heard, counts)
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ext.bench.harness import server
 from sgl_ext.config.swap import EXPERIMENT
+from sgl_ext.serving import server
 
 PAGE = 16
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"

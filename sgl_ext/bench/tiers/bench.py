@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sgl_ext.bench.data.conversations import Conversation, conversations
-from sgl_ext.bench.harness import server
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
 
 if TYPE_CHECKING:
     from sgl_ext.bench.harness.load_generator import Timing

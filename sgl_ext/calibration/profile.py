@@ -12,15 +12,14 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.bench.chunks.linked import generate
-from sgl_ext.bench.harness import server
-from sgl_ext.bench.restore.servers import wait_until_stored
-from sgl_ext.calibrate_host import POOL, WAYS, crossover_of, host_curves, random_tokens
+from sgl_ext.calibration.crossover import POOL, WAYS, crossover_of, host_curves, random_tokens
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
 from sgl_ext.restore.costs import LoadCost, fit
 from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, save
+from sgl_ext.serving import server
+from sgl_ext.serving.http import forget, generate, live, model_info, wait_until_stored
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Lengths of the measured prompts, in tokens; they give forwards of these and of the chunk size."""
@@ -55,7 +54,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
                 systems = [_system(name, only, arguments)]
                 with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
                     _ask(running.url)
-                    found[name] = server.live(running.url)["restore"]
+                    found[name] = live(running.url)["restore"]
             if name != "host":
                 loads[name] = _load_cost(name, found[name]["loaded"].get(name, ()))
         forwards = [tuple(each) for one in found.values() for each in one["forwards"]]
@@ -139,7 +138,7 @@ def _ask(url: str) -> None:
 
     Device and host memory are flushed before each repetition, so that only lower tiers hold the KV.
     """
-    context = server.model_info(url)
+    context = model_info(url)
     most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
     prompts = [random_tokens(min(length, most)) for length in _LENGTHS]
     for prompt in prompts:
@@ -147,5 +146,5 @@ def _ask(url: str) -> None:
     wait_until_stored(url)
     for prompt in prompts:
         if len(prompt) >= 1024:
-            server.forget(url)
+            forget(url)
             generate(url, prompt, 1)

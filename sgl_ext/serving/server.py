@@ -1,4 +1,4 @@
-"""Life cycle of the SGLang servers that a benchmark or a test session compares."""
+"""Life cycle of SGLang servers that a program starts side by side."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 import requests
 
-from sgl_ext.bench.harness import quick_start
-from sgl_ext.bench.harness.mapped import mapped_segments, segments
-from sgl_ext.bench.harness.progress import say
 from sgl_ext.engine.launch import run_directory
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import say
+from sgl_ext.serving import quick_start
+from sgl_ext.serving.mapped import mapped_segments, segments
 
 START_DEADLINE_S = 300.0
 BESIDE_OTHERS = ("--mem-fraction-static", "0.95")
 """Arguments of servers that start side by side: SGLang counts memory that other servers load
 meanwhile as its own weights."""
 _STOP_DEADLINE_S = 30.0
-_FORGET_DEADLINE_S = 600.0
 _PORTS = range(10_000, 22_000)
 """Ports of servers. They are below those that SGLang gives to its own sockets while it starts, and
 below those that the kernel gives to connections."""
@@ -94,7 +93,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
     if setpriv := shutil.which("setpriv"):
-        # The servers of a benchmark end when it is killed.
+        # The servers end when this program is killed.
         command = [setpriv, "--pdeathsig", "TERM", *command]
     scratch = run_directory.subdirectory()
     environment = {
@@ -122,49 +121,6 @@ def _start(command: Sequence[str], environment: Mapping[str, str], sink: IO[byte
         env=environment,
         start_new_session=True,
     )
-
-
-def forget(url: str) -> None:
-    """Flushes the KV in device and host memory; KV on SSDs stays.
-
-    Raises:
-        ExtError: the server is busy for too long, or does not answer.
-    """
-    give_up = time.monotonic() + _FORGET_DEADLINE_S
-    while time.monotonic() < give_up:
-        # The scheduler may not have ended a request that was answered.
-        if _answer("POST", f"{url}/flush_cache").ok:
-            return
-        time.sleep(0.05)
-    raise ExtError(f"{url} did not flush its KV within {_FORGET_DEADLINE_S:g} s")
-
-
-def live(url: str) -> dict[str, Any]:
-    """Returns the state of the extension in a running server; empty for stock SGLang.
-
-    Raises:
-        ExtError: the server does not answer.
-    """
-    found = _answer("GET", f"{url}/server_info").json()
-    state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
-    return state
-
-
-def model_info(url: str) -> dict[str, Any]:
-    """Returns what a running server reports of its model.
-
-    Raises:
-        ExtError: the server does not answer.
-    """
-    found: dict[str, Any] = _answer("GET", f"{url}/get_model_info").json()
-    return found
-
-
-def _answer(verb: str, url: str) -> requests.Response:
-    try:
-        return requests.request(verb, url, timeout=_FORGET_DEADLINE_S)
-    except requests.RequestException as error:
-        raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
 
 
 def free_port() -> int:

@@ -10,9 +10,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from sgl_ext.bench.chunks.linked import generate
-from sgl_ext.bench.harness import server
 from sgl_ext.restore.profile import Curve
+from sgl_ext.serving import server
+from sgl_ext.serving.http import generate
 
 _LENGTHS = (128, 256, 512, 1024)
 """Lengths of the measured prefixes, in tokens."""

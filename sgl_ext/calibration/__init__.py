@@ -1,0 +1,1 @@
+"""Measurements of a model on this machine for restoring prefixes (``sgl-ext calibrate``)."""

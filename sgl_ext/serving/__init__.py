@@ -1,0 +1,1 @@
+"""Servers that a program starts and asks: calibration, the doctor, benchmarks and tests."""

@@ -1,0 +1,104 @@
+"""HTTP requests to a running server: prompts, its state, and flushes of its KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import requests
+
+from sgl_ext.errors import ExtError
+
+_DEADLINE_S = 600.0
+
+
+def generate(
+    url: str, prompt: str | Sequence[int], tokens: int, stop: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Returns the text that a server generates greedily, and the ``meta_info`` of the answer.
+
+    Args:
+        prompt: text or token ids.
+        tokens: maximum tokens of the answer.
+        stop: text before which the answer ends; None for none.
+
+    Raises:
+        ExtError: the server does not answer, or it refuses the request.
+    """
+    body = {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "stop": stop},
+    }
+    try:
+        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
+        answer.raise_for_status()
+    except requests.RequestException as error:
+        raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
+    found = answer.json()
+    return found["text"], found["meta_info"]
+
+
+def wait_until_stored(url: str) -> None:
+    """Waits until the server's tiers have stored all pages that they were given.
+
+    Raises:
+        ExtError: they still store pages at the deadline.
+    """
+    give_up = time.monotonic() + _DEADLINE_S
+    quiet = 0
+    while time.monotonic() < give_up:
+        storing = any(tier["queue_depth"] for tier in live(url)["tiers"].values())
+        quiet = 0 if storing else quiet + 1
+        if quiet == 3:
+            return
+        time.sleep(0.05)
+    raise ExtError(
+        f"{url} still stores pages after {_DEADLINE_S:g} s; check the failures of its tiers in "
+        "/metrics"
+    )
+
+
+def forget(url: str) -> None:
+    """Flushes the KV in device and host memory; KV on SSDs stays.
+
+    Raises:
+        ExtError: the server is busy for too long, or does not answer.
+    """
+    give_up = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < give_up:
+        # The scheduler may not have ended a request that was answered.
+        if _answer("POST", f"{url}/flush_cache").ok:
+            return
+        time.sleep(0.05)
+    raise ExtError(
+        f"{url} did not flush its KV within {_DEADLINE_S:g} s; wait until its requests have ended"
+    )
+
+
+def live(url: str) -> dict[str, Any]:
+    """Returns the state of the extension in a running server; empty for stock SGLang.
+
+    Raises:
+        ExtError: the server does not answer.
+    """
+    found = _answer("GET", f"{url}/server_info").json()
+    state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
+    return state
+
+
+def model_info(url: str) -> dict[str, Any]:
+    """Returns what a running server reports of its model.
+
+    Raises:
+        ExtError: the server does not answer.
+    """
+    found: dict[str, Any] = _answer("GET", f"{url}/get_model_info").json()
+    return found
+
+
+def _answer(verb: str, url: str) -> requests.Response:
+    try:
+        return requests.request(verb, url, timeout=_DEADLINE_S)
+    except requests.RequestException as error:
+        raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
