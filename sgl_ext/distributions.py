@@ -50,7 +50,10 @@ def read(meta: Mapping[str, Any], last: int) -> list[Distribution]:
     """
     tops = [found for found in meta["input_top_logprobs"] if found is not None][-last:]
     if len(tops) < last:
-        raise ExtError(f"the server returned distributions of {len(tops)} tokens, expected {last}")
+        raise ExtError(
+            f"the server returned distributions of {len(tops)} tokens, expected {last}; request "
+            "them from an earlier position"
+        )
     return [{token: logprob for logprob, token, _ in found} for found in tops]
 
 
@@ -89,6 +92,8 @@ def distributions(
         )
         answer.raise_for_status()
     except requests.RequestException as error:
-        raise ExtError(f"cannot get next-token distributions from {url}: {error}") from None
+        raise ExtError(
+            f"cannot get next-token distributions from {url}: {error}; is a server running there?"
+        ) from None
     meta: dict[str, Any] = answer.json()["meta_info"]
     return Told(read(meta, last), meta)

@@ -39,7 +39,10 @@ def read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]
         except ConfigError:
             raise
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"inline configuration is not JSON: {_one_line(error)}") from None
+            raise ConfigError(
+                f"inline configuration is not JSON: {_one_line(error)}; correct it, or give the "
+                "path of a file"
+            ) from None
     try:
         path = Path(text).expanduser()
         if path.exists() and not path.is_file():
@@ -51,11 +54,16 @@ def read(source: str | Path | Mapping[str, object] | None) -> tuple[str, object]
         reason = error.strerror if isinstance(error, OSError) else _one_line(error)
         if isinstance(error, UnicodeDecodeError):
             reason = "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {text}: {reason}") from None
+        raise ConfigError(
+            f"cannot read the configuration file {text}: {reason}; give the path of a YAML or JSON "
+            "file, or inline JSON in braces"
+        ) from None
     try:
         data = yaml.load(content, _StrictLoader)  # noqa: S506  (a SafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from None
+        raise ConfigError(
+            f"{path} is neither YAML nor JSON: {_one_line(error)}; correct the file"
+        ) from None
     return str(path), {} if data is None else data
 
 
@@ -66,7 +74,9 @@ def _one_line(error: Exception) -> str:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"inline configuration has the keys {sorted(twice)} more than once")
+        raise ConfigError(
+            f"inline configuration has the keys {sorted(twice)} more than once; keep one of each"
+        )
     return dict(pairs)
 
 
@@ -81,7 +91,7 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                    None, None, f"the key {key!r} is given twice; keep one", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)

@@ -59,13 +59,15 @@ Bytes = Annotated[ByteSize, BeforeValidator(_size), Field(gt=0), PlainSerializer
 
 def _distinct(directories: tuple[Path, ...]) -> tuple[Path, ...]:
     if Path() in directories:
-        raise ValueError("a directory has an empty path")
+        raise ValueError("a directory has an empty path; give its path, or remove it")
     try:
         resolved = [directory.expanduser().resolve() for directory in directories]
     except RuntimeError as error:
-        raise ValueError(str(error)) from None
-    if len(set(resolved)) < len(resolved):
-        raise ValueError("the same directory is given twice")
+        raise ValueError(f"{error}; give the directory's whole path") from None
+    if twice := sorted({str(path) for path in resolved if resolved.count(path) > 1}):
+        raise ValueError(
+            f"{', '.join(twice)}: the same directory is given twice; list each directory once"
+        )
     return tuple(resolved)
 
 

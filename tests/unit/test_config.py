@@ -97,7 +97,7 @@ def test_yaml_and_json_files_are_loaded(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    assert "No such file" in error_of(tmp_path / "missing.yaml")
+    assert "No such file or directory; give the path" in error_of(tmp_path / "missing.yaml")
     assert "not a regular file" in error_of(tmp_path)
     assert "not a regular file" in error_of("/dev/zero")
     os.mkfifo(tmp_path / "fifo")
@@ -178,7 +178,7 @@ def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]
     message = error_of({"tiers": {"ssd": {"directories": directories, "capacity": "1GiB"}}})
-    assert "the same directory is given twice" in message
+    assert f"{tmp_path}: the same directory is given twice; list each directory once" in message
     assert "the same directory is given twice" in error_of(
         {"clusters": {"directories": directories}}
     )
