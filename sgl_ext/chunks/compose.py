@@ -90,21 +90,8 @@ def compose(
             continue
         if not tokens:
             tokens += tokenize("", True)
-        recompute, blend = part.recompute, part.blend
-        if not tokens and not part.before:
-            recompute, blend = (), 0  # computed without a prefix, its KV is exact here
-        elif not tokens:
-            # The first token of a prompt is an attention sink because of its position.
-            recompute = tuple(sorted({0, *recompute}))
-        chunks.append(
-            LinkedChunk(
-                at=len(tokens),
-                length=len(part.tokens),
-                preparation=preparations.setdefault(part.before, len(preparations)),
-                recompute=recompute,
-                blend=blend,
-            )
-        )
+        preparation = preparations.setdefault(part.before, len(preparations))
+        chunks.append(_linked(part, len(tokens), preparation))
         methods[part.method] = None
         tokens += part.tokens
     if not chunks:
@@ -115,6 +102,17 @@ def compose(
         chunks[-1] = msgspec.structs.replace(last, recompute=again)
     composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))
     return Prompt(tokens, composition)
+
+
+def _linked(context: Context, at: int, preparation: int) -> LinkedChunk:
+    """Returns the chunk of a context at a position of a prompt."""
+    recompute, blend = context.recompute, context.blend
+    if at == 0 and not context.before:
+        recompute, blend = (), 0  # computed without a prefix, its KV is exact here
+    elif at == 0:
+        # The first token of a prompt is an attention sink because of its position.
+        recompute = tuple(sorted({0, *recompute}))
+    return LinkedChunk(at, len(context.tokens), preparation, recompute, blend)
 
 
 def _parts(text: str, context_of: Callable[[str], Context]) -> Iterator[str | Context]:

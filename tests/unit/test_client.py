@@ -106,7 +106,7 @@ def test_server_accepts_the_parts_that_name_contexts(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunks": [""]}, "^chunk 0 is empty$"),
+        ({"chunks": [""]}, "^chunk 0 is empty; omit it, or give it at least one token$"),
         ({"chunks": ["a", [3, 999]]}, "^chunk 1 has the token ids"),
         ({"chunks": ["a"], "method": "magic"}, "^unknown link method 'magic'"),
         ({"chunks": []}, "/ext/chunks answered 422: .*at least 1 item"),

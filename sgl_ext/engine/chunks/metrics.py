@@ -18,7 +18,7 @@ _TOKENS = {
 }
 
 
-class LinkMetrics:
+class ChunksMetrics:
     """Metrics of a scheduler process. Create them after SGLang has set its metrics directory."""
 
     def __init__(self, rank: int) -> None:

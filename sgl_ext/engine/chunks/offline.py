@@ -14,8 +14,7 @@ from sgl_ext.chunks.divergence import Distribution
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunks import fidelity
 from sgl_ext.engine.chunks.api import CreateContexts, created
-from sgl_ext.engine.chunks.front import attached_contexts, context_service
-from sgl_ext.engine.chunks.service import ContextService
+from sgl_ext.engine.chunks.service import ContextService, attached_contexts, context_service
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.front.fronts import add_front
 from sgl_ext.errors import ExtError

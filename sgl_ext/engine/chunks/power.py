@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sgl_ext.engine.chunks.links import ChunkLinks
-    from sgl_ext.engine.chunks.metrics import LinkMetrics
+    from sgl_ext.engine.chunks.metrics import ChunksMetrics
     from sgl_ext.engine.chunks.report import Linked
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.step.forward import PlannedForward
@@ -55,11 +55,11 @@ class ChunksPower(Power[Chunks]):
     links: ChunkLinks
     _linked: Linked | None = None
     """Report of the request whose admission is tried; None if its prompt has no chunks."""
-    _metrics: LinkMetrics | None = None
+    _metrics: ChunksMetrics | None = None
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.chunks import api
-        from sgl_ext.engine.chunks.front import context_service
+        from sgl_ext.engine.chunks.service import context_service
 
         service = context_service(manager, self.section, info)
         api.install(app, service, self.section)
@@ -79,9 +79,9 @@ class ChunksPower(Power[Chunks]):
         self._ext = ext
         self.links = open_links(scheduler, ext)
         if get_observability().enable_metrics:
-            from sgl_ext.engine.chunks.metrics import LinkMetrics
+            from sgl_ext.engine.chunks.metrics import ChunksMetrics
 
-            self._metrics = LinkMetrics(get_parallel().tp_rank)
+            self._metrics = ChunksMetrics(get_parallel().tp_rank)
 
     def owns(self, req: Req) -> bool:
         from sgl_ext.engine.chunks.parameters import composition_of

@@ -11,6 +11,7 @@ from sgl_ext.chunks.compose import compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
+from sgl_ext.engine.front.custom_params import custom_params
 from sgl_ext.errors import ExtError
 
 _UNSERVED = (
@@ -79,9 +80,7 @@ class PromptLinking:
             ExtError: the request has an attribute that contexts do not support, a malformed field,
                 or a prompt that is too long.
         """
-        params = request.sampling_params
-        custom = params.get("custom_params") if isinstance(params, dict) else None
-        chat = request.text is None and isinstance(custom, dict) and MARKED in custom
+        chat = request.text is None and MARKED in custom_params(request.sampling_params)
         several = isinstance(request.text, list)
         texts = request.text if several else [request.text]
         if chat:

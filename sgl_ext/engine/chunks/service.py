@@ -10,15 +10,19 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_ext.chunks.contexts import Context, Contexts
-from sgl_ext.chunks.methods import PASSAGES, Preparation, Recompute, link_method
+from sgl_ext.chunks.methods import PASSAGES, LinkMethod, Preparation, Recompute, link_method
 from sgl_ext.client import ContextInfo
+from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.parameters import COMPOSITION, NO_BLEND, SELECTION
 from sgl_ext.engine.chunks.prepare import ChunkPreparation
 from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
+from sgl_ext.engine.core.activation import REPORT_KEY
 from sgl_ext.engine.core.power import Answer, Front, Watch
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
+from sgl_ext.engine.front.custom_params import custom_params
+from sgl_ext.engine.front.fronts import fronts_of
 from sgl_ext.errors import ExtError
 
 ALONE = "lego-16"
@@ -122,25 +126,10 @@ class ContextService(Front):
         lead = self._preparation.bos()
         if prefix:
             lead = await self._read(self.encode, prefix, True)
-        known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        # Cut, so that all passages together take at most a quarter of the capacity.
-        longest = self._most // (4 * PASSAGES)
-        cut = (text[:longest] for text in chain(tokens, known))
-        passages = _different(cut, PASSAGES + 1)
-        how = link_method(self.method if method is None else method)
-        if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
-            raise ExtError(NO_BLEND)
-        if method is None and how.preparation is Preparation.PRIMED and len(passages) == 1:
-            how = link_method(ALONE)
+        passages = self._passages(tokens, salt)
+        how = self._method(method, alone=len(passages) == 1)
         before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
-        for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
-            # The last page may be partly filled, and SGLang reserves one page.
-            if len(ids) + len(text) + 2 * self._page >= self._most:
-                raise ExtError(
-                    f"chunk {number} has {len(ids)} tokens and a prefix of {len(text)} tokens; "
-                    f"the model and the KV pool allow fewer than {self._most} tokens in total: "
-                    "split the chunk"
-                )
+        self._require_room(tokens, before)
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
         recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt)
@@ -157,6 +146,42 @@ class ContextService(Front):
             )
             for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
         ]
+
+    def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
+        """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.
+
+        They are cut, so that together they take at most a quarter of the capacity. There is one
+        more than a chunk is primed with, because a chunk does not prime itself.
+        """
+        known = (context.tokens for context in reversed(self.contexts.all(salt)))
+        longest = self._most // (4 * PASSAGES)
+        return _different((text[:longest] for text in chain(tokens, known)), PASSAGES + 1)
+
+    def _method(self, name: str | None, *, alone: bool) -> LinkMethod:
+        """Returns the link method of a name; see :meth:`create`.
+
+        Args:
+            alone: whether there are no other passages to prime a chunk with.
+        """
+        how = link_method(self.method if name is None else name)
+        if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
+            raise ExtError(NO_BLEND)
+        if name is None and how.preparation is Preparation.PRIMED and alone:
+            return link_method(ALONE)
+        return how
+
+    def _require_room(
+        self, tokens: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
+    ) -> None:
+        """Checks that the model and the KV pool hold each chunk with the prefix before it."""
+        for number, (ids, text) in enumerate(zip(tokens, before, strict=True)):
+            # The last page may be partly filled, and SGLang reserves one page.
+            if len(ids) + len(text) + 2 * self._page >= self._most:
+                raise ExtError(
+                    f"chunk {number} has {len(ids)} tokens and a prefix of {len(text)} tokens; "
+                    f"the model and the KV pool allow fewer than {self._most} tokens in total: "
+                    "split the chunk"
+                )
 
     def accept(self, request: GenerateReqInput) -> Watch | None:
         """Replaces the marks of a prompt by the tokens of its contexts.
@@ -184,10 +209,9 @@ class ContextService(Front):
             return
         params = request.sampling_params
         for each in params if isinstance(params, list) else [params]:
-            custom = each.get("custom_params") if isinstance(each, dict) else None
-            if isinstance(custom, dict):
-                for name in (COMPOSITION, SELECTION):
-                    custom.pop(name, None)
+            custom = custom_params(each)
+            for name in (COMPOSITION, SELECTION):
+                custom.pop(name, None)
 
     def link(self, request: GenerateReqInput) -> list[Context]:
         """Links the contexts of a request; see :meth:`PromptLinking.link`."""
@@ -215,8 +239,32 @@ class ContextService(Front):
                     f"vocabulary size {size}, and not negative"
                 )
         if not tokens:
-            raise ExtError(f"chunk {number} is empty")
+            raise ExtError(f"chunk {number} is empty; omit it, or give it at least one token")
         return tokens
+
+
+def context_service(
+    manager: TokenizerManager, config: Chunks, info: Mapping[str, Any]
+) -> ContextService:
+    """Creates the context service of SGLang's ``TokenizerManager``.
+
+    Args:
+        info: ready message of the first scheduler.
+    """
+    memory = info[REPORT_KEY]["memory"]
+    return ContextService(
+        manager,
+        method=config.method,
+        limit=config.limit,
+        page=memory["page"],
+        token_bytes=memory["block_bytes"] // memory["page"],
+        pool=info["max_total_num_tokens"],
+    )
+
+
+def attached_contexts(manager: TokenizerManager) -> ContextService | None:
+    """Returns the context service of a ``TokenizerManager``; None if it has none."""
+    return next((each for each in fronts_of(manager) if isinstance(each, ContextService)), None)
 
 
 def _different(texts: Iterable[Sequence[int]], count: int) -> list[tuple[int, ...]]:

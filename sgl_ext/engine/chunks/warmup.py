@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING
 
 from sgl_ext.config import Chunks
-from sgl_ext.engine.chunks.front import attached_contexts
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.hooks import Original
@@ -24,6 +23,8 @@ def _probe(original: Original, server_args: ServerArgs, *args: object, **kw: obj
     """Measures the fidelity before SGLang's warm-up, in its thread; ends the server on failure."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
+
+    from sgl_ext.engine.chunks.service import attached_contexts
 
     config, state = carried_by(server_args), http_server.get_global_state()
     chunks = None if config is None or state is None else config.chunks
