@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+from delayed_copies import DelayedEngine
+from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from stack_kit import Machine
+from tier_kit import keys
 
-from sgl_ext.config import ExtConfig, load
+from sgl_ext.config import ExtConfig, SwapExperiment, load
 from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.step import admission
-from sgl_ext.engine.swap import out, resume
+from sgl_ext.engine.swap import out
+from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.engine.workarounds import beams
+from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.swap.manager import SwapManager
 
-ROWS = 4
+ROWS, PAGE = 4, 4
 
 
 class Stub(Power[Any]):
@@ -83,11 +91,11 @@ def inner(ext: Any) -> Stub:
 def adder() -> Any:
     wrapper = SimpleNamespace(private_load_indices={})
     rows = SimpleNamespace(available_size=lambda: ROWS)
-    cache = SimpleNamespace(linker=wrapper, tree_core=None, req_to_token_pool=rows)
+    cache = SimpleNamespace(linker=wrapper, tree_core=None, req_to_token_pool=rows, page_size=PAGE)
     running = SimpleNamespace(reqs=[], is_empty=lambda: True)
     return SimpleNamespace(
         tree_cache=cache, can_run_list=[], running_batch=running, preempt_list=[],
-        max_running_requests=None, page_size=16, memory_budget=SimpleNamespace(total_offset=0),
+        max_running_requests=None, page_size=PAGE, memory_budget=SimpleNamespace(total_offset=0),
         _lock_node=lambda _node: nullcontext(),
     )  # fmt: skip
 
@@ -188,6 +196,10 @@ def test_no_request_is_preempted_for_an_admitted_request(ext: Any, inner: Stub, 
     assert "make_room" not in inner.calls
 
 
+PAGES = keys(*range(6))
+"""Pages of request ``r``, the first four of which are on the device."""
+
+
 class Links:
     """Stub of the chunks of requests; those of request ``r`` are still being loaded."""
 
@@ -216,16 +228,25 @@ def chunks(ext: Any) -> ChunksPower:
     return power
 
 
-def swap(ext: Any, swapped: dict[str, Any]) -> SwapPower:
+@pytest.fixture
+def copies() -> DelayedEngine:
+    return DelayedEngine(random.Random(0))  # noqa: S311
+
+
+@pytest.fixture
+def swap(ext: Any, copies: DelayedEngine) -> Iterator[SwapPower]:
+    """Power that has swapped out request ``r``; no page of it is in host memory."""
     config = load({"swap": {"capacity": "1MiB"}})
     assert config.swap is not None
+    stack = Machine(PAGE, 16, delayed=copies).stack
     power = SwapPower(config, config.swap)
     power.ext, power.resuming = ext, []
-    power.ahead = MagicMock(growth=0)
-    power.manager = MagicMock(clock=SimpleNamespace(on=nullcontext), get=swapped.get)
-    power.manager.__contains__.side_effect = swapped.__contains__  # type: ignore[attr-defined]
-    power.manager.drop.side_effect = swapped.pop  # type: ignore[attr-defined]
-    return power
+    power.ahead = SwapAhead(stack, Adaptive())
+    power.manager = SwapManager(stack, 16, SwapExperiment())
+    power.manager.out("r", len(PAGES) * PAGE, PAGES, None)
+    yield power
+    copies.let_happen(len(copies.pending))
+    stack.close()
 
 
 def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
@@ -241,44 +262,69 @@ def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
 @pytest.mark.parametrize(("readable", "tries"), [(True, True), (None, False), (False, True)])
 def test_requests_are_preempted_unless_kv_is_still_being_copied(
     ext: Any,
-    adder: Any,
+    swap: SwapPower,
+    copies: DelayedEngine,
     monkeypatch: pytest.MonkeyPatch,
     readable: bool | None,
     tries: bool,
 ) -> None:
     """Lost KV is recomputed and needs room, but no room is made for KV that is still on its way."""
-    ext.inside_out = [swap(ext, {"r": object()})]
-    monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, readable))
-    monkeypatch.setattr(resume, "lacking", lambda *_: 3.0)
-    asked = []
-    monkeypatch.setattr(out, "displace", lambda *given: asked.append(given[2]) or True)
-    assert admission._preempt(refuses, adder, request()) is tries
-    assert asked == [3.0] * tries
+    ext.inside_out = [swap]
+    if readable is not False:
+        swap.manager.stack.stores.store(PAGES, np.arange(len(PAGES)))
+    if readable:
+        copies.let_happen(len(copies.pending))
+        swap.manager.stack.poll()
+    schedule = SimpleNamespace(schedule_low_priority_values_first=False)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    released: list[int] = []
+    adder = preempting(
+        [running(at, tokens) for at, tokens in enumerate((100, 1, 22))], released,
+        tree_cache=SimpleNamespace(page_size=PAGE), rem_total_tokens=10, per_req_token_overhead=0,
+        _get_running_request_total_token_offset=lambda _req: 0,
+    )  # fmt: skip
+    req = request()
+    req.priority, req.full_untruncated_fill_ids = 5, [1] * (req.prefix_len + 24)
+    req.sampling_params.max_new_tokens = 8
+    assert (swapped := swap.manager.get("r")) is not None
+    assert swap.manager.readable(swapped, 4) is readable
+    assert admission._preempt(refuses, adder, req) is tries
+    # 24 uncached and 8 reserved tokens are 22 more than the budget has: the newest request, which
+    # holds 22, does not suffice.
+    assert released == ([1, 2] if tries else [])
 
 
 def test_a_swapped_request_does_not_wait_for_chunks(
-    ext: Any, adder: Any, monkeypatch: pytest.MonkeyPatch
+    ext: Any, adder: Any, swap: SwapPower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its KV contains them. If that KV is lost, they are loaded and admission waits for them."""
-    swapped: dict[str, Any] = {"r": SimpleNamespace(keys=(), tokens=16)}
     linking = chunks(ext)
-    ext.inside_out = [swap(ext, swapped), linking]
+    ext.inside_out = [swap, linking]
     asked = linking.links.asked  # type: ignore[attr-defined]
     req = request()
     linking.arrive(req)
     assert linking.plan(adder, req)
     assert not asked
-    monkeypatch.setattr(resume, "look_up", lambda *_: resume.Found(16, 0, False))
     assert admission._admit(refuses, adder, req) == AddReqResult.CONTINUE
-    assert (asked, swapped) == ([req], {})
+    assert asked == [req]
+    assert "r" not in swap.manager
     monkeypatch.setattr("sgl_ext.engine.chunks.parameters.composition_of", lambda _req: object())
     assert not linking.plan(adder, req)
 
 
-def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
-    """Returns an adder that may preempt ``running``, and adds released indices to ``released``."""
+def running(at: int, tokens: int, group: object = None) -> Any:
+    """Returns a running request that arrived at time ``at`` and holds ``tokens`` tokens of KV."""
+    return SimpleNamespace(
+        finished=lambda: False, priority=0, beam_group=group,
+        time_stats=SimpleNamespace(wait_queue_entry_time=at),
+        kv=SimpleNamespace(kv_allocated_len=tokens),
+    )  # fmt: skip
+
+
+def preempting(reqs: list[Any], released: list[int], **more: Any) -> Any:
+    """Returns an adder that may preempt ``reqs``, and adds released indices to ``released``."""
     batch = SimpleNamespace(
-        reqs=running, release_req=lambda at, _left: released.append(at),
+        reqs=reqs, release_req=lambda at, _left: released.append(at),
         filter_batch=lambda **_kept: None,
     )  # fmt: skip
     return SimpleNamespace(
@@ -289,20 +335,11 @@ def preempting(running: list[Any], released: list[int], **more: Any) -> Any:
 
 def test_beam_groups_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's release of a beam group's leader leaves the slots of its members allocated."""
-    from sglang.srt import runtime_context
-
     schedule = SimpleNamespace(schedule_low_priority_values_first=False)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
     released: list[int] = []
-    running = [
-        SimpleNamespace(
-            finished=lambda: False, priority=0, beam_group=group,
-            time_stats=SimpleNamespace(wait_queue_entry_time=at),
-            kv=SimpleNamespace(kv_allocated_len=100),
-        )
-        for at, group in enumerate((object(), None))
-    ]  # fmt: skip
-    adder = preempting(running, released, _get_running_request_total_token_offset=lambda _req: 0)
+    reqs = [running(0, 100, object()), running(1, 100)]
+    adder = preempting(reqs, released, _get_running_request_total_token_offset=lambda _req: 0)
     urgent: Any = SimpleNamespace(priority=5)
     assert not out.displace(adder, urgent, 150.0)
     assert released == []
@@ -320,7 +357,7 @@ def test_preempt_to_schedule_skips_beam_groups(monkeypatch: pytest.MonkeyPatch) 
     class Running(SimpleNamespace):
         __hash__ = object.__hash__
 
-    running = [
+    reqs = [
         Running(
             finished=lambda: False, priority=0, beam_group=group,
             time_stats=SimpleNamespace(wait_queue_entry_time=at),
@@ -328,7 +365,7 @@ def test_preempt_to_schedule_skips_beam_groups(monkeypatch: pytest.MonkeyPatch) 
         for at, group in enumerate((None, object()))
     ]  # fmt: skip
     adder = preempting(
-        running, released, rem_total_tokens=1000, _request_slot_reserve_for_req=lambda _req: 0,
+        reqs, released, rem_total_tokens=1000, _request_slot_reserve_for_req=lambda _req: 0,
         _get_running_request_total_token_offset=lambda _req: 10,
     )  # fmt: skip
     urgent: Any = SimpleNamespace(
@@ -338,7 +375,7 @@ def test_preempt_to_schedule_skips_beam_groups(monkeypatch: pytest.MonkeyPatch) 
     original = schedule_policy.PrefillAdder.preempt_to_schedule
     assert beams.sparing(original, adder, urgent)
     assert released == [0]
-    assert adder.preempt_list == [running[0]]
+    assert adder.preempt_list == [reqs[0]]
 
 
 def leader(width: int) -> Any:
