@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from engine_kit import CHECKED, retracting, run_program
+from fuzz_kit import rounds
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
 
-PROMPTS = int(os.environ.get("SGL_EXT_PROMPTS", "12"))
-"""Number of ShareGPT prompts; SGL_EXT_PROMPTS=50 takes four times as long."""
+PROMPTS = rounds(12)
+"""Number of ShareGPT prompts; SGL_EXT_ROUNDS=50 takes four times as long."""
 
 PROGRAM = """
 import json, sys

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 import sglang as sgl
+from fuzz_kit import rounds
 from msgspec import to_builtins
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
@@ -359,7 +360,8 @@ class User:
         self.server = server
         self.texts = texts
         self.chance = random.Random(seed)  # noqa: S311
-        self.ids: list[str] = []
+        self.expiry: dict[str, tuple[float, float]] = {}
+        """Earliest and latest time at which each context expires."""
         self.salt = f"user-{seed % 2}"
 
     def run(self, steps: int) -> None:
@@ -371,47 +373,65 @@ class User:
         method = self.chance.choice(["naive", "lego-4", "primed+offline-8", "blend-15", "full"])
         texts = [self.passage() for _ in range(self.chance.randint(2, 3))]
         ttl = self.chance.choice([0.5, 600])
-        self.ids += create(self.server, *texts, method=method, ttl=ttl, cache_salt=self.salt)
+        begin = time.monotonic()
+        ids = create(self.server, *texts, method=method, ttl=ttl, cache_salt=self.salt)
+        self.expiry |= dict.fromkeys(ids, (begin + ttl, time.monotonic() + ttl))
 
     def passage(self) -> str:
         text = self.chance.choice(self.texts)
         begin = self.chance.randrange(len(text) // 2)
         return text[begin : begin + self.chance.randint(30, 600)]
 
-    def body(self) -> dict[str, Any]:
-        ids = self.chance.sample(self.ids, min(len(self.ids), self.chance.randint(1, 4)))
+    def named(self) -> list[str]:
+        return self.chance.sample([*self.expiry], min(len(self.expiry), self.chance.randint(1, 4)))
+
+    def body(self, ids: list[str]) -> dict[str, Any]:
         parts = [part(each) for id_ in ids for each in (self.passage()[:80], id_)]
         sampling = {"temperature": 0, "max_new_tokens": self.chance.randint(1, 6)}
         text = [*parts, part("And then?")]
         return {"text": text, "sampling_params": sampling, "cache_salt": self.salt}
 
     def link(self) -> None:
-        answer = post(self.server, "/generate", **self.body())
-        assert answer.status_code in (200, 404), answer.text
-        if answer.status_code == 200 and self.ids:
+        ids = self.named()
+        body, begin = self.body(ids), time.monotonic()
+        answer = post(self.server, "/generate", **body)
+        assert answer.status_code in self.expected(ids, begin), answer.text
+        if answer.status_code == 200 and ids:
             assert answer.json()["meta_info"]["ext"][0]["power"] == "chunks"
+
+    def expected(self, ids: list[str], begin: float) -> set[int]:
+        """Returns the statuses that a request for contexts may have, sent at ``begin``.
+
+        It is one status, unless a context may have expired before the answer, which came just now.
+        """
+        end = time.monotonic()
+        if any(self.expiry[id_][1] <= begin for id_ in ids):
+            return {404}
+        return {200, 404} if any(self.expiry[id_][0] <= end for id_ in ids) else {200}
 
     def give_up(self) -> None:
         """Sends a prompt and disconnects after a short time; SGLang then aborts the request."""
         with contextlib.suppress(requests.Timeout):
             url, wait = f"{self.server.url}/generate", self.chance.uniform(0.01, 0.4)
-            requests.post(url, json=self.body(), timeout=wait)
+            requests.post(url, json=self.body(self.named()), timeout=wait)
 
     def delete(self) -> None:
-        if self.ids:
-            id_ = self.ids.pop(self.chance.randrange(len(self.ids)))
+        if self.expiry:
+            id_ = self.chance.choice([*self.expiry])
             url = f"{self.server.url}/ext/chunks/{id_}?cache_salt={self.salt}"
-            assert requests.delete(url, timeout=DEADLINE_S).status_code in (200, 404)
+            begin = time.monotonic()
+            status = requests.delete(url, timeout=DEADLINE_S).status_code
+            assert status in self.expected([id_], begin)
+            del self.expiry[id_]
 
 
 def test_random_operations_of_concurrent_clients_leak_no_kv(
     server: Server, texts: list[str]
 ) -> None:
-    """Runs SGL_EXT_OPERATIONS operations while SGLang checks its memory in every step."""
-    operations = int(os.environ.get("SGL_EXT_OPERATIONS", "36"))
+    """Runs SGL_EXT_ROUNDS operations while SGLang checks its memory in every step."""
     users = [User(server, texts, seed) for seed in range(3)]
     with ThreadPoolExecutor(len(users)) as threads:
-        for running in [threads.submit(user.run, operations // len(users)) for user in users]:
+        for running in [threads.submit(user.run, rounds(36) // len(users)) for user in users]:
             running.result()
     # A prompt that needs most of the pool is still admitted: no lock keeps its pages.
     prompt = {"input_ids": [5] * 3804, "sampling_params": {"max_new_tokens": 1}}

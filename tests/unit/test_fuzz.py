@@ -9,27 +9,32 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from fuzz_kit import PATIENT, mutate, rounds
-from malformed_kit import encoded, spoiled
+from malformed_kit import PATHS, encoded, spoiled
 from pydantic import ValidationError
 from tier_kit import LAYOUT, directories, folder, get, put
 
 from sgl_ext.chunks.composition import Composition, LinkedChunk, Selection
 from sgl_ext.config import load
 from sgl_ext.config.source import ConfigError
-from sgl_ext.engine.chunks.api import CreateContexts
+from sgl_ext.engine.chunks.api import CreateContexts, router
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, read_parameters
 from sgl_ext.engine.clusters.api import StoreContext
+from sgl_ext.engine.clusters.api import install as install_clusters
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, read_stored
+from sgl_ext.engine.swap.api import install as install_swap
 from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.transfer import TransferEngine
@@ -182,6 +187,16 @@ def test_mutated_request_bodies_raise_only_validation_error() -> None:
         for model in (CreateContexts, StoreContext):
             with suppress(ValidationError):
                 model.model_validate(body)
+
+
+def test_malformed_requests_are_sent_to_every_route_of_the_extension() -> None:
+    app = FastAPI()
+    install_swap(app, MagicMock(), None)
+    install_clusters(app, MagicMock())
+    paths = {str(route.path) for route in (*app.routes, *router(MagicMock()).routes)}  # type: ignore[attr-defined]
+    ours = {re.sub(r"{\w+}", "{}", path) for path in paths if path.startswith("/ext/")}
+    assert len(ours) == 8
+    assert ours <= PATHS
 
 
 def test_mutated_layout_files_of_ssd_tiers_are_rewritten(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ _FOLLOWS = {
     },
 }
 _SPLIT = {"by": "tokens", "tokens": 4}
+_CREATE = (
+    "POST", "/ext/chunks",
+    {"chunks": ["Hello there", [5, 6]], "method": "lego-16", "split": _SPLIT, "prefix": "p",
+     "ttl": 5.0, "cache_salt": "s"},
+)  # fmt: skip
 _ROUTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("POST", "/generate", _GENERATE),
     ("POST", "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}),
@@ -96,9 +101,7 @@ _ROUTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("POST", "/v1/tokenize", {"prompt": "Hello", "model": "m"}),
     ("POST", "/v1/detokenize", {"tokens": [5], "model": "m"}),
     ("POST", "/vertex_generate", {"instances": [{"text": "Hi"}], "parameters": {}}),
-    ("POST", "/ext/chunks",
-     {"chunks": ["Hello there", [5, 6]], "method": "lego-16", "split": _SPLIT, "prefix": "p",
-      "ttl": 5.0, "cache_salt": "s"}),
+    _CREATE,
     ("POST", "/ext/swap/priority", {"rid": "none", "priority": 1}),
     ("POST", "/ext/clusters", {"input_ids": [5, 6, 7], "text": None, "record_only": False}),
     ("POST", "/open_session", {"capacity_of_str_len": 1000, "session_id": "fuzz"}),
@@ -111,6 +114,8 @@ _READ = (
     "/ext/clusters/list", "/ext/clusters/{}", "/v1/models/{}", "/v1/responses/{}",
     "/server_info", "/model_info", "/v1/loads", "/metrics", "/ext/{}", "/{}",
 )  # fmt: skip
+PATHS = frozenset((*(path for _, path, _ in _ROUTES), *_READ))
+"""Paths of the requests; ``{}`` stands for a random name."""
 _NAMES = (
     "ctx-none", "stx-none", "%00", "..%2f..%2fetc%2fpasswd", "a" * 3000, "%ff%fe", "*", "", "%0a",
     "list?cache_salt=%00", "stx-" + "a" * 200,
@@ -224,8 +229,8 @@ def malformed(rng: random.Random) -> Asked:
     if rng.random() < 0.12:
         path = rng.choice(_READ).format(rng.choice(_NAMES))
         return Asked(rng.choice(("GET", "GET", "DELETE", "POST", "PUT")), path, b"", {})
-    # The first routes have the most fields, so they are chosen more often.
-    method, path, template = rng.choice((*_ROUTES, *_ROUTES[:7], *_ROUTES[:2], _ROUTES[23]))
+    # The routes with the most fields are chosen more often.
+    method, path, template = rng.choice((*_ROUTES, *_ROUTES[:7], *_ROUTES[:2], _CREATE))
     body = spoiled(template, rng)
     headers = _JSON
     data = encoded(body)

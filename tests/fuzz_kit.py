@@ -1,4 +1,4 @@
-"""Mutations of bytes for fuzz tests, and the number of mutated inputs of a test."""
+"""Mutations of bytes for fuzz tests, and the number of rounds of long tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REGION = 64
 
 
 def rounds(default: int) -> int:
-    """Returns the number of mutated inputs of a test: ``SGL_EXT_ROUNDS``, or the default."""
+    """Returns the number of rounds of a test: ``SGL_EXT_ROUNDS``, or the default."""
     return int(os.environ.get("SGL_EXT_ROUNDS", default))
 
 
