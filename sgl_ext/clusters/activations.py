@@ -13,9 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext._native import _clusters
-
-_SAMPLE = 256
 _WORD = 64
 
 
@@ -56,10 +53,6 @@ class Activations:
         return cls(np.ascontiguousarray(np.concatenate(words, axis=1)), queries)
 
     @property
-    def entries(self) -> int:
-        return len(self.bits)
-
-    @property
     def words(self) -> int:
         """Words of the bits of each entry."""
         return int(self.bits.shape[1])
@@ -69,25 +62,6 @@ class Activations:
         """Number of queries that activate each entry, int64 ``[entries]``."""
         counts: NDArray[np.int64] = np.bitwise_count(self.bits).sum(axis=1, dtype=np.int64)
         return counts
-
-    def radius(self, neighbours: int, *, seed: int = 0) -> float:
-        """Returns the distance within which half of the active entries have ``neighbours`` others.
-
-        The distance is estimated from a sample of the active entries. It is at most 1.
-        """
-        active = np.flatnonzero(self.frequency)
-        if len(active) <= neighbours:
-            return 1.0
-        chance = np.random.default_rng(seed)
-        sample = chance.permutation(active)[:_SAMPLE]
-        # The nearest entry is the entry itself.
-        nth = [
-            np.partition(_clusters.distances(self.bits, int(entry)), neighbours)[neighbours]
-            for entry in sample
-        ]
-        # Slightly larger than the median, because members are nearer than the radius. At most 1,
-        # the distance of entries that share no query.
-        return min(float(np.nextafter(np.float32(np.median(nth)), np.float32(2.0))), 1.0)
 
 
 def _most(mass: NDArray[np.float32], share: float) -> NDArray[np.bool_]:

@@ -21,23 +21,14 @@ def joined(
     Returns:
         Clusters of each new entry, nearest first; empty if no medoid is within the radius.
     """
-    distance = distances(active, medoids)
-    order = np.argsort(distance, axis=1, kind="stable")
-    near = np.take_along_axis(distance, order, axis=1) < radius
-    return [row[: int(count)] for row, count in zip(order, near.sum(axis=1), strict=True)]
-
-
-def distances(active: NDArray[np.bool_], medoids: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Returns Jaccard distances between new entries and medoids, float32 ``[new, clusters]``.
-
-    The distance is that of the sets of steps that activated each, and 1 if no step activated
-    either. The arguments are those of :func:`joined`.
-    """
     new, old = active.astype(np.float32), medoids.astype(np.float32)
     shared = new.T @ old
     either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
-    found = np.where(either > 0, 1 - shared / np.maximum(either, 1), np.float32(1))
-    return found.astype(np.float32)
+    # Jaccard distance of the sets of steps; 1 if no step activated either.
+    distance = 1 - shared / np.maximum(either, 1)
+    order = np.argsort(distance, axis=1, kind="stable")
+    near = np.take_along_axis(distance, order, axis=1) < radius
+    return [row[: int(count)] for row, count in zip(order, near.sum(axis=1), strict=True)]
 
 
 class HotBlocks:

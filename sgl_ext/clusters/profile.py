@@ -63,14 +63,12 @@ class Profile:
 
     Attributes:
         activations: Activations of the entries, in the order of the text.
-        received: Sum of the attention of all queries to each entry, float32 ``[entries]``.
         order: Entries in the order of storage, int32 ``[entries]``; entries that are activated
             together are adjacent.
         codes: Codes of the keys, in the order of storage.
     """
 
     activations: Activations
-    received: NDArray[np.float32]
     order: NDArray[np.int32]
     codes: Codes
 
@@ -92,17 +90,11 @@ class Profile:
                 f"layer {layer} of the context has keys, values or queries that are not finite"
             )
         middle = keys[options.sinks : len(keys) - options.window]
-        received = np.zeros(len(middle), np.float32)
-
-        def masses() -> Iterator[NDArray[np.float32]]:
-            for mass in _masses(recorded, layer, options, keys):
-                np.add(received, mass.sum(axis=0), out=received)
-                yield mass
-
-        activations = Activations.of(masses(), options.activated)
+        masses = _masses(recorded, layer, options, keys)
+        activations = Activations.of(masses, options.activated)
         order = _clusters.blocks(activations.bits, block, max(_WINDOW, block))
         codes = Codes.of(middle[order], queries, options.subspaces, seed=layer)
-        return cls(activations, received, order, codes)
+        return cls(activations, order, codes)
 
     def often(self, block: int) -> NDArray[np.int64]:
         """Returns how many queries activate any entry of each block, int64 ``[blocks]``."""

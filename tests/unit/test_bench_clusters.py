@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_cluster_store import recorded_context
 
+from sgl_ext.bench.clusters.clustering import best_clusters, cluster
 from sgl_ext.bench.clusters.mass import relative_mass
 from sgl_ext.bench.clusters.samples import Layer
 from sgl_ext.bench.clusters.selectors import (
@@ -15,8 +18,7 @@ from sgl_ext.bench.clusters.selectors import (
     SELECTORS,
     swarm,
 )
-from sgl_ext.clusters.activations import log_sum
-from sgl_ext.clusters.adaptation import distances
+from sgl_ext.clusters.activations import Activations, log_sum
 from sgl_ext.clusters.profile import Options, Profile
 
 BLOCK = 4
@@ -79,14 +81,18 @@ def test_swarm_cuts_its_last_cluster_at_the_budget(layer: Layer) -> None:
             assert others <= set(chosen.tolist())
 
 
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    either = (one | other).sum()
-    return 1 - (one & other).sum() / either if either else 1.0
-
-
-def test_distances_are_jaccard_distances_of_columns() -> None:
-    chance = np.random.default_rng(1)
-    one, other = chance.random((40, 5)) < 0.2, chance.random((40, 7)) < 0.3
-    other[:, 2] = one[:, 3] = False
-    expected = [[jaccard(one[:, a], other[:, b]) for b in range(7)] for a in range(5)]
-    np.testing.assert_allclose(distances(one, other), expected, atol=1e-6)
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 120), st.integers(1, 9), st.integers(1, 130), st.integers(0, 1 << 16))
+def test_best_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    mass = chance.gamma(0.3, size=(64, entries)).astype(np.float32)
+    clusters = cluster(Activations.of([mass], 0.1), most=most)
+    scores = chance.random(len(clusters), np.float32)
+    chosen, found = best_clusters(scores, clusters, budget)
+    expected: set[int] = set()
+    for at, one in enumerate(np.argsort(-scores, kind="stable")):
+        if len(expected) >= min(budget, entries):
+            assert len(chosen) == at
+            break
+        expected |= set(clusters.members[clusters.starts[one] : clusters.starts[one + 1]].tolist())
+    assert found.tolist() == sorted(expected)

@@ -1,29 +1,31 @@
-"""Placement and selection of entries, choice of replicas, and blocks that stay in memory."""
+"""Placement and selection of blocks, and the blocks that stay in memory."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.activations import Activations
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks, joined
-from sgl_ext.clusters.clustering import Clusters, cluster
-from sgl_ext.clusters.placement import SECTOR, Blocks, cost_effectiveness, stripe
-from sgl_ext.clusters.retrieval import Replicated
-from sgl_ext.clusters.selection import best_blocks, best_clusters, best_entries
+from sgl_ext.clusters.placement import SECTOR, Blocks
+from sgl_ext.clusters.selection import blocks_of, each_of
 
 seeds = st.integers(0, 1 << 16)
 
 
-def some_clusters(entries: int, most: int, seed: int) -> Clusters:
-    chance = np.random.default_rng(seed)
-    mass = chance.gamma(0.3, size=(64, entries)).astype(np.float32)
-    return cluster(Activations.of([mass], 0.1), most=most)
+def best_blocks(
+    scores: NDArray[np.float32], share: float, *, block: int, devices: int
+) -> NDArray[np.int64]:
+    """Returns the blocks with the highest scores, as many as a query of ``share`` is given."""
+    blocks = math.ceil(scores.shape[1] / block)
+    deal = _clusters.Deal(block, devices, each_of(share, blocks, devices))
+    found = _clusters.best_blocks(scores, deal)
+    assert found.shape == (len(scores), blocks_of(share, blocks, devices))
+    return found
 
 
 @settings(deadline=None, max_examples=200)
@@ -52,23 +54,6 @@ def test_full_share_selects_all_and_ties_select_the_lowest_blocks() -> None:
     assert best_blocks(scores[None], 1.0, block=5, devices=4).tolist() == [[*range(9)]]
     equal = np.zeros((1, 40), np.float32)
     assert best_blocks(equal, 0.4, block=5, devices=2).tolist() == [[0, 1, 2, 3]]
-    assert best_entries(scores, 43).tolist() == list(range(43))
-    assert best_entries(scores, 3).tolist() == sorted(np.argsort(scores)[-3:].tolist())
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 120), st.integers(1, 9), st.integers(1, 130), seeds)
-def test_best_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: int) -> None:
-    clusters = some_clusters(entries, most, seed)
-    scores = np.random.default_rng(seed).random(len(clusters), np.float32)
-    chosen, found = best_clusters(scores, clusters, budget)
-    expected: set[int] = set()
-    for at, one in enumerate(np.argsort(-scores, kind="stable")):
-        if len(expected) >= min(budget, entries):
-            assert len(chosen) == at
-            break
-        expected |= set(clusters.members[clusters.starts[one] : clusters.starts[one + 1]].tolist())
-    assert found.tolist() == sorted(expected)
 
 
 @settings(deadline=None, max_examples=100)
@@ -87,51 +72,12 @@ def test_blocks_do_not_overlap_and_are_balanced_over_devices(
     for layer in range(layers):
         numbers = np.arange(blocks.blocks)
         device, offset = blocks.place(layer, numbers)
-        assert device[0] == blocks.first(layer)
-        assert (device == (blocks.first(layer) + numbers) % devices).all()
+        assert (device == (layer * blocks.blocks + numbers) % devices).all()
         assert offset.max() + blocks.block_bytes <= blocks.file_bytes
         taken |= set(zip(device.tolist(), offset.tolist(), strict=True))
     assert len(taken) == layers * blocks.blocks
     held = np.bincount([device for device, _ in taken], minlength=devices)
     assert held.max() - held.min() <= 1
-
-
-@pytest.mark.parametrize("devices", range(1, 9))
-@pytest.mark.parametrize("most", [4, 8, 16, 24, 32])
-def test_replica_reads_are_balanced_over_devices(devices: int, most: int) -> None:
-    clusters = some_clusters(1500, most, most)
-    replicas = stripe(clusters, devices)
-    stored = np.bincount(replicas.device, minlength=devices)
-    assert stored.max() <= 1.02 * stored.mean()
-    source = Replicated(clusters, replicas, 1500, devices)
-    where = {
-        place: int(entry)
-        for place, entry in zip(
-            zip(replicas.device.tolist(), replicas.row.tolist(), strict=True),
-            clusters.members,
-            strict=True,
-        )
-    }
-    assert len(where) == len(clusters.members)
-    chance = np.random.default_rng(devices)
-    loads: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(5):
-        _, wanted = best_clusters(chance.random(len(clusters), np.float32), clusters, 400)
-        for balance, ratios in loads.items():
-            reads = source.schedule(wanted, balance=balance)
-            found = [where[device, int(row)] for device, rows in enumerate(reads) for row in rows]
-            assert sorted(found) == wanted.tolist()
-            sizes = [len(rows) for rows in reads]
-            ratios.append(max(sizes) / (sum(sizes) / devices))
-    assert np.mean(loads[True]) <= 1.02
-    assert np.mean(loads[True]) <= np.mean(loads[False])
-
-
-def test_cost_effectiveness_favors_small_and_frequent_clusters() -> None:
-    frequency, sizes = np.array([10.0, 10.0, 1.0]), np.array([1, 16, 1])
-    found = cost_effectiveness(frequency, sizes, latency=8e-5, per_entry=1e-6)
-    assert found[0] > found[1] > 0
-    assert found[2] == pytest.approx(found[0] / 10)
 
 
 @settings(deadline=None, max_examples=100)

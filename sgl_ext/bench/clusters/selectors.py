@@ -13,10 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext._native import _clusters
+from sgl_ext.bench.clusters.clustering import Clusters, best_clusters, cluster
 from sgl_ext.bench.clusters.samples import Layer
 from sgl_ext.clusters.activations import attention_mass
-from sgl_ext.clusters.clustering import Clusters, cluster
-from sgl_ext.clusters.selection import best_blocks, best_clusters
+from sgl_ext.clusters.selection import each_of
 
 Mask = NDArray[np.bool_]
 """Entries that each query is given, bool ``[queries, entries]``."""
@@ -79,10 +80,10 @@ class Together:
 
     def select(self, budget: int) -> Mask:
         found = np.zeros(self.scores.shape, bool)
-        share = budget / self.scores.shape[1]
-        blocks = best_blocks(self.scores, share, block=self.block, devices=DEVICES)
-        entries = self.order.reshape(-1, self.block)[blocks]
-        np.put_along_axis(found, entries.reshape(len(found), -1), values=True, axis=1)
+        blocks = self.order.reshape(-1, self.block)
+        each = each_of(budget / self.order.size, len(blocks), DEVICES)
+        chosen = _clusters.best_blocks(self.scores, _clusters.Deal(self.block, DEVICES, each))
+        np.put_along_axis(found, blocks[chosen].reshape(len(found), -1), values=True, axis=1)
         return found
 
 

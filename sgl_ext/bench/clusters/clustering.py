@@ -23,6 +23,8 @@ from sgl_ext.clusters.activations import Activations
 
 Mode = Literal["capped", "faithful", "medoid-only", "no-replica"]
 
+_SAMPLE = 256
+"""Largest number of entries from which a radius is estimated."""
 _UNBOUNDED = 1 << 31
 
 
@@ -55,10 +57,6 @@ class Clusters:
         """Medoid of each cluster, int32 ``[clusters]``."""
         return self.members[self.starts[:-1]]
 
-    def copies(self, entries: int) -> NDArray[np.int64]:
-        """Returns the number of clusters that each entry is in, ``[entries]``."""
-        return np.bincount(self.members, minlength=entries)
-
 
 def cluster(
     activations: Activations,
@@ -84,7 +82,7 @@ def cluster(
         threads: Threads that count the neighbours of the entries; the rest is not parallel.
     """
     if radius is None:
-        radius = activations.radius(neighbours)
+        radius = radius_of(activations, neighbours)
     near = _clusters.density(activations.bits, radius, threads)
     frequency = activations.frequency
     # Most neighbours first; among equals the most frequently activated one, then the first.
@@ -98,3 +96,47 @@ def cluster(
     alone = np.flatnonzero(~seen).astype(np.int32)
     starts = np.concatenate([starts, starts[-1] + 1 + np.arange(len(alone))])
     return Clusters(starts, np.concatenate([members, alone]), radius)
+
+
+def radius_of(activations: Activations, neighbours: int) -> float:
+    """Returns the distance within which half of the active entries have ``neighbours`` others.
+
+    The distance is estimated from a sample of the active entries. It is at most 1.
+    """
+    active = np.flatnonzero(activations.frequency)
+    if len(active) <= neighbours:
+        return 1.0
+    sample = np.random.default_rng(0).permutation(active)[:_SAMPLE]
+    # The nearest entry is the entry itself.
+    nth = [
+        np.partition(_clusters.distances(activations.bits, int(entry)), neighbours)[neighbours]
+        for entry in sample
+    ]
+    # Slightly larger than the median, because members are nearer than the radius. At most 1,
+    # the distance of entries that share no query.
+    return min(float(np.nextafter(np.float32(np.median(nth)), np.float32(2.0))), 1.0)
+
+
+def best_clusters(
+    scores: NDArray[np.float32], clusters: Clusters, budget: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the clusters with the highest scores that together have at least ``budget`` entries.
+
+    Args:
+        scores: Scores of the medoids, ``[clusters]``.
+        budget: Number of distinct entries (Eq. 8); all entries if there are fewer.
+
+    Returns:
+        The clusters, best first, and their distinct entries, sorted.
+    """
+    order = np.argsort(-scores, kind="stable")
+    sizes = clusters.sizes[order]
+    ends = np.cumsum(sizes)
+    at = np.arange(ends[-1])
+    members = clusters.members[np.repeat(clusters.starts[order] - (ends - sizes), sizes) + at]
+    # Number of distinct entries up to each member. The last of several writes to an index remains.
+    first = np.full(members.max() + 1, -1)
+    first[members[::-1]] = at[::-1]
+    reached = np.cumsum(first[members] == at)[ends - 1]
+    count = int(np.searchsorted(reached, min(budget, reached[-1]))) + 1
+    return order[:count], np.unique(members[: ends[count - 1]])
