@@ -174,7 +174,7 @@ def test_reading_more_blocks_reduces_the_error_of_logprobs(
     assert mean[0.4] < mean[0.1] < mean[0.01]
     assert mean[0.1] < 0.3
     state = live(server.url)["clusters"]["open"][stored["id"]]
-    assert min(state["requests"], state["fetched"], state["expected"]) > 0
+    assert min(state["requests"], state["fetched"], state["prefetched"]) > 0
     until(lambda: blocks_given(server) == sum(state[name] for name in BLOCKS), within=60)
 
 

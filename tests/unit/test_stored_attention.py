@@ -166,7 +166,7 @@ def test_frequently_wanted_blocks_are_not_read_again(
 
 @pytest.mark.parametrize("hot", [0, 60_000])
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
-def test_expected_blocks_are_not_read_again(
+def test_prefetched_blocks_are_not_read_again(
     hot: int, times: float, engine: TransferEngine, tmp_path: Path
 ) -> None:
     setup = Setup(tmp_path, engine, hot=hot)
@@ -175,50 +175,50 @@ def test_expected_blocks_are_not_read_again(
         own, query = own_tokens(rows, setup.chance), setup.query(rows) * 3
         expected = [setup.query(rows), query][step % 2]  # the wrong ones first
         before = setup.memory.fetched.sum()
-        setup.attention.expect(layer, expected, setup.pool[layer, :, 0], own, 0.1, times)
+        setup.attention.prefetch(layer, expected, setup.pool[layer, :, 0], own, 0.1, times)
         found, chosen = setup.sparse(layer, query, own, 0.1)
         torch.testing.assert_close(found, setup.expected(layer, query, own, chosen), rtol=0, atol=0)
         if times == 2 and step % 2:
             # The new tokens' own keys were not known, so a few blocks may differ.
             assert setup.memory.fetched.sum() - before <= 0.2 * len(np.unique(chosen))
-    assert setup.memory.came.sum() > 0
+    assert setup.memory.prefetched.sum() > 0
 
 
-def test_blocks_are_read_ahead_one_layer_early(engine: TransferEngine, tmp_path: Path) -> None:
+def test_blocks_are_prefetched_one_layer_early(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     keys = setup.pool[:, :, 0]
     for _ in range(3):
         own = own_tokens(2, setup.chance)
         query = [setup.query(2) * 3 for _ in range(3)]
         for layer in range(3):
-            before = setup.memory.fetched.copy(), setup.memory.came.copy()
+            before = setup.memory.fetched.copy(), setup.memory.prefetched.copy()
             for _ in range(2):  # as two parts of a forward do
                 if layer < 2:
                     ahead = layer + 1
-                    setup.attention.expect(ahead, query[ahead], keys[ahead], own, 0.1, 2.0)
+                    setup.attention.prefetch(ahead, query[ahead], keys[ahead], own, 0.1, 2.0)
             found, chosen = setup.sparse(layer, query[layer], own, 0.1)
             expected = setup.expected(layer, query[layer], own, chosen)
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
             count = len(np.unique(chosen))
-            came = setup.memory.came[layer] - before[1][layer]
-            assert came + setup.memory.fetched[layer] - before[0][layer] == count
-            assert (came >= 0.8 * count) == (layer > 0)
+            prefetched = setup.memory.prefetched[layer] - before[1][layer]
+            assert prefetched + setup.memory.fetched[layer] - before[0][layer] == count
+            assert (prefetched >= 0.8 * count) == (layer > 0)
 
 
-def test_a_poorly_predicted_layer_is_not_read_ahead(engine: TransferEngine, tmp_path: Path) -> None:
+def test_a_poorly_predicted_layer_is_not_prefetched(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     last = np.array([setup.stored.about.blocks.blocks - 1])
     for _ in range(20):
-        setup.memory.expect(1, last)
+        setup.memory.prefetch(1, last)
         setup.memory.bring(1, np.arange(3))
     before = setup.memory.requests
-    setup.memory.expect(1, last)
+    setup.memory.prefetch(1, last)
     assert setup.memory.requests == before
-    setup.memory.expect(2, last)
+    setup.memory.prefetch(2, last)
     assert setup.memory.requests == before + 1
 
 
-def test_errors_of_reads_ahead_are_raised_when_blocks_are_wanted(
+def test_errors_of_prefetches_are_raised_when_blocks_are_wanted(
     engine: TransferEngine, tmp_path: Path
 ) -> None:
     setup = Setup(tmp_path, engine)
@@ -227,17 +227,17 @@ def test_errors_of_reads_ahead_are_raised_when_blocks_are_wanted(
     file = setup.stored.files[1]
     contents = file.read_bytes()
     os.truncate(file, 0)
-    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    setup.attention.prefetch(0, query, keys, own, 0.3, 1.0)
     with pytest.raises(DeviceError, match="device 1 cannot be read"):
         setup.sparse(0, query, own, 0.3)
-    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    setup.attention.prefetch(0, query, keys, own, 0.3, 1.0)
     file.write_bytes(contents)
     found, chosen = setup.sparse(0, query, own, 0.3)
     assert torch.equal(found, setup.expected(0, query, own, chosen))
     harmed = bytearray(contents)
     harmed[::512] = bytes(byte ^ 1 for byte in harmed[::512])
     file.write_bytes(harmed)
-    setup.attention.expect(0, query, keys, own, 0.3, 1.0)
+    setup.attention.prefetch(0, query, keys, own, 0.3, 1.0)
     with pytest.raises(DeviceError, match="blocks are damaged"):
         setup.sparse(0, query, own, 0.3)
 
@@ -258,11 +258,11 @@ def test_rows_whose_blocks_do_not_fit_together_are_served_in_groups(
 def test_a_hanging_device_is_waited_for_once(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(1, setup.chance), setup.query(1)
-    setup.attention.expect(0, query, setup.pool[0, :, 0], own, 0.1, 1.0)
+    setup.attention.prefetch(0, query, setup.pool[0, :, 0], own, 0.1, 1.0)
     area = setup.memory._ahead[0]
     reading, waits = area.reading, []
     assert reading is not None
-    assert area.expected is not None
+    assert area.prefetched is not None
 
     def wait(deadline: float) -> None:
         waits.append(deadline)
@@ -309,7 +309,7 @@ def test_an_error_of_a_context_ends_only_its_own_requests(
     setup = Setup(tmp_path, engine)
 
     class Broken(StoredAttention):
-        def expect(self, *args: Any) -> None:
+        def prefetch(self, *args: Any) -> None:
             if isinstance(error, IndexError):
                 raise error
 
@@ -329,7 +329,7 @@ def test_an_error_of_a_context_ends_only_its_own_requests(
     query = setup.query(5)
     for layer in range(2):
         keys, values = setup.pool[layer].unbind(1)
-        forward.expect(layer, query[forward.followed], keys, 1.0)
+        forward.prefetch(layer, query[forward.followed], keys, 1.0)
         out = torch.full_like(query, 7.0)
         forward.attend(setup.native, layer, query, keys, values, out)
         own = Own.of([table[0, :5].long().numpy()], [1])

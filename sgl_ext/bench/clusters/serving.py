@@ -90,7 +90,7 @@ class _Measured:
     blocks: NDArray[np.int64] | int = 0
 
 
-_BLOCKS = ("fetched", "expected", "in_memory")
+_BLOCKS = ("fetched", "prefetched", "in_memory")
 
 
 def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) -> None:
@@ -121,9 +121,9 @@ def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
 
 
 def _report(report: Report, name: str, measured: _Measured) -> None:
-    fetched, expected, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
-    wanted = fetched + expected + held
-    coverage = float(expected / max(expected + fetched, 1))  # of the blocks not in memory
+    fetched, prefetched, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
+    wanted = fetched + prefetched + held
+    coverage = float(prefetched / max(prefetched + fetched, 1))  # of the blocks not in memory
     spent = {what: each / measured.seconds for what, each in measured.spent.items()}
     report.runs.append(
         {
@@ -137,6 +137,6 @@ def _report(report: Report, name: str, measured: _Measured) -> None:
         | summary(measured.tokens, "token_ms", 1e3)
     )
     if name == AS_IT_IS:
-        report.figures["retrieval_overhead_share"] = spent["choosing"] + spent["placing"]
+        report.figures["retrieval_overhead_share"] = spent["select"] + spent["assemble"]
     elif name == AHEAD:
         report.figures["prefetch_coverage"] = coverage

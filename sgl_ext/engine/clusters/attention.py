@@ -77,7 +77,7 @@ class StoredAttention:
         self._about, self._stored = stored.about, stored
         self._blocks = stored.about.blocks
         self.memory = memory
-        self.seconds = {"choosing": 0.0, "fetching": 0.0, "placing": 0.0, "expecting": 0.0}
+        self.seconds = {"select": 0.0, "fetch": 0.0, "assemble": 0.0, "prefetch": 0.0}
         """Seconds that the thread of forwards has spent on the context, by activity."""
         self.failed = ""
         """Reason why the context cannot be followed until it is opened again; empty if it can."""
@@ -128,18 +128,18 @@ class StoredAttention:
             some = slice(start, start + _ROWS)
             began = time.perf_counter()
             chosen = self._select(layer, query[some], keys, own.only(some), share)
-            began = self._spent("choosing", began)
+            began = self._spent("select", began)
             for first, end, wanted in _fitting(chosen, memory.most):
                 began = time.perf_counter()
                 slots = memory.bring(layer, wanted)
-                began = self._spent("fetching", began)
+                began = self._spent("fetch", began)
                 some = slice(start + first, start + end)
                 rows = slots[None]
                 if end - first > 1:
                     rows = slots[np.searchsorted(wanted, chosen[first:end])]
                 table, contexts = self._table(layer, rows, own.only(some), len(keys), share)
                 batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
-                self._spent("placing", began)
+                self._spent("assemble", began)
                 parts.append(
                     native.attend(
                         batch, query[some], keys, values, scale=self._about.geometry.scale,
@@ -150,7 +150,7 @@ class StoredAttention:
         began = time.perf_counter()
         # One step, even with several groups: only the last group's blocks are still in memory.
         memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
-        self._spent("placing", began)
+        self._spent("assemble", began)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
             raise ExtError(
@@ -159,7 +159,7 @@ class StoredAttention:
             )
         return found
 
-    def expect(
+    def prefetch(
         self,
         layer: int,
         query: torch.Tensor,
@@ -184,8 +184,8 @@ class StoredAttention:
         room = self.memory.most / (len(query) * self._blocks.blocks)
         share = max(min(share * times, room, 1.0), 1 / self._blocks.blocks)
         known = own._replace(lengths=own.before)  # the layer has not computed K of the new tokens
-        self.memory.expect(layer, _union([*self._select(layer, query, keys, known, share)]))
-        self._spent("expecting", began)
+        self.memory.prefetch(layer, _union([*self._select(layer, query, keys, known, share)]))
+        self._spent("prefetch", began)
 
     def _spent(self, what: str, began: float) -> float:
         """Adds the time since ``began`` to an activity, and returns the current time."""

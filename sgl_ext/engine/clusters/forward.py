@@ -77,21 +77,21 @@ class StoredForward:
         """Indices of the queries of followers' rows in the forward, int64 ``[followed]``."""
         return torch.cat([part.tokens for part in self._parts.values()])
 
-    def expect(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
+    def prefetch(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
         """Starts to read the blocks that a layer will probably need.
 
         Args:
             query: predicted queries, ``[followed, heads, head_dim]``, in the order of
                 :attr:`followed`.
             keys: see :meth:`attend`.
-            times: see :meth:`StoredAttention.expect`.
+            times: see :meth:`StoredAttention.prefetch`.
         """
         start = 0
         for key, part in self._parts.items():
             asked = query[start : (start := start + len(part.tokens))]
             if key not in self._failed:
                 try:
-                    part.context.expect(layer, asked, keys, part.own, key[1], times)
+                    part.context.prefetch(layer, asked, keys, part.own, key[1], times)
                 except Exception as error:
                     self._fail(key, part, error)
 

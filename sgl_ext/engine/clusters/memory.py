@@ -23,16 +23,16 @@ from sgl_ext.clusters.stored import Stored
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
 _POOR = 0.5
-"""Minimum share of a layer's missing blocks that must have been expected lately for the layer to be
-read ahead."""
+"""Minimum share of a layer's missing blocks that must have been prefetched lately for the layer to
+be prefetched."""
 _LATELY = 0.1
 """Weight of the latest step in the moving average of that share."""
 _TRIED_AGAIN = 0.001
-"""Increment of the share in each step in which it is too small, so that reading ahead is tried
+"""Increment of the share in each step in which it is too small, so that prefetching is tried
 again later."""
 
 
-class _Expected(NamedTuple):
+class _Prefetched(NamedTuple):
     """Blocks that are read before they are wanted.
 
     Attributes:
@@ -55,8 +55,8 @@ class _Area:
         self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
         self.reading: Reading | None = None
         """Latest read into the memory, which is in use until the read is finished."""
-        self.expected: _Expected | None = None
-        """Blocks of the latest read, if they were read ahead and are not yet wanted."""
+        self.prefetched: _Prefetched | None = None
+        """Blocks of the latest read, if they were prefetched and are not yet wanted."""
 
     @property
     def busy(self) -> bool:
@@ -113,7 +113,7 @@ class StoredMemory:
         self._fetched = fetched
         self._reader = Reader(engine, devices, stored)
         self._asked = _Area(engine, blocks, self.most)
-        # Two areas, because a layer's blocks are expected before the previous layer's are wanted.
+        # Two areas, because a layer is prefetched before the previous layer's blocks are wanted.
         self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
         self.requests = 0
         """Number of reads that were submitted to devices."""
@@ -121,10 +121,10 @@ class StoredMemory:
         """Blocks of each layer that were in memory when they were wanted, int64 ``[layers]``."""
         self.fetched = np.zeros(geometry.layers, np.int64)
         """Blocks of each layer that were read when they were wanted, int64 ``[layers]``."""
-        self.came = np.zeros(geometry.layers, np.int64)
-        """Blocks of each layer that were wanted and had been read ahead, int64 ``[layers]``."""
+        self.prefetched = np.zeros(geometry.layers, np.int64)
+        """Blocks of each layer that were prefetched before they were wanted, int64 ``[layers]``."""
         self._covered = np.ones(geometry.layers)
-        """Moving average of the share of each layer's missing blocks that were read ahead."""
+        """Moving average of the share of each layer's missing blocks that were prefetched."""
         try:
             for at, layer in enumerate(stored.layers):
                 of_layers[at, : self.near] = layer.resident
@@ -140,7 +140,7 @@ class StoredMemory:
 
     def describe(self) -> dict[str, object]:
         """Returns the numbers of reads and of wanted blocks, for ``/server_info``."""
-        counts = {"fetched": self.fetched, "expected": self.came, "in_memory": self.hits}
+        counts = {"fetched": self.fetched, "prefetched": self.prefetched, "in_memory": self.hits}
         return {
             "requests": self.requests,
             **{name: int(each.sum()) for name, each in counts.items()},
@@ -161,10 +161,10 @@ class StoredMemory:
         for area in (self._asked, *self._ahead):
             self._engine.unregister(area.region)
 
-    def expect(self, layer: int, wanted: NDArray[np.int64]) -> None:
+    def prefetch(self, layer: int, wanted: NDArray[np.int64]) -> None:
         """Starts to read the blocks that a layer will probably want.
 
-        Does nothing if too few blocks of the layer were expected lately, the area is in use, or the
+        Does nothing if few blocks of the layer were prefetched lately, the area is in use, or the
         read is refused.
 
         Args:
@@ -172,9 +172,9 @@ class StoredMemory:
                 :attr:`most` are read.
         """
         area = self._ahead[layer % 2]
-        if area.expected is not None and area.expected.layer == layer:
+        if area.prefetched is not None and area.prefetched.layer == layer:
             return  # another part of the forward has called it already
-        area.expected = None
+        area.prefetched = None
         if self._covered[layer] < _POOR:
             self._covered[layer] += _TRIED_AGAIN
             return
@@ -183,7 +183,7 @@ class StoredMemory:
             with suppress(DeviceError):  # reported when the blocks are wanted
                 reading = self._read(layer, missing, area, Priority.NORMAL)
                 order = np.argsort(reading.numbers)
-                area.expected = _Expected(layer, reading.numbers, order)
+                area.prefetched = _Prefetched(layer, reading.numbers, order)
 
     def bring(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Brings blocks into memory.
@@ -235,16 +235,16 @@ class StoredMemory:
             self._hot_bytes[layer, hot.place[coming]] = taken
 
     def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns which missing blocks were read ahead, and makes them the first fetched ones.
+        """Returns which missing blocks were prefetched, and makes them the first fetched ones.
 
         Raises:
             DeviceError: a device is late, or a block is damaged.
         """
         area, none = self._ahead[layer % 2], np.zeros(len(missing), bool)
-        expected, reading = area.expected, area.reading
-        if expected is None or reading is None or expected.layer != layer:
+        prefetched, reading = area.prefetched, area.reading
+        if prefetched is None or reading is None or prefetched.layer != layer:
             return none
-        area.expected = None
+        area.prefetched = None
         if not len(missing):
             return none
         try:
@@ -253,11 +253,11 @@ class StoredMemory:
             if area.busy:
                 raise  # the device would not answer another read either
             return none  # they are read again, and that read reports the error
-        at = np.searchsorted(expected.numbers[expected.order], missing)
-        rows = expected.order[np.minimum(at, len(expected.order) - 1)]
-        found: NDArray[np.bool_] = expected.numbers[rows] == missing
+        at = np.searchsorted(prefetched.numbers[prefetched.order], missing)
+        rows = prefetched.order[np.minimum(at, len(prefetched.order) - 1)]
+        found: NDArray[np.bool_] = prefetched.numbers[rows] == missing
         self._take(layer, missing[found], area.bytes[rows[found]], 0)
-        self.came[layer] += np.count_nonzero(found)
+        self.prefetched[layer] += np.count_nonzero(found)
         self._covered[layer] += _LATELY * (found.mean() - self._covered[layer])
         return found
 

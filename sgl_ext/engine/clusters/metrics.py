@@ -8,8 +8,8 @@ from prometheus_client import Counter, Gauge
 
 from sgl_ext.engine.core.metrics import Paced, Totals
 
-BLOCKS = ("fetched", "expected", "in_memory")
-"""Sources of a wanted block: read when it is wanted, read ahead, or in memory."""
+BLOCKS = ("fetched", "prefetched", "in_memory")
+"""Sources of a wanted block: read when it is wanted, prefetched, or in memory."""
 
 
 class StoredMetrics(Paced):

@@ -57,7 +57,7 @@ class Prefetch:
         given = batch.residual_stream.snapshot(hidden)[rows]
         query = _query(self._layers[number], positions[rows], given)
         keys = self._pool.get_key_buffer(self._pool.start_layer + number)
-        running.expect(number, query, keys, self._times)
+        running.prefetch(number, query, keys, self._times)
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
