@@ -125,7 +125,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
         reason = reason_of(error) or "too large"
-        raise DamagedError(f"{path.name} is not a context file of sgl_ext: {reason}") from None
+        raise DamagedError(
+            f"{path.name} is not a context file of sgl_ext: {reason}; store the context again"
+        ) from None
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:

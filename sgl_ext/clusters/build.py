@@ -68,7 +68,10 @@ def build(
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
         arrays["tokens"] = recorded.tokens
         if wrong := out_of_range(arrays, geometry.dtype):  # such a context could not be opened
-            raise ExtError(f"cannot store the context: its index has {wrong}")
+            raise ExtError(
+                f"cannot store the context: its index has {wrong}; serve the model with another "
+                "--dtype"
+            )
         scratch = scratch_of(index)
         with scratch.open("xb"):
             new.append(scratch)
@@ -86,7 +89,9 @@ def build(
         for path in reversed(new):
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise ExtError(f"cannot store the context: {reason_of(error)}") from None
+            raise ExtError(
+                f"cannot store the context: {reason_of(error)}; check the devices"
+            ) from None
         raise
 
 

@@ -73,7 +73,9 @@ def require(name: str, directories: Sequence[Path]) -> Path:
     except FileNotFoundError:
         raise UnknownContextError(name) from None
     except OSError as error:
-        raise ExtError(f"cannot look up context {name}: {error.strerror}") from None
+        raise ExtError(
+            f"cannot look up context {name} on device 0: {error.strerror}; check the device"
+        ) from None
     return path
 
 

@@ -87,7 +87,8 @@ class Profile:
         kv = as_float32(recorded.kv[layer], recorded.geometry.dtype)
         if not (np.isfinite(kv).all() and np.isfinite(queries).all()):
             raise ExtError(
-                f"layer {layer} of the context has keys, values or queries that are not finite"
+                f"layer {layer} of the context has keys, values or queries that are not finite; "
+                "serve the model with another --dtype"
             )
         middle = keys[options.sinks : len(keys) - options.window]
         masses = _masses(recorded, layer, options, keys)

@@ -83,7 +83,9 @@ class Reading:
         except (ExtError, ValueError) as error:
             self.cancel()
             self.settle(_SETTLE_S)
-            raise DeviceError(f"cannot read a stored context: {error}") from None
+            raise DeviceError(
+                f"a read from device {device.number} was refused: {error}; try again later"
+            ) from None
 
     @property
     def finished(self) -> bool:
@@ -130,9 +132,14 @@ class Reading:
                 "B of a context before the deadline; check the device"
             ) from None
         except TransferError as error:
-            raise DeviceError(f"device {device.number} cannot be read: {error.strerror}") from None
+            raise DeviceError(
+                f"device {device.number} cannot be read: {error.strerror}; check the device, or "
+                "store the context again"
+            ) from None
         except TransferCancelledError:
-            raise DeviceError(f"the read from device {device.number} was cancelled") from None
+            raise DeviceError(
+                f"a read from device {device.number} was cancelled; try again later"
+            ) from None
 
 
 class Reader:
@@ -156,14 +163,15 @@ class Reader:
                 )
         except (OSError, ValueError) as error:
             self.close()
-            raise ExtError(f"context {stored.name} cannot be read: {reason_of(error)}") from None
+            raise ExtError(
+                f"context {stored.name} cannot be read: {reason_of(error)}; store it again"
+            ) from None
         odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
         if odd is not None:
             self.close()
             raise ExtError(
                 f"context {stored.name} is on a device whose alignment for direct I/O, "
-                f"{max(odd)} B, "
-                "is not supported; store it on another device"
+                f"{max(odd):,} B, does not divide {SECTOR:,} B; store it on another device"
             )
         self._bases = np.array([file.base for file in self._files], np.int64)
 

@@ -139,13 +139,15 @@ class StoredContexts:
             raise (
                 error
                 if isinstance(error, ExtError)
-                else ExtError(f"context {follower.id} cannot be opened: {reason_of(error)}")
+                else ExtError(
+                    f"context {follower.id} cannot be opened: {reason_of(error)}; try again later"
+                )
             )
         tokens, prompt = future.result().tokens, len(follower.req.origin_input_ids)
         if tokens + prompt >= self._longest:
             raise ExtError(
-                f"context {follower.id} has {tokens} tokens and the prompt {prompt}; the model "
-                f"accepts fewer than {self._longest} in total"
+                f"context {follower.id} has {tokens} tokens and the prompt {prompt}, but the model "
+                f"accepts fewer than {self._longest} in total; shorten the prompt"
             )
         follower.tokens = tokens
         params = follower.req.sampling_params
@@ -266,4 +268,4 @@ def _close(opened: Future[StoredAttention]) -> None:
         try:
             opened.result().memory.close()
         except ExtError as error:  # a device does not respond
-            logger.error("a context was not closed, and its memory is not reused: %s", error)
+            logger.error("a stored context was not closed, so its memory is not freed: %s", error)

@@ -153,7 +153,7 @@ class StoredCreation:
             if isinstance(error, TimeoutError):
                 raise ExtError(
                     f"the context was not stored within {_STORE_DEADLINE_S:g} s; its progress "
-                    f"was: {one.progress}"
+                    f"was: {one.progress}; try again when the server has less load"
                 ) from None
             raise
         finally:
@@ -175,7 +175,8 @@ class StoredCreation:
             size = self._manager.model_config.vocab_size
             if wrong := [token for token in tokens if not 0 <= token < size]:
                 raise ExtError(
-                    f"the token ids {wrong[:3]} are outside the vocabulary of {size} tokens"
+                    f"the token ids {wrong[:3]} are outside the vocabulary of {size} tokens; use "
+                    "the tokenizer of the served model"
                 )
         if len(tokens) > self._most:
             raise ExtError(

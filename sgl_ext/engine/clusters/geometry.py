@@ -25,16 +25,20 @@ def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
     }
     if len(layers) != layout.layers or len(shapes) != 1:
         raise ExtError(
-            f"the model has {len(layers)} attention layers of {len(shapes)} shapes and "
-            f"{layout.layers} KV layers; clusters support only models whose layers all have the "
-            "same shape"
+            "clusters require one attention layer of the same shape for each KV layer, but the "
+            f"model has {len(layers)} attention layers of {len(shapes)} shapes and "
+            f"{layout.layers} KV layers; remove the clusters section"
         )
     if getattr(scheduler.model_config, "model_is_mrope", False):
         raise ExtError(
-            "clusters do not support models whose positions have several components (mrope)"
+            "clusters do not support positions with several components (mrope), which this model "
+            "has; remove the clusters section"
         )
     if any(each.sliding_window_size > -1 or each.logit_cap for each in layers):
-        raise ExtError("clusters do not support sliding windows or capped attention logits")
+        raise ExtError(
+            "clusters do not support sliding windows or capped attention logits, which this model "
+            "has; remove the clusters section"
+        )
     ((heads, kv_heads, head_dim, scale),) = shapes
     require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
     return Geometry(

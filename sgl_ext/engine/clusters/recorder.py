@@ -171,6 +171,7 @@ class Recorder:
             return f"{type(error).__name__}; see the server's log"
         free = shutil.disk_usage(self._directory).free
         return (
-            f"{error.strerror or error}; the whole record is first written to device 0, where it "
-            f"needs more than {needed:,} B, but {free:,} B are free"
+            f"{error.strerror or error}: the record is written to device 0 first and needs more "
+            f"than {needed:,} B, but {free:,} B are free; delete contexts, or configure a larger "
+            "first directory"
         )

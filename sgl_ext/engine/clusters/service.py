@@ -190,4 +190,6 @@ class StoredService(Front):
         try:
             remove(id_, self._folders)
         except OSError as error:
-            raise ExtError(f"context {id_} cannot be deleted: {error.strerror}") from None
+            raise ExtError(
+                f"context {id_} cannot be deleted: {error.strerror}; check the devices"
+            ) from None
