@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -116,41 +117,31 @@ class StoredAttention:
         """
         if self.failed:
             raise ExtError(self.failed)
-        each, memory = self._each(share), self.memory
-        if each > memory.most:
+        blocks, memory = self._blocks, self.memory
+        if (each := blocks_of(share, blocks.blocks, blocks.devices)) > memory.most:
             raise ExtError(
                 f"the requested share selects {each} blocks of the context per query, but at most "
                 f"{memory.most} fit into memory at once; lower sparsity"
             )
         parts: list[torch.Tensor] = []
         wanted_by_all: list[NDArray[np.int64]] = []
-        for start in range(0, len(query), _ROWS):
-            some = slice(start, start + _ROWS)
-            began = time.perf_counter()
-            chosen = self._select(layer, query[some], keys, own.only(some), share)
-            began = self._spent("select", began)
-            for first, end, wanted in _fitting(chosen, memory.most):
-                began = time.perf_counter()
+        for some, chosen, wanted in self._groups(layer, query, keys, own, share):
+            with self._timed("fetch"):
                 slots = memory.bring(layer, wanted)
-                began = self._spent("fetch", began)
-                some = slice(start + first, start + end)
-                rows = slots[None]
-                if end - first > 1:
-                    rows = slots[np.searchsorted(wanted, chosen[first:end])]
+            with self._timed("assemble"):
+                rows = slots[None] if len(chosen) == 1 else slots[np.searchsorted(wanted, chosen)]
                 table, contexts = self._table(layer, rows, own.only(some), len(keys), share)
                 batch = batch_of(table, range(len(table)), contexts, [1] * len(table))
-                self._spent("assemble", began)
-                parts.append(
-                    native.attend(
-                        batch, query[some], keys, values, scale=self._about.geometry.scale,
-                        elsewhere=memory.slots, beyond=True,
-                    )
-                )  # fmt: skip
-                wanted_by_all.append(wanted)
-        began = time.perf_counter()
-        # One step, even with several groups: only the last group's blocks are still in memory.
-        memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
-        self._spent("assemble", began)
+            parts.append(
+                native.attend(
+                    batch, query[some], keys, values, scale=self._about.geometry.scale,
+                    elsewhere=memory.slots, beyond=True,
+                )
+            )  # fmt: skip
+            wanted_by_all.append(wanted)
+        with self._timed("assemble"):
+            # One step, even with several groups: only the last group's blocks are still in memory.
+            memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
             raise ExtError(
@@ -179,27 +170,38 @@ class StoredAttention:
         """
         if share >= 1 or len(query) > _ROWS or self.failed:
             return
-        began = time.perf_counter()
         # The best blocks, as many as fit into memory.
         room = self.memory.most / (len(query) * self._blocks.blocks)
         share = max(min(share * times, room, 1.0), 1 / self._blocks.blocks)
         known = own._replace(lengths=own.before)  # the layer has not computed K of the new tokens
-        self.memory.prefetch(layer, _union([*self._select(layer, query, keys, known, share)]))
-        self._spent("prefetch", began)
+        with self._timed("prefetch"):
+            self.memory.prefetch(layer, _union([*self._select(layer, query, keys, known, share)]))
 
-    def _spent(self, what: str, began: float) -> float:
-        """Adds the time since ``began`` to an activity, and returns the current time."""
-        now = time.perf_counter()
-        self.seconds[what] += now - began
-        return now
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Adds the time of a block of code to an activity in :attr:`seconds`."""
+        began = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - began
 
     def describe(self) -> dict[str, object]:
         """Returns the cost of following the context, for ``/server_info``."""
         return {**self.memory.describe(), "seconds": self.seconds}
 
-    def _each(self, share: float) -> int:
-        """Returns the number of blocks that a row is given."""
-        return blocks_of(share, self._blocks.blocks, self._blocks.devices)
+    def _groups(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own, share: float
+    ) -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yields groups of rows whose blocks fit into memory together.
+
+        Yields:
+            The rows, the blocks of each, ``[rows, blocks]``, and the union of these blocks.
+        """
+        for start in range(0, len(query), _ROWS):
+            some = slice(start, start + _ROWS)
+            with self._timed("select"):
+                chosen = self._select(layer, query[some], keys, own.only(some), share)
+            for first, end, wanted in _fitting(chosen, self.memory.most):
+                yield slice(start + first, start + end), chosen[first:end], wanted
 
     def _select(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, own: Own, share: float
@@ -246,8 +248,9 @@ class StoredAttention:
         about, block = self._about, self._blocks.block
         text = np.argsort(self._stored.layers[layer].order) if share >= 1 else None
         table = _clusters.table(
-            first, block, pool, pool + self.memory.first(layer), about.sinks, about.window, text,
-            own.slots, own.starts, own.lengths,
+            first=first, block=block, pool=pool, near=pool + self.memory.first(layer),
+            sinks=about.sinks, window=about.window, text=text,
+            slots=own.slots, starts=own.starts, lengths=own.lengths,
         )  # fmt: skip
         behind = about.sinks + about.window + first.shape[1] * block
         return torch.from_numpy(table), (own.lengths + behind).tolist()
