@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks, joined
+from sgl_ext.clusters.coverage import Coverage
 from sgl_ext.clusters.placement import SECTOR, Blocks
 from sgl_ext.clusters.selection import blocks_of, each_of
 
@@ -131,3 +132,19 @@ def test_most_frequently_activated_blocks_stay_in_memory(
         assert max(outside, default=-99) <= min(counts[b] for b in held)
         assert all(hot.held[hot.place[block]] == block for block in held)
         assert (hot.place >= 0).sum() == len(held)
+
+
+def test_a_poorly_covered_layer_is_skipped_and_tried_again() -> None:
+    coverage = Coverage()
+    assert coverage.suffices()
+    steps = 0
+    while coverage.suffices():
+        coverage.observe(0.0)
+        steps += 1
+    assert steps == 7  # 0.9 ** 7 < 0.5 <= 0.9 ** 6
+    skipped = 1
+    while not coverage.suffices():
+        skipped += 1
+    assert skipped == 22  # from 0.478 to 0.5, by 0.001 in each step
+    coverage.observe(1.0)
+    assert coverage.suffices()

@@ -17,19 +17,11 @@ from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks
+from sgl_ext.clusters.coverage import Coverage
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.memory.transfer import Priority, TransferEngine
-
-_POOR = 0.5
-"""Minimum share of a layer's missing blocks that must have been prefetched lately for the layer to
-be prefetched."""
-_LATELY = 0.1
-"""Weight of the latest step in the moving average of that share."""
-_TRIED_AGAIN = 0.001
-"""Increment of the share in each step in which it is too small, so that prefetching is tried
-again later."""
 
 
 class _Prefetched(NamedTuple):
@@ -123,8 +115,7 @@ class StoredMemory:
         """Blocks of each layer that were read when they were wanted, int64 ``[layers]``."""
         self.prefetched = np.zeros(geometry.layers, np.int64)
         """Blocks of each layer that were prefetched before they were wanted, int64 ``[layers]``."""
-        self._covered = np.ones(geometry.layers)
-        """Moving average of the share of each layer's missing blocks that were prefetched."""
+        self._coverage = [Coverage() for _ in stored.layers]
         try:
             for at, layer in enumerate(stored.layers):
                 of_layers[at, : self.near] = layer.resident
@@ -175,8 +166,7 @@ class StoredMemory:
         if area.prefetched is not None and area.prefetched.layer == layer:
             return  # another part of the forward has called it already
         area.prefetched = None
-        if self._covered[layer] < _POOR:
-            self._covered[layer] += _TRIED_AGAIN
+        if not self._coverage[layer].suffices():
             return
         missing = wanted[self._hot[layer].place[wanted] < 0][: self.most]
         if len(missing) and not area.busy:
@@ -258,7 +248,7 @@ class StoredMemory:
         found: NDArray[np.bool_] = prefetched.numbers[rows] == missing
         self._take(layer, missing[found], area.bytes[rows[found]], 0)
         self.prefetched[layer] += np.count_nonzero(found)
-        self._covered[layer] += _LATELY * (found.mean() - self._covered[layer])
+        self._coverage[layer].observe(float(found.mean()))
         return found
 
     def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
