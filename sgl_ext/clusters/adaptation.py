@@ -36,7 +36,7 @@ class HotBlocks:
 
     All blocks have the same size, so by Eq. 6 their frequency alone determines which are worth
     keeping. Each step multiplies all frequencies by ``decay`` and adds one to those of the blocks
-    that it activates: a text activates the same blocks for some tokens, and then others.
+    that it activates, because the activated blocks change in the course of a text.
 
     Args:
         frequency: Activations of each block in the profile, ``[blocks]``, in any unit.

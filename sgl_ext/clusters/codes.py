@@ -122,7 +122,7 @@ def _query_metric(
 
 
 def _balanced(variance: NDArray[np.float32], subspaces: int) -> NDArray[np.int64]:
-    """Returns an order of the dimensions in which all subspaces have equally much to encode.
+    """Returns an order of the dimensions that balances the variance of the subspaces.
 
     The products of the variances in the subspaces are similar (Ge et al., Optimized Product
     Quantization, §3.2).

@@ -29,7 +29,7 @@ _INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
 class UnknownContextError(ExtError):
     """Error for a context that never existed, was deleted, or belongs to another tenant.
 
-    The message does not tell which.
+    The message is the same in each case.
     """
 
     status = 404

@@ -30,7 +30,7 @@ class StoreContext(BaseModel):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("expected one of text and input_ids")
+            raise ValueError("give exactly one of text and input_ids")
         return self
 
 

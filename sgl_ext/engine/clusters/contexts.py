@@ -115,8 +115,8 @@ class StoredContexts:
     def opened(self, rid: str) -> bool:
         """Returns whether a request may run: its context is open, or it follows none.
 
-        The first time that the context is open, the limits of new tokens are reduced to what the
-        model takes behind it.
+        When the context is open for the first time, the limits of new tokens are reduced to the
+        rest of the model's context length.
 
         Raises:
             UnavailableError: the context was not opened in time.

@@ -35,14 +35,13 @@ _ASKED = (
     "\n\nWhy did this happen?",
     "\n\nExplain the most important details.",
 )
-"""Questions that suit any text. The queries of their tokens and answers profile the context,
-too."""
+"""General questions. The queries of their tokens and answers profile the context as well."""
 _ANSWER = 24
 _WRITE_DEADLINE_S = 120.0
 _STORE_DEADLINE_S = 3600.0
-"""Deadline in seconds of a request that stores a context, its wait for others included."""
+"""Deadline in seconds of a request that stores a context, including its time in the queue."""
 _AT_ONCE = 8
-"""Maximum number of contexts that are being stored or wait for it."""
+"""Maximum number of contexts that are being stored or are queued."""
 _LAYERS = re.compile(r"\d+/\d+")
 _SAYS = "sgl_ext: "
 """Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
@@ -53,14 +52,14 @@ logger = logging.getLogger(__name__)
 
 
 class BusyError(ExtError):
-    """Error for a context that cannot be stored because too many others are."""
+    """Error for a context that cannot be stored because too many others are queued."""
 
     status = 429
 
 
 @dataclass
 class _Storing:
-    """Context that is being stored, or waits for it."""
+    """Context that is being stored or is queued."""
 
     salt: str | None
     progress: str = "waiting"
@@ -203,7 +202,7 @@ class StoredCreation:
                 )
 
     async def _record(self, id_: str, tokens: list[int], salt: str | None) -> None:
-        """Lets the scheduler compute and record the context and the answers to questions on it."""
+        """Has the scheduler compute and record the context and the answers to the questions."""
         first = IsRecorded(id_, len(tokens), _QUERIES, last=False, salt=salt)
         await self._ask(tokens, first, 0)
         for number, question in enumerate(_ASKED, 1):

@@ -124,7 +124,7 @@ class StoredForward:
             out[part.tokens] = 0
 
     def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
-        """Ends the requests of a part. Other requests of the batch continue, whatever the error is.
+        """Ends the requests of a part with an error. Other requests of the batch continue.
 
         The requests end when SGLang processes the output of the forward, which is not kept.
         """

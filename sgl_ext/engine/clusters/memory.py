@@ -1,7 +1,7 @@
 """Memory of a context that is stored on devices.
 
-It always holds the sinks, the window, and blocks that are wanted often. It also holds the blocks
-that were fetched for the current layer, which those of the next layer replace.
+It always holds the sinks, the window, and frequently selected (hot) blocks of each layer. It also
+holds the blocks that were fetched for the current layer, which those of the next layer replace.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class StoredMemory:
             self._engine.unregister(area.region)
 
     def prefetch(self, layer: int, wanted: NDArray[np.int64]) -> None:
-        """Starts to read the blocks that a layer will probably want.
+        """Starts to read the blocks that a layer will probably need.
 
         Does nothing if few blocks of the layer were prefetched lately, the area is in use, or the
         read is refused.
@@ -208,7 +208,7 @@ class StoredMemory:
         last: NDArray[np.int64],
         slots: NDArray[np.int64],
     ) -> None:
-        """Replaces hot blocks by fetched ones that are wanted more often.
+        """Replaces hot blocks by fetched ones that are selected more often.
 
         Call it when the hot blocks of the layer are no longer read in this step.
 
@@ -241,8 +241,8 @@ class StoredMemory:
             reading.wait(self._deadline)
         except DeviceError:
             if area.busy:
-                raise  # the device would not answer another read either
-            return none  # they are read again, and that read reports the error
+                raise  # another read from the device would be late as well
+            return none  # the blocks are read again, and that read raises the error
         at = np.searchsorted(prefetched.numbers[prefetched.order], missing)
         rows = prefetched.order[np.minimum(at, len(prefetched.order) - 1)]
         found: NDArray[np.bool_] = prefetched.numbers[rows] == missing
@@ -290,9 +290,9 @@ class StoredMemory:
             DeviceError: a checksum differs.
         """
         found = _clusters.checksums(np.ascontiguousarray(blocks))
-        if (harmed := found != self._stored.layers[layer].sums[numbers]).any():
+        if (wrong := found != self._stored.layers[layer].sums[numbers]).any():
             raise DeviceError(
-                f"context {self._stored.name}: {harmed.sum()} of {len(harmed)} blocks are damaged "
+                f"context {self._stored.name}: {wrong.sum()} of {len(wrong)} blocks are damaged "
                 "(their checksums differ); store it again"
             )
         used = self._blocks.block * self._blocks.entry_bytes

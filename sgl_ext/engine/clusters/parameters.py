@@ -41,7 +41,7 @@ Said = TypeVar("Said", FollowsStored, IsRecorded)
 
 
 def read_stored(req: Req) -> FollowsStored | IsRecorded | None:
-    """Returns what a request says about a stored context; None if it says nothing.
+    """Returns the parameter of a request about a stored context; None if it has none.
 
     Raises:
         ValueError: the parameter is invalid.

@@ -201,7 +201,7 @@ class ClustersPower(Power[Clusters]):
             self.recorder.ended(req.rid, (), None)
 
     def weights_changed(self) -> None:
-        """Stops following contexts and rejects new recordings.
+        """Aborts requests that follow contexts, and rejects new recordings.
 
         Contexts belong to the weights that the server started with.
         """

@@ -68,7 +68,7 @@ class StoredService(Front):
             pool=pool, layers=layers, entry_bytes=entry_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
-        """Ids of damaged contexts that were logged already."""
+        """Ids of damaged contexts that have been logged."""
 
     def accept(self, request: GenerateReqInput) -> None:
         """Checks a user's request, and removes parameters that only this service may set.
@@ -129,7 +129,7 @@ class StoredService(Front):
         """Returns the tenant's contexts, errors by id, and the number of damaged contexts.
 
         The errors are those of the tenant's contexts that cannot be read. The tenant of a damaged
-        context is unknown; only the log names it.
+        context is unknown, so only the log names it.
         """
         found, unreadable, damaged = [], {}, 0
         for id_ in names(self._folders):
