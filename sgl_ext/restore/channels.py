@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -76,10 +75,10 @@ class Channels:
         page: tokens of a page.
         unit: maximum pages of one load; with a smaller one pointers meet more closely.
         clock: clock of the start of each load.
-
-    Attributes:
         lock: protects the state of this object and the pointers of the requests; never held while
             waiting.
+
+    Attributes:
         computing: request whose prompt is being computed.
     """
 
@@ -91,10 +90,11 @@ class Channels:
         *,
         page: int,
         unit: int,
-        clock: Clock = time.monotonic,
+        clock: Clock,
+        lock: AbstractContextManager[object],
     ) -> None:
         self._clock = clock
-        self.lock = threading.Lock()
+        self.lock = lock
         self.computing: Restoration | None = None
         self._tiers = {tier.tier.name: tier for tier in tiers}
         self._policy = policy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,7 +50,7 @@ class HostPrefixes:
         clock: clock of the times of pinning.
     """
 
-    def __init__(self, host: HostPages, page: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, host: HostPages, page: int, clock: Clock) -> None:
         self._clock = clock
         self._host = host
         self._page = page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -11,7 +10,7 @@ from sgl_ext.restore.channels import Restoration
 from sgl_ext.restore.pointers import Pointers, Stretch
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier, result_of
+from sgl_ext.tiers.lower import LowerTier, Pending, result_of
 
 
 class Restored(TypedDict):
@@ -35,7 +34,7 @@ class Request:
     """Number of the first of these pages in the prompt."""
     behind: int
     """Tokens of the prompt."""
-    lookups: list[tuple[LowerTier, Future[int]]]
+    lookups: list[tuple[LowerTier, Pending[int]]]
     """Lookups of the tiers, nearest first; each returns how many leading keys its tier has."""
     pinned: Pages
     """Pinned pages in host memory that precede :attr:`keys`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Restorer:
         wait: seconds within which tiers have to answer a lookup.
         hits: counter of loaded pages by tier, which the restorer updates.
         clock: clock of arrivals, leases and loads.
+        lock: lock of the state that the threads of the tiers change, too.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Restorer:
         unit: int,
         wait: float,
         hits: Counter[str],
-        clock: Clock = time.monotonic,
+        clock: Clock,
+        lock: AbstractContextManager[object],
     ) -> None:
         self._clock = clock
         self.costs = costs
@@ -61,7 +63,9 @@ class Restorer:
         self.page = page
         self._wait = wait
         self._hits = hits
-        self._channels = Channels(tiers, policy, costs, page=page, unit=unit, clock=clock)
+        self._channels = Channels(
+            tiers, policy, costs, page=page, unit=unit, clock=clock, lock=lock
+        )
         self._requests: dict[str, Request] = {}
         self._opened: dict[str, Restoration] = {}
         """Restorations of the requests that hold places in host memory."""

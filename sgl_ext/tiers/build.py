@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from sgl_ext.config import Tiers
@@ -17,6 +18,8 @@ from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack
+from sgl_ext.tiers.threaded import ThreadedTier
+from sgl_ext.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -77,30 +80,9 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: in
         loads = slow(lane) if slow else lane
         copies = DeviceCopies(engine, lane, slab, arena, loads=loads, by_layer=by_layer)
         wake = threading.Event()
-        lower = []
-        if config.ssd is not None:
-            from sgl_ext.tiers.ssd import SsdTier
-
-            ssd = SsdTier(
-                arena,
-                engine,
-                config.ssd.directories,
-                config.ssd.capacity,
-                fsync=config.ssd.fsync,
-                wrap=emulated(engine, config.ssd.emulate),
-            )
-            lower.append(LowerTier(ssd, keep_after=config.ssd.keep_after, wake=wake.set))
-            undo.callback(lower[-1].close)
-        if config.remote is not None:
-            from sgl_ext.tiers.remote import RemoteTier
-
-            remote = RemoteTier(
-                arena,
-                master=config.remote.master,
-                segment=config.remote.segment,
-                host=config.remote.host,
-            )
-            lower.append(LowerTier(remote, keep_after=config.remote.keep_after, wake=wake.set))
+        lower: list[LowerTier] = []
+        for tier, keep_after in _lower_tiers(config, arena, engine):
+            lower.append(ThreadedTier(tier, keep_after=keep_after, wake=wake.set))
             undo.callback(lower[-1].close)
         stack = TierStack(
             HostPages(arena.pages),
@@ -109,8 +91,26 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: in
             lower,
             wait=config.wait,
             wake=wake,
+            clock=time.monotonic,
             spare=min(swapped, arena.pages // _SPARE),
             closing=[engine.close],
         )
         undo.pop_all()
     return stack
+
+
+def _lower_tiers(config: Tiers, arena: Arena, engine: TransferEngine) -> Iterator[tuple[Tier, int]]:
+    """Opens and yields the tiers below host memory, the nearest first, each with ``keep_after``."""
+    if (ssd := config.ssd) is not None:
+        from sgl_ext.tiers.ssd import SsdTier
+
+        wrap = emulated(engine, ssd.emulate)
+        tier = SsdTier(arena, engine, ssd.directories, ssd.capacity, fsync=ssd.fsync, wrap=wrap)
+        yield tier, ssd.keep_after
+    if (remote := config.remote) is not None:
+        from sgl_ext.tiers.remote import RemoteTier
+
+        yield (
+            RemoteTier(arena, master=remote.master, segment=remote.segment, host=remote.host),
+            remote.keep_after,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier, result_of
+from sgl_ext.tiers.lower import LowerTier, Pending, result_of
 
 _AT_ONCE = 8
 """Divisor of host memory for the largest batch; up to two batches of a tier are pinned."""
@@ -23,7 +22,7 @@ _LARGEST_BYTES = 64 << 20
 @dataclass
 class _Batch:
     pages: Pages
-    stored: Future[NDArray[np.bool_]]
+    stored: Pending[NDArray[np.bool_]]
 
 
 class Demotion:

@@ -11,7 +11,7 @@ import numpy as np
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import Traffic
+from sgl_ext.tiers.throughput import Traffic
 
 
 class Restored(TypedDict):

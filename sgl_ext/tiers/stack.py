@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from sgl_ext.clock import Clock
 from sgl_ext.memory.in_flight import BlocksInFlight
@@ -17,11 +16,22 @@ from sgl_ext.tiers.demotion import Demotions
 from sgl_ext.tiers.holds import Holds
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.loads import Loads
-from sgl_ext.tiers.lower import LowerTier, running_rate
+from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stores import Stores
+from sgl_ext.tiers.throughput import running_rate
 from sgl_ext.tiers.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+
+class Wake(Protocol):
+    """Event that wakes the scheduler, such as a ``threading.Event``."""
+
+    def wait(self, timeout: float) -> object:
+        """Sleeps until the event is set, at most ``timeout`` seconds."""
+
+    def clear(self) -> None:
+        """Resets the event."""
 
 
 class TierStack:
@@ -48,9 +58,9 @@ class TierStack:
         lower: Sequence[LowerTier],
         *,
         wait: float,
-        wake: threading.Event,
+        wake: Wake,
+        clock: Clock,
         spare: int = 0,
-        clock: Clock = time.monotonic,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.host = host

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from sgl_ext.clock import Clock
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier, result_of
+from sgl_ext.tiers.lower import LowerTier, Pending, result_of
 from sgl_ext.tiers.tier import leading
 
 
@@ -24,7 +22,7 @@ class _Part:
     tier: LowerTier
     keys: Sequence[Key]
     pages: Pages
-    landed: Future[NDArray[np.bool_]]
+    landed: Pending[NDArray[np.bool_]]
 
 
 class Staging:
@@ -49,8 +47,8 @@ class Staging:
         host: HostPages,
         tiers: Sequence[LowerTier],
         *,
+        clock: Clock,
         spare: int = 0,
-        clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
         self.keys = keys[here:]

@@ -14,7 +14,7 @@ from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.demotion import Demotions
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import Traffic
+from sgl_ext.tiers.throughput import Traffic
 
 _NO_PAGES: Pages = np.empty(0, np.int64)
 

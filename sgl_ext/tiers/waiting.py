@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +43,8 @@ class Waiting:
         lower: Sequence[LowerTier],
         wait: float,
         *,
+        clock: Clock,
         spare: int = 0,
-        clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
         self._host = host
@@ -167,7 +166,7 @@ class Waiting:
         return next((other for other in self._stagings if other.keys[0] == key), None)
 
     def _begin(self, keys: Sequence[Key], here: int, computed: float | None) -> Staging:
-        tiers = [tier for tier in self._lower if tier.worthwhile(computed)]
+        tiers = [tier for tier in self._lower if tier.throughput.worthwhile(computed)]
         staging = Staging(keys, here, self._host, tiers, spare=self._spare, clock=self._clock)
         while staging.advance(self._host):
             pass

@@ -16,7 +16,7 @@ from sgl_ext.restore.costs import COMPUTE, ComputeCost, Costs, LoadCost
 from sgl_ext.restore.policies import Shortest
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier
+from sgl_ext.tiers.threaded import ThreadedTier
 
 PAGE = 4
 UNIT = 2
@@ -45,7 +45,7 @@ class Machine:
         self.arena = arena(self.engine, places, LAYOUTS[PAGE])
         self.host = HostPages(places)
         self.shelf = Shelf(self.arena)
-        self.tier = LowerTier(self.shelf, keep_after=1, wake=threading.Event().set)
+        self.tier = ThreadedTier(self.shelf, keep_after=1, wake=threading.Event().set)
         self.hits: Counter[str] = Counter()
         self.costs = Believed(
             ComputeCost(1e-3, 1e-3),
@@ -56,6 +56,7 @@ class Machine:
         self.restorer = Restorer(
             self.host, [self.tier], Shortest(0.0), self.costs,  # no ageing while a thread waits
             page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
+            clock=time.monotonic, lock=threading.Lock(),
         )  # fmt: skip
 
     def keep(self, names: list[bytes]) -> None:

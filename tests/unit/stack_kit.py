@@ -17,8 +17,8 @@ from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack
+from sgl_ext.tiers.threaded import ThreadedTier
 
 BLOCKS = 64
 
@@ -62,9 +62,10 @@ class Machine:
             HostPages(pages),
             copies,
             LayerLoads(copies.groups, DEADLINE_S),
-            [LowerTier(self.shelf, keep_after=keep_after, wake=wake.set)],
+            [ThreadedTier(self.shelf, keep_after=keep_after, wake=wake.set)],
             wait=wait,
             wake=wake,
+            clock=time.monotonic,
             spare=spare,
             closing=[self.engine.close],
         )

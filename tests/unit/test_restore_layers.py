@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     pages = host.reserve(PAGES)
     assert pages is not None
     host.publish(names, pages)
-    held = HostPrefixes(host, PAGE)
+    held = HostPrefixes(host, PAGE, time.monotonic)
     held.hold("a", names[2:5], 2, Strategy.LAYERS)
     held.hold("a", names[2:4], 2, Strategy.LAYERS)  # a second lookup finds fewer pages
     assert host.room == PAGES - 2

@@ -388,12 +388,14 @@ def test_pages_beyond_one_batch_are_demoted_in_turn(page: int) -> None:
 def test_no_load_is_queued_behind_a_hung_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sgl_ext.tiers.lower._HANGS_S", 0.0)
+    monkeypatch.setattr("sgl_ext.tiers.throughput._HANGS_S", 0.0)
     machine.shelve(keys(*range(12)))
     machine.shelf.open.clear()
     machine.stack.lookup("a", keys(1, 2))
     assert machine.stack.host.free == 14
-    machine.until(lambda: not machine.stack.lower[0].worthwhile(None))  # the load has begun
+    machine.until(
+        lambda: not machine.stack.lower[0].throughput.worthwhile(None)
+    )  # the load has begun
     machine.stack.lookup("b", keys(3, 4))
     assert machine.stack.ready("b")
     machine.shelf.open.set()

@@ -26,8 +26,8 @@ from sgl_ext.restore.restorer import Restorer
 from sgl_ext.restore.stage import Arrivals, restore
 from sgl_ext.tiers.arena import Arena, Key, Pages
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.ssd import SsdTier
+from sgl_ext.tiers.threaded import ThreadedTier
 
 CHUNK = 512
 _FIRST = 8
@@ -198,7 +198,7 @@ class Stage:
         host = HostPages(self._arena.pages)
         restorer = Restorer(
             host, [self._tier], Shortest(0.2), known, page=PAGE, unit=_UNIT, wait=DEADLINE_S,
-            hits=Counter(),
+            hits=Counter(), clock=time.monotonic, lock=threading.Lock(),
         )  # fmt: skip
         reader = threading.Thread(target=read, daemon=True)
         if self._before is None:
@@ -260,7 +260,7 @@ class Stage:
         layout = self._model.layout
         self._arena = Arena(layout, -(-self._tokens // PAGE))
         self._kv = tier("kv", self._arena)
-        self._tier = LowerTier(self._kv, keep_after=1, wake=lambda: None)
+        self._tier = ThreadedTier(self._kv, keep_after=1, wake=lambda: None)
         self._undo.callback(self._tier.close)
         rows = boundary_layout(self._model.hidden, PAGE, layout.dtype, layout.fingerprint)
         arena = Arena(rows, CHUNK // PAGE)

@@ -90,7 +90,7 @@ class RestorePower(Power[Restore]):
         if ext.tiers is None or self.config.tiers is None:
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
-        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page)
+        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page, time.monotonic)
         self.restorer = setup.open_restorer(
             self.section, self.config.tiers, self.stack, get_schedule().chunked_prefill_size
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,6 +47,8 @@ def open_restorer(
         unit=max(_UNIT // page, 1),
         wait=tiers.wait,
         hits=stack.hits,
+        clock=time.monotonic,
+        lock=threading.Lock(),
     )
 
 

@@ -1,0 +1,127 @@
+"""Threads that run the operations of a tier below host memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.clock import Clock
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.throughput import LoadThroughput, Traffic
+from sgl_ext.tiers.tier import Tier
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+class ThreadedTier:
+    """:class:`~sgl_ext.tiers.lower.LowerTier` with one thread for lookups and loads, and one for
+    stores.
+
+    Args:
+        keep_after: Number of uses after which a page is stored in the tier. Every write wears a
+            flash cell, so a page that no request asks for again should not be written.
+        wake: Called when a lookup, load or store of a thread has ended.
+        clock: Clock of the duration of loads and stores.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        keep_after: int,
+        wake: Callable[[], object],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.tier = tier
+        self.keep_after = keep_after
+        self.throughput = LoadThroughput(clock)
+        self.loaded = Traffic()
+        self.stored = Traffic()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way: list[Future[Any]] = []
+        self._wake = wake
+        self._loads = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-load")
+        self._stores = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-store")
+
+    @property
+    def under_way(self) -> int:
+        return sum(not future.done() for future in self._under_way)
+
+    def lookup(self, keys: Sequence[Key]) -> Future[int]:
+        if not self.tier.available:
+            return _done(0)
+        if self.tier.immediate:
+            return _done(self.tier.lookup(keys))
+        return self._submit(self._loads, self.tier.lookup, keys)
+
+    def load(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
+        return self._submit(self._loads, self._load, keys, pages)
+
+    def load_then(
+        self,
+        keys: Sequence[Key],
+        pages: Pages,
+        then: Callable[[NDArray[np.bool_], float], None],
+    ) -> None:
+        def work() -> None:
+            begin = self._clock()
+            try:
+                landed = self._load(keys, pages)
+            except Exception:  # a bug, as in result_of
+                logger.exception("an operation of a tier failed")
+                landed = np.zeros(len(keys), np.bool_)
+            then(landed, self._clock() - begin)
+
+        self._submit(self._loads, work)
+
+    def store(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
+        return self._submit(self._stores, self._store, keys, pages)
+
+    def close(self) -> None:
+        for pool in (self._loads, self._stores):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.tier.close()  # ends I/O that a device delays
+        for pool in (self._loads, self._stores):
+            pool.shutdown()
+
+    def _load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        self.throughput.begin(len(keys))
+        count = 0
+        try:
+            landed = self.tier.load(keys, pages)
+            count = int(np.count_nonzero(landed))
+        finally:
+            self.loaded.add(count, self.throughput.end(count))
+        return landed
+
+    def _store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        begin = self._clock()
+        stored = self.tier.store(keys, pages)
+        self.stored.add(int(np.count_nonzero(stored)), self._clock() - begin)
+        return stored
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        future = pool.submit(work, *args, **kwargs)
+        with self._lock:  # the tier's own thread submits loads, too
+            self._under_way = [each for each in self._under_way if not each.done()] + [future]
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+
+def _done(result: R) -> Future[R]:
+    future: Future[R] = Future()
+    future.set_result(result)
+    return future
