@@ -31,7 +31,7 @@ class Restoration:
 
     rid: str
     arrived: float
-    behind: int
+    prompt_tokens: int
     """Tokens of the prompt."""
     pointers: Pointers
     first: int
@@ -62,7 +62,7 @@ class Restoration:
         tier = max(tiers, key=self.pointers.left)
         self.recomputing = costs.recomputing(front, back)
         end = max(self.pointers.end * page, self.reached)
-        self.remaining = costs.remaining(front, back, end, self.behind, tier)
+        self.remaining = costs.remaining(front, back, end, self.prompt_tokens, tier)
 
 
 class Channels:

@@ -186,7 +186,7 @@ class Costs:
         at = 2 * constant / (slope + math.sqrt(max(slope * slope + 4 * half * constant, 0.0)))
         return min(max(at, float(front)), float(back))
 
-    def remaining(self, front: int, back: int, end: int, behind: int, tier: str) -> float:
+    def remaining(self, front: int, back: int, end: int, prompt_tokens: int, tier: str) -> float:
         """Returns the seconds until a request is restored and its prompt computed.
 
         Assumes that computing and loading serve only this request.
@@ -195,9 +195,9 @@ class Costs:
             front: first token that is not computed.
             back: end of the tokens that are not loaded.
             end: end of the tokens that are computed or restored before the rest of the prompt.
-            behind: tokens of the prompt.
+            prompt_tokens: tokens of the prompt.
         """
-        seconds = self.compute.seconds(end, behind) if behind > end else 0.0
+        seconds = self.compute.seconds(end, prompt_tokens) if prompt_tokens > end else 0.0
         if front < back:
             meeting = self.meeting(front, back, tier)
             seconds += self.loads[tier].per_token * (back - meeting)

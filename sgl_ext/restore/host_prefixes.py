@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from sgl_ext.clock import Clock
 from sgl_ext.plan import Compute, LoadOrCompute, PrefillPlan, Span
+from sgl_ext.restore.strategy import Strategy
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
-
-
-class Strategy(Enum):
-    """Part of a prefix that is computed while the rest loads."""
-
-    TOKENS = "tokens"
-    """The first tokens, in all layers."""
-    LAYERS = "layers"
-    """The lower layers, for all tokens."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Request:
     """Keys of the pages after those that device and host memory have."""
     first: int
     """Number of the first of these pages in the prompt."""
-    behind: int
+    prompt_tokens: int
     """Tokens of the prompt."""
     lookups: list[tuple[LowerTier, Pending[int]]]
     """Lookups of the tiers, nearest first; each returns how many leading keys its tier has."""
@@ -81,7 +81,7 @@ class Request:
         return Restoration(
             rid,
             self.arrived,
-            self.behind,
+            self.prompt_tokens,
             Pointers(self.first, [one for one in stretches if one.begin < one.end]),
             self.first,
             begin,

@@ -95,7 +95,7 @@ class Restorer:
         keys: Sequence[Key],
         here: int,
         first: int,
-        behind: int,
+        prompt_tokens: int,
         precedence: int = 0,
     ) -> None:
         """Looks a request up; its first lookup asks tiers for the pages that host memory lacks.
@@ -104,7 +104,7 @@ class Restorer:
             keys: keys of the pages of the prompt after those that the device has.
             here: number of leading pages that host memory has.
             first: number of the first of these pages in the prompt.
-            behind: tokens of the prompt.
+            prompt_tokens: tokens of the prompt.
             precedence: precedence over the policy: a smaller value goes first; may change.
         """
         now = self._clock()
@@ -129,7 +129,7 @@ class Restorer:
         pinned = self._host.places(keys[:here])
         self._host.pin(pinned)
         request = Request(
-            lacking, first + here, behind, lookups, pinned, arrived, now, now, precedence
+            lacking, first + here, prompt_tokens, lookups, pinned, arrived, now, now, precedence
         )
         self._requests[rid] = self._unopened[rid] = request
         for key in lacking:

@@ -80,7 +80,7 @@ def restore(
     rid, page = "stage", restorer.page
     at, end = 0, len(keys) * page
     give_up = time.monotonic() + deadline
-    restorer.ask(rid, keys, here=0, first=0, behind=end + 1)
+    restorer.ask(rid, keys, here=0, first=0, prompt_tokens=end + 1)
     try:
         while at < end:
             if time.monotonic() > give_up:

@@ -16,9 +16,10 @@ from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import Compute, Load, PrefillPlan, Span
-from sgl_ext.restore.host_prefixes import Held, Strategy
+from sgl_ext.restore.host_prefixes import Held
 from sgl_ext.restore.pointers import Pointers, Stretch
 from sgl_ext.restore.restorer import Restorer
+from sgl_ext.restore.strategy import Strategy
 
 PAGE = 16
 

@@ -27,7 +27,7 @@ PURE |= {f"clusters/{name}" for name in ("clustering", "placement", "retrieval",
 PURE |= {f"peer/{name}" for name in ("lending", "loan", "master", "need", "regions", "worker")}
 PURE |= {f"restore/{name}" for name in (
     "boundaries", "channels", "costs", "host_prefixes", "parts", "pointers", "policies", "request",
-    "restorer",
+    "restorer", "strategy",
 )}  # fmt: skip
 PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
 PURE |= {f"tiers/{name}" for name in (

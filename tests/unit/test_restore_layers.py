@@ -14,7 +14,8 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.plan import Compute, LoadOrCompute, Span
-from sgl_ext.restore.host_prefixes import HostPrefixes, Strategy
+from sgl_ext.restore.host_prefixes import HostPrefixes
+from sgl_ext.restore.strategy import Strategy
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
 

@@ -13,13 +13,15 @@ from sglang.srt import runtime_context
 from sgl_ext.config import load
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.hooks import ActivationError
-from sgl_ext.engine.restore import setup, turn
+from sgl_ext.engine.restore import setup
 from sgl_ext.engine.restore.power import RestorePower
+from sgl_ext.engine.restore.prompt import prompt_of
 from sgl_ext.engine.tiers.linker import TierLinker
 from sgl_ext.memory.slab import Layout
 from sgl_ext.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.restore.costs import ComputeCost, Costs
-from sgl_ext.restore.host_prefixes import Strategy
+from sgl_ext.restore.strategy import Strategy, choose_strategy
+from sgl_ext.tiers.throughput import Traffic
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
@@ -130,14 +132,14 @@ def test_a_deferred_request_loses_its_plan_unless_partly_computed(power: Any) ->
 
 @pytest.mark.parametrize("field", ["session", "multimodal_inputs"])
 def test_sessions_and_multimodal_prompts_are_not_restored(power: Any, field: str) -> None:
-    assert turn.prompt_of(request(), 16, 16) == (1, 5, 100, 0)
-    assert turn.prompt_of(request(**{field: object()}), 16, 16) is None
+    assert prompt_of(request(), 16, 16) == (1, 5, 100, 0)
+    assert prompt_of(request(**{field: object()}), 16, 16) is None
 
 
 def test_precedence_follows_the_priorities_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     for by_priority, low, expected in ((False, False, 0), (True, False, -7), (True, True, 7)):
         scheduled(monkeypatch, by_priority=by_priority, low=low)
-        prompt = turn.prompt_of(request(priority=7), 16, 16)
+        prompt = prompt_of(request(priority=7), 16, 16)
         assert prompt is not None
         assert prompt.precedence == expected
 
@@ -216,15 +218,10 @@ def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) ->
 def test_host_memory_strategy_follows_the_option_and_the_costs(
     how: str, pages: int, loading: float | None, chosen: Strategy | None
 ) -> None:
-    restorer: Any = Restorer()
-    restorer.costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
-    seconds = 0.0 if loading is None else 100 * loading
-    stack: Any = SimpleNamespace(
-        loads=SimpleNamespace(traffic=SimpleNamespace(pages=100, seconds=seconds)),
-        layout=SimpleNamespace(layers=30),
-    )
-    prompt = turn.Prompt(0, pages, 1000, 0)
-    assert turn.strategy(how, stack, restorer, prompt, pages) is chosen
+    costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
+    loads = Traffic(100, 0.0 if loading is None else 100 * loading)
+    by = choose_strategy(how, costs, loads, first=0, pages=pages, page=16, layers=30)
+    assert by is chosen
 
 
 @pytest.mark.parametrize(

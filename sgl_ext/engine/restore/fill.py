@@ -12,7 +12,7 @@ from sgl_ext.engine.restore import by_layers, by_tokens
 from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import LoadOrCompute
-from sgl_ext.restore.host_prefixes import Strategy
+from sgl_ext.restore.strategy import Strategy, computed_share
 
 if TYPE_CHECKING:
     from sgl_ext.engine.restore.power import RestorePower
@@ -80,11 +80,8 @@ def _by_strategy(
         by = power.prefixes[forward.rids[at]].by if layered else Strategy.TOKENS
         ways[by][at] = each
     if tokens := ways[Strategy.TOKENS]:
-        costs, loaded = power.restorer.costs, power.stack.loads.traffic
-        share = 0.5
-        if loaded.pages:
-            loading = loaded.seconds / loaded.pages / power.stack.layout.page
-            share = loading / (loading + costs.compute.seconds(0, costs.chunk) / costs.chunk)
+        costs = power.restorer.costs
+        share = computed_share(costs, power.stack.loads.traffic, power.stack.layout.page)
         computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
         for at, count in computed.items():
             power.prefixes.computed(forward.rids[at], count)

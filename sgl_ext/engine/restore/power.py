@@ -20,11 +20,13 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     StepPlan,
 )
-from sgl_ext.engine.restore import interruption, setup, turn
+from sgl_ext.engine.restore import interruption, setup
+from sgl_ext.engine.restore.prompt import Prompt, prompt_of
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.plan import Load
 from sgl_ext.restore.host_prefixes import Held, HostPrefixes
 from sgl_ext.restore.request import Restored
+from sgl_ext.restore.strategy import choose_strategy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.restore.metrics import RestoreMetrics
-    from sgl_ext.engine.restore.turn import Prompt
     from sgl_ext.engine.step.forward import PlannedForward
     from sgl_ext.engine.step.rows import Row
     from sgl_ext.restore.restorer import Restorer
@@ -112,7 +113,7 @@ class RestorePower(Power[Restore]):
         self.prefixes.release(req.rid)
         self._asking = None
         if self._ext.owner(req) is None:
-            self._asking = turn.prompt_of(req, prefix, self.restorer.page)
+            self._asking = prompt_of(req, prefix, self.restorer.page)
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
         """Implements :class:`~sgl_ext.engine.tiers.linker.Restoring`."""
@@ -121,10 +122,14 @@ class RestorePower(Power[Restore]):
             return None
         keys = keys[: prompt.most]
         pages = self.stack.host.lookup(keys)
-        self.restorer.ask(rid, keys, pages, prompt.first, prompt.behind, prompt.precedence)
+        self.restorer.ask(rid, keys, pages, prompt.first, prompt.tokens, prompt.precedence)
         if self.restorer.asked(rid):
             return pages
-        by = turn.strategy(self.section.host, self.stack, self.restorer, prompt, pages)
+        by = choose_strategy(
+            self.section.host, self.restorer.costs, self.stack.loads.traffic,
+            first=prompt.first, pages=pages, page=self.restorer.page,
+            layers=self.stack.layout.layers,
+        )  # fmt: skip
         if by is None:
             return pages
         self.prefixes.hold(rid, keys[:pages], prompt.first, by)
