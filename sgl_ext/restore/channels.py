@@ -18,6 +18,8 @@ from sgl_ext.restore.policies import Policy
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.lower import LowerTier
 
+LOAD_TOKENS = 128
+"""Maximum tokens of one load; a load has one page at least."""
 _PATIENCE_S = 0.5
 """Seconds that a load may be late, in addition to its expected duration."""
 

@@ -27,8 +27,6 @@ class Held:
     computed: int = 0
     """Tokens that forwards have computed instead of loading them. By layers, the computed share of
     the layers times the tokens."""
-    request: Any = None
-    """SGLang's request, set when the first forward that loads some of the pages is about to run."""
     told: dict[str, Any] | None = None
     """Entry of the request's answer on this prefix, set when the last forward is admitted."""
 

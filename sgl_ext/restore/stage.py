@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgl_ext.errors import ExtError
-from sgl_ext.plan import Compute
+from sgl_ext.plan import Compute, Span
 from sgl_ext.restore.request import Restored
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.arena import Key, Pages
 
 _STEP_S = 1e-3
+_RID = "stage"
+"""Id of the only request of the stage's restorer."""
 
 
 class Arrivals:
@@ -77,42 +79,57 @@ def restore(
     Raises:
         ExtError: the deadline has passed, or no more activations arrive and some are missing.
     """
-    rid, page = "stage", restorer.page
-    at, end = 0, len(keys) * page
+    at, end = 0, len(keys) * restorer.page
     give_up = time.monotonic() + deadline
-    restorer.ask(rid, keys, here=0, first=0, prompt_tokens=end + 1)
+    restorer.ask(_RID, keys, here=0, first=0, prompt_tokens=end + 1)
     try:
         while at < end:
             if time.monotonic() > give_up:
                 raise ExtError(f"a stage restored only {at} of {end} tokens within {deadline:g} s")
             restorer.advance()
-            if restorer.asked(rid) and not restorer.restores(rid):
+            if (span := _next_span(restorer, at, end)) is None:
                 time.sleep(_STEP_S)
                 continue
-            plan = restorer.plan(rid, at, end + 1)
-            if plan is None:
-                time.sleep(_STEP_S)
-                continue
-            span = next(plan.between(at, end if plan.stop is None else plan.stop))
             until = span.end
             if isinstance(span.source, Compute):
                 until = min(until, inputs.end, at + restorer.costs.chunk)
                 if until <= at:
-                    if not inputs.ended:
-                        inputs.wait(at, _STEP_S)
-                    elif restorer.loads(rid):
-                        time.sleep(_STEP_S)
-                    else:
-                        raise ExtError(f"a stage received no inputs after token {at}")
+                    _await_inputs(restorer, inputs, at)
                     continue
-            restorer.computing(rid, until)
+            restorer.computing(_RID, until)
             if isinstance(span.source, Compute):
                 began = time.monotonic()
                 compute(at, until)
                 restorer.costs.computed(at, until, time.monotonic() - began)
             else:
-                adopt(at, until, restorer.places(rid, at, until))
+                adopt(at, until, restorer.places(_RID, at, until))
             at = until
-        return restorer.report(rid)
+        return restorer.report(_RID)
     finally:
-        restorer.release(rid)
+        restorer.release(_RID)
+
+
+def _next_span(restorer: Restorer, at: int, end: int) -> Span | None:
+    """Returns the next tokens to compute or to adopt; None if lookups or loads are awaited."""
+    if restorer.asked(_RID) and not restorer.restores(_RID):
+        return None
+    if (plan := restorer.plan(_RID, at, end + 1)) is None:
+        return None
+    return next(plan.between(at, end if plan.stop is None else plan.stop))
+
+
+def _await_inputs(restorer: Restorer, inputs: Arrivals, at: int) -> None:
+    """Waits a step for the activations of token ``at``, or for loads that make them unnecessary.
+
+    Raises:
+        ExtError: no more activations arrive, and no more KV is loaded.
+    """
+    if not inputs.ended:
+        inputs.wait(at, _STEP_S)
+    elif restorer.loads(_RID):
+        time.sleep(_STEP_S)
+    else:
+        raise ExtError(
+            f"a stage received no inputs after token {at}, and no tier loads their KV; check that "
+            "the previous stage sends the inputs of all tokens"
+        )

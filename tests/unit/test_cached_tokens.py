@@ -112,13 +112,13 @@ def test_prefixes_in_host_memory_do_not_count_computed_tokens(
     computed: int, reached: int, counted: int
 ) -> None:
     req = request(200, _sgl_ext_reached=reached)
-    held = Held(2, np.arange(6), Strategy.TOKENS, 0.0, computed=7, request=req)
+    held = Held(2, np.arange(6), Strategy.TOKENS, 0.0, computed=7)
     found = power(Stretch("ssd", 2, 8))
     found.prefixes = {"r": held}  # type: ignore[assignment]
     found.stack = SimpleNamespace(layout=SimpleNamespace(page=PAGE))  # type: ignore[assignment]
     coming = [Coming(32, np.arange(4), np.arange(4)), Coming(96, np.arange(2), np.arange(2))]
     held.computed += computed
-    fill._count(found, "r", coming, before=7)
+    fill._count(found, req, coming, before=7)
     assert req.cached_tokens == counted
     assert details(req) == ({"device": 0, "host": counted} if counted else None)
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.chunks.methods import BLEND_LAYERS
-from sgl_ext.engine.core.sglang_types import ForwardBatch
+from sgl_ext.engine.step.layerwise import Layers, first_rows, layer_by_layer
 from sgl_ext.engine.step.rows import Row
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def blending(
     """
     runner, batch = planned.runner, planned.batch
     prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-    whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in candidates]
-    begin = sorted(whole + [part for part in parts if part.request not in candidates])
+    begin = first_rows(planned, candidates, parts)
     pool = runner.token_to_kv_pool.get_value_buffer(BLEND_LAYERS - 1)
     starts = np.cumsum([0, *lengths])
     slots = {
@@ -58,29 +57,21 @@ def blending(
         for at, each in candidates.items()
     }
     linked = {at: pool[each].clone() for at, each in slots.items()}
-    model = runner.model
-    layers = model.config.num_hidden_layers
 
-    def forward(
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        first: ForwardBatch,
-        input_embeds: torch.Tensor | None = None,
-        **_kw: object,
-    ) -> object:
-        model.forward_split_prefill(input_ids, positions, first, (0, BLEND_LAYERS), input_embeds)
+    def run(first: Layers) -> object:
+        first.run(0, BLEND_LAYERS)
         rest = [part for part in parts if part.request not in candidates]
         for at, each in candidates.items():
             changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
             chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
             rest += _joined(at, [part for part in parts if part.request == at], chosen)
         rest.sort()
-        with planned.cutting_over(begin, rest, first) as second:
-            return model.forward_split_prefill(
-                second.input_ids, second.positions, second, (BLEND_LAYERS, layers)
+        with planned.cutting_over(begin, rest, first.batch) as second:
+            return Layers(runner.model, second).run(
+                BLEND_LAYERS, runner.model.config.num_hidden_layers
             )
 
-    with planned.replaced(forward):
+    with layer_by_layer(planned, run):
         yield begin
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sgl_ext.engine.core.sglang_types import ForwardBatch
+from sgl_ext.engine.step.layerwise import Layers, first_rows, layer_by_layer
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
@@ -22,8 +22,6 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
-    import torch
-
     from sgl_ext.engine.step.forward import PlannedForward
 
 
@@ -58,51 +56,37 @@ def restoring(
         TimeoutError: a load has not ended in time.
         TransferError: a load that the forward waits for has failed.
     """
-    runner, batch = planned.runner, planned.batch
-    prefixes, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-    whole = [Row(at, prefixes[at], prefixes[at] + lengths[at]) for at in coming]
-    begin = sorted(whole + [part for part in parts if part.request not in coming])
+    begin = first_rows(planned, coming, parts)
     every = [one for each in coming.values() for one in each]
     pages = np.concatenate([one.pages for one in every])
     blocks = np.concatenate([one.blocks for one in every])
     tickets = tiers.holds.fill_from_the_top(pages, blocks)
-    model = runner.model
     computed = 0  # layers
 
-    def forward(
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        first: ForwardBatch,
-        input_embeds: torch.Tensor | None = None,
-        **_kw: object,
-    ) -> object:
+    def run(first: Layers) -> object:
         nonlocal computed
-        layer, output = 0, None
-        while layer == 0 or (layer < len(tickets) and taken_back(tickets[layer])):
-            if layer == 0:
-                taken_back(tickets[0])
-            output = model.forward_split_prefill(
-                input_ids, positions, first, (layer, layer + 1), input_embeds
-            )
-            layer += 1
-        computed = layer
-        if layer == len(tickets):
+        taken_back(tickets[0])
+        output = first.run(0, 1)
+        computed = 1
+        while computed < len(tickets) and taken_back(tickets[computed]):
+            output = first.run(computed, computed + 1)
+            computed += 1
+        if computed == len(tickets):
             return output
-        with planned.cutting_over(begin, parts, first) as second:
-            for at in range(layer, len(tickets)):
-                tickets[at].wait(COPY_DEADLINE_S)
-                output = model.forward_split_prefill(
-                    second.input_ids, second.positions, second, (at, at + 1)
-                )
+        with planned.cutting_over(begin, parts, first.batch) as batch:
+            second = Layers(first.model, batch)
+            for layer in range(computed, len(tickets)):
+                tickets[layer].wait(COPY_DEADLINE_S)
+                output = second.run(layer, layer + 1)
         return output
 
     try:
-        with planned.replaced(forward):
+        with layer_by_layer(planned, run):
             yield begin
     finally:
         for at, each in coming.items():
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
-            held.computed(batch.rids[at], tokens * computed // len(tickets))
+            held.computed(planned.batch.rids[at], tokens * computed // len(tickets))
         end(tickets)
 
 

@@ -1,7 +1,7 @@
 """Restoration by tokens: forwards compute the first tokens while the last load (CacheFlow §3.1).
 
 As with layers, the position where both meet need not be known in advance. Before tokens are
-computed, their loads are cancelled. If one has begun, all tokens behind it are loaded or being
+computed, their loads are cancelled. If one has begun, all tokens after it are loaded or being
 loaded, because the last tokens are loaded first.
 """
 
@@ -14,13 +14,11 @@ from sgl_ext.engine.restore.by_layers import Coming, end, taken_back
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
+from sgl_ext.restore.channels import LOAD_TOKENS
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from sgl_ext.engine.step.forward import PlannedForward
-
-_UNIT = 128
-"""Maximum tokens of one load; a load has one page at least."""
 
 
 class _Load(NamedTuple):
@@ -57,7 +55,7 @@ def restore(
     try:
         for at in coming:
             left = [load for load in loads if load.request == at]
-            while taken := _taken(left, min(chunk, round(share * len(left)) * _UNIT)):
+            while taken := _taken(left, min(chunk, round(share * len(left)) * LOAD_TOKENS)):
                 part = rows.split(planned.batch, [Row(at, taken[0].start, taken[-1].end)])
                 computed[at] += taken[-1].end - taken[0].start
                 part.return_logprob = False
@@ -71,7 +69,7 @@ def restore(
 
 def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) -> Iterator[_Load]:
     """Starts the loads, the last tokens first, and yields them in this order."""
-    step = max(_UNIT // page, 1)
+    step = max(LOAD_TOKENS // page, 1)
     for at in reversed([*coming]):
         for one in reversed(coming[at]):
             for first in reversed(range(0, len(one.pages), step)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.engine.restore import by_layers, by_tokens
 from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.step import cached_tokens
@@ -44,7 +45,7 @@ def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> 
             rows = layers.enter_context(_by_strategy(power, forward, rows, coming))
         yield rows
     for at, each in coming.items():
-        _count(power, forward.rids[at], each, before[at])
+        _count(power, power.batch.reqs[at], each, before[at])
 
 
 def _coming(power: RestorePower, forward: PlannedForward) -> dict[int, list[Coming]]:
@@ -92,15 +93,15 @@ def _by_strategy(
         yield rows
 
 
-def _count(power: RestorePower, rid: str, coming: Sequence[Coming], before: int) -> None:
+def _count(power: RestorePower, req: Req, coming: Sequence[Coming], before: int) -> None:
     """Counts the tokens of a request that a forward has loaded from host memory.
 
     Args:
         before: tokens of the request's pinned pages that earlier forwards had computed.
     """
-    held, page = power.prefixes[rid], power.stack.layout.page
+    held, page = power.prefixes[req.rid], power.stack.layout.page
     tokens = sum(len(one.pages) for one in coming) * page - (held.computed - before)
     end = coming[-1].start + len(coming[-1].pages) * page
-    begin, end = cached_tokens.first_time(held.request, coming[0].start, end)
-    cached_tokens.count(held.request, "host", min(tokens, end - begin))
-    cached_tokens.reach(held.request, end)
+    begin, end = cached_tokens.first_time(req, coming[0].start, end)
+    cached_tokens.count(req, "host", min(tokens, end - begin))
+    cached_tokens.reach(req, end)

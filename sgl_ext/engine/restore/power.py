@@ -52,6 +52,7 @@ class RestorePower(Power[Restore]):
         restorer: restorations of prefixes that lower tiers have.
         prefixes: prefixes that host memory has, each restored within one forward.
         stack: the tiers.
+        batch: SGLang's batch of the current or last forward.
         interrupted: id of the request whose KV is being released because it is interrupted; its
             restoration goes on later. None otherwise.
     """
@@ -69,6 +70,7 @@ class RestorePower(Power[Restore]):
     restorer: Restorer
     prefixes: HostPrefixes
     stack: TierStack
+    batch: ScheduleBatch
     interrupted: str | None = None
     _queued: Req | None = None
     """Interrupted request that is queued again at the end of this step; None if there is none."""
@@ -183,9 +185,7 @@ class RestorePower(Power[Restore]):
             return
         self.restorer.computing(rid, req.extend_end)
         within = rid in self.prefixes
-        if within:
-            self.prefixes[rid].request = req
-        else:
+        if not within:
             self._count_loaded(req)
         if req.extend_end < len(req.full_untruncated_fill_ids) or told(req, self.name):
             return
@@ -218,6 +218,7 @@ class RestorePower(Power[Restore]):
     # --- the forward -----------------------------------------------------------------------------
 
     def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
+        self.batch = batch
         self._alone = None
         if tokens and len(batch.reqs) == 1:
             whole = tokens == batch.extend_num_tokens

@@ -14,14 +14,12 @@ from sgl_ext.config import Restore, Tiers
 from sgl_ext.engine.core import hooks
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
+from sgl_ext.restore.channels import LOAD_TOKENS
 from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
 from sgl_ext.restore.policies import POLICIES
 from sgl_ext.restore.profile import HOST, PROFILES, Subject, devices, find
 from sgl_ext.restore.restorer import Restorer
 from sgl_ext.tiers.stack import TierStack
-
-_UNIT = 128
-"""Maximum tokens of one load; a load has one page at least."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def open_restorer(
         POLICIES[config.policy](config.ageing),
         _costs(stack, devices(tiers), chunk),
         page=page,
-        unit=max(_UNIT // page, 1),
+        unit=max(LOAD_TOKENS // page, 1),
         wait=tiers.wait,
         hits=stack.hits,
         clock=time.monotonic,
