@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,6 +164,38 @@ class Channels:
             for able in self._able.values():
                 able.clear()
 
+    def check_integrity(self, every: Collection[Restoration]) -> None:
+        """Checks the loads in flight and the lists of requests against the pointers. O(pages).
+
+        Args:
+            every: requests that are being restored, and those that have left with loads in flight.
+
+        Raises:
+            AssertionError: a load in flight is not that of its request's pointers, a channel lacks
+                a request that it can load for or has one that it cannot, or more pages have landed
+                than were loaded.
+        """
+        with self.lock:
+            flying = {
+                stretch.tier: one for one in every for stretch in one.pointers.stretches
+                if stretch.flying
+            }  # fmt: skip
+            if flying != self._loading:
+                raise AssertionError(
+                    f"channels load for {_rids(self._loading)}, by the pointers for {_rids(flying)}"
+                )
+            for name, able in self._able.items():
+                wanted = {one.rid: one for one in every if not one.gone and one.pointers.left(name)}
+                if able != wanted and not self._closed:
+                    raise AssertionError(f"{name} loads for {[*able]}, not for {[*wanted]}")
+            for one in every:
+                landed = sum(map(one.pointers.came, range(one.pointers.end)))
+                if not landed <= sum(one.loaded.values()) <= len(one.keys):
+                    raise AssertionError(
+                        f"{one.rid} has {landed} landed pages of {len(one.keys)}, and counts "
+                        f"{one.loaded}"
+                    )
+
     def _next(self, name: str) -> None:
         """Begins the next load of a tier that has none in flight.
 
@@ -203,3 +235,7 @@ class Channels:
                 able[one.rid] = one
             elif able.get(one.rid) is one:  # not a later request with the same id
                 del able[one.rid]
+
+
+def _rids(loading: Mapping[str, Restoration]) -> dict[str, str]:
+    return {tier: one.rid for tier, one in loading.items()}

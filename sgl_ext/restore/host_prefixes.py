@@ -107,3 +107,21 @@ class HostPrefixes:
         for rid in rids:
             self.release(rid)
         return rids
+
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages that are pinned for each request."""
+        return [held.pages for held in self._held.values()]
+
+    def check_integrity(self) -> None:
+        """Checks the pins, and that no more tokens were computed than are held. O(pages).
+
+        Raises:
+            AssertionError: a request holds no pages or pages that are not pinned for it, or the
+                count of its computed tokens is not within these pages.
+        """
+        self._host.check_integrity(self.pinned)
+        for rid, held in self._held.items():
+            tokens = len(held.pages) * self._page
+            if held.first < 0 or not 0 <= held.computed <= tokens or not tokens:
+                raise AssertionError(f"{rid} holds {tokens} tokens, {held.computed} are computed")

@@ -382,10 +382,11 @@ class Restorer:
         self.clear()
 
     def check_integrity(self) -> None:
-        """Checks the lists of requests against each other. O(pages).
+        """Checks the lists of requests against each other, channels and host memory. O(pages).
 
         Raises:
-            AssertionError: a list has a request that another one lacks.
+            AssertionError: a list has a request that another one lacks, the channels contradict
+                themselves, or host memory has fewer pins or reservations than the requests own.
         """
         requests, opened = {*self._requests}, {*self._opened}
         if opened & {*self._unopened} or opened | {*self._unopened} != requests:
@@ -397,6 +398,11 @@ class Restorer:
         computing = self._channels.computing
         if computing is not None and self._opened.get(computing.rid) is not computing:
             raise AssertionError(f"{computing.rid} is computed, and is not being restored")
+        every = [*self._opened.values(), *self._leaving]
+        self._channels.check_integrity(every)
+        self._host.check_integrity(
+            [request.pinned for request in self._requests.values()], [one.places for one in every]
+        )
 
     def _open(self, rid: str, request: Request, *, scarce: bool = False) -> None:
         """Begins the restoration of a request if tiers have answered and there are places for it.

@@ -68,6 +68,28 @@ class Demotion:
         while self._waiting and len(self._batches) < 2:
             self._begin()
 
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages of the stores in progress, which are pinned."""
+        return [batch.pages for batch in self._batches]
+
+    def check_integrity(self) -> None:
+        """Checks the sizes of queue and stores, and that stored pages are marked. O(pages).
+
+        Raises:
+            AssertionError: there are too many stores, a page is stored twice, or a page that is
+                being stored is not marked as copied.
+        """
+        if len(self._batches) > 2 or len(self._waiting) > self._host.capacity:
+            raise AssertionError(
+                f"{len(self._batches)} stores are in progress, {len(self._waiting)} pages queued"
+            )
+        pages = np.concatenate([np.empty(0, np.int64), *self.pinned])
+        if len(np.unique(pages)) < len(pages):
+            raise AssertionError(f"a page is stored twice: {np.sort(pages)}")
+        if self._host.worth_keeping(pages, 0, self._number).any():
+            raise AssertionError(f"some of {pages} are being stored, and not marked as copied")
+
     def _begin(self) -> None:
         keys = list(islice(self._waiting, self._largest))
         for key in keys:
@@ -103,3 +125,13 @@ class Demotions:
         """Takes every step that needs no waiting."""
         for demotion in self._each:
             demotion.advance()
+
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages of the stores in progress, which are pinned."""
+        return [pages for demotion in self._each for pages in demotion.pinned]
+
+    def check_integrity(self) -> None:
+        """Checks each demotion; see :meth:`Demotion.check_integrity`."""
+        for demotion in self._each:
+            demotion.check_integrity()

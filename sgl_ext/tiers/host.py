@@ -110,11 +110,11 @@ class HostPages:
         self._uses[pages] = np.maximum(self._uses[pages] + (times == 0), times)
         return pages
 
-    def reserve(self, count: int, behind: int | None = None) -> Pages | None:
+    def reserve(self, count: int, after: int | None = None) -> Pages | None:
         """Reserves ``count`` slots in as few runs as possible, and evicts pages if needed.
 
         Args:
-            behind: Slot of the page before the first one; the new slots are adjacent to it if
+            after: Slot of the page before the first one; the new slots are adjacent to it if
                 there is room. -1 if they begin a sequence. With either, slots are kept for the
                 growth of the sequence (FastSwitch §3.3); None keeps none.
 
@@ -125,7 +125,7 @@ class HostPages:
         lacking = count - self._groups.available
         if not self.enabled or count > self.capacity or not self._evict(lacking):
             return None
-        chain = None if behind is None else self._chain(behind)
+        chain = None if after is None else self._chain(after)
         (runs,) = self._groups.allocate([(chain, count)]) or [[]]
         found = [np.arange(start, start + length) for start, length in runs]
         pages = np.concatenate(found) if found else np.empty(0, np.int64)
@@ -208,12 +208,12 @@ class HostPages:
         self.clear()
         self.enabled = False
 
-    def _chain(self, behind: int) -> int:
-        """Returns the sequence that continues after slot ``behind``, a new one if there is none.
+    def _chain(self, after: int) -> int:
+        """Returns the sequence that continues after slot ``after``, a new one if there is none.
 
         Slots are kept for the growth of the last ``_CHAINS`` sequences only.
         """
-        chain = int(self._chain_of[behind]) if behind >= 0 else -1
+        chain = int(self._chain_of[after]) if after >= 0 else -1
         if chain not in self._chains:
             chain, self._begun = self._begun, self._begun + 1
         self._chains[chain] = None
@@ -240,18 +240,30 @@ class HostPages:
             self._ghosts.popitem(last=False)
         self._groups.release(runs_of(np.sort(pages)))
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, pinned: Iterable[Pages] = (), reserved: Iterable[Pages] = ()) -> None:
         """Checks the index, the slots and the pins against each other. O(capacity).
+
+        Args:
+            pinned: Pages that their owners have pinned, once for each owner; all owners or some.
+            reserved: Slots that their owners have reserved; all owners or some.
 
         Raises:
             AssertionError: A slot is counted twice or not at all, or the pins do not add up.
         """
         self._groups.check_integrity()
-        places = sorted(self._index.values())
-        in_use = self.capacity - self.free
-        if len(set(places)) < len(places) or len(places) > in_use:
-            raise AssertionError(f"{len(places)} pages lie in {in_use} places: {places}")
+        places = _joined([np.fromiter(self._index.values(), np.int64, len(self)), *reserved])
+        if len(np.unique(places)) < len(places):
+            raise AssertionError(f"pages and reservations share places: {np.sort(places)}")
+        if (free := self._groups.unused(places)) is not None:
+            raise AssertionError(f"place {free} is free, and reserved or in the index")
         if (self._pins < 0).any():
             raise AssertionError(f"unpinned too often: {np.flatnonzero(self._pins < 0)}")
         if self._pinned != np.count_nonzero(self._pins):
             raise AssertionError(f"{self._pinned} places are counted as pinned: {self._pins}")
+        owners = np.bincount(_joined(pinned), minlength=self.capacity)
+        if (lacking := np.flatnonzero(owners > self._pins)).size:
+            raise AssertionError(f"places {lacking} have more owners than pins")
+
+
+def _joined(pages: Iterable[Pages]) -> Pages:
+    return np.concatenate([np.empty(0, np.int64), *pages])

@@ -148,14 +148,34 @@ class Loads:
         for index in list(self._loading):
             self.finish(index)
 
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages of the loads that are queued or in progress."""
+        return [load.pages for load in self._all]
+
     def check_integrity(self) -> None:
-        """Checks that every queued load has a report.
+        """Checks the loads against their reports. O(pages).
 
         Raises:
-            AssertionError: A report is missing.
+            AssertionError: a load has other numbers of pages and blocks, a queued load has no
+                report, or its report does not add up to its pages.
         """
-        if unreported := self._queued.keys() - self._restored.keys():
-            raise AssertionError(f"{unreported} have a load, and no report of it")
+        for load in self._all:
+            if len(load.pages) != len(load.blocks):
+                raise AssertionError(f"{len(load.pages)} pages load into {len(load.blocks)} blocks")
+        for rid, load in self._queued.items():
+            if (restored := self._restored.get(rid)) is None:
+                raise AssertionError(f"{rid} has a load, and no report of it")
+            tokens = sum(one["tokens"] for one in restored.values())
+            if restored["host"] is not load.restored:
+                raise AssertionError(f"{rid} has the report of another load: {restored}")
+            if tokens != len(load.pages) * self._copies.layout.page:
+                raise AssertionError(f"{rid} loads {len(load.pages)} pages, reported {restored}")
+
+    @property
+    def _all(self) -> list[_Load]:
+        started = [load for loads in self._loading.values() for load in loads]
+        return [*self._queued.values(), *started]
 
     def _count(self, restored: dict[str, Restored], name: str, pages: int, seconds: float) -> None:
         self._hits[name] += pages

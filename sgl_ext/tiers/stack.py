@@ -219,12 +219,18 @@ class TierStack:
             close()
 
     def check_integrity(self) -> None:
-        """Checks host memory, waiting requests, loads and stores. O(capacity).
+        """Checks host memory, waiting requests, demotions, loads and stores. O(capacity).
 
         Raises:
-            AssertionError: they disagree.
+            AssertionError: one of them contradicts itself, or host memory has fewer pins or
+                reservations than they own.
         """
-        self.host.check_integrity()
-        self._waiting.check_integrity()
-        self.loads.check_integrity()
-        self.stores.check_integrity()
+        for part in (self._waiting, self._demotions, self.loads, self.stores):
+            part.check_integrity()
+        self.host.check_integrity(
+            [
+                *self._waiting.pinned, *self._demotions.pinned, *self.loads.pinned,
+                *self.stores.pinned,
+            ],
+            [*self._waiting.reserved, *self.stores.reserved],
+        )  # fmt: skip

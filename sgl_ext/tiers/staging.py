@@ -72,6 +72,16 @@ class Staging:
         """True if it pins pages in host memory."""
         return len(self._pinned) > 0
 
+    @property
+    def pinned(self) -> Pages:
+        """Pages that it pins in host memory."""
+        return self._pinned
+
+    @property
+    def reserved(self) -> list[Pages]:
+        """Slots of host memory that its loads write to."""
+        return [] if self.done else [part.pages for part in self._parts or ()]
+
     def advance(self, host: HostPages) -> bool:
         """Takes the next step if that needs no waiting; returns whether a step was taken."""
         if self.done:
@@ -96,6 +106,24 @@ class Staging:
             part.landed.cancel()  # succeeds only if the tier has not begun it
         host.unpin(self._pinned)
         self._pinned = self._pinned[:0]
+
+    def check_integrity(self) -> None:
+        """Checks the parts of the load against its keys. O(pages).
+
+        Raises:
+            AssertionError: tiers load other pages than the first ones in their order, more pages
+                have landed than were loaded, or an abandoned load pins pages.
+        """
+        parts = self._parts or []
+        loaded = [key for part in parts for key in part.keys]
+        if loaded != [*self.keys[: len(loaded)]]:
+            raise AssertionError("tiers load other pages than the first ones of the prompt")
+        if any(len(part.pages) != len(part.keys) for part in parts):
+            raise AssertionError("a tier loads pages into more or fewer slots")
+        if sum(self.landed.values()) > len(loaded):
+            raise AssertionError(f"{self.landed} have landed of {len(loaded)} loaded pages")
+        if self._abandoned and self.keeps:
+            raise AssertionError(f"an abandoned load pins {self._pinned}")
 
     def _load(self, host: HostPages) -> bool:
         spans, at = [], 0

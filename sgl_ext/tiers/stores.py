@@ -56,8 +56,8 @@ class Stores:
         self._demotions = demotions
         self._stores: deque[_Store] = deque()
         self._presumed = 0
-        self._behind: list[_Store] = []
-        """Stores in progress that were popped already or are never popped."""
+        self._popped: list[_Store] = []
+        """Stores in progress that were popped, or that are never popped."""
         self._dropped: list[Saved] = []
         self._again: list[Saved] = []
 
@@ -84,7 +84,7 @@ class Stores:
         coming = {key for store in self._in_progress for key in store.keys}
         wanted = [at for at in self._host.missing(keys) if keys[at] not in coming]
         if (store := self._begin(keys, blocks, wanted)) is not None:
-            self._behind.append(store)
+            self._popped.append(store)
 
     def completed(self) -> int:
         """Returns the number of stores that can be popped, counted from the oldest.
@@ -103,7 +103,7 @@ class Stores:
         store = self._stores.popleft()
         self._presumed = max(self._presumed - 1, 0)
         if store.success is None:
-            self._behind.append(store)
+            self._popped.append(store)
             return store.whole
         return store.success
 
@@ -150,8 +150,8 @@ class Stores:
         for store in self._in_progress:
             if store.ticket is not None and store.ticket.poll():
                 self._settle(store)
-        if self._behind:
-            self._behind = [store for store in self._behind if store.success is None]
+        if self._popped:
+            self._popped = [store for store in self._popped if store.success is None]
         self._forget_dropped()
 
     @property
@@ -174,21 +174,38 @@ class Stores:
             outlast(saved.ticket)
         self._forget_dropped()
         self._stores.clear()
-        self._behind.clear()
+        self._popped.clear()
         self._presumed = 0
 
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages of host memory that are pinned because copies write to them again."""
+        return [saved.pages for saved in self._again]
+
+    @property
+    def reserved(self) -> list[Pages]:
+        """Slots of stores in progress and of dropped copies."""
+        return [one.pages for one in (*self._in_progress, *self._dropped)]
+
     def check_integrity(self) -> None:
-        """Checks that no more stores are presumed to have ended than there are.
+        """Checks the stores against each other. O(pages).
 
         Raises:
-            AssertionError: More are.
+            AssertionError: more stores are presumed to have ended than there are, a store is listed
+                twice, or a store in progress has no copy or other numbers of keys and slots.
         """
-        if self._presumed > len(self._stores):
+        if not 0 <= self._presumed <= len(self._stores):
             raise AssertionError(f"{self._presumed} of {len(self._stores)} stores are presumed")
+        every = [id(store) for store in (*self._stores, *self._popped)]
+        if len({*every}) < len(every):
+            raise AssertionError("a store that was popped is still to be popped")
+        for store in self._in_progress:
+            if store.ticket is None or not len(store.keys) == len(store.pages) > 0:
+                raise AssertionError(f"a store of {len(store.keys)} pages copies nothing")
 
     @property
     def _in_progress(self) -> list[_Store]:
-        return [store for store in (*self._stores, *self._behind) if store.success is None]
+        return [store for store in (*self._stores, *self._popped) if store.success is None]
 
     def _begin(
         self, keys: Sequence[Key], blocks: Pages, wanted: Sequence[int], parent: Key | None = None
@@ -202,8 +219,8 @@ class Stores:
         missing = wanted[: self._host.room]
         self._host.refuse(len(wanted) - len(missing))
         before = keys[missing[0] - 1] if missing and missing[0] else parent
-        behind = self._host.place(before)
-        if not missing or (pages := self._host.reserve(len(missing), behind)) is None:
+        after = self._host.place(before)
+        if not missing or (pages := self._host.reserve(len(missing), after)) is None:
             return None
         ticket = self._copies.store(blocks[missing], pages, self.priority)
         names = [keys[at] for at in missing]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_ext.clock import Clock
-from sgl_ext.tiers.arena import Key
+from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.staging import Staging
@@ -144,8 +144,18 @@ class Waiting:
         """Returns whether a request waits for a lower tier."""
         return any(not request.staging.done for request in self._requests.values())
 
+    @property
+    def pinned(self) -> list[Pages]:
+        """Pages that are pinned for the requests."""
+        return [each.staging.pinned for each in self._requests.values() if each.owner]
+
+    @property
+    def reserved(self) -> list[Pages]:
+        """Slots of host memory that loads in progress write to."""
+        return [pages for staging in self._stagings for pages in staging.reserved]
+
     def check_integrity(self) -> None:
-        """Checks the requests against the loads that they wait for. O(requests).
+        """Checks the requests against the loads that they wait for. O(pages).
 
         Raises:
             AssertionError: two requests own one load, a load in progress has been forgotten, or a
@@ -158,6 +168,8 @@ class Waiting:
         for rid, each in self._requests.items():
             if not each.staging.done and id(each.staging) not in here:
                 raise AssertionError(f"{rid} waits for a load that nothing advances")
+        for staging in self._stagings:
+            staging.check_integrity()
         if twice := self._requests.keys() & self._deadlines.keys():
             raise AssertionError(f"{twice} have two deadlines")
 

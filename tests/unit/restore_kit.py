@@ -89,12 +89,15 @@ class Machine:
         while at < tokens:
             self.restorer.advance()
             self.restorer.check_integrity()
-            if (plan := self.restorer.plan(rid, at, tokens)) is None:
+            plan = self.restorer.plan(rid, at, tokens)
+            self.restorer.check_integrity()
+            if plan is None:
                 time.sleep(1e-3)
                 continue
             end = plan.reach(at, tokens)
             came = self._came(rid)
             self.restorer.computing(rid, end)
+            self.restorer.check_integrity()
             part = [*plan.between(at, end)]
             assert self.right(rid, names, PrefillPlan(plan.spans))
             plans.append(plan)
@@ -114,6 +117,9 @@ class Machine:
         return 0 if report is None else sum(report["loaded"].values())
 
     def settle(self) -> None:
-        until(lambda: self.restorer.advance() or not self.restorer._leaving)
-        self.restorer.check_integrity()
-        self.host.check_integrity()
+        def settled() -> bool:
+            self.restorer.advance()
+            self.restorer.check_integrity()
+            return not self.restorer._leaving
+
+        until(settled)

@@ -81,6 +81,7 @@ class Machine:
     def store(self, keys: Sequence[Key], blocks: Pages) -> bool:
         self.compute(keys, blocks)
         self.stack.stores.store(keys, blocks)
+        self.stack.check_integrity()
         self.until(lambda: self.stack.stores.completed() == 1)
         return self.stack.stores.pop()
 
@@ -88,6 +89,7 @@ class Machine:
         self.blocks[blocks] = 0xDD
         if not self.stack.load(rid, keys, blocks):
             return False
+        self.stack.check_integrity()
         index = self.stack.loads.start()
         counter = self.stack.loads.layers  # start() has set its consumer for the next forward
         row = self.layout.token_bytes // self.layout.layers
@@ -98,6 +100,7 @@ class Machine:
             here = self.blocks[blocks].reshape(shape)[:, :, layer]
             assert np.array_equal(here, whole.reshape(shape)[:, :, layer])
         assert self.stack.loads.finish(index)
+        self.stack.check_integrity()
         assert self.stack.loads.start() == -1
         assert counter.consumer_index == -1
         return self.right(keys, blocks)
@@ -112,12 +115,15 @@ class Machine:
     def until(self, condition: Callable[[], object]) -> None:
         """Polls the stack, at least once, until ``condition`` is true."""
         deadline = time.monotonic() + DEADLINE_S
-        self.stack.poll()
+        self.poll()
         while not condition():
             assert time.monotonic() < deadline
             self.stack.wait(0.01)
-            self.stack.poll()
-            self.stack.check_integrity()
+            self.poll()
+
+    def poll(self) -> None:
+        self.stack.poll()
+        self.stack.check_integrity()
 
     def settle(self, rid: str) -> None:
         self.until(lambda: self.stack.ready(rid))

@@ -164,7 +164,7 @@ def test_pages_of_a_sequence_get_adjacent_slots() -> None:
     last = {}
     for turn in range(3):
         for name in range(4):
-            pages = host.reserve(2, behind=last.get(name, -1))
+            pages = host.reserve(2, after=last.get(name, -1))
             assert pages is not None
             if turn:
                 assert pages.tolist() == [last[name] + 1, last[name] + 2]
@@ -174,13 +174,13 @@ def test_pages_of_a_sequence_get_adjacent_slots() -> None:
 
 def test_slots_kept_for_growth_serve_other_reservations() -> None:
     host = HostPages(16)
-    first = host.reserve(2, behind=-1)
+    first = host.reserve(2, after=-1)
     assert first is not None
     assert host.room == 14
     others = host.reserve(14)
     assert others is not None
     host.release(others)
-    again = host.reserve(2, behind=int(first[-1]))
+    again = host.reserve(2, after=int(first[-1]))
     assert again is not None
     host.check_integrity()
 
@@ -188,7 +188,7 @@ def test_slots_kept_for_growth_serve_other_reservations() -> None:
 def test_number_of_sequences_with_kept_slots_is_bounded() -> None:
     host = HostPages(256)
     for number in range(200):
-        pages = host.reserve(1, behind=-1)
+        pages = host.reserve(1, after=-1)
         assert pages is not None
         host.publish(keys(number), pages)
     assert len(host._groups._active) <= 64

@@ -115,6 +115,7 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     held = HostPrefixes(host, PAGE, time.monotonic)
     held.hold("a", names[2:5], 2, Strategy.LAYERS)
     held.hold("a", names[2:4], 2, Strategy.LAYERS)  # a second lookup finds fewer pages
+    held.check_integrity()
     assert host.room == PAGES - 2
     assert held["a"].pages.tolist() == pages[2:4].tolist()
     assert held.plan("a", 21).spans == (
@@ -138,4 +139,5 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     assert not held.give_up_one(kept={"b"})
     assert held.clear() == ["b"]
     assert host.room == PAGES
+    held.check_integrity()
     host.check_integrity()

@@ -165,7 +165,7 @@ def test_a_shorter_request_interrupts_a_longer_one(machine: Machine) -> None:
 
 
 def test_a_nearly_finished_request_is_not_interrupted(machine: Machine) -> None:
-    """Includes positions behind the restored prefix, where only computing is left."""
+    """Includes positions after the restored prefix, where only computing is left."""
     long, short = keys(*range(8)), keys(*range(30, 34))
     machine.keep(long + short)
     machine.restorer.ask("long", long, 0, 0, 400)
@@ -306,7 +306,7 @@ def test_a_hung_load_is_not_waited_for(machine: Machine) -> None:
 
 
 def test_a_prefix_that_another_request_has_computed_is_not_computed(machine: Machine) -> None:
-    """Begins behind the pages that the tier has: the device has more pages now."""
+    """Begins after the pages that the tier has: the device has more pages now."""
     names = keys(*range(20))
     machine.keep(names[:10])
     machine.restorer.ask("a", names, 0, 0, 83)

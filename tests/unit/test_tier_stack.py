@@ -24,7 +24,7 @@ def page(request: pytest.FixtureRequest) -> int:
 def machine(page: int) -> Iterator[Machine]:
     machine = Machine(page, 16)
     yield machine
-    machine.stack.host.check_integrity()
+    machine.stack.check_integrity()
     machine.stack.close()
 
 
@@ -187,11 +187,11 @@ def test_a_page_that_fails_to_load_ends_the_loadable_prefix(machine: Machine) ->
     machine.shelf.lost = {names[3]}
     machine.stack.lookup("r", names)
     machine.settle("r")
-    assert machine.stack.lookup("r", names) == 3  # pages behind a gap are of no use
+    assert machine.stack.lookup("r", names) == 3  # pages after a gap are of no use
     assert machine.stack.ready("r")  # it does not wait a second time
     assert machine.load("r", names[:3], places(1, 2, 3))
     assert machine.shelf.loads == 1
-    machine.stack.host.check_integrity()
+    machine.stack.check_integrity()
     assert machine.stack.host.free == 13
 
 
@@ -370,7 +370,7 @@ def test_random_requests_load_the_stored_pages(page: int, seed: int) -> None:
         machine.store(prompt, blocks)
         if choose.random() < 0.5:  # otherwise the next request meets copies in progress
             machine.until(lambda: not machine.stack.lower[0].under_way)
-        machine.stack.host.check_integrity()
+        machine.stack.check_integrity()
     assert min(loaded.values()) > 50
     for rid in range(300):
         machine.stack.forget(f"{rid}")
@@ -423,8 +423,29 @@ def test_the_wait_begins_when_admission_is_first_considered(page: int) -> None:
     machine.shelve(keys(1))
     machine.shelf.open.clear()
     machine.stack.lookup("r", keys(1))
-    time.sleep(0.1)  # the request is in the queue, behind others
+    time.sleep(0.1)  # the request is in the queue, after others
     assert not machine.stack.ready("r")
     machine.settle("r")
     machine.shelf.open.set()
+    machine.stack.close()
+
+
+def test_check_integrity_detects_lost_pins_and_slots_with_two_owners(page: int) -> None:
+    machine = Machine(page, 16)
+    machine.shelve(keys(1, 2))
+    machine.shelf.open.clear()
+    machine.stack.lookup("r", keys(1, 2))
+    slots = machine.stack._waiting.reserved
+    with pytest.raises(AssertionError, match="share places"):
+        machine.stack.host.check_integrity(reserved=[*slots, *slots])
+    machine.shelf.open.set()
+    machine.settle("r")
+    assert machine.stack.lookup("r", keys(1, 2)) == 2
+    machine.stack.check_integrity()
+    machine.stack.host.unpin(machine.stack.host.places(keys(1)))
+    with pytest.raises(AssertionError, match="more owners than pins"):
+        machine.stack.check_integrity()
+    machine.stack.host.pin(machine.stack.host.places(keys(1)))
+    with pytest.raises(AssertionError, match="is free"):
+        machine.stack.host.check_integrity(reserved=[places(15)])
     machine.stack.close()
