@@ -14,7 +14,7 @@ def next_part(
 ) -> int | None:
     """Returns the page that the next forward ends before.
 
-    The forward computes pages that loading would not bring sooner: up to the position where both
+    The forward computes the pages that would not be loaded sooner: up to the position where both
     pointers meet at the estimated rates, and at most a chunk.
 
     Args:

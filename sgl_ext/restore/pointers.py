@@ -29,7 +29,7 @@ class Pointers:
     """State of the pages of a prefix: computed, loaded, in flight or free (§3.1).
 
     A page is taken once: by computing, which goes forward from :attr:`front`, or by a load of its
-    tier, which goes backward. Pages that a load fails to bring are computed.
+    tier, which goes backward. Pages whose load fails are computed.
 
     Args:
         front: first page that is not resident.
@@ -92,7 +92,7 @@ class Pointers:
 
     def compute(self, end: int) -> None:
         """Moves the compute pointer to ``end``; computing takes the pages before it that are not
-        loaded, even if a load is still bringing them."""
+        loaded, even if a load of them is in flight."""
         self.front = max(self.front, end)
 
     def left(self, tier: str) -> int:
@@ -131,7 +131,7 @@ class Pointers:
         return self.next_free is None and self.flying is None
 
     def came(self, page: int) -> bool:
-        """Returns whether a load brought the page before it was computed."""
+        """Returns whether the page was loaded before it was computed."""
         return bool(self._landed[page])
 
     def regions(self) -> Iterator[tuple[str, int, int]]:

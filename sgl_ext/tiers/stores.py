@@ -185,7 +185,8 @@ class Stores:
     @property
     def reserved(self) -> list[Pages]:
         """Slots of stores in progress and of dropped copies."""
-        return [one.pages for one in (*self._in_progress, *self._dropped)]
+        stored = [store.pages for store in self._in_progress]
+        return [*stored, *(saved.pages for saved in self._dropped)]
 
     def check_integrity(self) -> None:
         """Checks the stores against each other. O(pages).

@@ -1,4 +1,4 @@
-"""Interruption of a prompt that is being restored, between two parts, by one that goes first."""
+"""Interruption of a prompt that is being restored, between two parts, by a preferred request."""
 
 from __future__ import annotations
 

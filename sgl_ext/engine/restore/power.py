@@ -46,7 +46,7 @@ request up again."""
 
 
 class RestorePower(Power[Restore]):
-    """Restoration of prefixes: their front is computed while their back is loaded.
+    """Restoration of prefixes: first tokens are computed while the last ones are loaded.
 
     Attributes:
         restorer: restorations of prefixes that lower tiers have.
@@ -149,7 +149,7 @@ class RestorePower(Power[Restore]):
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         if continuing and req.rid in self.prefixes:
-            return False  # SGLang chunks one prompt only, and would admit none behind this one
+            return False  # SGLang chunks one prompt only, and would admit none after this one
         # SGLang would count the chunked prompt, which waits, as part of a batch of other requests.
         return self._parked is not adder and self.restorer.turn(req.rid, continuing)
 
