@@ -24,7 +24,10 @@ PURE |= {f"chunks/{name}" for name in (
     "compose", "composition", "contexts", "divergence", "methods", "split",
 )}  # fmt: skip
 PURE |= {f"clusters/{name}" for name in ("clustering", "placement", "retrieval", "selection")}
-PURE |= {f"peer/{name}" for name in ("lending", "loan", "master", "need", "regions", "worker")}
+PURE |= {
+    f"peer/{name}"
+    for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
+}
 PURE |= {f"restore/{name}" for name in (
     "boundaries", "channels", "costs", "host_prefixes", "parts", "pointers", "policies", "request",
     "restorer", "strategy",

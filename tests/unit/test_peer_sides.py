@@ -14,12 +14,13 @@ from peer_kit import LightMaster
 from scheduler_kit import Batch, Req, Scheduler
 
 from sgl_ext.config import Peer
-from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.peer import master as peer_master
 from sgl_ext.engine.peer import side as peer_side
+from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.master import MasterSide
 from sgl_ext.engine.peer.side import PeerSide
 from sgl_ext.engine.peer.worker import WorkerSide
+from sgl_ext.peer import vacating
 
 PATIENT = {"deadline": "60s", "lease": "60s"}
 
@@ -186,9 +187,9 @@ def test_vacating_is_retried_when_the_holders_have_changed(
 ) -> None:
     side, scheduler = opened("master", 16, 20, beyond=400)
     looks = []
-    monkeypatch.setattr(kv_vacate, "retract", lambda *_: looks.append("req") or [])
-    monkeypatch.setattr(kv_vacate, "evict", lambda *_: looks.append("tree"))
-    monkeypatch.setattr(peer_master, "_AGAIN_S", 1e9)
+    monkeypatch.setattr(vacate, "retract", lambda *_: looks.append("req") or [])
+    monkeypatch.setattr(vacate, "evict", lambda *_: looks.append("tree"))
+    monkeypatch.setattr(vacating, "RETRY_S", 1e9)
     side._resizer.restore(21, 60)
     one, other = Req("one", 300), Req("other", 160)
     scheduler.extend(one, 300)
@@ -210,7 +211,7 @@ def test_vacating_is_retried_when_the_holders_have_changed(
     for _ in range(5):
         step(side, scheduler)
     assert len(looks) == 6
-    monkeypatch.setattr(peer_master, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(vacating, "RETRY_S", 0.0)
     step(side, scheduler)
     assert len(looks) == 8
 

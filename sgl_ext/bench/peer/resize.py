@@ -129,10 +129,10 @@ class _Whole:
         return min(blocks, self._resizer.removable)
 
     def vacate(self, blocks: int) -> int:
-        from sgl_ext.engine.kv import vacate as kv_vacate
+        from sgl_ext.engine.peer.vacate import evict
 
         end = 1 + self.blocks
-        kv_vacate.evict(self._tree, (end - blocks) * _LAYOUT.page, end * _LAYOUT.page)
+        evict(self._tree, (end - blocks) * _LAYOUT.page, end * _LAYOUT.page)
         return self.blocks - self._resizer.tail_free
 
     def shrink(self, blocks: int) -> bool:

@@ -9,8 +9,8 @@ from typing import IO, Literal
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.attention_backends import require_own
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
-from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.kv.resize import KVResizer
+from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import LAST_WORD_S, PeerSide
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Extent, map_memory
@@ -21,13 +21,11 @@ from sgl_ext.peer.master import Master
 from sgl_ext.peer.need import NeedWindow
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.regions import Region, Regions
+from sgl_ext.peer.vacating import Attempts
 
 _STEP_S = 1.0
 """Maximum time between two steps, in seconds, that counts as running; after a longer time the
 process was stopped or idle."""
-_AGAIN_S = 0.1
-"""Time in seconds after which vacating a range is tried again although its holders have not
-changed."""
 
 
 class MasterSide(PeerSide):
@@ -41,7 +39,7 @@ class MasterSide(PeerSide):
         self._resizer = KVResizer(scheduler)
         self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
-        self._most = NeedWindow(self._patience)
+        self._most = NeedWindow(self._waiting.patience)
         block = slab.layout.block_bytes
         self._master = Master(
             self, self, Regions(slab.own, slab.blocks, block, PAGE), block=block,
@@ -50,8 +48,7 @@ class MasterSide(PeerSide):
         self.retracted = 0
         self._now = time.monotonic()
         self._awake = 0.0
-        # Time of the last attempt to vacate each range, and the holders after it.
-        self._stayed: dict[tuple[int, int], tuple[float, object]] = {}
+        self._attempts = Attempts()
         if config.stream != "direct":
             runner = scheduler.tp_worker.model_runner
             require_own(runner, slab.layout, 1.0, f"peer.stream {config.stream}")
@@ -75,14 +72,13 @@ class MasterSide(PeerSide):
         return self._resizer.withdraw(start, end)
 
     def vacate(self, start: int, end: int) -> None:
-        recent = {at: each for at, each in self._stayed.items() if self._now - each[0] < _AGAIN_S}
-        if (seen := recent.get((start, end))) is not None and seen[1] == self._holders():
+        if not self._attempts.due(start, end, self._holders(), self._now):
             return
         page = self._slab.layout.page
         slots = start * page, end * page
-        self.out += kv_vacate.retract(self._scheduler, self._running, *slots)
+        self.out += vacate.retract(self._scheduler, self._running, *slots)
         self._evict(start, end)
-        self._stayed = recent | {(start, end): (self._now, self._holders())}
+        self._attempts.record(start, end, self._holders(), self._now)
 
     def _holders(self) -> object:
         """Returns a value that changes when a request ends or cached blocks become evictable."""
@@ -104,7 +100,7 @@ class MasterSide(PeerSide):
         blocks = self._resizer.blocks
         self._look_again(running, before, blocks)
         if blocks < before or self._scheduler.chunked_req is not None:
-            self.out += kv_vacate.retract_what_does_not_fit(self._scheduler, running)
+            self.out += vacate.retract_what_does_not_fit(self._scheduler, running)
         self._most.add(blocks, self._awake)
         self._resizer.promise(self._most.largest(self._awake))
         self._put_aside(now, "a peer has reclaimed the memory that it lent")

@@ -14,12 +14,13 @@ import zmq
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.requests import refuse_waiting
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
-from sgl_ext.engine.kv import vacate as kv_vacate
+from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.slab import Slab
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
+from sgl_ext.peer.waiting import Waiting
 
 LAST_WORD_S = 1.0
 """Deadline in seconds for the last messages of a side that closes, and for the end of its link."""
@@ -41,10 +42,7 @@ class PeerSide:
         self._address = directory.address(config.directory)
         self._running = scheduler.running_batch
         """The batch that decodes, as of the current step."""
-        self._unfit: dict[str, float] = {}
-        """Start of the wait for memory, by request id; on the monotonic clock, in seconds."""
-        self._patience = config.deadline + config.lease
-        """Longest time that a request waits for memory, in seconds."""
+        self._waiting = Waiting(config.deadline + config.lease)
         self._metrics: PeerMetrics | None = None
 
     def step(self, running: ScheduleBatch) -> None:
@@ -80,30 +78,26 @@ class PeerSide:
     def _put_aside(self, now: float, why: str) -> None:
         """Sets aside waiting requests that do not fit any more, so that others are admitted.
 
-        Such requests were accepted when there was more memory. Those that have waited for longer
-        than the patience of this side are refused with 503.
+        Such requests were accepted when there was more memory. Those that have waited for
+        ``deadline`` + ``lease`` are refused with 503.
 
         Args:
             why: reason why there is less memory.
         """
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator
-        waiting = scheduler.waiting_queue
-        unfit = [req for req in waiting if not kv_vacate.fits(req, allocator)]
-        self._unfit = {req.rid: self._unfit.get(req.rid, now) for req in unfit}
-        for req in unfit:
-            if now - self._unfit[req.rid] > self._patience:
-                del self._unfit[req.rid]
-                refuse_waiting(
-                    scheduler,
-                    req,
-                    f"The request needs more KV memory than the {allocator.size} tokens that are "
-                    f"available: {why}. Retry later.",
-                )
-        if self._unfit:
+        unfit = {req.rid: req for req in scheduler.waiting_queue if not vacate.fits(req, allocator)}
+        for rid in self._waiting.expired(unfit, now):
+            refuse_waiting(
+                scheduler,
+                unfit.pop(rid),
+                f"The request needs more KV memory than the {allocator.size} tokens that are "
+                f"available: {why}. Retry later.",
+            )
+        if unfit:
             waiting = scheduler.waiting_queue
-            self.aside = [req for req in waiting if req.rid in self._unfit]
-            scheduler.waiting_queue = [req for req in waiting if req.rid not in self._unfit]
+            self.aside = [req for req in waiting if req.rid in unfit]
+            scheduler.waiting_queue = [req for req in waiting if req.rid not in unfit]
 
     def _look_again(self, running: ScheduleBatch, before: int, blocks: int) -> None:
         """Lets SGLang look for room again if the pool has grown; it does so by itself only when a
@@ -120,4 +114,4 @@ class PeerSide:
 
     def _evict(self, start: int, end: int) -> None:
         page = self._slab.layout.page
-        kv_vacate.evict(self._scheduler.tree_cache, start * page, end * page)
+        vacate.evict(self._scheduler.tree_cache, start * page, end * page)

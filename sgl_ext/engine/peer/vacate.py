@@ -1,12 +1,14 @@
-"""Vacating of a range of KV blocks: eviction of its cached KV and retraction of its requests.
+"""Vacating of a range of KV slots: eviction of its cached KV and retraction of its requests.
 
 SGLang evicts KV by its eviction policy, wherever the KV lies, and retracts requests when memory
-runs out. Here certain blocks must become free, and no others need to.
+runs out. Here certain slots must become free, and no others need to;
+:mod:`~sgl_ext.peer.vacating` has the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -20,6 +22,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     TreeCore,
 )
+from sgl_ext.peer import vacating
 
 
 def evict(tree: RadixTree, start: int, end: int) -> None:
@@ -30,27 +33,23 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core = tree.tree_core
-    doomed: dict[Node, bool] = {}
 
-    def lies_there(node: Node) -> bool:
-        if node not in doomed:
-            slots = core.get_component_device_value(node, ComponentType.FULL)
-            doomed[node] = slots is not None and _any_within(slots, start, end)
-        return doomed[node]
+    @cache
+    def within(node: Node) -> bool:
+        slots = core.get_component_device_value(node, ComponentType.FULL)
+        return slots is not None and _any_within(slots, start, end)
 
     while True:
         # A node becomes a leaf when its last leaf is evicted. Only another walk finds it.
         leaves = _leaves(core)
-        paths = core.collect_path_info(leaves)
-        going = [
-            leaf
-            for leaf, path in zip(leaves, paths, strict=True)
-            if any(lies_there(node.node_id) for node in path)
-        ]
-        if not going:
+        paths = {
+            leaf: [node.node_id for node in path]
+            for leaf, path in zip(leaves, core.collect_path_info(leaves), strict=True)
+        }
+        if not (evicted := vacating.leaves_to_evict(paths, within)):
             return
         tracker = dict.fromkeys(tree.tree_components, 0)
-        for leaf in going:
+        for leaf in evicted:
             tree._evict_device_leaf(leaf, tracker)
 
 
@@ -80,16 +79,7 @@ def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) 
         The requests, to be queued again when the next step has been planned. The last step's result
         may still come, and is ignored as long as they are not queued.
     """
-    going = [
-        at
-        for at, req in enumerate(running.reqs)
-        if retractable(req) and _holds(scheduler, req, start, end)
-    ]
-    reqs = _out(running, going)
-    chunked = scheduler.chunked_req
-    if chunked is not None and _holds(scheduler, chunked, start, end):
-        reqs.append(_retract_chunked(scheduler, chunked))
-    return reqs
+    return _retract(scheduler, running, lambda req: _holds(scheduler, req, start, end))
 
 
 def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> list[Req]:
@@ -101,42 +91,43 @@ def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> l
     :func:`retract`.
     """
     allocator = scheduler.token_to_kv_pool_allocator
-    going = [
-        at for at, req in enumerate(running.reqs) if retractable(req) and not fits(req, allocator)
-    ]
-    reqs = _out(running, going)
-    if (req := scheduler.chunked_req) is not None:
+
+    def lacks_memory(req: Req) -> bool:
+        if not fits(req, allocator):
+            return True
+        if req is not scheduler.chunked_req:
+            return False
         rest = len(req.full_untruncated_fill_ids) - req.kv.kv_allocated_len
-        chunk = min(rest, scheduler.chunked_prefill_size or rest) + allocator.page_size
-        room = allocator.available_size() + scheduler.tree_cache.evictable_size()
-        if chunk > room or not fits(req, allocator):
-            reqs.append(_retract_chunked(scheduler, req))
-    return reqs
+        available = allocator.available_size() + scheduler.tree_cache.evictable_size()
+        chunk = scheduler.chunked_prefill_size
+        return not vacating.chunk_fits(rest, chunk, available, allocator.page_size)
+
+    return _retract(scheduler, running, lacks_memory)
 
 
 def fits(req: Req, allocator: Allocator) -> bool:
     """Returns whether SGLang would admit the request if it were alone."""
     longest = len(req.origin_input_ids) + len(req.output_ids) + reserved(req)
-    # SGLang charges one extra page per request, for a last page that is not full.
-    return bool(longest + allocator.page_size < allocator.size)
+    return vacating.fits(longest, allocator.size, allocator.page_size)
 
 
-def _out(running: ScheduleBatch, going: Sequence[int]) -> list[Req]:
-    """Retracts the requests at these places of the batch, and returns them."""
-    reqs = [running.reqs[at] for at in going]
-    for at in going:
+def _retract(
+    scheduler: Scheduler, running: ScheduleBatch, chosen: Callable[[Req], bool]
+) -> list[Req]:
+    """Retracts the chosen requests of the batch, and then the chunked prompt if it is chosen."""
+    indices = [at for at, req in enumerate(running.reqs) if retractable(req) and chosen(req)]
+    reqs = [running.reqs[at] for at in indices]
+    for at in indices:
         running.release_req(at, 0)
-    if going:
-        kept = [at for at in range(len(running.reqs)) if at not in set(going)]
+    if indices:
+        kept = [at for at in range(len(running.reqs)) if at not in set(indices)]
         running.filter_batch(keep_indices=kept)
         running.batch_is_full = False
+    if (chunked := scheduler.chunked_req) is not None and chosen(chunked):
+        scheduler.chunked_req = None
+        release(scheduler, chunked)
+        reqs.append(chunked)
     return reqs
-
-
-def _retract_chunked(scheduler: Scheduler, req: Req) -> Req:
-    scheduler.chunked_req = None
-    release(scheduler, req)
-    return req
 
 
 def _holds(scheduler: Scheduler, req: Req, start: int, end: int) -> bool:

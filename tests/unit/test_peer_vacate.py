@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_ext.engine.kv import vacate as kv_vacate
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+from sgl_ext.engine.peer import vacate
 
 PAGE, BLOCKS = 4, 100
 
@@ -50,7 +50,7 @@ class Tree:
         return (slots[::PAGE] // PAGE).tolist()
 
     def evict(self, start: int, end: int) -> None:
-        kv_vacate.evict(self.cache, start * PAGE, end * PAGE)
+        vacate.evict(self.cache, start * PAGE, end * PAGE)
 
     @staticmethod
     def _tokens(blocks: tuple[int, ...]) -> list[int]:
@@ -132,8 +132,8 @@ def test_requests_that_hold_a_block_are_retracted() -> None:
         req_to_token_pool=SimpleNamespace(req_to_token=table), chunked_req=None
     )
     batch = Batch(list(reqs))
-    out = kv_vacate.retract(scheduler, batch, 40, 48)
+    out = vacate.retract(scheduler, batch, 40, 48)
     assert [req.name for req in batch.released] == [req.name for req in out] == [0, 2]
     assert [req.name for req in batch.reqs] == [1, 3]
     assert not batch.batch_is_full
-    assert kv_vacate.retract(scheduler, batch, 40, 48) == []
+    assert vacate.retract(scheduler, batch, 40, 48) == []
