@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import zmq
 
@@ -22,7 +22,7 @@ from sgl_ext.peer.messages import (
     Keep,
     Lend,
     Message,
-    MisunderstoodError,
+    ProtocolError,
     Refusal,
     RefusedError,
     decode,
@@ -41,7 +41,22 @@ _QUEUE = 16
 _LARGEST = 1 << 20
 """Largest size of a received message, in bytes"""
 _SIDES = 256
-"""Number of sides whose messages are kept; beyond that, the sides heard last are kept"""
+"""Number of sides whose messages are kept; beyond that, those with the latest messages are kept"""
+_ERROR_S = 10.0
+"""Seconds for which an error is reported that is not repeated; messages are, at every beat"""
+
+
+class _Error(NamedTuple):
+    """Received data that could not be decoded."""
+
+    sender: list[bytes]
+    """ZeroMQ identity of the sender; empty on a worker, which has one master"""
+    text: str
+    time: float
+    """Time on the monotonic clock, in seconds"""
+
+
+_NO_ERROR = _Error([], "", -math.inf)
 
 
 class LinkError(ExtError):
@@ -66,13 +81,12 @@ class Link:
         self._master = role == "master"
         self._beat = beat
         self._lock = threading.Lock()
-        self._said: dict[bytes, Message] = {}
-        self._heard: dict[bytes, Message] = {}
+        self._outgoing: dict[bytes, Message] = {}
+        self._incoming: dict[bytes, Message] = {}
         self._closed = False
-        self.strange = ""
-        """Error of the last message that was not understood; empty if there was none"""
+        self._error = _NO_ERROR
         self.refused = ""
-        """Reason why the master does not understand this worker; empty if it does"""
+        """Reason why the master cannot decode the messages of this worker; empty if it can"""
         self._latest: dict[bytes, Message] = {}
         self._address = address
         with ExitStack() as undo:
@@ -107,27 +121,32 @@ class Link:
             self._socket.set(zmq.RECONNECT_IVL, 100)
             self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
 
-    def say(self, messages: Iterable[Message]) -> None:
+    @property
+    def protocol_error(self) -> str:
+        """Why messages of a peer cannot be decoded; empty if all peers send valid messages."""
+        return self._error.text if time.monotonic() - self._error.time < _ERROR_S else ""
+
+    def publish(self, messages: Iterable[Message]) -> None:
         """Sets the messages to send from now on, one per receiver. Returns at once."""
-        said = {message.worker: message for message in messages}
+        outgoing = {message.worker: message for message in messages}
         with self._lock:
-            if said == self._said or self._closed:
+            if outgoing == self._outgoing or self._closed:
                 return
-            self._said = said
+            self._outgoing = outgoing
             os.eventfd_write(self._wake, 1)
 
-    def heard(self) -> list[Any]:
+    def received(self) -> list[Any]:
         """Returns the latest message of each side since the last call, without waiting.
 
         A master receives :class:`Lend` messages, a worker receives :class:`Keep` messages.
         """
-        if not self._heard or self._closed:
+        if not self._incoming or self._closed:
             return []
         with self._lock:
-            heard, self._heard = self._heard, {}
+            received, self._incoming = self._incoming, {}
             with suppress(BlockingIOError):
                 os.eventfd_read(self.news)
-        return list(heard.values())
+        return list(received.values())
 
     def close(self, timeout: float = 5.0) -> bool:
         """Sends the current messages once more and ends the thread.
@@ -162,9 +181,9 @@ class Link:
             changed = self._wake in events
             if changed:
                 os.eventfd_read(self._wake)
-            if not calling and self._said:
+            if not calling and self._outgoing:
                 # The master tells workers apart by their ZeroMQ identity.
-                self._socket.set(zmq.IDENTITY, _NAME + next(iter(self._said)))
+                self._socket.set(zmq.IDENTITY, _NAME + next(iter(self._outgoing)))
                 self._socket.connect(self._address)
                 calling = True
             if calling and (changed or time.monotonic() >= beat):
@@ -186,42 +205,42 @@ class Link:
                 return
             try:
                 message = decode(data)
-            except MisunderstoodError as error:
-                self._misunderstood(sender, error)
+            except ProtocolError as error:
+                self._reject(sender, error)
                 continue
             if self._master and sender != [_NAME + message.worker]:
-                self._misunderstood(
-                    sender, MisunderstoodError("a peer sent messages under two identities")
-                )
+                self._reject(sender, ProtocolError("a peer sent messages under two identities"))
             elif isinstance(message, Lend if self._master else Keep):
                 self.refused = ""
-                self._hear(message)
+                if sender == self._error.sender:
+                    self._error = _NO_ERROR
+                self._accept(message)
 
-    def _hear(self, message: Message) -> None:
+    def _accept(self, message: Message) -> None:
         with self._lock:
             if self._closed:
                 return
-            _remember(self._heard, message)
+            _remember(self._incoming, message)
             before = self._latest.get(message.worker)
             _remember(self._latest, message)
             if before != message:
                 os.eventfd_write(self.news, 1)
 
-    def _misunderstood(self, sender: list[bytes], error: MisunderstoodError) -> None:
+    def _reject(self, sender: list[bytes], error: ProtocolError) -> None:
         refused = isinstance(error, RefusedError) and not self._master
-        if str(error) != (self.refused if refused else self.strange):
+        if str(error) != (self.refused if refused else self.protocol_error):
             logger.warning("%s", error)
         if refused:
             self.refused = str(error)
             return
-        self.strange = str(error)
+        self._error = _Error(sender, str(error), time.monotonic())
         if self._master and not isinstance(error, RefusedError):
             with suppress(zmq.ZMQError):  # the worker sends its message again
                 self._socket.send_multipart([*sender, encode(Refusal(str(error)))], zmq.NOBLOCK)
 
     def _send(self) -> None:
         with self._lock:
-            messages = list(self._said.values())
+            messages = list(self._outgoing.values())
         for message in messages:
             frames = [encode(message)]
             if self._master:
@@ -231,7 +250,7 @@ class Link:
 
 
 def _remember(messages: dict[bytes, Message], message: Message) -> None:
-    """Replaces the message of a side; over :data:`_SIDES`, forgets the side heard longest ago."""
+    """Replaces the message of a side; over :data:`_SIDES`, forgets the oldest message."""
     messages.pop(message.worker, None)
     messages[message.worker] = message
     if len(messages) > _SIDES:

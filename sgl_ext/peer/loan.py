@@ -6,16 +6,16 @@ to::
 
     Lender                                     Borrower
       grant(size): bound = max(bound, size)
-      -------------- Lend(n, size) -------------> may use up to size; if it uses more, it leaves
+      -------------- Lend(n, size) -------------> may use up to size; if it uses more, it returns
                                                   the excess first
       <------------- Keep(n) -------------------- keeps to grant n, and to later grants only
       bound = largest of the grants from n on
 
 The worker must not use the last ``bound`` bytes. ``bound`` is never below what the master uses,
-even if messages are lost, duplicated or reordered. A master that is not heard from, or that does
-not leave in time, keeps the memory that it has mapped. The worker maps other memory in its place
-(:meth:`Lender.end` says when it must), so that later writes of this master do not reach the worker.
-Nothing here reads a clock.
+even if messages are lost, duplicated or reordered. A master that is silent, or that does not
+return memory in time, keeps the memory that it has mapped. The worker maps other memory in its
+place (:meth:`Lender.end` says when it must), so that later writes of this master do not reach the
+worker. Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lender:
         master: name of the master of this session; empty before a master has answered.
         granted: bytes of the latest grant.
         bound: upper bound of the bytes that the master may be using.
-        heard: the master's latest message in this session; None before the first.
+        latest: the master's latest message in this session; None before the first.
         busy: whether the worker has requests of its own; set by the owner of this object.
     """
 
@@ -54,7 +54,7 @@ class Lender:
         self._memory = memory
         self.master = b""
         self.granted = self.bound = 0
-        self.heard: Keep | None = None
+        self.latest: Keep | None = None
         self._number = 0
         # Number and size of the grants that the master may be keeping to.
         self._open: deque[tuple[int, int]] = deque()
@@ -101,8 +101,8 @@ class Lender:
             self._open.append((self._number, size))
             self.bound = max(self.bound, size)
 
-    def hear(self, keep: Keep) -> bool:
-        """Takes in a message of the master; ignores messages of other workers or sessions.
+    def receive(self, keep: Keep) -> bool:
+        """Processes a message of the master; ignores messages of other workers or sessions.
 
         Returns:
             True if another master has replaced the master of this session. The caller then ends
@@ -114,7 +114,7 @@ class Lender:
             self.master = keep.master
         elif self.master != keep.master:
             return True
-        self.heard = keep
+        self.latest = keep
         while self._open and self._open[0][0] < keep.number:
             self._open.popleft()
         if keep.number:
@@ -146,10 +146,10 @@ class Borrower:
         pid: pid of the worker.
         size: bytes that may be used, by the latest grant.
         memory: memory that the worker may lend in this session, ordered by address.
-        over: whether the worker has ended the session, so that its memory must be left.
+        ended: whether the worker has ended the session, so that its memory must be returned.
         busy: whether the worker has requests of its own.
         most: largest number of bytes that can be used; set by the owner of this object.
-        refused: reason why nothing is taken from this worker; set by the owner of this object.
+        refused: reason why nothing is borrowed from this worker; set by the owner of this object.
     """
 
     def __init__(self, master: bytes, pid: int, block: int, lend: Lend) -> None:
@@ -159,25 +159,25 @@ class Borrower:
         self.most = 0
         self._used = 0
         self._begin(lend)
-        self.hear(lend)
+        self.receive(lend)
 
     def _begin(self, lend: Lend) -> None:
         self.session, self.memory, self.pid = lend.session, lend.memory, lend.pid
         self.size = self._number = self._kept = 0
-        self.over = False
+        self.ended = False
 
-    def hear(self, lend: Lend) -> None:
-        """Takes in a message of the worker.
+    def receive(self, lend: Lend) -> None:
+        """Processes a message of the worker.
 
         A new session begins once no memory of the previous session is used.
         """
         self.busy = lend.busy
         if lend.session > self.session:
-            self.over, self.size = True, 0
+            self.ended, self.size = True, 0
             if self._used:
                 return
             self._begin(lend)
-        if (lend.session, lend.master) == (self.session, self._master) and not self.over:
+        if (lend.session, lend.master) == (self.session, self._master) and not self.ended:
             # A message of a worker that was silent makes the latest grant valid again.
             if lend.number >= self._number:
                 self._number, self.size = lend.number, lend.size
@@ -212,7 +212,7 @@ class Borrower:
 
     @property
     def excess(self) -> int:
-        """Bytes in use beyond ``size``, which must be left."""
+        """Bytes in use beyond ``size``, which must be returned."""
         return max(self._used - self.size, 0)
 
     @property

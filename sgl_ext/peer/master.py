@@ -56,24 +56,24 @@ class Loan:
     Attributes:
         borrower: the master's side of the agreement.
         process: the worker's process.
-        heard: time of the worker's last message.
+        received: time of the worker's last message.
         granted: bytes that the worker granted in its last message.
         session: number of the worker's session.
         region: region in which the worker's memory is mapped; None while it is not mapped.
         first: first block that is or may be in use; the region's end if there is none.
-        leaving: whether blocks from ``first`` on are still being vacated.
+        returning: whether blocks from ``first`` on are still being vacated.
         tried: size of the grant for which mapping was tried last, in bytes; it is not tried again
             for the same size.
     """
 
     borrower: Borrower
     process: Process
-    heard: float
+    received: float
     granted: int = 0
     session: int = 0
     region: Region | None = None
     first: int = 0
-    leaving: bool = False
+    returning: bool = False
     tried: int = 0
 
 
@@ -86,8 +86,8 @@ class Master:
         regions: allocator of regions.
         block: bytes per block.
         capacity: largest number of bytes to borrow.
-        lease: silence of a worker after which its memory is left, in seconds, because the worker
-            may need it.
+        lease: silence of a worker after which its memory is returned, in seconds, because the
+            worker may need it.
         identity: identity of this process.
         process: constructor of an object that tells whether a pid is alive.
     """
@@ -123,7 +123,7 @@ class Master:
         return sum(loan.borrower.used for loan in self._loans.values())
 
     @property
-    def sparing(self) -> bool:
+    def worker_busy(self) -> bool:
         """True if a worker whose memory is in use has requests of its own."""
         return any(loan.borrower.busy and loan.borrower.used for loan in self._loans.values())
 
@@ -132,8 +132,8 @@ class Master:
         for loan in self._loans.values():
             yield loan.borrower.message
 
-    def hear(self, lend: Lend, now: float) -> None:
-        """Takes in a message of a worker; ignores new workers while there are too many."""
+    def receive(self, lend: Lend, now: float) -> None:
+        """Processes a message of a worker; ignores new workers while there are too many."""
         if (loan := self._loans.get(lend.worker)) is None:
             if len(self._loans) >= _WORKERS:
                 if not self._crowded:
@@ -148,33 +148,33 @@ class Master:
             borrower = Borrower(*self._identity, self._block, lend)
             loan = Loan(borrower, self._process_of(lend.pid), now, session=lend.session)
             self._loans[lend.worker] = loan
-        loan.borrower.hear(lend)
-        loan.heard, loan.granted = now, lend.size
+        loan.borrower.receive(lend)
+        loan.received, loan.granted = now, lend.size
 
     def step(self, now: float) -> None:
-        """Leaves reclaimed memory and takes lent memory. Runs between two steps of the engine."""
+        """Returns reclaimed memory and borrows lent memory, between two steps of the engine."""
         for worker, loan in list(self._loans.items()):
             borrower = loan.borrower
             gone = not loan.process.alive()
-            silent = now - loan.heard > self._lease
+            silent = now - loan.received > self._lease
             if gone or self._closed or silent:
                 borrower.silent()
             if loan.region is None:
                 self._offer(borrower)
             elif borrower.excess:
-                self._leave(loan, loan.region)
+                self._return(loan, loan.region)
             if loan.region is not None and loan.session != borrower.session:
-                self._drop(loan, loan.region)
+                self._unmap(loan, loan.region)
             loan.session = borrower.session
-            if self._wanted(loan) > borrower.used or (loan.leaving and not borrower.excess):
-                self._take(loan)
+            if self._wanted(loan) > borrower.used or (loan.returning and not borrower.excess):
+                self._borrow(loan)
             if not borrower.size:
                 loan.tried = 0
             if self._closed:
                 borrower.refused = "this master is shutting down"
             if (gone and not borrower.used) or (borrower.untouched and silent):
                 if loan.region is not None:
-                    self._drop(loan, loan.region)
+                    self._unmap(loan, loan.region)
                 del self._loans[worker]
                 self._crowded = False
 
@@ -184,7 +184,7 @@ class Master:
         return sum(loan.granted for loan in self._loans.values())
 
     def close(self) -> None:
-        """Stops taking memory, and leaves the memory in use during the next steps.
+        """Stops borrowing memory, and returns the memory in use during the next steps.
 
         Workers then reclaim what they lend.
         """
@@ -206,19 +206,19 @@ class Master:
         size = loan.borrower.size
         return size if loan.region is None else min(size, loan.region.size)
 
-    def _leave(self, loan: Loan, region: Region) -> None:
+    def _return(self, loan: Loan, region: Region) -> None:
         first = region.blocks(loan.borrower.size, self._block)
-        if loan.leaving:  # the grant may have grown meanwhile
+        if loan.returning:  # the grant may have grown meanwhile
             self._blocks.restore(first, region.end)
         if self._blocks.withdraw(loan.first, first):
             self._blocks.vacate(loan.first, first)
             if self._blocks.withdraw(loan.first, first):
-                loan.leaving = True
+                loan.returning = True
                 return
-        loan.first, loan.leaving = first, False
+        loan.first, loan.returning = first, False
         loan.borrower.used = loan.borrower.size
 
-    def _take(self, loan: Loan) -> None:
+    def _borrow(self, loan: Loan) -> None:
         borrower = loan.borrower
         if loan.region is None:
             loan.region = self._map(loan)
@@ -227,7 +227,7 @@ class Master:
         wanted = self._wanted(loan)
         first = region.blocks(wanted, self._block)
         self._blocks.restore(first, region.end)
-        loan.first, loan.leaving = first, False
+        loan.first, loan.returning = first, False
         borrower.used = wanted
 
     def _map(self, loan: Loan) -> Region | None:
@@ -236,14 +236,14 @@ class Master:
             return None
         loan.tried = borrower.size
         memory = _last(borrower.memory, borrower.most)
-        region = self._regions.take(sum(extent.size for extent in memory))
+        region = self._regions.allocate(sum(extent.size for extent in memory))
         if region is None:
             return None
         try:
             self._addresses.map(region, borrower.pid, memory)
         except ExtError as error:
             self._addresses.unmap(region)  # a part may have been mapped
-            self._regions.give(region)
+            self._regions.free(region)
             logger.warning("cannot use memory of worker process %d: %s", borrower.pid, error)
             borrower.refused = str(error)
             return None
@@ -252,10 +252,10 @@ class Master:
         loan.first = region.end
         return region
 
-    def _drop(self, loan: Loan, region: Region) -> None:
-        """Unmaps and frees a region that is not in use."""
+    def _unmap(self, loan: Loan, region: Region) -> None:
+        """Unmaps and frees the region of a loan that is not in use."""
         self._addresses.unmap(region)
-        self._regions.give(region)
+        self._regions.free(region)
         loan.region = None
 
 

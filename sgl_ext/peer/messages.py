@@ -79,19 +79,19 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     used: _Count = 0
     """Bytes that the master uses, for display only"""
     refused: str = ""
-    """Reason why the master takes nothing from this worker; empty if there is none"""
+    """Reason why the master borrows nothing from this worker; empty if there is none"""
     protocol: int = PROTOCOL
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refuse"):
-    """Message of a master to a worker that it does not understand."""
+    """Message of a master to a worker whose messages it cannot decode."""
 
     reason: str
-    """Reason why the worker's message was not understood"""
+    """Reason why the worker's message cannot be decoded"""
     protocol: int = PROTOCOL
 
 
-class Stranger(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True):
     """Fields that the messages of all protocol versions share."""
 
     protocol: int = 0
@@ -104,15 +104,15 @@ Message = Lend | Keep
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
-_stranger = msgspec.msgpack.Decoder(Stranger)
+_envelope = msgspec.msgpack.Decoder(Envelope)
 
 
-class MisunderstoodError(ValueError):
+class ProtocolError(ValueError):
     """Error raised when received data is no message of this protocol version."""
 
 
-class RefusedError(MisunderstoodError):
-    """Error raised when the other side reports that it does not understand this one."""
+class RefusedError(ProtocolError):
+    """Error raised when the other side reports that it cannot decode the messages of this one."""
 
 
 def encode(message: Message | Refusal) -> bytes:
@@ -125,21 +125,21 @@ def decode(data: bytes) -> Message:
 
     Raises:
         RefusedError: the data is a refusal, of any protocol version.
-        MisunderstoodError: the data is a message of another protocol version, or no message.
+        ProtocolError: the data is a message of another protocol version, or no message.
     """
     try:
-        stranger = _stranger.decode(data)
-        if stranger.reason:
-            reason = stranger.reason[:_LONGEST_REASON]
+        envelope = _envelope.decode(data)
+        if envelope.reason:
+            reason = envelope.reason[:_LONGEST_REASON]
             raise RefusedError(
                 f"the peer does not understand the messages of this engine: {reason}"
             )
-        if stranger.protocol != PROTOCOL:
-            raise MisunderstoodError(
-                f"a peer uses protocol {stranger.protocol}, but this engine uses protocol "
+        if envelope.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"a peer uses protocol {envelope.protocol}, but this engine uses protocol "
                 f"{PROTOCOL}; run the same version of sgl_ext on both sides"
             )
         message: Message = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MisunderstoodError(f"a peer sent an invalid message: {error}") from None
+        raise ProtocolError(f"a peer sent an invalid message: {error}") from None
     return message

@@ -48,10 +48,10 @@ class Regions:
 
     @property
     def largest(self) -> int:
-        """Size of the largest region that :meth:`take` can allocate now, in bytes."""
+        """Size of the largest region that can be allocated now, in bytes."""
         return max((self._room(*gap)[1] for gap in self._gaps()), default=0)
 
-    def take(self, size: int) -> Region | None:
+    def allocate(self, size: int) -> Region | None:
         """Allocates a region for ``size`` bytes of whole pages; None if no gap is large enough."""
         for low, high in self._gaps():
             end, room = self._room(low, high)
@@ -63,7 +63,7 @@ class Regions:
                 return region
         return None
 
-    def give(self, region: Region) -> None:
+    def free(self, region: Region) -> None:
         """Frees a region."""
         self._taken.remove(region)
 

@@ -76,7 +76,7 @@ class Terms:
     interval: float = 1.0
     """Shortest time between two attempts to lend more"""
     deadline: float = 10.0
-    """Time in which the master must leave reclaimed memory"""
+    """Time in which the master must return reclaimed memory"""
     lease: float = 10.0
     """Silence after which a master loses the memory that was lent to it"""
     keep: int = 0
@@ -92,7 +92,7 @@ class Counts:
     reclaimed: int = 0
     """Bytes that were reclaimed"""
     replaced: int = 0
-    """Number of times that memory was replaced because its master did not leave it"""
+    """Number of times that memory was replaced because its master did not return it"""
 
 
 class Worker:
@@ -130,18 +130,17 @@ class Worker:
         self._process_of = process
         self._master: Process | None = None
         self._needs = NeedWindow(terms.window)
-        self._looked = self._heard = self._failed = float("-inf")
-        # Number and time of each grant that reclaimed memory and that the master may not keep to
-        # yet.
-        self._asked: deque[tuple[int, float]] = deque()
-        # Masters by name that did not leave in time and may still use replaced memory.
+        self._tried = self._received = self._failed = float("-inf")
+        # Number and time of each grant that reclaims memory, until the master keeps to it.
+        self._reclaims: deque[tuple[int, float]] = deque()
+        # Masters by name that did not return memory in time and may still use replaced memory.
         self._late: dict[bytes, Process] = {}
         self._closed = False
         self._lender = Lender(*identity, memory.extents)
         self.lending: Lending | None = None
         """Lending policy for the current master; None without a master"""
         self.refused = ""
-        """Reason why the master takes no memory; empty if there is none"""
+        """Reason why the master borrows no memory; empty if there is none"""
         self.counts = Counts()
         """Totals since the start"""
 
@@ -158,31 +157,31 @@ class Worker:
     @property
     def used(self) -> int:
         """Bytes that the master reports as used."""
-        return self._lender.heard.used if self._lender.heard else 0
+        return self._lender.latest.used if self._lender.latest else 0
 
-    def hear(self, keep: Keep, now: float) -> None:
-        """Takes in a message of the master."""
-        if self._lender.hear(keep):
+    def receive(self, keep: Keep, now: float) -> None:
+        """Processes a message of the master."""
+        if self._lender.receive(keep):
             if not self._end(now):
                 return
             logger.info("another master has replaced the previous one")
-            self._lender.hear(keep)
-        if self._lender.heard is not keep:
+            self._lender.receive(keep)
+        if self._lender.latest is not keep:
             return
-        self._heard = now
-        while self._asked and self._asked[0][0] <= keep.number:
-            self._asked.popleft()
+        self._received = now
+        while self._reclaims and self._reclaims[0][0] <= keep.number:
+            self._reclaims.popleft()
         if keep.refused != self.refused:
             self.refused = keep.refused
             if keep.refused:
                 logger.warning("the master does not borrow memory of this worker: %s", keep.refused)
         # The refusal must be about the latest grant, not about an earlier one.
         if keep.refused and self._lender.granted and keep.number == self._lender.number:
-            self._ask_back(0, now)
-            self._looked = now + self._terms.window
+            self._reclaim(0, now)
+            self._tried = now + self._terms.window
         if self._master is None:
             self._master = self._process_of(keep.pid)
-        # A master that answers in this session has left the previous one.
+        # A master that answers in this session uses no memory of earlier ones.
         self._late.pop(keep.master, None)
         most = min(self._memory.size, keep.most)
         if self.lending is None or self.lending.size != most:
@@ -213,25 +212,25 @@ class Worker:
         granted = self._lender.granted
         less = 0 if self._closed else lending.scale_up(granted, need)
         if less < granted:
-            self._ask_back(less, now)
-        overdue = bool(self._asked) and now - self._asked[0][1] > self._terms.deadline
-        lost = now - self._heard > self._terms.lease or not self._alive()
+            self._reclaim(less, now)
+        overdue = bool(self._reclaims) and now - self._reclaims[0][1] > self._terms.deadline
+        lost = now - self._received > self._terms.lease or not self._alive()
         if self._lender.bound and (overdue or lost):
             self._end(now)
             return
-        self._take_back()
+        self._add_returned()
         idle = self._lender.settled and not (lost or self._closed)
-        if idle and now - self._looked >= self._terms.interval:
-            self._looked = now
+        if idle and now - self._tried >= self._terms.interval:
+            self._tried = now
             self._lend_more(lending, now)
 
     def close(self) -> None:
         """Stops lending, and reclaims all lent memory during the next steps."""
         self._closed = True
 
-    def _ask_back(self, size: int, now: float) -> None:
+    def _reclaim(self, size: int, now: float) -> None:
         self._lender.grant(size)
-        self._asked.append((self._lender.number, now))
+        self._reclaims.append((self._lender.number, now))
 
     def _alive(self) -> bool:
         return self._master is not None and self._master.alive()
@@ -252,8 +251,8 @@ class Worker:
             self._lender.grant(more)
             self.counts.lent += more - granted
 
-    def _take_back(self) -> None:
-        """Adds the blocks that the master has left to the pool."""
+    def _add_returned(self) -> None:
+        """Adds the blocks that the master has returned to the pool."""
         bound = self._lender.bound
         local = self._capacity
         if bound and self.lending is not None:
@@ -263,7 +262,7 @@ class Worker:
             self.counts.reclaimed += back * self._block
 
     def _end(self, now: float) -> bool:
-        """Ends the session; replaces lent memory that a live master has not left.
+        """Ends the session; replaces lent memory that a live master has not returned.
 
         Returns:
             False if the memory cannot be replaced now; the session then continues.
@@ -277,19 +276,19 @@ class Worker:
             except ExtError as error:
                 self._failed = now
                 logger.error(
-                    "the master has not released %s B by the deadline: %s", f"{bound:,}", error
+                    "the master has not returned %s B by the deadline: %s", f"{bound:,}", error
                 )
                 return False
             self.counts.replaced += 1
             if self._master is not None:
                 self._late[self._lender.master] = self._master
             logger.warning(
-                "the master has not released %s B by the deadline; they are replaced by other "
+                "the master has not returned %s B by the deadline; they are replaced by other "
                 "memory",
                 f"{bound:,}",
             )
         self._lender.end(self._memory.extents)
-        self._asked.clear()
+        self._reclaims.clear()
         self.lending = self._master = None
-        self._take_back()
+        self._add_returned()
         return True

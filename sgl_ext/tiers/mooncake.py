@@ -28,12 +28,12 @@ RETRY = 2.0
 
 Codes = NDArray[np.int64]
 """The library's return code for each page, ``[pages]``; a negative code is a failure."""
-TIMEOUT, AWAY, RAISED = -1_000_000, -1_000_001, -1_000_002
+TIMEOUT, UNREACHABLE, RAISED = -1_000_000, -1_000_001, -1_000_002
 """Codes of the client itself: no answer by the deadline; not called because the breaker is open or
 the client closed; the library raised an exception."""
 _NAMES = {
     TIMEOUT: "timeout",
-    AWAY: "away",
+    UNREACHABLE: "unreachable",
     RAISED: "client",
     -200: "full",
     -704: "missing",
@@ -189,7 +189,7 @@ class Client:
         try:
             return np.array(call.result(self._deadline), np.int64)
         except CancelledError:
-            return np.full(pages, AWAY)
+            return np.full(pages, UNREACHABLE)
         except TimeoutError:
             call.cancel()
             return np.full(pages, TIMEOUT)

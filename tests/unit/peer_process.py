@@ -65,12 +65,12 @@ def master(path: Path, seed: int) -> None:
         link = Link("master", address, beat=0.05)
         while True:
             now = time.monotonic()
-            for lend in link.heard():
-                light.master.hear(lend, now)
+            for lend in link.received():
+                light.master.receive(lend, now)
             light.serve(40)
             light.slow = light.choose.random() < 0.5
             light.master.step(now)
-            link.say(light.master.messages())
+            link.publish(light.master.messages())
             if asked():
                 borrowed = light.groups.blocks - 40
                 say(Said(light.served, borrowed, [light.slab.name], descriptors()))
@@ -83,8 +83,8 @@ def worker(path: Path, seed: int) -> None:
     link = Link("worker", directory.address(path), beat=0.05)
     while True:
         now = time.monotonic()
-        for keep in link.heard():
-            light.worker.hear(keep, now)
+        for keep in link.received():
+            light.worker.receive(keep, now)
         light.serve(6)
         if not light.wanted and light.choose.random() < 0.02:
             light.wanted = light.choose.randrange(BLOCKS - light.held + 1)
@@ -92,7 +92,7 @@ def worker(path: Path, seed: int) -> None:
         before, waits = now, light.wanted > 0
         light.step(now)
         large += waits and not light.wanted
-        link.say([light.worker.message])
+        link.publish([light.worker.message])
         if asked():
             files = {light.slab.name, *(extent.name for extent in light.memory.extents)}
             lent, retired = light.worker.lent, light.memory.retired

@@ -38,7 +38,7 @@ from sgl_ext.engine.swap.api import install as install_swap
 from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.peer.messages import Keep, Lend, MisunderstoodError, Refusal, decode, encode
+from sgl_ext.peer.messages import Keep, Lend, ProtocolError, Refusal, decode, encode
 from sgl_ext.restore.costs import ComputeCost, LoadCost
 from sgl_ext.restore.profile import Profile, Subject, find, known, path_of, save
 from sgl_ext.tiers.arena import TRAILER, Arena, seals
@@ -78,7 +78,7 @@ def packed(value: Any) -> Any:
     return msgspec.to_builtins(value, builtin_types=(bytes,))
 
 
-def test_mutated_peer_messages_raise_misunderstood_error_or_round_trip() -> None:
+def test_mutated_peer_messages_raise_protocol_error_or_round_trip() -> None:
     memory = (Extent("slab-1", 5, 0, 4 * PAGE), Extent("slab-2", 6, PAGE, PAGE))
     messages = (
         Lend(b"worker", 1, b"master", 3, 2 * PAGE, 77, memory, True),
@@ -94,7 +94,7 @@ def test_mutated_peer_messages_raise_misunderstood_error_or_round_trip() -> None
                 data = msgspec.msgpack.encode(spoiled(packed(message), rng))
         if number % 50 == 0:
             data = data[: rng.randrange(len(data) + 1)] + rng.choice((b"\x91", b"\x81\xa1a")) * 3000
-        with suppress(MisunderstoodError):
+        with suppress(ProtocolError):
             decoded = decode(data)
             assert decode(encode(decoded)) == decoded
 

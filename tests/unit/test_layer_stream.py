@@ -105,7 +105,7 @@ def test_a_failed_forward_does_not_affect_the_next_one(engine: Engine) -> None:
 )
 def test_a_forward_waits_for_a_slow_link(slow: dict[str, object]) -> None:
     engine = Engine(2, **slow)
-    engine.stream.sparing = "busy_rate" in slow
+    engine.stream.worker_busy = "busy_rate" in slow
     first = engine.blocks[0]
     table = engine.slots(first, first + 1).to(torch.int32).unsqueeze(0)
     engine.tokens[first * 4 : first * 4 + 8] = 1.0

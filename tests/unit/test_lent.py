@@ -1,4 +1,4 @@
-"""Memory that one process lends to another: mapped, replaced, kept, given back."""
+"""Memory that one process lends to another: mapped, replaced, kept, returned."""
 
 from __future__ import annotations
 

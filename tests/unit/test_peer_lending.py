@@ -202,18 +202,18 @@ def test_need_window_returns_the_maximum_of_recent_needs(
 
 def test_regions_end_where_a_block_and_a_page_end() -> None:
     regions = Regions(10, 1000, 6144, PAGE)  # two blocks are three pages
-    first = regions.take(7 * PAGE)
+    first = regions.allocate(7 * PAGE)
     assert first == Region(12, 16, 16 * 6144 - 7 * PAGE, 7 * PAGE)
     assert first.blocks(7 * PAGE, 6144) == 12
     assert first.blocks(2 * 6144 - 1, 6144) == 15
     assert first.blocks(0, 6144) == 16
-    second = regions.take(3 * PAGE)
+    second = regions.allocate(3 * PAGE)
     assert second is not None
     assert second.offset >= first.offset + first.size
     assert second.end % 2 == 0
-    assert regions.take(10**9) is None
-    regions.give(first)
-    assert regions.take(3 * PAGE) == Region(12, 14, 14 * 6144 - 3 * PAGE, 3 * PAGE)
+    assert regions.allocate(10**9) is None
+    regions.free(first)
+    assert regions.allocate(3 * PAGE) == Region(12, 14, 14 * 6144 - 3 * PAGE, 3 * PAGE)
 
 
 @given(
@@ -230,13 +230,13 @@ def test_regions_are_separated_by_at_least_a_block(block: int, first: int, seed:
     for _ in range(30):
         largest = regions.largest
         if taken and choose.random() < 0.4:
-            regions.give(taken.pop(choose.randrange(len(taken))))
+            regions.free(taken.pop(choose.randrange(len(taken))))
             continue
         if largest and choose.random() < 0.2:
             size = largest
         else:
             size = PAGE * choose.randrange(1, 40 * block)
-        region = regions.take(size)
+        region = regions.allocate(size)
         assert (region is not None) == (size <= largest)
         if region is not None:
             taken.append(region)

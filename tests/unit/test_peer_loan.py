@@ -20,7 +20,7 @@ from sgl_ext.peer.messages import (
     PROTOCOL,
     Keep,
     Lend,
-    MisunderstoodError,
+    ProtocolError,
     Refusal,
     RefusedError,
     decode,
@@ -54,7 +54,7 @@ class World:
         self.generation = self.grants = self.masters = 0
         self.lender = Lender(b"worker", 1, memory(0))
         self.borrowers: tuple[Borrower | None, ...] = (None,)
-        """Loan of each master; None before it has heard the worker and after it has ended.
+        """Loan of each master; None before its first message of the worker and after it has ended.
 
         All masters but the last have been replaced.
         """
@@ -87,16 +87,16 @@ class World:
         if self.lender.master == bytes([at]):
             self.lender.end(memory(self.generation))
 
-    def lender_hears(self, keep: Keep) -> None:
-        if self.lender.hear(keep):
+    def lender_receives(self, keep: Keep) -> None:
+        if self.lender.receive(keep):
             self.replace_memory()
-            assert not self.lender.hear(keep)
+            assert not self.lender.receive(keep)
 
-    def borrower_hears(self, at: int, lend: Lend) -> None:
+    def borrower_receives(self, at: int, lend: Lend) -> None:
         if at in self.dead:
             return
         borrower = self.borrowers[at] or Borrower(bytes([at]), 2, 1, lend)
-        borrower.hear(lend)
+        borrower.receive(lend)
         self.borrowers = (*self.borrowers[:at], borrower, *self.borrowers[at + 1 :])
 
     def next(self) -> Iterator[World]:
@@ -135,10 +135,10 @@ class World:
         yield from self._talk()
 
     def _talk(self) -> Iterator[World]:
-        heard = [replace(each.message, used=0) for each in self.borrowers if each]
-        said = {self.lender.message, *heard}
+        kept = [replace(each.message, used=0) for each in self.borrowers if each]
+        sent = {self.lender.message, *kept}
         if len(self.wire) < WIRE:
-            for message in said - self.wire:
+            for message in sent - self.wire:
                 world = self.copy()
                 world.wire |= {message}
                 yield world
@@ -151,9 +151,9 @@ class World:
                     world = self.copy()
                     world.wire = left
                     if isinstance(message, Lend):
-                        world.borrower_hears(at, message)
+                        world.borrower_receives(at, message)
                     else:
-                        world.lender_hears(message)
+                        world.lender_receives(message)
                     yield world
 
     def check(self) -> None:
@@ -163,16 +163,16 @@ class World:
                 assert borrower.used <= self.lender.bound, vars(borrower)
 
     def settle(self) -> None:
-        """Checks that both sides agree once messages arrive and the master has left the excess."""
+        """Checks that both sides agree once messages arrive and the excess is returned."""
         at = len(self.borrowers) - 1
         if at in self.dead:
             return
         for _ in range(4):
-            self.borrower_hears(at, self.lender.message)
+            self.borrower_receives(at, self.lender.message)
             borrower = self.borrowers[at]
             assert borrower is not None
             borrower.used = min(borrower.used, borrower.size)
-            self.lender_hears(borrower.message)
+            self.lender_receives(borrower.message)
         assert self.lender.settled
         assert self.lender.master == bytes([at])
         assert borrower.size == self.lender.granted
@@ -198,13 +198,13 @@ def test_bound_covers_all_grants_until_the_latest_is_kept() -> None:
     """Changes the grant several times before the master receives a message."""
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
-    assert not lender.hear(borrower.message)
+    assert not lender.receive(borrower.message)
     for pages in (2, 0, 1):
         lender.grant(pages * PAGE)
     assert (lender.granted, lender.bound) == (PAGE, 2 * PAGE)
-    borrower.hear(lender.message)
+    borrower.receive(lender.message)
     borrower.used = PAGE
-    assert not lender.hear(borrower.message)
+    assert not lender.receive(borrower.message)
     assert lender.settled
 
 
@@ -212,7 +212,7 @@ def test_invalid_grants_and_uses_are_refused() -> None:
     lender = Lender(b"worker", 1, memory(0))
     with pytest.raises(ValueError, match="no master"):
         lender.grant(PAGE)
-    lender.hear(Borrower(b"master", 2, 1, lender.message).message)
+    lender.receive(Borrower(b"master", 2, 1, lender.message).message)
     for size in (-PAGE, 3 * PAGE):
         with pytest.raises(ValueError, match="cannot lend"):
             lender.grant(size)
@@ -222,17 +222,17 @@ def test_invalid_grants_and_uses_are_refused() -> None:
         borrower.used = 3 * PAGE
 
 
-def test_memory_of_a_silent_worker_is_left_until_its_next_message() -> None:
+def test_memory_of_a_silent_worker_is_returned_until_its_next_message() -> None:
     lender = Lender(b"worker", 1, memory(0))
     borrower = Borrower(b"master", 2, 1, lender.message)
-    lender.hear(borrower.message)
+    lender.receive(borrower.message)
     lender.grant(2 * PAGE)
-    borrower.hear(lender.message)
+    borrower.receive(lender.message)
     borrower.used = 2 * PAGE
     borrower.silent()
     assert borrower.excess == 2 * PAGE
     borrower.used = 0
-    borrower.hear(lender.message)
+    borrower.receive(lender.message)
     assert borrower.size == 2 * PAGE
 
 
@@ -262,11 +262,11 @@ def test_messages_round_trip_and_invalid_data_is_refused() -> None:
         (wrong(borrower.message, block=0), "invalid message"),
         (encode(lender.message).replace(b"size", b"\xff\xffze"), "invalid message"),
     ):
-        with pytest.raises(MisunderstoodError, match=reason):
+        with pytest.raises(ProtocolError, match=reason):
             decode(data)
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, 7])
-def test_refusals_of_any_protocol_version_are_understood(protocol: int) -> None:
+def test_refusals_of_any_protocol_version_are_decoded(protocol: int) -> None:
     with pytest.raises(RefusedError, match=r"does not understand the messages .*: it is too old"):
         decode(encode(Refusal("it is too old", protocol)))

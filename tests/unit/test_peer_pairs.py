@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from peer_kit import MASTER, WORKER, LightMaster, LightWorker
 
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.peer.messages import MisunderstoodError, decode
+from sgl_ext.peer.messages import ProtocolError, decode
 from sgl_ext.peer.worker import Terms
 
 TERMS = Terms(granularity="block", window=20, interval=1, deadline=5, lease=10)
@@ -49,11 +49,11 @@ class Pair:
             self.now += seconds
             self.worker.step(self.now)
             if not self.deaf:
-                self.master.master.hear(self.worker.worker.message, self.now)
+                self.master.master.receive(self.worker.worker.message, self.now)
             self.master.master.step(self.now)
             if not self.deaf:
                 for keep in self.master.master.messages():
-                    self.worker.worker.hear(keep, self.now)
+                    self.worker.worker.receive(keep, self.now)
             self.check()
 
     def check(self) -> None:
@@ -78,20 +78,20 @@ def test_an_idle_worker_lends_all_lendable_memory() -> None:
     assert pair.master.begin(70)  # more blocks than its own 20
 
 
-def test_a_worker_that_has_requests_is_spared() -> None:
+def test_a_worker_that_has_requests_is_busy() -> None:
     pair = Pair()
     pair.step(times=4)
-    assert not pair.master.master.sparing
+    assert not pair.master.master.worker_busy
     assert pair.worker.begin(1)
     pair.step()
-    assert pair.master.master.sparing
+    assert pair.master.master.worker_busy
     pair.worker.end(next(iter(pair.worker.requests)))
     pair.step()
-    assert not pair.master.master.sparing
+    assert not pair.master.master.worker_busy
     pair.worker.wanted = BLOCKS  # all lent memory is reclaimed
     pair.step(times=4)
     assert pair.lent == 0
-    assert not pair.master.master.sparing
+    assert not pair.master.master.worker_busy
 
 
 def test_a_worker_reclaims_the_memory_that_it_needs() -> None:
@@ -110,7 +110,7 @@ def test_a_worker_reclaims_the_memory_that_it_needs() -> None:
     assert pair.master.groups.blocks == before
 
 
-def test_memory_that_the_master_does_not_leave_in_time_is_replaced() -> None:
+def test_memory_that_the_master_does_not_return_in_time_is_replaced() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -134,7 +134,7 @@ def test_memory_that_the_master_does_not_leave_in_time_is_replaced() -> None:
     assert pair.lent == pair.worker.memory.size
 
 
-def test_a_paused_master_leaves_reclaimed_memory_when_it_resumes() -> None:
+def test_a_paused_master_returns_reclaimed_memory_when_it_resumes() -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -154,7 +154,7 @@ def test_a_paused_master_leaves_reclaimed_memory_when_it_resumes() -> None:
 
 
 @pytest.mark.parametrize("how", ["dead", "silent"])
-def test_the_master_leaves_memory_of_a_dead_or_silent_worker(how: str) -> None:
+def test_the_master_returns_memory_of_a_dead_or_silent_worker(how: str) -> None:
     pair = Pair()
     pair.step(times=4)
     while pair.master.begin(10):
@@ -229,8 +229,8 @@ def test_lent_memory_that_is_not_whole_pages_is_refused(offset: int, size: int) 
         plain = msgspec.to_builtins(lend, builtin_types=(bytes,))
         plain["memory"] = [["other", 3, offset, size]]
         plain["size"] = number * max(size, 0)
-        with pytest.raises(MisunderstoodError, match=r"invalid message: .* expected whole pages"):
-            master.hear(decode(msgspec.msgpack.encode(plain)), pair.now)
+        with pytest.raises(ProtocolError, match=r"invalid message: .* expected whole pages"):
+            master.receive(decode(msgspec.msgpack.encode(plain)), pair.now)
         master.step(pair.now)
         name = next((keep.master for keep in master.messages()), b"")
     assert master.borrowed == 0
@@ -245,7 +245,7 @@ def test_workers_are_limited_in_number_and_forgotten_when_silent(
     assert lent
     invented = replace(pair.worker.worker.message, master=b"", number=0, size=0)
     for number in range(5000):
-        pair.master.master.hear(replace(invented, worker=b"%d" % number), pair.now)
+        pair.master.master.receive(replace(invented, worker=b"%d" % number), pair.now)
     assert len(pair.master.master.loans) == 64
     assert len(pair.worker_lives) == 64  # a real process object holds a descriptor
     (record,) = caplog.records
@@ -291,7 +291,7 @@ def test_a_refusal_of_an_earlier_grant_is_ignored() -> None:
     assert pair.lent == pair.worker.memory.size
     (now_keep,) = pair.master.master.messages()
     old = replace(now_keep, number=now_keep.number - 1, refused="addresses are full")
-    worker.hear(old, pair.now)
+    worker.receive(old, pair.now)
     pair.step()
     assert pair.lent == pair.worker.memory.size
 

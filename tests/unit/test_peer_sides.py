@@ -60,10 +60,10 @@ def talk(side: WorkerSide, scheduler: Scheduler, master: LightMaster, times: int
         time.sleep(0.011)  # longer than the window and the interval of lending
         step(side, scheduler)
         now = time.monotonic()
-        master.master.hear(side._worker.message, now)
+        master.master.receive(side._worker.message, now)
         master.master.step(now)
         for keep in master.master.messages():
-            side._worker.hear(keep, now)
+            side._worker.receive(keep, now)
 
 
 def step(side: PeerSide, scheduler: Scheduler) -> list[Req]:
@@ -160,7 +160,7 @@ def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     scheduler.waiting_queue = [large, small]
     assert step(side, scheduler) == []  # there is one block
     assert side.aside == ()
-    side._worker._pool.grow(4)  # the master has left a few blocks
+    side._worker._pool.grow(4)  # the master has returned a few blocks
     scheduler.running_batch.batch_is_full = True
     assert step(side, scheduler) == [small]
     assert scheduler.waiting_queue == [large, small]
@@ -243,7 +243,7 @@ def test_a_closing_master_returns_all_memory(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (peer_side, peer_master):
-        monkeypatch.setattr(module, "LAST_WORD_S", 30.0)
+        monkeypatch.setattr(module, "CLOSE_DEADLINE_S", 30.0)
     (worker, scheduler), (master, owner) = pair(opened)
     owner.cache(0, 60)
     with ThreadPoolExecutor(1) as threads:
@@ -255,7 +255,7 @@ def test_a_closing_master_returns_all_memory(
     assert not master._link._thread.is_alive()
 
 
-def test_a_master_leaves_the_memory_of_a_closed_worker(opened: Callable[..., Any]) -> None:
+def test_a_master_returns_the_memory_of_a_closed_worker(opened: Callable[..., Any]) -> None:
     (worker, _), (master, scheduler) = pair(opened)
     assert isinstance(master, MasterSide)
     worker.close()

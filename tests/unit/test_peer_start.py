@@ -20,6 +20,7 @@ from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.peer import directory
+from sgl_ext.peer import link as peer_link
 from sgl_ext.peer.directory import DirectoryError
 from sgl_ext.peer.link import Link, LinkError
 from sgl_ext.peer.loan import Borrower, Lender
@@ -140,16 +141,17 @@ def test_a_worker_receives_the_reason_why_its_message_is_refused(
     address = directory.address(private)
     master, worker = Link("master", address, beat=0.05), Link("worker", address, beat=0.05)
     ends += [master.close, worker.close]
-    worker.say([replace(LEND, protocol=7)])
+    worker.publish([replace(LEND, protocol=7)])
     until(lambda: worker.refused)
     assert "a peer uses protocol 7, but this engine uses protocol" in worker.refused
     assert worker.refused.startswith("the peer does not understand the messages")
     assert not master.refused
-    assert "protocol 7" in master.strange
-    master.say([KEEP])
-    worker.say([LEND])
-    until(lambda: worker.heard() == [KEEP])
+    assert "protocol 7" in master.protocol_error
+    master.publish([KEEP])
+    worker.publish([LEND])
+    until(lambda: worker.received() == [KEEP])
     assert not worker.refused
+    assert not master.protocol_error
 
 
 def test_a_worker_with_another_protocol_version_receives_a_refusal(
@@ -173,6 +175,28 @@ def test_a_worker_with_another_protocol_version_receives_a_refusal(
             decode(socket.recv())
 
 
+def test_a_protocol_error_is_reported_until_its_peer_sends_valid_messages_or_none(
+    private: Path, ends: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = directory.address(private)
+    master, worker = Link("master", address, beat=0.05), Link("worker", address, beat=0.05)
+    other = Link("worker", address, beat=0.05)
+    ends += [master.close, worker.close, other.close]
+    worker.publish([replace(LEND, protocol=7)])
+    until(lambda: master.protocol_error)
+    other.publish([replace(LEND, worker=b"other")])
+    until(lambda: master.received())
+    assert "protocol 7" in master.protocol_error  # the messages of another peer are valid
+    worker.publish([LEND])
+    until(lambda: not master.protocol_error)
+    worker.publish([replace(LEND, protocol=8)])
+    until(lambda: master.protocol_error)
+    assert worker.close()
+    assert "protocol 8" in master.protocol_error
+    monkeypatch.setattr(peer_link, "_ERROR_S", 0.0)
+    assert not master.protocol_error
+
+
 def test_a_link_survives_invalid_and_misattributed_messages(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:
@@ -190,18 +214,18 @@ def test_a_link_survives_invalid_and_misattributed_messages(
         socket.send(encode(LEND))
         with pytest.raises(RefusedError, match="two identities"):
             decode(socket.recv())
-    assert master.heard() == []
-    worker.say([LEND])
-    until(lambda: master.heard() == [LEND])
+    assert master.received() == []
+    worker.publish([LEND])
+    until(lambda: master.received() == [LEND])
 
 
-def test_a_link_keeps_only_the_sides_heard_last(
+def test_a_link_keeps_only_the_latest_messages(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:
     master = Link("master", directory.address(private))
     ends.append(master.close)
     names = [b"%d" % number for number in range(1000)]
     for name in names:
-        master._hear(replace(LEND, worker=name))
-    assert [lend.worker for lend in master.heard()] == names[-256:]
+        master._accept(replace(LEND, worker=name))
+    assert [lend.worker for lend in master.received()] == names[-256:]
     assert len(master._latest) == 256

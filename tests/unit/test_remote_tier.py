@@ -344,7 +344,7 @@ def test_calls_are_misses_until_a_killed_master_is_restarted(
     assert not bounded(lambda: tier.load(wanted, places(*range(16)))).any()
     assert not bounded(lambda: tier.store(wanted, places(*range(16)))).any()
     failures = tier.statistics().failures
-    assert failures["away"] >= 48
+    assert failures["unreachable"] >= 48
     assert failures.keys() & {"master", "timeout"}
     assert [r.message for r in caplog.records if "is unavailable" in r.message]
 

@@ -2,7 +2,7 @@
 
 ``resize_us_ratio`` covers the bookkeeping of free blocks alone. ``resize_whole_us_ratio`` covers
 all work of the worker: it decides, searches the range for cached prefixes, changes SGLang's counts,
-sends its message, and adds the blocks again after its master has left them. Both pools have the
+sends its message, and adds the blocks again after its master has returned them. Both pools have the
 same number of cached sequences. A run with more of them in the large pool shows the cost of the
 search.
 """
@@ -119,7 +119,7 @@ class _Whole:
         lend, pid = self._worker.message, os.getpid()
         self._borrower = Borrower(b"master", pid, _LAYOUT.block_bytes, lend)
         self._borrower.most = self._memory.size
-        self._worker.hear(self._borrower.message, self._now)
+        self._worker.receive(self._borrower.message, self._now)
 
     @property
     def blocks(self) -> int:
@@ -142,7 +142,7 @@ class _Whole:
         self._resizer.grow(blocks)
 
     def resize(self) -> float:
-        """Lends blocks, reclaims them, and hears the master's answer; returns the seconds."""
+        """Lends blocks, reclaims them, and receives the master's answer; returns the seconds."""
         self._now += 1000.0  # the previous need is outside the window
         took = self._step(self._all - _BLOCKS)
         if self.blocks != self._all - _BLOCKS:
@@ -151,7 +151,7 @@ class _Whole:
         took += self._step(self._all)
         keep = self._answer()
         began = time.perf_counter()
-        self._worker.hear(keep, self._now)
+        self._worker.receive(keep, self._now)
         took += time.perf_counter() - began + self._step(self._all)
         if self.blocks != self._all:
             raise AssertionError(f"{self.blocks} of {self._all} blocks exist after reclaiming")
@@ -164,7 +164,7 @@ class _Whole:
         return time.perf_counter() - began
 
     def _answer(self) -> Any:
-        self._borrower.hear(self._worker.message)
+        self._borrower.receive(self._worker.message)
         self._borrower.used = self._borrower.size
         return self._borrower.message
 

@@ -11,7 +11,7 @@ from sgl_ext.engine.core.attention_backends import require_own
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer import vacate
-from sgl_ext.engine.peer.side import LAST_WORD_S, PeerSide
+from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Extent, map_memory
 from sgl_ext.memory.mapping import PAGE
@@ -55,7 +55,7 @@ class MasterSide(PeerSide):
             buffers = 1 if config.stream == "layer" else 2
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)
-        self._meet()
+        self._connect()
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
         map_memory(self._slab.mapping, region.offset, pid, extents)
@@ -93,23 +93,23 @@ class MasterSide(PeerSide):
         self._now = now
         before = self._resizer.blocks
         self._running = running
-        self._talk(now)
+        self._exchange(now)
         if self.stream is not None:
             self.stream.enabled = bool(self._master.borrowed)
-            self.stream.sparing = self._master.sparing
+            self.stream.worker_busy = self._master.worker_busy
         blocks = self._resizer.blocks
-        self._look_again(running, before, blocks)
+        self._retry_admission(running, before, blocks)
         if blocks < before or self._scheduler.chunked_req is not None:
             self.out += vacate.retract_what_does_not_fit(self._scheduler, running)
         self._most.add(blocks, self._awake)
         self._resizer.promise(self._most.largest(self._awake))
         self._put_aside(now, "a peer has reclaimed the memory that it lent")
 
-    def _talk(self, now: float) -> None:
-        for lend in self._link.heard():
-            self._master.hear(lend, now)
+    def _exchange(self, now: float) -> None:
+        for lend in self._link.received():
+            self._master.receive(lend, now)
         self._master.step(now)
-        self._link.say(self._master.messages())
+        self._link.publish(self._master.messages())
 
     def planned(self) -> None:
         super().planned()
@@ -121,9 +121,9 @@ class MasterSide(PeerSide):
     def close(self) -> None:
         self._running = running = self._scheduler.running_batch
         self._master.close()
-        end = time.monotonic() + LAST_WORD_S
+        end = time.monotonic() + CLOSE_DEADLINE_S
         while not running.reqs and self._master.granted and time.monotonic() < end:
-            self._talk(time.monotonic())
+            self._exchange(time.monotonic())
             time.sleep(0.01)
         super().close()
 
@@ -140,7 +140,7 @@ class MasterSide(PeerSide):
             **streamed,
             "borrowed_bytes": self._master.borrowed,
             "retracted": self.retracted,
-            "misunderstood": self._link.strange,
+            "protocol_error": self._link.protocol_error,
             "workers": [
                 {
                     "pid": loan.borrower.pid,

@@ -22,7 +22,7 @@ from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.waiting import Waiting
 
-LAST_WORD_S = 1.0
+CLOSE_DEADLINE_S = 1.0
 """Deadline in seconds for the last messages of a side that closes, and for the end of its link."""
 
 
@@ -73,7 +73,7 @@ class PeerSide:
     def close(self) -> None:
         """Sends the last messages and closes the link, so that the other sides need not wait for
         the lease. No forward may run any more."""
-        self._link.close(LAST_WORD_S)
+        self._link.close(CLOSE_DEADLINE_S)
 
     def _put_aside(self, now: float, why: str) -> None:
         """Sets aside waiting requests that do not fit any more, so that others are admitted.
@@ -99,13 +99,13 @@ class PeerSide:
             self.aside = [req for req in waiting if req.rid in unfit]
             scheduler.waiting_queue = [req for req in waiting if req.rid not in unfit]
 
-    def _look_again(self, running: ScheduleBatch, before: int, blocks: int) -> None:
+    def _retry_admission(self, running: ScheduleBatch, before: int, blocks: int) -> None:
         """Lets SGLang look for room again if the pool has grown; it does so by itself only when a
         request has ended."""
         if blocks > before:
             running.batch_is_full = False
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         """Opens the link; called when all other parts of this side exist."""
         self._link = Link(self.role, self._address)
         poller = getattr(getattr(self._scheduler, "idle_sleeper", None), "poller", None)

@@ -1,7 +1,7 @@
 """Layer stream cache: loads workers' memory one layer at a time (SwiftCache §3.2-3.3).
 
-A master reads borrowed memory like its own, or, if that memory is far away, through a buffer for
-the active layer. The layer's rows are loaded before its attention. The rows of new tokens are
+A master reads borrowed memory like its own, or, if access to it is slow, through a buffer for the
+active layer. The layer's rows are loaded before its attention. The rows of new tokens are
 stored after it, while the rest of the layer and the next layer are computed. With one buffer, loads
 overlap with what follows the attention; with two buffers, with a whole layer.
 """
@@ -49,7 +49,7 @@ class LayerStream:
         slab: slab of a master, with addresses for workers' memory.
         pool: SGLang's KV pool, whose layers may still be loading from tiers.
         buffers: number of layers that have a buffer, 1 or 2.
-        busy_rate: maximum bytes per second while workers are spared; None for no limit.
+        busy_rate: maximum bytes per second while a worker has requests; None for no limit.
         link: speed that the link to workers' memory is slowed down to; None if it is not.
     """
 
@@ -93,7 +93,7 @@ class LayerStream:
         self._stores: dict[int, Ticket] = {}
         self.enabled = False
         """True if anything is borrowed."""
-        self.sparing = False
+        self.worker_busy = False
         """True if a worker has requests of its own, so that copies are limited to the busy rate."""
         self._old = self._new = _Rows.of(np.empty(0, np.int64))
         self._new_at: torch.Tensor | None = None
@@ -129,7 +129,7 @@ class LayerStream:
         self._new_at = far if len(new) else None
         self.active = bool(self._old.total or self._new.total)
         if self.active:
-            self._lane = self._reduced if self.sparing else self._full
+            self._lane = self._reduced if self.worker_busy else self._full
             for layer in range(min(len(self._buffers), self._slab.layout.layers)):
                 self._load(layer)
 

@@ -1,4 +1,4 @@
-"""Worker: an engine that lends the end of its slab, and takes it back when it needs it."""
+"""Worker: an engine that lends the end of its slab, and reclaims it when it needs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WorkerSide(PeerSide):
             self._memory, self, terms, block=block, page=slab.layout.page, first=self._first,
             memory_page=PAGE, identity=identity(),
         )  # fmt: skip
-        self._meet()
+        self._connect()
 
     @property
     def blocks(self) -> int:
@@ -74,19 +74,19 @@ class WorkerSide(PeerSide):
 
     def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
-        for keep in self._link.heard():
-            self._worker.hear(keep, now)
+        for keep in self._link.received():
+            self._worker.receive(keep, now)
         before = self.blocks
         self._running = running
         self._worker.step(self._need(running), now)
-        self._look_again(running, before, self.blocks)
-        self._link.say([self._worker.message])
+        self._retry_admission(running, before, self.blocks)
+        self._link.publish([self._worker.message])
         self._put_aside(now, "a peer has not returned the memory that it was lent")
 
     def close(self) -> None:
         self._worker.close()
         self._worker.step(0, time.monotonic())
-        self._link.say([self._worker.message])
+        self._link.publish([self._worker.message])
         super().close()
 
     def _need(self, running: ScheduleBatch) -> int:
@@ -120,7 +120,7 @@ class WorkerSide(PeerSide):
             "used_bytes": self._worker.used,
             "retired_bytes": self._memory.retired,
             "refused": self._worker.refused or self._link.refused,
-            "misunderstood": self._link.strange,
+            "protocol_error": self._link.protocol_error,
             "unit": units,
             **vars(self._worker.counts),
         }
