@@ -130,6 +130,23 @@ class Lender:
         """
         self._begin(memory)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the bound does not cover a grant that the master may keep to."""
+        last = self._number, self.granted
+        numbers = [number for number, _ in self._open]
+        if numbers != [*range(last[0] - len(numbers) + 1, last[0] + 1)]:
+            raise AssertionError(f"grants {numbers} are open, but the latest is {last[0]}")
+        if self._open and self._open[-1] != last:
+            raise AssertionError(f"the latest grant is {last}, but {self._open[-1]} is open")
+        most = max((size for _, size in self._open), default=self.granted)
+        if not most <= self.bound <= self.lendable:
+            raise AssertionError(
+                f"open grants of up to {most:,} B have a bound of {self.bound:,} B, "
+                f"of {self.lendable:,} B that may be lent"
+            )
+        if self.bound and self.latest is None:
+            raise AssertionError(f"{self.bound:,} B are lent, but no master has answered")
+
 
 class Borrower:
     """The master's side of the loan of one worker.
@@ -222,6 +239,21 @@ class Borrower:
             self.worker, self.session, self._master, self._kept, self._pid, self._block,
             self.most, self._used, self.refused,
         )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the message would report a grant that is not kept to."""
+        there = sum(extent.size for extent in self.memory)
+        if not 0 <= max(self._used, self.size) <= there:
+            raise AssertionError(
+                f"{self._used:,} B are used of {self.size:,} B granted; the worker has {there:,} B"
+            )
+        if self.ended and self.size:
+            raise AssertionError(f"the session has ended, but grants {self.size:,} B")
+        if self._kept > self._number or (not self.excess and self._kept != self._number):
+            raise AssertionError(
+                f"grant {self._kept} is reported as kept, the latest is {self._number}, and "
+                f"{self.excess:,} B exceed it"
+            )
 
     def _settle(self) -> None:
         if self._used <= self.size:

@@ -190,6 +190,27 @@ class Master:
         """
         self._closed = True
 
+    def check_integrity(self) -> None:
+        """Checks the loans against the regions, between two steps. O(workers).
+
+        Raises:
+            AssertionError: memory in use is not mapped, a region is lost or shared, or the regions
+                exceed the capacity.
+        """
+        regions = [loan.region for loan in self._loans.values() if loan.region is not None]
+        self._regions.check_integrity(regions)
+        if (taken := sum(region.size for region in regions)) > self._capacity:
+            raise AssertionError(f"{taken:,} B are mapped, of {self._capacity:,} B at most")
+        for loan in self._loans.values():
+            loan.borrower.check_integrity()
+            used, region = loan.borrower.used, loan.region
+            if used > (0 if region is None else region.size):
+                raise AssertionError(f"{used:,} B are used, but the region is {region}")
+            if region is not None and loan.first != region.blocks(used, self._block):
+                raise AssertionError(f"{used:,} B of {region} are used, from {loan.first} on")
+            if loan.returning and not used:
+                raise AssertionError(f"blocks of {region} are returned, but none is used")
+
     def _offer(self, borrower: Borrower) -> None:
         """Sets how many bytes could be used of a worker whose memory is not mapped."""
         taken = sum(loan.region.size for loan in self._loans.values() if loan.region is not None)

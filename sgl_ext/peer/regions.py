@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -66,6 +67,22 @@ class Regions:
     def free(self, region: Region) -> None:
         """Frees a region."""
         self._taken.remove(region)
+
+    def check_integrity(self, regions: Iterable[Region]) -> None:
+        """Checks that exactly ``regions`` are allocated, in whole pages that share no block.
+
+        Raises:
+            AssertionError: they are not.
+        """
+        if (expected := sorted(regions)) != self._taken:
+            raise AssertionError(f"{self._taken} are allocated, expected {expected}")
+        low = self._first + 1
+        for region in self._taken:
+            if region.offset < low * self._block or region.end > self._end:
+                raise AssertionError(f"{region} exceeds its range of blocks [{low}, {self._end})")
+            if region.offset % self.page or region.end * self._block % self.page:
+                raise AssertionError(f"{region} is not whole pages of {self.page:,} B")
+            low = region.end + 1
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Returns gaps ``(low, high)``; a region within ``[low, high - 1)`` touches no other."""

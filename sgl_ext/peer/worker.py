@@ -228,6 +228,21 @@ class Worker:
         """Stops lending, and reclaims all lent memory during the next steps."""
         self._closed = True
 
+    def check_integrity(self) -> None:
+        """Checks the loan and that the pool does not reach into it, between two steps.
+
+        Raises:
+            AssertionError: the pool has blocks that the master may be using, or a reclaim is
+                awaited although the master uses no more than it may.
+        """
+        self._lender.check_integrity()
+        if self._lender.bound and (self.lending is None or self._master is None):
+            raise AssertionError(f"{self._lender.bound:,} B are lent, but to no master")
+        if (blocks := self._pool.blocks) > self._local:
+            raise AssertionError(f"the pool has {blocks} blocks, {self._local} are not lent")
+        if self._reclaims and self._lender.settled:
+            raise AssertionError(f"{self._reclaims} are awaited, but all memory is returned")
+
     def _reclaim(self, size: int, now: float) -> None:
         self._lender.grant(size)
         self._reclaims.append((self._lender.number, now))
@@ -251,13 +266,16 @@ class Worker:
             self._lender.grant(more)
             self.counts.lent += more - granted
 
+    @property
+    def _local(self) -> int:
+        """Number of blocks before the memory that the master may be using."""
+        if not self._lender.bound or self.lending is None:
+            return self._capacity
+        return min(self.lending.local(self._lender.bound), self._capacity)
+
     def _add_returned(self) -> None:
         """Adds the blocks that the master has returned to the pool."""
-        bound = self._lender.bound
-        local = self._capacity
-        if bound and self.lending is not None:
-            local = min(self.lending.local(bound), self._capacity)
-        if (back := local - self._pool.blocks) > 0:
+        if (back := self._local - self._pool.blocks) > 0:
             self._pool.grow(back)
             self.counts.reclaimed += back * self._block
 

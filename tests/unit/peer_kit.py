@@ -114,6 +114,10 @@ class LightWorker(Light):
     def grow(self, blocks: int) -> None:
         self.groups.grow(blocks)
 
+    def check_integrity(self) -> None:
+        self.groups.check_integrity()
+        self.worker.check_integrity()
+
     def step(self, now: float) -> None:
         self.worker.step((self.held + self.wanted) * WORKER.page, now)
         if self.wanted and self.begin(self.wanted):
@@ -141,6 +145,10 @@ class LightMaster(Light):
         )  # fmt: skip
         self.slow = False
         """True if requests stay in the blocks that are to be vacated."""
+
+    def check_integrity(self) -> None:
+        self.groups.check_integrity()
+        self.master.check_integrity()
 
     def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
         map_memory(self.slab.mapping, region.offset, pid, extents)

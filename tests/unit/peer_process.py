@@ -70,6 +70,7 @@ def master(path: Path, seed: int) -> None:
             light.serve(40)
             light.slow = light.choose.random() < 0.5
             light.master.step(now)
+            light.check_integrity()
             link.publish(light.master.messages())
             if asked():
                 borrowed = light.groups.blocks - 40
@@ -91,6 +92,7 @@ def worker(path: Path, seed: int) -> None:
         waiting = waiting + min(now - before, 0.5) if light.wanted else 0.0
         before, waits = now, light.wanted > 0
         light.step(now)
+        light.check_integrity()
         large += waits and not light.wanted
         link.publish([light.worker.message])
         if asked():

@@ -240,6 +240,7 @@ def test_regions_are_separated_by_at_least_a_block(block: int, first: int, seed:
         assert (region is not None) == (size <= largest)
         if region is not None:
             taken.append(region)
+            regions.check_integrity(taken)
             assert region.size == size
             assert region.end * block % PAGE == region.offset % PAGE == 0
             assert region.end <= end

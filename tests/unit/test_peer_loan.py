@@ -157,6 +157,9 @@ class World:
                     yield world
 
     def check(self) -> None:
+        self.lender.check_integrity()
+        for borrower in filter(None, self.borrowers):
+            borrower.check_integrity()
         assert 0 <= self.lender.granted <= self.lender.bound <= max(SIZES)
         for borrower in self.borrowers:
             if borrower is not None and borrower.memory == memory(self.generation):

@@ -57,9 +57,8 @@ class Pair:
             self.check()
 
     def check(self) -> None:
-        self.worker.groups.check_integrity()
-        self.master.groups.check_integrity()
         for light in (self.worker, self.master):
+            light.check_integrity()
             for owner in light.requests:
                 light.check(owner)
 
@@ -76,6 +75,18 @@ def test_an_idle_worker_lends_all_lendable_memory() -> None:
     assert pair.worker.blocks == 1
     assert pair.master.groups.blocks == 20 + pair.lent // MASTER.block_bytes
     assert pair.master.begin(70)  # more blocks than its own 20
+
+
+def test_check_integrity_detects_blocks_in_use_on_both_sides() -> None:
+    pair = Pair()
+    pair.step(times=4)
+    (loan,) = pair.master.master.loans
+    loan.first -= 1
+    with pytest.raises(AssertionError, match="are used, from"):
+        pair.master.master.check_integrity()
+    pair.worker.grow(1)
+    with pytest.raises(AssertionError, match="the pool has 2 blocks, 1 are not lent"):
+        pair.worker.worker.check_integrity()
 
 
 def test_a_worker_that_has_requests_is_busy() -> None:

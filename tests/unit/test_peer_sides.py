@@ -64,6 +64,8 @@ def talk(side: WorkerSide, scheduler: Scheduler, master: LightMaster, times: int
         master.master.step(now)
         for keep in master.master.messages():
             side._worker.receive(keep, now)
+        side.check_integrity()
+        master.check_integrity()
 
 
 def step(side: PeerSide, scheduler: Scheduler) -> list[Req]:
@@ -224,6 +226,7 @@ def together(
         assert time.monotonic() < end, what
         for side, scheduler in sides:
             step(side, scheduler)
+            side.check_integrity()
         time.sleep(0.01)
 
 

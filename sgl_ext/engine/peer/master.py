@@ -37,6 +37,7 @@ class MasterSide(PeerSide):
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)
+        self._own = self._resizer.blocks
         self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._waiting.patience)
@@ -126,6 +127,17 @@ class MasterSide(PeerSide):
             self._exchange(time.monotonic())
             time.sleep(0.01)
         super().close()
+
+    def check_integrity(self) -> None:
+        self._master.check_integrity()
+        loans = [(loan, loan.region) for loan in self._master.loans if loan.region is not None]
+        borrowed = sum(region.end - loan.first for loan, region in loans)
+        returning = any(loan.returning for loan, _ in loans)  # some of the blocks are withdrawn
+        blocks = self._resizer.blocks
+        if blocks > self._own + borrowed or (blocks < self._own + borrowed and not returning):
+            raise AssertionError(
+                f"SGLang has {blocks} blocks, expected {self._own} own and {borrowed} borrowed ones"
+            )
 
     def describe(self) -> dict[str, object]:
         block = self._slab.layout.block_bytes

@@ -75,6 +75,10 @@ class PeerSide:
         the lease. No forward may run any more."""
         self._link.close(CLOSE_DEADLINE_S)
 
+    def check_integrity(self) -> None:
+        """Checks this side's loans and blocks, between two steps; raises AssertionError."""
+        raise NotImplementedError
+
     def _put_aside(self, now: float, why: str) -> None:
         """Sets aside waiting requests that do not fit any more, so that others are admitted.
 

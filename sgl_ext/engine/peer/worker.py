@@ -89,6 +89,9 @@ class WorkerSide(PeerSide):
         self._link.publish([self._worker.message])
         super().close()
 
+    def check_integrity(self) -> None:
+        self._worker.check_integrity()
+
     def _need(self, running: ScheduleBatch) -> int:
         """Returns the tokens that all requests together have or may come to have."""
         page = self._slab.layout.page
