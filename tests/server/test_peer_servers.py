@@ -25,7 +25,7 @@ import pytest
 import requests
 
 from sgl_ext.bench.data.conversations import conversations
-from sgl_ext.bench.peer.servers import COMMON, PAGE, WORKER_TOKEN_BYTES, peer
+from sgl_ext.bench.peer.servers import COMMON, peer, worker_tokens
 from sgl_ext.models import untrained
 from sgl_ext.serving.http import live
 from sgl_ext.serving.server import Server, System, serve
@@ -90,7 +90,7 @@ def until(what: str, condition: Any) -> None:
 def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
     directory = tmp_path_factory.mktemp("peers")
     directory.chmod(0o700)
-    tokens = -(-(BORROWED + 512) * TOKEN_BYTES // (WORKER_TOKEN_BYTES * PAGE)) * PAGE
+    tokens = worker_tokens(BORROWED + 512, 0, TOKEN_BYTES)
     arguments = ("--model-path", str(untrained()), "--max-total-tokens", str(tokens), *COMMON)
     ours = "--enable-metrics", *peer("worker", directory, window="1s", deadline="20s")
     return System("worker", (*arguments, *ours))

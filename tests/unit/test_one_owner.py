@@ -154,7 +154,7 @@ def test_a_failed_resume_leaves_the_request_unchanged(engine: Engine) -> None:
     )
     power = runtime.current.swap
     assert resume.look_up(power, tree, req).tokens == PROMPT + 2 * PAGE
-    assert resume.take_back(power, adder, req, swap.get("r")) is None
+    assert resume.try_resume(power, adder, req, swap.get("r")) is None
     assert "r" not in swap
     assert (req.prefix_len, req.last_node, req.kv.cache_protected_len) == before
     assert tree.linker.hit_markers == {"r": "SGLang's"}
@@ -195,7 +195,7 @@ def test_a_resumed_request_adopts_a_prefix_beyond_its_prompt(engine: Engine, roo
         max_running_requests=None, rem_total_tokens=BLOCKS * PAGE, per_req_token_overhead=PAGE,
         memory_budget=SimpleNamespace(total_offset=0), _lock_node=lambda _node: nullcontext(),
     )  # fmt: skip
-    assert resume.take_back(power, adder, req, swap.get("r")) == AddReqResult.CONTINUE
+    assert resume.try_resume(power, adder, req, swap.get("r")) == AddReqResult.CONTINUE
     deeper = PROMPT + 2 * PAGE
     assert (req.prefix_len, req.kv.cache_protected_len, req.extend_end) == (deeper, deeper, tokens)
     assert req.last_node is engine.deepest()

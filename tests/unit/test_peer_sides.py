@@ -18,6 +18,7 @@ from sgl_ext.engine.peer import master as peer_master
 from sgl_ext.engine.peer import side as peer_side
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.master import MasterSide
+from sgl_ext.engine.peer.power import open_side
 from sgl_ext.engine.peer.side import PeerSide
 from sgl_ext.engine.peer.worker import WorkerSide
 from sgl_ext.peer import vacating
@@ -37,11 +38,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         config = Peer.model_validate(
             {"role": role, "directory": str(tmp_path / "peers"), **PATIENT, **options}
         )
-        sides.append(
-            (MasterSide if config.role == "master" else WorkerSide)(
-                config, scheduler, scheduler.slab
-            )
-        )
+        sides.append(open_side(config, scheduler, scheduler.slab))
         return sides[-1], scheduler
 
     yield open_

@@ -70,14 +70,15 @@ def peer(role: str, directory: Path, **more: Any) -> tuple[str, ...]:
     return ("--enable-ext", "--ext-config", json.dumps({"peer": section}))
 
 
-def worker_tokens(lent: int, own: int) -> int:
+def worker_tokens(lent: int, own: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Returns the pool size of a worker, in tokens of its model.
 
     Args:
         lent: tokens of the master that fit the memory that is lent.
         own: tokens of the worker that fit the rest.
+        token_bytes: KV bytes of a token of the master's model.
     """
-    return own + -(-lent * TOKEN_BYTES // (WORKER_TOKEN_BYTES * PAGE)) * PAGE
+    return own + -(-lent * token_bytes // (WORKER_TOKEN_BYTES * PAGE)) * PAGE
 
 
 @contextmanager

@@ -89,6 +89,11 @@ class ExtRuntime:
         for power in self.inside_out:
             power.prefilled(rid)
 
+    def needed(self, req: Req) -> None:
+        """Tells the powers that another power has lost KV of a waiting request."""
+        for power in self.outside_in:
+            power.needed(req)
+
     def describe_memory(self) -> dict[str, object]:
         """Returns the layout of the KV pool, for ``/server_info``."""
         if self.slab is None:

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.peer.side import PeerSide
     from sgl_ext.engine.peer.stream import LayerStream
+    from sgl_ext.memory.slab import Slab
+
+
+def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
+    """Opens the side of the configured role."""
+    from sgl_ext.engine.peer.master import MasterSide
+    from sgl_ext.engine.peer.worker import WorkerSide
+
+    return (MasterSide if config.role == "master" else WorkerSide)(config, scheduler, slab)
 
 
 class PeerPower(Power[Peer]):
@@ -36,16 +45,12 @@ class PeerPower(Power[Peer]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        from sgl_ext.engine.peer.master import MasterSide
-        from sgl_ext.engine.peer.worker import WorkerSide
-
         if ext.slab is None:
             raise hooks.ActivationError(
                 f"peer requires the block-major KV layout, but {ext.layer_major_because}; remove "
                 "the peer section"
             )
-        side = MasterSide if self.section.role == "master" else WorkerSide
-        self.side = side(self.section, scheduler, ext.slab)
+        self.side = open_side(self.section, scheduler, ext.slab)
         self._measured = bool(get_observability().enable_metrics)
 
     @property

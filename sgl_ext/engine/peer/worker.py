@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, cast
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer.side import PeerSide
 from sgl_ext.memory.lent import Lendable
@@ -24,10 +25,11 @@ class WorkerSide(PeerSide):
 
     def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
-        allocator: Any = scheduler.token_to_kv_pool_allocator
-        self._first = allocator.groups.first
         self._resizer = KVResizer(scheduler)
-        self._resizer.promise(allocator.groups.blocks)
+        self._resizer.promise(self._resizer.blocks)
+        # The resizer has checked the type.
+        allocator = cast(BlockGroupAllocator, scheduler.token_to_kv_pool_allocator)
+        self._first = allocator.groups.first
         block = slab.layout.block_bytes
         least = (self._first + self._resizer.least) * block
         if config.capacity is not None:

@@ -149,7 +149,7 @@ class SwapPower(Power[Swap]):
         if (swapped := self.manager.get(req.rid)) is None:
             return None
         with self.manager.clock.on():
-            result = resume.take_back(self, adder, req, swapped)
+            result = resume.try_resume(self, adder, req, swapped)
         if result is AddReqResult.NO_TOKEN:
             # The next look-up decides, because making room may evict pages that this one found.
             self.make_room(adder, req)
@@ -238,8 +238,7 @@ class SwapPower(Power[Swap]):
         self.manager.counts.recomputed += 1
         self.manager.drop(rid)
         if req is not None:
-            for power in self.ext.outside_in:
-                power.needed(req)
+            self.ext.needed(req)
 
     def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
         if not batch.forward_mode.is_extend():

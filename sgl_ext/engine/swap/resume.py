@@ -49,7 +49,7 @@ class Found(NamedTuple):
     being copied; False if some is lost."""
 
 
-def take_back(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> object | None:
+def try_resume(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped) -> object | None:
     """Resumes a swapped request if there is room for it.
 
     Returns:
