@@ -247,7 +247,7 @@ class Client:
     def _join(self) -> Any:
         metadata, segment, protocol, host = self._setup
         store = self._library.MooncakeDistributedStore()
-        host = host or _way_to(self._master)
+        host = host or _local_address(self._master)
         master = "{}:{}".format(*self._master)
         code = store.setup(host, metadata, segment, 0, protocol, "", master)
         code = code or store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
@@ -268,7 +268,7 @@ def _address(master: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _way_to(master: tuple[str, int]) -> str:
+def _local_address(master: tuple[str, int]) -> str:
     """Returns the local address of the route to the master; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(master)
