@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_ext.engine.core import scheduler
 from sgl_ext.engine.core.hooks import Hook
+from sgl_ext.engine.cpu import hicache, hicache_link, packed_linear
 from sgl_ext.engine.launch import launcher, server_args
 
 PAGE = Path(__file__).parents[1] / "sgl_ext" / "engine" / "HOOKS.md"
@@ -19,8 +20,9 @@ _INTRODUCTION = """# Hooks on SGLang
 
 Written by `scripts/list_hooks.py` from the tuples named `HOOKS` and `LAUNCHER_HOOKS`; do not edit
 it. Targets are relative to `sglang.srt`, functions to `sgl_ext.engine`. The last column says why
-none of SGLang's extension points serves. All hooks are verified at start. The programs of SGLang's
-frontend get one more hook, when they import `sgl_ext.engine.chunks.frontend`.
+none of SGLang's extension points serves. All hooks are verified at start. On the CPU platform, a
+model's process also has the hooks on changes of weights without `--enable-ext`. The programs of
+SGLang's frontend get one more hook, when they import `sgl_ext.engine.chunks.frontend`.
 """
 
 
@@ -40,6 +42,10 @@ def page() -> str:
     parts = [
         ("In the launcher", (*server_args.HOOKS, *launcher.HOOKS)),
         ("In a scheduler", scheduler.HOOKS),
+        (
+            "On the CPU platform",
+            (*packed_linear.HOOKS, *hicache.HOOKS, *hicache_link.HOOKS),
+        ),
     ]
     sections = [f"\n## {title} ({len(hooks)})\n\n{table(hooks)}\n" for title, hooks in parts]
     return _INTRODUCTION + "".join(sections)

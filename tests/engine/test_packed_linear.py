@@ -79,7 +79,8 @@ def test_packed_products_equal_those_of_torch(rows: int) -> None:
     assert layer in packed_linear._packed
     x = torch.randn(rows, 96)
     with torch.no_grad():
-        found = packed_linear._apply(UnquantizedLinearMethod(), layer, x, layer.bias)
+        torchs = UnquantizedLinearMethod.apply
+        found = packed_linear._apply(torchs, UnquantizedLinearMethod(), layer, x, layer.bias)
         assert torch.allclose(found, layer(x), atol=1e-5)
 
 

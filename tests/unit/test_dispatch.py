@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.scheduler import Scheduler
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.core import dispatch, runtime
+from sgl_ext.engine.core import dispatch, runtime, weight_updates
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.scheduler import HOOKS
+from sgl_ext.engine.cpu import hicache, hicache_link, packed_linear
 from sgl_ext.engine.front import dispatch as front
 from sgl_ext.engine.launch import launcher
 from sgl_ext.engine.restore import interruption
@@ -24,7 +26,12 @@ from sgl_ext.engine.restore import interruption
 NAMES = tuple(kind.name for kind in ORDER)
 
 
-@pytest.mark.parametrize("hooks", [HOOKS, launcher.HOOKS], ids=["scheduler", "launcher"])
+PLATFORM = (*packed_linear.HOOKS, *hicache.HOOKS, *hicache_link.HOOKS)
+
+
+@pytest.mark.parametrize(
+    "hooks", [(*HOOKS, *PLATFORM), launcher.HOOKS], ids=["scheduler", "launcher"]
+)
 def test_each_target_is_hooked_once(hooks: Any) -> None:
     counts = Counter(hook.target for hook in hooks)
     assert not [target for target, count in counts.items() if count > 1]
@@ -163,6 +170,27 @@ def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers))
     hook.function(None, **keywords)
     assert polled == ["power"]
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_packed_weights_and_powers_learn_that_weights_change(
+    monkeypatch: pytest.MonkeyPatch, active: bool
+) -> None:
+    told: list[str] = []
+    ext = SimpleNamespace(outside_in=[SimpleNamespace(weights_changed=lambda: told.append("ext"))])
+    layer = torch.nn.Linear(10, 20)
+    monkeypatch.setattr(runtime, "current", ext if active else None)
+    monkeypatch.setattr(packed_linear, "_left", packed_linear.LIMIT)
+    monkeypatch.setattr(weight_updates, "listeners", set())
+    packed_linear.install()
+    packed_linear._pack(layer)
+    assert layer in packed_linear._packed
+    for hook in weight_updates.HOOKS:
+        hook.function(None)
+    assert told == ["ext"] * len(weight_updates.HOOKS) * active
+    assert layer not in packed_linear._packed
+    packed_linear._pack(layer)
+    assert layer not in packed_linear._packed
 
 
 def test_generate_hook_accepts_the_request_of_the_grpc_bridge() -> None:

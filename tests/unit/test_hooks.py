@@ -12,7 +12,16 @@ import pytest
 from conftest import ROOT
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sgl_ext.engine.core.hooks import ActivationError, Hook, Seam, accepts, apply, register, verify
+from sgl_ext.engine.core.hooks import (
+    ActivationError,
+    Hook,
+    Seam,
+    accepts,
+    apply,
+    register,
+    uses,
+    verify,
+)
 
 
 class Host:
@@ -110,6 +119,21 @@ def test_accepts_checks_the_signature() -> None:
     assert not accepts("sgl_ext_test_host.Host.method", "y")()
 
 
+def test_uses_checks_the_names_in_the_code_below_other_hooks(host: types.ModuleType) -> None:
+    host.Host.load = lambda self: self.pool.copy(host)
+    apply([Hook("sgl_ext_test_host.Host.load", "after", doubling, "a test")])
+    assert uses("sgl_ext_test_host.Host.load", "pool", "copy")()
+    assert not uses("sgl_ext_test_host.Host.load", "pool", "move")()
+
+
+def test_hooks_leave_targets_to_plugins_that_are_loaded_later(host: types.ModuleType) -> None:
+    apply([hook("method")])
+    HookRegistry.register(hook("method").target, lambda result, *_: result + 10, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    assert host.Host().method(1) == 2 * 2 + 10
+    verify([hook("method")])
+
+
 def test_hooked_functions_are_replaced_where_they_were_imported(host: types.ModuleType) -> None:
     host.function = lambda x: x + 4  # type: ignore[attr-defined]
     importer = types.ModuleType("sgl_ext_test_importer")
@@ -125,10 +149,12 @@ def test_hooked_functions_are_replaced_where_they_were_imported(host: types.Modu
 def test_no_module_of_sglang_holds_a_hooked_method() -> None:
     """Shows that :func:`apply` need not search for methods."""
     from sgl_ext.engine.core import scheduler
+    from sgl_ext.engine.cpu import hicache, hicache_link, packed_linear
     from sgl_ext.engine.launch import launcher, server_args
 
     methods = {}
-    for each in (*scheduler.HOOKS, *launcher.HOOKS, *server_args.HOOKS):
+    platform = (*packed_linear.HOOKS, *hicache.HOOKS, *hicache_link.HOOKS)
+    for each in (*scheduler.HOOKS, *launcher.HOOKS, *server_args.HOOKS, *platform):
         owner = pkgutil.resolve_name(each.target.rpartition(".")[0])
         if isinstance(owner, type):
             methods[id(getattr(owner, each.target.rpartition(".")[2]))] = each.target

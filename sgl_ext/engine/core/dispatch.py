@@ -3,8 +3,8 @@
 Each place is hooked once and calls the powers. Methods that come in pairs, before and after a call
 of SGLang, are called from the outside in before it and from the inside out after it. Single calls,
 such as ``poll``, ``matching``, ``forget``, ``ready`` and ``plan``, go from the inside out. The
-exceptions are ``positioned``, ``released``, ``weights_changed``, ``reset`` and ``close``, which go
-from the outside in.
+exceptions are ``positioned``, ``released``, ``weights_changed``
+(:mod:`~sgl_ext.engine.core.weight_updates`), ``reset`` and ``close``, which go from the outside in.
 """
 
 from __future__ import annotations
@@ -132,12 +132,6 @@ def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
         ext.prefilled(req.rid)
 
 
-def _weights_changed(_updater: object, *_args: object, **_kw: object) -> None:
-    if (ext := runtime.current) is not None:
-        for power in ext.outside_in:
-            power.weights_changed()
-
-
 def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object:
     if (ext := runtime.current) is not None:
         parts = {power.name: power.describe() for power in ext.inside_out}
@@ -203,15 +197,7 @@ HOOKS = (
         _release,
         "a request that ends or is retracted during its prefill notifies only its radix tree",
     ),
-    *(
-        hooks.Hook(
-            f"{weight_updates.UPDATER}.{method}",
-            "before",
-            _weights_changed,
-            "an external cache is not notified when the weights change",
-        )
-        for method in weight_updates.METHODS
-    ),
+    *weight_updates.HOOKS,
     hooks.Hook(
         f"{_SCHEDULER}.get_internal_state",
         "after",

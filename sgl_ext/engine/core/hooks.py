@@ -11,7 +11,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -58,6 +58,20 @@ def accepts(target: str, parameter: str) -> Callable[[], bool]:
     return check
 
 
+def uses(target: str, *names: str) -> Callable[[], bool]:
+    """Returns a check that the code of the function at ``target`` looks up all ``names``.
+
+    A name is an attribute or a global that this package replaces where it holds no function that
+    could be hooked.
+    """
+
+    def check() -> bool:
+        function = inspect.unwrap(pkgutil.resolve_name(target))
+        return {*names} <= {*function.__code__.co_names}
+
+    return check
+
+
 def installed_sglang() -> str:
     """Returns the version of the installed SGLang, or "none"."""
     try:
@@ -81,11 +95,19 @@ def register(hooks: Iterable[Hook]) -> None:
 
     SGLang's plugin loader applies them with those of all other plugins.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for hook in hooks:
+        when, function, source = _entry(hook)
+        HookRegistry.register(hook.target, function, when, source=source)
+
+
+def _entry(hook: Hook) -> tuple[Any, Callable[..., Any], Any]:
+    """Returns a hook in the form of SGLang's registry: type, function and source."""
+    from sglang.srt.plugins.hook_registry import HookSource, HookType
 
     source = HookSource(plugin_name="sgl_ext", dist_name="sgl-ext")
-    for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType(hook.when), source=source)
+    return HookType(hook.when), hook.function, source
 
 
 def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
@@ -99,17 +121,13 @@ def apply(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     hooks = list(hooks)
-    new = [hook for hook in hooks if not _applied(hook)]
-    # The registry applies each target once and silently skips hooks that are registered later.
-    # The targets are removed from it for a moment, so that it applies these hooks, and does not
-    # apply the earlier ones again.
-    earlier = {hook.target: HookRegistry._hooks.pop(hook.target, []) for hook in new}
-    HookRegistry._patched -= set(earlier)
-    register(new)
     with one_search():
-        HookRegistry.apply_hooks()
-    for target, theirs in earlier.items():
-        HookRegistry._hooks[target] = theirs + HookRegistry._hooks[target]
+        for hook in hooks:
+            # The registry applies each target once, and silently skips hooks that are registered
+            # later. Hooks that are not registered are not skipped.
+            if not _applied(hook):
+                with suppress(AttributeError, ImportError):  # reported below, with all others
+                    HookRegistry._apply_target(hook.target, [_entry(hook)])
     verify(hooks, seams)
 
 

@@ -25,8 +25,12 @@ def main() -> None:
         current_platform.init_backend()
         from sgl_ext.engine.core import scheduler
         from sgl_ext.engine.launch import launcher, server_args
+        from sgl_ext.engine.step import forward
 
-        hooks.apply([*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS], launcher.SEAMS)
+        hooks.apply(
+            [*server_args.HOOKS, *launcher.HOOKS, *scheduler.HOOKS],
+            [*launcher.SEAMS, *forward.SEAMS],
+        )
     except hooks.ActivationError as error:
         sys.exit(str(error))
     except (ImportError, AttributeError) as error:

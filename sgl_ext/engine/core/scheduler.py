@@ -41,9 +41,8 @@ def activate(config: ExtConfig) -> None:
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
-    # SGLang applies the hooks of all plugins at once. Hooks that are applied before that would
-    # keep the other plugins' hooks on the same targets from being applied.
+    # Hooks of other plugins come first, so that those of the extension are applied around them.
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    hooks.apply(HOOKS)
+    hooks.apply(HOOKS, forward.SEAMS)

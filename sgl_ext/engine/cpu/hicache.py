@@ -14,20 +14,17 @@ parts exist only for accelerators, and none has an extension point for platforms
 
 from __future__ import annotations
 
-import functools
-
 import psutil
 import torch
 from sglang.srt.mem_cache.pool_host import base, mha, mla
 
+from sgl_ext.engine.core import hooks
 from sgl_ext.engine.cpu import hicache_link
 
 _RESERVE_FRACTION = 8
 
 _ONE_LAYER = 2
 """Number of buffers in a copy of one layer: K and V."""
-_link: hicache_link.EmulatedLink | None = None
-_pinning_init = base.HostKVCache.__init__
 
 
 def transfer_kv_direct(
@@ -43,8 +40,9 @@ def transfer_kv_direct(
         src_layers, dst_layers: one tensor ``[slots, ...]`` per layer.
         src_indices, dst_indices: slots ``[tokens]``, page-aligned runs of ``page_size`` slots.
     """
-    if _link is not None and len(src_layers) == _ONE_LAYER:  # a load; a store has all layers
-        _link.moved(src_layers, len(src_indices))
+    link = hicache_link.current
+    if link is not None and len(src_layers) == _ONE_LAYER:  # a load; a store has all layers
+        link.moved(src_layers, len(src_indices))
     src_pages = src_indices.cpu()[::page_size] // page_size
     dst_pages = dst_indices.cpu()[::page_size] // page_size
     for src, dst in zip(src_layers, dst_layers, strict=True):
@@ -58,17 +56,32 @@ def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
     return layer[:whole].unflatten(0, (-1, page_size))
 
 
-@functools.wraps(_pinning_init)
-def _unpinned_init(pool: object, *args: object, **kwargs: object) -> None:
-    kwargs["pin_memory"] = False
-    _pinning_init(pool, *args, **kwargs)
+def _unpinned(*args: object, **kwargs: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    return args, {**kwargs, "pin_memory": False}
+
+
+_POOLS = "sglang.srt.mem_cache.pool_host"
+HOOKS = (
+    hooks.Hook(
+        f"{_POOLS}.base.HostKVCache.__init__",
+        "before",
+        _unpinned,
+        "host pools always ask for pinned memory",
+    ),
+)
+SEAMS = tuple(
+    hooks.Seam(f"transfer_kv_direct in {copies}", hooks.uses(copies, "transfer_kv_direct"))
+    for pool in ("mha.MHATokenToKVPoolHost", "mla.MLATokenToKVPoolHost")
+    for way in ("load_to_device_per_layer", "backup_from_device_all_layer")
+    for copies in (f"{_POOLS}.{pool}.{way}",)
+)
+"""Copies of host pools, which look ``transfer_kv_direct`` up in their modules."""
 
 
 def install() -> None:
     """Installs the three parts."""
-    global _link
-    _link = hicache_link.install()
-    base.HostKVCache.__init__ = _unpinned_init
+    hicache_link.install()
+    hooks.apply(HOOKS, SEAMS)
     for pool in (mha, mla):
         pool.transfer_kv_direct = transfer_kv_direct
     reserve = psutil.virtual_memory().total // _RESERVE_FRACTION

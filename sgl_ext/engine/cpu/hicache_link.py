@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 
 import torch
-from sglang.srt.managers.cache_controller import LayerLoadingEvent
 
+from sgl_ext.engine.core import hooks
 from sgl_ext.errors import ExtError
 
 EMULATED = "SGL_EXT_EMULATED_HICACHE"
@@ -46,14 +46,37 @@ class EmulatedLink:
         time.sleep(max(self._ready.get((id(event), layer), 0.0) - time.perf_counter(), 0.0))
 
 
-def install() -> EmulatedLink | None:
-    """Slows HiCache's loads down, and returns the link, if the environment asks for it.
+current: EmulatedLink | None = None
+"""Link that the environment has asked for; None if HiCache's loads are not slowed down."""
+
+
+def _complete(_result: None, event: object, layer: int) -> None:
+    if current is not None:
+        current.complete(event, layer)
+
+
+def _wait(_result: None, event: object, layer: int) -> None:
+    if current is not None:
+        current.wait(event, layer)
+
+
+_EVENT = "sglang.srt.managers.cache_controller.LayerLoadingEvent"
+_WHY = "the events of HiCache's loads are those of a device"
+HOOKS = (
+    hooks.Hook(f"{_EVENT}.complete", "after", _complete, _WHY),
+    hooks.Hook(f"{_EVENT}.wait", "after", _wait, _WHY),
+)
+
+
+def install() -> None:
+    """Slows HiCache's loads down if the environment asks for it.
 
     Raises:
         ExtError: the environment's value is no positive number.
     """
+    global current
     if not (asked := os.environ.get(EMULATED)):
-        return None
+        return
     try:
         rate = float(asked)
     except ValueError:
@@ -63,16 +86,5 @@ def install() -> EmulatedLink | None:
             f"{EMULATED}={asked} is invalid; expected a positive number of bytes per second"
         )
     logger.warning("HiCache's loads are throttled to %.0f B/s", rate)
-    link = EmulatedLink(rate)
-    own = LayerLoadingEvent.complete, LayerLoadingEvent.wait
-
-    def complete(event: object, layer: int) -> None:
-        own[0](event, layer)
-        link.complete(event, layer)
-
-    def wait(event: object, layer: int) -> None:
-        own[1](event, layer)
-        link.wait(event, layer)
-
-    LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete, wait
-    return link
+    current = EmulatedLink(rate)
+    hooks.apply(HOOKS)

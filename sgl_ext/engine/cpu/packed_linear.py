@@ -9,19 +9,14 @@ and torch's product serves.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from sgl_ext.engine.core import weight_updates
+from sgl_ext.engine.core import hooks, weight_updates
 from sgl_ext.engine.core.hooks import Original
 
 LIMIT = 2 << 30
@@ -34,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 _packed: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
 _left = LIMIT
-
-_torch_apply = UnquantizedLinearMethod.apply
-_torch_process = UnquantizedLinearMethod.process_weights_after_loading
-_torch_head = LogitsProcessor._compute_lm_head
 
 
 def _pack(layer: torch.nn.Module) -> None:
@@ -55,26 +46,31 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return out
 
 
-@functools.wraps(_torch_process)
-def _process(method: object, layer: torch.nn.Module) -> None:
-    _torch_process(method, layer)
+def _loaded(_result: None, _method: object, layer: torch.nn.Module) -> None:
     _packed.pop(layer, None)
     _pack(layer)
 
 
-@functools.wraps(_torch_apply)
 def _apply(
-    method: object, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+    original: Original,
+    method: object,
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> Any:
     weight = _packed.get(layer)
     if weight is None or x.dtype != torch.float32:
-        return _torch_apply(method, layer, x, bias)
+        return original(method, layer, x, bias)
     return _product(x, weight, bias)
 
 
-@functools.wraps(_torch_head)
 def _head(
-    processor: Any, hidden: torch.Tensor, lm_head: torch.nn.Module, *args: object, **kw: object
+    original: Original,
+    processor: Any,
+    hidden: torch.Tensor,
+    lm_head: torch.nn.Module,
+    *args: object,
+    **kw: object,
 ) -> object:
     """Computes the product of a head, which is packed when it is first used.
 
@@ -85,29 +81,34 @@ def _head(
             _pack(lm_head)
         if (weight := _packed.get(lm_head)) is not None and not processor.rl_on_policy_target:
             return _product(hidden, weight, None)
-    return _torch_head(processor, hidden, lm_head, *args, **kw)
+    return original(processor, hidden, lm_head, *args, **kw)
 
 
-def _changing(original: Original) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def change(*args: object, **kwargs: object) -> object:
-        global _left
-        if _packed:
-            logger.info("the model's weights change; packed weights are not used from now on")
-        _packed.clear()
-        _left = 0
-        return original(*args, **kwargs)
+def _drop() -> None:
+    """Drops all packed weights, and packs none from now on."""
+    global _left
+    if _packed:
+        logger.info("the model's weights change; packed weights are not used from now on")
+    _packed.clear()
+    _left = 0
 
-    return change
+
+_METHOD = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
+_WHY = "SGLang packs weights only for its compiled CPU engine"
+HOOKS = (
+    hooks.Hook(f"{_METHOD}.apply", "around", _apply, _WHY),
+    hooks.Hook(f"{_METHOD}.process_weights_after_loading", "after", _loaded, _WHY),
+    hooks.Hook(
+        "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        "around",
+        _head,
+        _WHY,
+    ),
+)
 
 
 def install() -> None:
     """Packs the weights of models that are loaded from now on, if torch has oneDNN."""
-    if not torch.backends.mkldnn.is_available() or UnquantizedLinearMethod.apply is _apply:
-        return
-    UnquantizedLinearMethod.apply = _apply
-    UnquantizedLinearMethod.process_weights_after_loading = _process
-    LogitsProcessor._compute_lm_head = _head
-    for name in weight_updates.METHODS:
-        original = getattr(SchedulerWeightUpdaterManager, name)
-        setattr(SchedulerWeightUpdaterManager, name, _changing(original))
+    if torch.backends.mkldnn.is_available():
+        weight_updates.listeners.add(_drop)
+        hooks.apply([*HOOKS, *weight_updates.HOOKS])

@@ -161,3 +161,7 @@ HOOKS = (
         "SGLang computes logits for each row of a batch",
     ),
 )
+
+_EXECUTE = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
+SEAMS = (hooks.Seam(f"model.forward in {_EXECUTE}", hooks.uses(_EXECUTE, "model", "forward")),)
+"""Attribute of the model object that :meth:`PlannedForward.replaced` sets."""
