@@ -19,11 +19,12 @@ NONE = {"pp_size": 1, "attn_cp_size": 1, "tp_size": 1, "dp_size": 1, "disaggrega
 def test_each_unserved_option_is_refused_by_name(power: type[Power[Any]]) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    fields = [field for field, *_ in (*COMMON, *power.unserved)]
+    unserved = (*COMMON, *power.unserved)
+    fields = [field for field, *_ in unserved]
     assert set(fields) <= set(ServerArgs.__struct_fields__)
     off = dict.fromkeys(fields, False) | NONE
-    require_served(SimpleNamespace(**off), power.name, power.unserved)
+    require_served(SimpleNamespace(**off), power.name, unserved)
     for field in fields:
         flag, message = field.replace("_", "-"), f"{power.name} does not support"
         with pytest.raises(ActivationError, match=rf"{message} .* \(--{flag}\)"):
-            require_served(SimpleNamespace(**off | {field: 2}), power.name, power.unserved)
+            require_served(SimpleNamespace(**off | {field: 2}), power.name, unserved)

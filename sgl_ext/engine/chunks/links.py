@@ -18,7 +18,6 @@ from sgl_ext.engine.chunks.parameters import composition_of
 from sgl_ext.engine.chunks.report import Linked, report
 from sgl_ext.engine.chunks.rope import rotation_of
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
-from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.memory.slab import Slab
@@ -286,14 +285,8 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     Raises:
         ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
-    if ext.slab is None:
-        raise hooks.ActivationError(
-            f"chunks require the block-major KV layout, but {ext.layer_major_because}; remove the "
-            "chunks section"
-        )
-    copy = rotation_of(scheduler.tp_worker.model_runner.model, ext.slab.layout)
+    slab = ext.require_slab("chunks")
+    copy = rotation_of(scheduler.tp_worker.model_runner.model, slab.layout)
     pool = scheduler.tp_worker.model_runner.token_to_kv_pool
-    search = ChunkSearch(
-        scheduler.tree_cache, ext.slab, None if ext.tiers is None else ext.tiers.stack
-    )
-    return ChunkLinks(search, pool, ext.slab, copy, ext.plans)
+    search = ChunkSearch(scheduler.tree_cache, slab, None if ext.tiers is None else ext.tiers.stack)
+    return ChunkLinks(search, pool, slab, copy, ext.plans)

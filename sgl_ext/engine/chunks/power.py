@@ -20,6 +20,7 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     TokenizerManager,
 )
+from sgl_ext.engine.core.unserved import LORA
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,14 +43,14 @@ class ChunksPower(Power[Chunks]):
     """
 
     name = "chunks"
+    needs_slab = plans_rows = True
     launcher_hooks = warmup.LAUNCHER_HOOKS
     path = "/ext/chunks"
     unserved = (
         ("enable_return_hidden_states", bool, "hidden states in answers"),
         ("enable_streaming_session", bool, "streaming sessions"),
         ("skip_tokenizer_init", bool, "a disabled tokenizer"),
-        ("enable_lora", bool, "LoRA adapters"),
-        ("lora_paths", bool, "LoRA adapters"),
+        *LORA,
     )
 
     links: ChunkLinks

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters import hooks
-from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.requests import present
@@ -28,6 +27,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     TokenizerManager,
 )
+from sgl_ext.engine.core.unserved import LORA
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class ClustersPower(Power[Clusters]):
     """
 
     name = "clusters"
+    needs_slab = True
     hooks = hooks.HOOKS
     path = "/ext/clusters"
     unserved = (
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
-        ("enable_lora", bool, "LoRA adapters"),
-        ("lora_paths", bool, "LoRA adapters"),
+        *LORA,
         ("enable_streaming_session", bool, "streaming sessions"),
         ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
     )
@@ -88,18 +88,14 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.engine.clusters.geometry import geometry_of
         from sgl_ext.engine.clusters.recorder import Recorder
 
-        if ext.slab is None:
-            raise ActivationError(
-                f"clusters require the block-major KV layout, but {ext.layer_major_because}; "
-                "remove the clusters section"
-            )
+        slab = ext.require_slab(self.name)
         self._scheduler, config = scheduler, self.section
         folders = own_folders(config.directories)
         if left := sweep(folders):
             logger.info("removed files of contexts that were not completely stored: %s", left)
-        geometry = geometry_of(scheduler, ext.slab.layout)
+        geometry = geometry_of(scheduler, slab.layout)
         self.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
-        self.recorder = Recorder(ext.slab, geometry, folders[0])
+        self.recorder = Recorder(slab, geometry, folders[0])
         if config.prefetch:
             from sgl_ext.engine.clusters.prefetch import Prefetch
 

@@ -37,10 +37,6 @@ _OWN_NAME = "torch_native"
 """Value of ``--attention-backend`` that selects the compiled CPU attention on a CPU."""
 
 
-PLANNING = ("chunks", "restore")
-"""Names of the sections whose plans split a forward into rows that alias one request."""
-
-
 class Running(NamedTuple):
     """SGLang's ``AttentionBackend`` objects that a model's forwards call."""
 

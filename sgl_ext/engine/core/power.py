@@ -28,7 +28,7 @@ from sgl_ext.engine.core.sglang_types import (
     StepPlan,
     TokenizerManager,
 )
-from sgl_ext.engine.core.unserved import Unserved, require_served
+from sgl_ext.engine.core.unserved import COMMON, Unserved, require_served
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +70,10 @@ class Power(Generic[SectionT]):
     """Hooks on places of the launcher that no other power needs."""
     unserved: ClassVar[Unserved] = ()
     """Arguments of SGLang that the power does not serve, besides those that no power serves."""
+    needs_slab: ClassVar[bool] = False
+    """Whether the power itself reads or writes KV in the slab."""
+    plans_rows: ClassVar[bool] = False
+    """Whether the power's plans split a forward into rows that alias one request."""
 
     def __init__(self, config: ExtConfig, section: SectionT) -> None:
         self.config = config
@@ -86,7 +90,7 @@ class Power(Generic[SectionT]):
         Raises:
             ActivationError: the arguments ask for something that the power does not serve.
         """
-        require_served(server_args, self.name, self.unserved)
+        require_served(server_args, self.name, (*COMMON, *self.unserved))
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         """Checks arguments that SGLang has resolved, before a scheduler loads the model.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
@@ -55,6 +56,19 @@ class ExtRuntime:
         setattr(self, power.name, power)
         self.inside_out.append(power)
 
+    def require_slab(self, section: str) -> Slab:
+        """Returns the KV pool.
+
+        Raises:
+            ActivationError: there is none, so that the section cannot be served.
+        """
+        if self.slab is None:
+            raise ActivationError(
+                f"the {section} section requires the block-major KV layout, but "
+                f"{self.layer_major_because}; remove the {section} section"
+            )
+        return self.slab
+
     @property
     def outside_in(self) -> list[Power[Any]]:
         """Open powers, the outermost one first."""
@@ -93,6 +107,15 @@ class ExtRuntime:
         """Tells the powers that another power has lost KV of a waiting request."""
         for power in self.outside_in:
             power.needed(req)
+
+    def pending(self) -> bool:
+        """Returns whether waiting requests depend on I/O that is in progress."""
+        return any(power.pending() for power in self.inside_out)
+
+    def reset(self) -> None:
+        """Tells the powers that SGLang's radix tree drops all cached KV."""
+        for power in self.outside_in:
+            power.reset()
 
     def describe_memory(self) -> dict[str, object]:
         """Returns the layout of the KV pool, for ``/server_info``."""

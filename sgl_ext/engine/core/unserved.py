@@ -1,4 +1,4 @@
-"""Options of SGLang that powers over its radix cache do not serve."""
+"""Options of SGLang that the extension or a power does not serve."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ COMMON: Unserved = (
     ("pp_size", lambda size: size > 1, "pipeline parallelism"),
     ("attn_cp_size", lambda size: size > 1, "context parallelism"),
 )
+"""Options that no power over SGLang's radix cache serves."""
+
+LORA: Unserved = (
+    ("enable_lora", bool, "LoRA adapters"),
+    ("lora_paths", bool, "LoRA adapters"),
+)
 
 
-def require_served(server_args: ServerArgs, power: str, unserved: Unserved) -> None:
-    """Raises ActivationError if the arguments use an option of :data:`COMMON` or ``unserved``."""
-    for field, is_meant, what in (*COMMON, *unserved):
+def require_served(server_args: ServerArgs, by: str, unserved: Unserved) -> None:
+    """Raises ActivationError if the arguments use an option that ``by`` does not serve."""
+    for field, is_meant, what in unserved:
         if is_meant(getattr(server_args, field)):
             raise hooks.ActivationError(
-                f"{power} does not support {what} (--{field.replace('_', '-')}); remove one of "
-                "the two"
+                f"{by} does not support {what} (--{field.replace('_', '-')}); remove one of the two"
             )

@@ -25,13 +25,14 @@ from sgl_ext.engine.core.activation import (
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.sglang_types import ServerArgs
+from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.front import dispatch, errors
 from sgl_ext.engine.launch import run_directory
 from sgl_ext.engine.workarounds import validation
 
 logger = logging.getLogger(__name__)
 
-_UNSERVED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_UNVERIFIABLE: Unserved = (
     ("nnodes", lambda value: value > 1, "multiple nodes"),
     ("dp_size", lambda value: value > 1, "data parallelism"),
     ("attn_dp_size", lambda value: value > 1, "data parallelism"),
@@ -48,13 +49,7 @@ def require_verifiable(server_args: ServerArgs) -> None:
     """Raises ActivationError if the resolved arguments select an unverified launch path."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    view = resolving_view(server_args)
-    for field, is_unserved, what in _UNSERVED:
-        if is_unserved(getattr(view, field)):
-            raise hooks.ActivationError(
-                f"--enable-ext does not support {what} (--{field.replace('_', '-')}) yet; remove "
-                "one of the two"
-            )
+    require_served(resolving_view(server_args), "--enable-ext", _UNVERIFIABLE)
 
 
 def activate() -> None:

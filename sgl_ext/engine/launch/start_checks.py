@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,8 @@ from sgl_ext import preflight
 from sgl_ext.config import ExtConfig
 from sgl_ext.config.values import written_size
 from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.attention_backends import PLANNING, require_names
+from sgl_ext.engine.core.attention_backends import require_names
+from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.powers import powers_of
 from sgl_ext.engine.core.sglang_types import ModelConfig, ServerArgs
 from sgl_ext.engine.kv.install import obstacle_in_arguments
@@ -51,10 +53,11 @@ def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
     view = resolving_view(server_args)
     if view.model_path.lower() in ("none", "dummy"):
         return
-    _require_layout(view, config)
-    _require_attention(server_args, config)
+    powers = powers_of(config)
+    _require_layout(view, config, powers)
+    _require_attention(server_args, config, powers)
     model = model_config_of(server_args)
-    for power in powers_of(config):
+    for power in powers:
         power.require_resolved(view, model)
     if config.tiers is not None:
         if view.disable_radix_cache:
@@ -127,9 +130,9 @@ def _require_hub(server_args: ServerArgs) -> None:
             ) from None
 
 
-def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
+def _require_layout(view: ServerArgs, config: ExtConfig, powers: Sequence[Power[Any]]) -> None:
     """Checks that no section needs the slab while the arguments leave KV to SGLang's own pool."""
-    needing = [name for name in config.sections() if name not in ("restore", "swap")]
+    needing = [power.name for power in powers if power.needs_slab]
     if config.memory.layout == "block_major":
         needing.append("memory.layout block_major")
     reason = obstacle_in_arguments(view)
@@ -142,12 +145,14 @@ def _require_layout(view: ServerArgs, config: ExtConfig) -> None:
         )
 
 
-def _require_attention(server_args: ServerArgs, config: ExtConfig) -> None:
+def _require_attention(
+    server_args: ServerArgs, config: ExtConfig, powers: Sequence[Power[Any]]
+) -> None:
     """Checks the attention backends that the arguments name.
 
     Backends that SGLang chooses for a model are checked when they run.
     """
-    planning = next((name for name in PLANNING if getattr(config, name) is not None), None)
+    planning = next((power.name for power in powers if power.plans_rows), None)
     own = "clusters" if config.clusters is not None else None
     if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
         own = f"peer.stream {config.peer.stream}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sgl_ext.config import Peer
-from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
 
@@ -33,6 +32,7 @@ class PeerPower(Power[Peer]):
     """
 
     name = "peer"
+    needs_slab = True
     unserved = (
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         ("dp_size", lambda size: size > 1, "data parallelism"),
@@ -45,12 +45,7 @@ class PeerPower(Power[Peer]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        if ext.slab is None:
-            raise hooks.ActivationError(
-                f"peer requires the block-major KV layout, but {ext.layer_major_because}; remove "
-                "the peer section"
-            )
-        self.side = open_side(self.section, scheduler, ext.slab)
+        self.side = open_side(self.section, scheduler, ext.require_slab(self.name))
         self._measured = bool(get_observability().enable_metrics)
 
     @property

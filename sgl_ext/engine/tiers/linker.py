@@ -57,11 +57,7 @@ class TierLinker(UnifiedCacheLinker):
                 raise hooks.ActivationError(
                     "SGLang requests tiers, but the configuration has no tiers section"
                 )
-            if ext.slab is None:
-                raise hooks.ActivationError(
-                    f"tiers require the block-major KV layout, but {ext.layer_major_because}; "
-                    "remove the tiers section"
-                )
+            slab = ext.require_slab("tiers")
             if params.disable:
                 raise hooks.ActivationError(
                     "tiers require the radix cache, which SGLang has disabled for this model; "
@@ -75,9 +71,9 @@ class TierLinker(UnifiedCacheLinker):
             swap = ext.config.swap
             self.stack = open_stack(
                 ext.config.tiers,
-                ext.slab,
+                slab,
                 by_layer=swap is not None and swap.experiment.by_layer,
-                swapped=0 if swap is None else swap.capacity // stride_of(ext.slab.layout),
+                swapped=0 if swap is None else swap.capacity // stride_of(slab.layout),
             )
         except ExtError as error:
             refuse(error)
@@ -137,9 +133,8 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.stores.pop()
 
     def reset(self) -> None:
-        # Without a runtime there are no powers that have state.
-        for power in () if runtime.current is None else runtime.current.outside_in:
-            power.reset()
+        if (ext := runtime.current) is not None:
+            ext.reset()
         self.stack.clear()
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ class TiersPower(Power[Tiers]):
     """
 
     name = "tiers"
+    needs_slab = True
     hooks = hooks.HOOKS
     unserved = (
         ("enable_unified_cache_external_linker", bool, "another external cache"),
@@ -68,12 +69,17 @@ class TiersPower(Power[Tiers]):
         from sglang.srt.runtime_context import get_observability, get_parallel
 
         page_hash.prepare()
-        self.linker = scheduler.tree_cache.linker.cache_linker
+        self._wrapper = scheduler.tree_cache.linker
+        self.linker = self._wrapper.cache_linker
         self.stack = self.linker.stack
         if get_observability().enable_metrics:
             from sgl_ext.engine.tiers.metrics import TierMetrics
 
             self._metrics = TierMetrics(get_parallel().tp_rank)
+
+    def matching(self, req: Req, prefix: int) -> None:
+        """Removes the mark of an earlier look-up, which would stay if this one finds nothing."""
+        self._wrapper.hit_markers.pop(req.rid, None)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
