@@ -18,6 +18,7 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import powers_of
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
+    MatchResult,
     ModelRunner,
     RadixTree,
     Req,
@@ -132,6 +133,18 @@ def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
         ext.prefilled(req.rid)
 
 
+def _match(_wrapper: object, _key: object, req: Req, result: MatchResult) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.inside_out:
+            power.matching(req, result.device_prefix_len)
+
+
+def _forget(_wrapper: object, rid: str) -> None:
+    if (ext := runtime.current) is not None:
+        for power in ext.inside_out:
+            power.forget(rid)
+
+
 def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object:
     if (ext := runtime.current) is not None:
         parts = {power.name: power.describe() for power in ext.inside_out}
@@ -148,6 +161,7 @@ def _leave(_scheduler: Scheduler) -> None:
             power.close()
 
 
+_LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     hooks.Hook(
@@ -196,6 +210,19 @@ HOOKS = (
         "before",
         _release,
         "a request that ends or is retracted during its prefill notifies only its radix tree",
+    ),
+    hooks.Hook(
+        f"{_LINKER}.match",
+        "before",
+        _match,
+        "an external cache receives the hashes of a prompt, and not the request and its length on "
+        "the device",
+    ),
+    hooks.Hook(
+        f"{_LINKER}.release_request",
+        "before",
+        _forget,
+        "an external cache is notified of aborted requests only if their load is queued",
     ),
     *weight_updates.HOOKS,
     hooks.Hook(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import LinkerWrapper, MatchResult, Node, Req, Scheduler
+from sgl_ext.engine.core.sglang_types import LinkerWrapper, Node, Req, Scheduler
 
 _IDLE_S = 0.001
 """Longest sleep of an idle scheduler while requests wait for I/O, in seconds."""
@@ -23,18 +23,8 @@ def _sleep_while_waiting(_result: None, _scheduler: Scheduler) -> None:
     ext = runtime.current
     if ext is None or ext.tiers is None:
         return
-    if any(power.pending() for power in ext.inside_out):
+    if ext.pending():
         ext.tiers.stack.wait(_IDLE_S)
-
-
-def _match(
-    original: Original, wrapper: LinkerWrapper, key: object, req: Req, result: MatchResult
-) -> object:
-    wrapper.hit_markers.pop(req.rid, None)
-    if (ext := runtime.current) is not None:
-        for power in ext.inside_out:
-            power.matching(req, result.device_prefix_len)
-    return original(wrapper, key, req, result)
 
 
 def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
@@ -42,16 +32,10 @@ def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
     wrapper.cache_linker.parent = bytes.fromhex(before[-1]) if before else None
 
 
-def _forget(_wrapper: object, rid: str) -> None:
-    if (ext := runtime.current) is not None:
-        for power in ext.inside_out:
-            power.forget(rid)
-
-
-_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 HOOKS = (
     hooks.Hook(
-        f"{_WRAPPER}._offload_node",
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker."
+        "UnifiedCacheLinkerWrapper._offload_node",
         "before",
         _offloading,
         "SGLang does not report the predecessor of an offloaded node, next to which its pages "
@@ -68,17 +52,5 @@ HOOKS = (
         "after",
         _sleep_while_waiting,
         "SGLang's loop spins while a request is in its queue",
-    ),
-    hooks.Hook(
-        f"{_WRAPPER}.release_request",
-        "before",
-        _forget,
-        "an external cache is notified of aborted requests only if their load is queued",
-    ),
-    hooks.Hook(
-        f"{_WRAPPER}.match",
-        "around",
-        _match,
-        "the result of an earlier lookup of the request stays marked if this lookup finds nothing",
     ),
 )
