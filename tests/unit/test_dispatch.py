@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 from sglang.srt.managers.scheduler import Scheduler
 
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.chunks import blend
 from sgl_ext.engine.core import dispatch, runtime, weight_updates
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.scheduler import HOOKS
 from sgl_ext.engine.cpu import hicache, hicache_link, packed_linear
 from sgl_ext.engine.front import dispatch as front
 from sgl_ext.engine.launch import launcher
-from sgl_ext.engine.restore import interruption
+from sgl_ext.engine.restore import fill, interruption
+from sgl_ext.engine.step import forward
+from sgl_ext.plan import Compute, PrefillPlan, Span
 
 NAMES = tuple(kind.name for kind in ORDER)
 
@@ -147,6 +150,77 @@ def test_another_order_hides_a_request_from_a_power(
     swapped = {inner: outer, outer: inner}
     step.run([swapped.get(name, name) for name in NAMES])
     assert {"follower", "waits", "prefilled"} - getattr(step, seen) == {forgotten}
+
+
+class Forward:
+    """Forward in which chunks select the tokens to recompute and restoration loads a prefix.
+
+    The powers are real; what they would compute and copy is a stub.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.loaded: list[str] = []
+
+        def stand_in() -> None:
+            raise AssertionError("the model does not run")
+
+        @contextmanager
+        def blending(planned: Any, parts: Any, _candidates: Any) -> Iterator[Any]:
+            with planned.replaced(stand_in):
+                yield parts
+
+        @contextmanager
+        def by_strategy(_power: Any, planned: Any, parts: Any, _coming: Any) -> Iterator[Any]:
+            with planned.replaced(stand_in):
+                yield parts
+
+        coming = SimpleNamespace(pages="pages", blocks="blocks")
+        monkeypatch.setattr(blend, "blending", blending)
+        monkeypatch.setattr(fill, "_coming", lambda _power, _forward: {0: [coming]})
+        monkeypatch.setattr(fill, "_by_strategy", by_strategy)
+        monkeypatch.setattr(fill, "_count", lambda *_: None)
+        monkeypatch.setattr(forward, "rows", SimpleNamespace(
+            rows_of=lambda *_: [], split_of=lambda *_: None, split=lambda batch, _parts: batch
+        ))  # fmt: skip
+
+    def run(self, order: Sequence[str]) -> None:
+        ext = runtime.ExtRuntime(ExtConfig(), plans={"r": PrefillPlan([Span(0, 8, Compute())])})
+        for name in order:
+            (kind,) = (kind for kind in ORDER if kind.name == name)
+            power: Any = kind(ExtConfig(), SimpleNamespace())  # type: ignore[arg-type]
+            power.fill = lambda *_: None
+            ext.add(power)
+        chunks: Any = ext.chunks
+        chunks.links = SimpleNamespace(blended=lambda *_: "candidates", release=lambda _rid: None)
+        restore: Any = ext.restore
+        restore.prefixes = {"r": SimpleNamespace(computed=0)}
+        restore.stack = SimpleNamespace(
+            holds=SimpleNamespace(fill=lambda pages, _blocks: self.loaded.append(pages))
+        )
+        restore.prefilled = lambda _rid: None
+        runner = SimpleNamespace(model=SimpleNamespace(), req_to_token_pool=SimpleNamespace(
+            req_to_token=torch.zeros(1, 8, dtype=torch.int32)
+        ))  # fmt: skip
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True), rids=["r"],
+            extend_prefix_lens_cpu=[0], seq_lens_cpu=torch.tensor([8]), req_pool_indices=[0],
+        )  # fmt: skip
+        arguments: Any = (runner, batch)
+        forward.forward(ext, lambda *_: "output", *arguments)
+
+
+def test_chunks_recompute_and_restoration_loads_within_one_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Forward(monkeypatch)
+    step.run([name for name in NAMES if name in ("restore", "chunks")])
+    assert step.loaded == ["pages"]
+
+
+def test_another_order_cuts_a_forward_over_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="already continues with other rows"):
+        Forward(monkeypatch).run(["chunks", "restore"])
 
 
 def test_swap_owns_a_request_before_chunks_do() -> None:
