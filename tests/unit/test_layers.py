@@ -1,4 +1,4 @@
-"""Import layers: only ``sgl_ext.engine`` imports SGLang, and policy does not import torch."""
+"""Import layers: who imports SGLang, and that policy does not import torch."""
 
 from __future__ import annotations
 

@@ -17,4 +17,18 @@
 ``stop_patterns``          ``stop_regex`` is matched without a time limit in the scheduler. Remove
                            when SGLang bounds it.
 ========================== ====================================================================
+
+Workarounds in modules of :mod:`sgl_ext.engine` that also serve the extension itself:
+
+========================== ====================================================================
+``core.scheduler``         tqdm's default lock is a named semaphore, which a killed scheduler
+                           leaves behind. Remove ``set_lock`` when SGLang sets a lock of threads.
+``front.errors``           Routes answer 500 and log a traceback for values that they cannot read,
+                           and name the server's source files in other answers. Remove ``Malformed``
+                           and the hooks when they answer 400.
+``front.routes``           ``auth_level`` is looked up among the application's own routes only.
+                           Remove ``add_routes`` when it is found for included routers too.
+``launch.run_directory``   Sockets and shared memory are left behind by the launcher and by killed
+                           workers. Remove when SGLang removes both.
+========================== ====================================================================
 """
