@@ -195,6 +195,7 @@ class Forward:
         chunks.links = SimpleNamespace(blended=lambda *_: "candidates", release=lambda _rid: None)
         restore: Any = ext.restore
         restore.prefixes = {"r": SimpleNamespace(computed=0)}
+        restore.batch = SimpleNamespace(reqs=["request"])
         restore.stack = SimpleNamespace(
             holds=SimpleNamespace(fill=lambda pages, _blocks: self.loaded.append(pages))
         )

@@ -23,7 +23,7 @@ PURE = {"plan", "memory/tickets", "memory/block_groups", "memory/free_groups"}
 PURE |= {f"chunks/{name}" for name in (
     "compose", "composition", "contexts", "divergence", "methods", "split",
 )}  # fmt: skip
-PURE |= {f"clusters/{name}" for name in ("clustering", "placement", "retrieval", "selection")}
+PURE |= {f"clusters/{name}" for name in ("coverage", "placement", "selection")}
 PURE |= {
     f"peer/{name}"
     for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
