@@ -28,7 +28,7 @@ class Peer(Section):
     window: Seconds = 60.0
     """Time in seconds for which a worker does not lend what its requests have needed together."""
     deadline: Seconds = 10.0
-    """Time in which a master must leave memory that a worker reclaims, in seconds. After it, the
+    """Time in which a master must return memory that a worker reclaims, in seconds. After it, the
     worker puts other memory in its place."""
     lease: Seconds = 10.0
     """Silence after which a peer counts as lost, in seconds."""

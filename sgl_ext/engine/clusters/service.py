@@ -23,6 +23,7 @@ from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
 from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
+from sgl_ext.engine.front.custom_params import custom_params
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,11 @@ class StoredService(Front):
         several = isinstance(params, list)
         salts = salt if isinstance(salt, list) and salt else [salt]
         for at, each in enumerate(params if several else [params]):
-            custom = each.get("custom_params") if isinstance(each, dict) else None
-            if isinstance(custom, dict):
-                custom.pop(RECORDED, None)
-                if custom.get(STORED) is not None:
-                    own = salts[at : at + 1] if several else salts
-                    custom[STORED] = self._followed(custom[STORED], each, own or salts)
+            custom = custom_params(each)
+            custom.pop(RECORDED, None)
+            if custom.get(STORED) is not None:
+                own = salts[at : at + 1] if several else salts
+                custom[STORED] = self._followed(custom[STORED], each, own or salts)
 
     def _followed(
         self, value: object, params: Mapping[str, object], salts: Sequence[Any]
