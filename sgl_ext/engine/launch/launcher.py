@@ -195,8 +195,9 @@ def _deadline(seconds: float, processes: Any) -> Iterator[None]:
     """Kills ``processes`` if the block takes longer; SGLang then reports a dead scheduler."""
 
     def expire() -> None:
+        # A progress bar of the load may have left the cursor within a line.
         print(
-            f"sgl_ext: the model was not loaded within start_deadline={seconds:g}s; "
+            f"\nsgl_ext: the model was not loaded within start_deadline={seconds:g}s; "
             "raise start_deadline in the configuration, or load a smaller model",
             file=sys.stderr, flush=True,
         )  # fmt: skip
