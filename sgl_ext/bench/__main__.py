@@ -32,7 +32,7 @@ BENCHES = {
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
-_QUICK_MINUTES = {"chunks": 14, "overhead": 5}
+_QUICK_MINUTES = {"chunks": 14, "clusters": 4, "overhead": 5, "peer": 10, "restore": 10}
 """Estimated minutes of ``--quick`` on two cores, rounded up."""
 
 
@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="measure only a few rounds: under 3 minutes on 2 cores for most benchmarks, about 14 "
-        "for chunks",
+        help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 10 "
+        "for peer and restore and 14 for chunks",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(

@@ -25,7 +25,7 @@ class _Sizes:
     """Number of rounds of the worker's requests in each situation."""
 
 
-_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 1024, 6144), 3)
+_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 2048, 6144), 3)
 _WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6)
 
 
