@@ -30,12 +30,7 @@ def generate(
         "text" if isinstance(prompt, str) else "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "stop": stop},
     }
-    try:
-        answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
-    found = answer.json()
+    found = _answer("POST", f"{url}/generate", body, checked=True).json()
     return found["text"], found["meta_info"]
 
 
@@ -97,8 +92,14 @@ def model_info(url: str) -> dict[str, Any]:
     return found
 
 
-def _answer(verb: str, url: str) -> requests.Response:
+def _answer(
+    verb: str, url: str, body: object = None, *, checked: bool = False
+) -> requests.Response:
+    """Returns the answer to a request; if ``checked``, an error status raises ExtError, too."""
     try:
-        return requests.request(verb, url, timeout=_DEADLINE_S)
+        answer = requests.request(verb, url, json=body, timeout=_DEADLINE_S)
+        if checked:
+            answer.raise_for_status()
     except requests.RequestException as error:
         raise ExtError(f"no answer from {url}: {error}; read the log of the server") from None
+    return answer
