@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs the linter, the type check and all tests. With --fast, runs the
 # linter, the type check and the unit tests that take no seconds each. With other arguments, runs
-# only pytest with them: scripts/test.sh tests/unit/test_config.py -k size
+# only pytest with them: scripts/test.sh tests/unit/config -k size
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

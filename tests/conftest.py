@@ -36,15 +36,15 @@ LONGEST = (
     "start", "swaps", "exactness", "cpu_serving", "peer_servers", "serving", "tiers",
     "tier_server", "native_sanitizers", "links", "stored_server", "layouts", "other_pools",
     "remote_servers", "serve_script", "engine", "chunk_server", "swap_server", "beams", "restores",
-    "setup", "restore_stages", "rows", "packed_linear", "remote_tier", "offline", "peer_loan",
+    "setup", "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
 )  # fmt: skip
 """Names of test files that take half a minute or more, the longest one first"""
 
 
 SLOW = (
-    "bench", "block_groups", "doctor", "fuzz", "kv_allocator", "peer_chaos", "peer_loan",
-    "remote_tier", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "stored_fuzz", "swap_races",
-    "torchvision_bridge", "triton_kernels", "triton_rotate", "unserved",
+    "block_groups", "chaos", "cluster_fuzz", "doctor", "fuzz", "harness", "kv_allocator", "loan",
+    "races", "remote", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "torchvision_bridge",
+    "triton_kernels", "triton_rotate", "unserved",
 )  # fmt: skip
 """Names of unit test files that take seconds or more"""
 

@@ -15,7 +15,7 @@ import pytest
 import requests
 from conftest import until
 from http_fuzz_kit import bombard
-from test_stored_fuzz import content_of, planted
+from planted_kit import content_of, planted
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 

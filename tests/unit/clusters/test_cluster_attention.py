@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cluster_store import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
+from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.reader import DeviceError

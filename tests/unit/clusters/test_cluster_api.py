@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
-from test_stored_fuzz import GEOMETRY, OPTIONS, recorded_context
+from test_cluster_fuzz import GEOMETRY, OPTIONS, recorded_context
 
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import index_file, names, own_folders

@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 LONGEST_WAIT_S = TERMS.deadline + 30.0
 """Longest wait of a worker for its own memory, in seconds, with slack for a busy machine.
 
-``test_peer_pairs.py`` tests shorter waits on a simulated clock.
+``test_pairs.py`` tests shorter waits on a simulated clock.
 """
 
 

@@ -14,14 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from fuzz_kit import PATIENT, mutate, rounds
-from safetensors import safe_open
-from safetensors.numpy import save_file
-from test_cluster_store import devices_of
+from planted_kit import content_of, planted
+from test_stored import devices_of
 
 from sgl_ext.clusters import arrays
 from sgl_ext.clusters.build import build
@@ -174,22 +172,6 @@ def test_a_damaged_record_is_refused(kept: Kept) -> None:
         assert (found.geometry, found.salt) == (expected.geometry, expected.salt)
         for name in ("tokens", "kv", "queries", "seen"):
             assert np.array_equal(getattr(found, name), getattr(expected, name))
-
-
-def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
-    """Writes a file whose digests are right, whatever its content."""
-    content = {name: np.ascontiguousarray(array) for name, array in content.items()}
-    header = {"version": arrays.VERSION, "about": msgspec.Raw(text)}
-    header["digest"] = arrays._digest(content)
-    said = msgspec.json.encode(header).decode(errors="replace")
-    save_file(content, path, {"sgl_ext": said, "digest": arrays._digest_of(said)})
-
-
-def content_of(path: Path) -> tuple[dict[str, Any], arrays.Arrays]:
-    """Returns the description and the arrays of a file without checking them."""
-    with safe_open(path, framework="numpy") as file:
-        said = json.loads(file.metadata()["sgl_ext"])
-        return said["about"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def other_about(found: dict[str, Any], chance: random.Random) -> bytes:

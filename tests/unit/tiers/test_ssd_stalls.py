@@ -171,7 +171,7 @@ def test_a_second_server_is_refused_while_the_first_runs(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"

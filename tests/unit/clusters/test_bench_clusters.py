@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster_store import recorded_context
+from test_stored import recorded_context
 
 from sgl_ext.bench.clusters.clustering import best_clusters, cluster
 from sgl_ext.bench.clusters.mass import relative_mass
