@@ -55,7 +55,8 @@ template <class T>
 struct WidenedProduct {
   using Element = T;
   using Operand = float;
-  static constexpr int kPack = 1;  // elements of the summed dimension per operand
+  static constexpr int kPack = 1;       // elements of the summed dimension per operand
+  static constexpr int kRowBlock = 24;  // query rows whose logits over a tile stay in the L1 cache
   static constexpr int kExpDegree = 6;
 
   static vf broadcast(const Operand *p) { return splat(*p); }

@@ -1,4 +1,9 @@
 // Kernels of each instruction set, and detection of the sets that the CPU supports.
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 namespace sgl_ext::attention {
@@ -13,12 +18,23 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// Linux grants the tile registers to processes that ask for them (arch/x86/xstate).
+bool has_amx_bf16() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted =
+      has_avx512_bf16() && __builtin_cpu_supports("amx-tile") &&
+      __builtin_cpu_supports("amx-bf16") &&
+      syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
 #endif
 
 }  // namespace
 
 const Isa isas[] = {
 #if defined(__x86_64__)
+    {"amx_bf16", has_amx_bf16, &amx_bf16, &avx512_fp32},
     {"avx512_bf16", has_avx512_bf16, &avx512_dot_bf16, &avx512_fp32},
     {"avx512", has_avx512, &avx512_bf16, &avx512_fp32},
     {"avx2", has_avx2, &avx2_bf16, &avx2_fp32},

@@ -3,9 +3,8 @@
 
 namespace {
 
-constexpr int kTile = 128;     // keys that are packed at once
-constexpr int kDepth = 64;     // operands of a logit that are accumulated in one pass
-constexpr int kRowBlock = 24;  // query rows whose logits over a tile stay in the L1 cache
+constexpr int kTile = 128;  // keys that are packed at once
+constexpr int kDepth = 64;  // operands of a logit that are accumulated in one pass
 
 static_assert(kTile % kGroup == 0 && kGroup % (2 * kWidth) == 0, "");
 
@@ -69,10 +68,23 @@ void product(int rows, int vectors, const typename P::Operand *a, int a_stride,
                                                     c, c_stride);
 }
 
+// Matrix products of one task. An instruction set with matrix registers specialises it: rows are
+// then read, and lines of `scores` written, up to the end of the row block.
+template <class P>
+struct Multiplier {
+  template <bool Rescaled>
+  void multiply(int rows, int vectors, const typename P::Operand *a, int a_stride,
+                const typename P::Operand *b, int b_stride, int depth, const float *rescale,
+                float *c, int c_stride) const {
+    product<P, Rescaled, kGemmVectors>(rows, vectors, a, a_stride, b, b_stride, depth, rescale, c,
+                                       c_stride);
+  }
+};
+
 template <class P>
 struct ExtendScratch {
   using Operand = typename P::Operand;
-  Operand *query;             // [rows, head_dim / kPack]
+  Operand *query;             // [rows, rounded up to kRowBlock, head_dim / kPack]
   Operand *keys;              // [kTile / kGroup, head_dim / kPack, kGroup]
   Operand *values;            // [kTile / kPack, head_dim]
   float *scores;              // [kRowBlock, kTile]
@@ -83,13 +95,14 @@ struct ExtendScratch {
   float *state;
 
   ExtendScratch(Arena &arena, const Layer &layer, int rows)
-      : query(arena.take<Operand>(std::size_t(rows) * layer.head_dim / P::kPack)),
+      : query(arena.take<Operand>(std::size_t(round_up(rows, P::kRowBlock)) * layer.head_dim /
+                                  P::kPack)),
         keys(arena.take<Operand>(kTile * layer.head_dim / P::kPack)),
         values(arena.take<Operand>(kTile * layer.head_dim / P::kPack)),
-        scores(arena.take<float>(kRowBlock * kTile)),
-        weights(arena.take<Operand>(kRowBlock * kTile / P::kPack)),
-        rescale(arena.take<float>(kRowBlock)),
-        ones(arena.take<float>(kRowBlock)),
+        scores(arena.take<float>(P::kRowBlock * kTile)),
+        weights(arena.take<Operand>(P::kRowBlock * kTile / P::kPack)),
+        rescale(arena.take<float>(P::kRowBlock)),
+        ones(arena.take<float>(P::kRowBlock)),
         zeros(arena.take<typename P::Element>(layer.head_dim)),
         state(arena.take<float>(State::floats(rows, layer.head_dim))) {}
 };
@@ -108,12 +121,12 @@ class Extender {
     const int head_dim = layer_.head_dim;
     gather_query<P>(layer_, task_, rows_, scratch_.query, depth_);
     state_.clear(rows_, head_dim);
-    for (int r = 0; r < kRowBlock; ++r) scratch_.ones[r] = 1;
+    for (int r = 0; r < P::kRowBlock; ++r) scratch_.ones[r] = 1;
     std::memset(static_cast<void *>(scratch_.zeros), 0, head_dim * sizeof(T));
     for (first_ = task_.first_key; first_ < task_.last_key; first_ += kTile) {
       count_ = smaller(kTile, task_.last_key - first_);
       pack();
-      for (int row = 0; row < rows_; row += kRowBlock) attend(row, smaller(kRowBlock, rows_ - row));
+      for (int row = 0; row < rows_; row += P::kRowBlock) attend(row, smaller(P::kRowBlock, rows_ - row));
     }
     if (!final_) return;
     for (int r = 0; r < rows_; ++r)
@@ -177,10 +190,10 @@ class Extender {
     for (int k = 0; k < columns; k += kGroup) {
       const auto *keys = scratch_.keys + k * depth_;
       float *scores = scratch_.scores + k;
-      product<P, false, kGemmVectors>(rows, kGemmVectors, query, depth_, keys, kGroup,
+      multiplier_.template multiply<false>(rows, kGemmVectors, query, depth_, keys, kGroup,
                                       smaller(depth_, kDepth), scratch_.ones, scores, kTile);
       for (int d = kDepth; d < depth_; d += kDepth)
-        product<P, true, kGemmVectors>(rows, kGemmVectors, query + d, depth_, keys + d * kGroup,
+        multiplier_.template multiply<true>(rows, kGemmVectors, query + d, depth_, keys + d * kGroup,
                                        kGroup, smaller(depth_ - d, kDepth), scratch_.ones, scores,
                                        kTile);
     }
@@ -190,7 +203,7 @@ class Extender {
     }
     float *acc = state_.acc + std::size_t(row) * head_dim;
     for (int d = 0; d < head_dim; d += kGroup)
-      product<P, true, kGemmVectors>(rows, smaller(kGroup, head_dim - d) / kWidth,
+      multiplier_.template multiply<true>(rows, smaller(kGroup, head_dim - d) / kWidth,
                                      scratch_.weights, kTile / P::kPack, scratch_.values + d,
                                      head_dim, columns / P::kPack, scratch_.rescale, acc + d,
                                      head_dim);
@@ -247,6 +260,7 @@ class Extender {
   const bool final_;
   const int rows_;
   const int depth_ = layer_.head_dim / P::kPack;
+  Multiplier<P> multiplier_;
   Arena arena_;
   ExtendScratch<P> scratch_;
   State state_;

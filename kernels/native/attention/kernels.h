@@ -85,6 +85,7 @@ extern const Kernels portable_bf16, portable_fp32;
 extern const Kernels avx2_bf16, avx2_fp32;
 extern const Kernels avx512_bf16, avx512_fp32;
 extern const Kernels avx512_dot_bf16;
+extern const Kernels amx_bf16;
 #endif
 
 }  // namespace sgl_ext::attention

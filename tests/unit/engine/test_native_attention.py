@@ -406,3 +406,24 @@ def test_slots_outside_the_pool_give_bitwise_equal_outputs(
                 rows, query, near[:, 0], near[:, 1], scale=0.125, elsewhere=elsewhere
             )
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_torch_on_the_same_thread_is_not_disturbed(isa: str) -> None:
+    """Interleaves with torch's products, which may keep their own tile configuration (AMX)."""
+    torch.set_num_threads(1)
+    trial = AttentionTrial(Geometry(dtype=torch.bfloat16), [300], kernels=isa)
+    rows = [Row(0, 0, 300)]
+    query = trial.query(rows)
+    heads = torch.randn(1, 3, 600, 64, dtype=torch.bfloat16)
+    matrix = torch.randn(200, 200, dtype=torch.bfloat16)
+
+    def theirs() -> list[torch.Tensor]:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return [attention(heads, heads, heads, is_causal=True), matrix @ matrix]
+
+    alone = theirs()
+    ours = trial.extend(trial.ours, query, rows)
+    for _ in range(3):
+        assert all(map(torch.equal, theirs(), alone))
+        assert torch.equal(trial.extend(trial.ours, query, rows), ours)
