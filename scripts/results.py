@@ -74,7 +74,9 @@ class Table(NamedTuple):
     def value(self, row: Match, column: Column) -> float | None:
         """Returns the value of a cell; None if no run has it."""
         wanted = {**row, **column.match}
-        found = [each for each in runs(self.file) if wanted.items() <= _plain(each).items()]
+        found = [
+            each for each in result(self.file)["runs"] if wanted.items() <= _plain(each).items()
+        ]
         if len(found) > 1:
             raise SystemExit(f"{self.file}.json has {len(found)} runs with {wanted}; expected one")
         value: float | None = found[0].get(column.key) if found else None
@@ -88,6 +90,24 @@ class Table(NamedTuple):
         return "" if above is None or below is None else TIMES(above / below)
 
 
+class Figures(NamedTuple):
+    """Table with one row for each figure of a result."""
+
+    file: str
+    """Name of the result, without ``.json``."""
+    corner: str
+    """Title of the column of labels."""
+    rows: Mapping[str, tuple[str, Form]]
+    """Name in the result and format of each labelled figure."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the table in Markdown."""
+        yield from (_line([self.corner, ""]), "|---|---|")
+        figures = result(self.file)["figures"]
+        for label, (name, as_) in self.rows.items():
+            yield _line([label, as_(figures[name])])
+
+
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -98,9 +118,9 @@ def _plain(run: Match) -> Match:
 
 
 @cache
-def runs(file: str) -> Sequence[Mapping[str, Any]]:
-    """Returns the runs of a committed result."""
-    found: Sequence[Mapping[str, Any]] = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+def result(file: str) -> Mapping[str, Any]:
+    """Returns a committed result."""
+    found: Mapping[str, Any] = json.loads((RESULTS / f"{file}.json").read_text())
     return found
 
 
@@ -128,6 +148,7 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 LINKED = Chunks().method
 CODE = {"blend-15", "lego-16", LINKED, "cake", "longest", "shortest"}
+PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
 
@@ -140,7 +161,7 @@ def _divergence(title: str, key: str, as_: Form) -> Column:
     return Column(title, key, as_, {"what": "divergence, documents as they are"})
 
 
-TABLES: dict[str, Table] = {
+TABLES: dict[str, Table | Figures] = {
     "attention": Table(
         "attention",
         "16 new tokens, or decode",
@@ -229,6 +250,16 @@ TABLES: dict[str, Table] = {
             _divergence("computed", "cost", PERCENT),
         ],
     ),
+    "chunks-figures": Figures(
+        "chunks",
+        f"`{LINKED}` against",
+        {
+            "TTFT of 4,096 tokens, stock": ("ttft_speedup_vs_full_4k", TIMES),
+            "TTFT of 4,096 tokens, `blend-15`": ("ttft_speedup_vs_blend15_4k", TIMES),
+            "answers/s at most, stock": ("throughput_speedup_vs_full", TIMES),
+            "answers/s at most, `blend-15`": ("throughput_speedup_vs_blend15", TIMES),
+        },
+    ),
     "restore": Table(
         "restore",
         "4,096 tokens; loading takes as long as computing",
@@ -250,8 +281,33 @@ TABLES: dict[str, Table] = {
             Column("p99", "ttft_ms_p99", S_OF_MS, {"what": "batches of 8"}),
         ],
     ),
+    "restore-arrivals": Table(
+        "restore",
+        "one after another",
+        systems("cake", "shortest"),
+        [
+            arriving := Column(
+                "mean TTFT", "mean_ttft_ms", S_OF_MS,
+                {"what": "arrivals at 0.7 of what Cake restores"},
+            ),
+            arriving._replace(title="p50", key="ttft_ms_p50"),
+            arriving._replace(title="p99", key="ttft_ms_p99"),
+        ],
+    ),
+    "restore-stages": Table(
+        "restore",
+        "2,048 tokens in two stages; the second one",
+        {
+            "starts from stored activations": {"what": "2 stages, their input: boundaries"},
+            "receives activations as they are computed": {
+                "what": "2 stages, their input: as it comes"
+            },
+            "waits for the first": {"what": "2 stages, their input: in sequence"},
+        },
+        [Column("restored in", "restored_ms_p50", S_OF_MS)],
+    ),
     "swap": Table(
-        "swap",
+        "swap-link",
         "preempted requests are",
         {
             "recomputed": {"system": "recompute"},
@@ -269,14 +325,16 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "peer": Table(
-        "peer",
+        PEER,
         "borrowed memory is read",
         {
-            "through one layer's buffer; 3.25 times the local memory": {"lent_over_local": 3.25},
-            "through one layer's buffer; as much as the local memory": {
-                "lent_over_local": 1.0, "stream": "layer",
+            "through one layer's buffer; 3.25 times the local memory": {
+                "setup": "max_context_ratio"
             },
-            "in place; 3 times the local memory": {"stream": "direct"},
+            "through one layer's buffer; as much as the local memory": {
+                "setup": "max_context_ratio_w1"
+            },
+            "in place; 3 times the local memory": {"setup": "max_context_ratio_tiled"},
         },
         [
             longest := Column("longest request", "longest", form(0), {"what": "context"}),
@@ -284,8 +342,35 @@ TABLES: dict[str, Table] = {
             Ratio("ratio", longest, stock),
         ],
     ),
+    "peer-resize": Figures(
+        PEER,
+        "ratio",
+        {
+            "longest request, of Eq. 5 (the least of the three)": ("capacity_vs_formula", form(2)),
+            "time to lend and reclaim a block, 100,000 blocks to 1,000": ("resize_us_ratio", TIMES),
+            "worker's TTFT, its master's decoding in lent memory to an unrelated server's": (
+                "worker_ttft_slowdown", TIMES,
+            ),
+            "worker's TPOT, likewise": ("worker_tpot_slowdown", TIMES),
+        },
+    ),
+    "peer-ttft": Table(
+        "peer-ttft",
+        "256 new tokens behind KV that local memory does not hold",
+        {
+            "both links slowed as in the paper's Figure 1; two layers' buffers": {
+                "what": "ttft, throttled"
+            },
+            "links as they are; read in place": {"what": "ttft, native"},
+        },
+        [
+            column._replace(title=f"{title}, {column.title}", match={"system": system})
+            for system, title in (("peer", "peers"), ("hicache", "HiCache"))
+            for column in ranks("ttft_ms", MS)[::2]
+        ],
+    ),
     "peer-interference": Table(
-        "peer",
+        PEER,
         "meanwhile",
         {
             "its master decodes in the lent memory": {"master": "lent"},

@@ -43,6 +43,7 @@ def report_context(report: Report, local: int, setups: dict[str, Lent], logs: Pa
         report.runs.append(
             {
                 "what": "context",
+                "setup": figure,
                 "stream": setup.stream,
                 "lent_over_local": setup.borrowed / setup.local,
                 "local_tokens": setup.local,

@@ -190,7 +190,7 @@ def _report_held(
         cached = sum(timing.cached_tokens for timing in each)
         report.runs.append(
             {"what": "turns after the first", "system": name, "samples": len(each)}
-            | {f"ttft_p{p}_ms": 1e3 * float(np.percentile(ttft[name], p)) for p in (50, 90, 99)}
+            | summary(ttft[name], "ttft_ms", 1e3)
             | {"hit_rate": cached / asked, "recomputed_tokens": asked - cached}
         )
     ours = ttft[OURS]
