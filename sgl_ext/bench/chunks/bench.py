@@ -54,7 +54,7 @@ _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
-    AccuracySizes(_COMPARED, _COMPARED, as_they_are=4),
+    AccuracySizes(_COMPARED, _COMPARED, as_they_are=10),
 )
 _WHOLE = _Sizes(
     300_000,
