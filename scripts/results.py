@@ -384,6 +384,23 @@ TABLES: dict[str, Table] = {
             Column("top-1 agreement", "top1", form(1, " %", 100)),
         ],
     ),
+    "clusters-serving": Table(
+        "clusters",
+        "devices",
+        {
+            "as they are": {"system": "as it is"},
+            "slowed down": {"system": "slow devices"},
+            "slowed down; `prefetch: 2`": {"system": "slow devices, read ahead"},
+        },
+        [
+            Column("time per token, p50", "token_ms_p50", MS, {"what": "serving"}),
+            Column("selecting", "select", PERCENT, {"what": "serving"}),
+            Column("reading", "fetch", PERCENT, {"what": "serving"}),
+            Column("slots", "assemble", PERCENT, {"what": "serving"}),
+            Column("prefetching", "prefetch", PERCENT, {"what": "serving"}),
+            Column("needed blocks prefetched", "coverage", form(1, " %", 100), {"what": "serving"}),
+        ],
+    ),
 }  # fmt: skip
 
 RATIOS: dict[str, Figures] = {

@@ -28,7 +28,6 @@ UNRECORDED = {
     "Restore",
     "Swap",
     "Peer",
-    "Clusters",
 }
 """Sections whose results were not kept; they are to be measured again."""
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
