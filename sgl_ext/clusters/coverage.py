@@ -16,8 +16,8 @@ class Coverage:
     def __init__(self) -> None:
         self._share = 1.0
 
-    def suffices(self) -> bool:
-        """Returns whether to prefetch the layer in this step; call it once per step."""
+    def step(self) -> bool:
+        """Begins a step and returns whether to prefetch the layer in it."""
         if self._share >= _LOWEST:
             return True
         self._share += _RISE

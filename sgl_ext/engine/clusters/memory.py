@@ -166,7 +166,7 @@ class StoredMemory:
         if area.prefetched is not None and area.prefetched.layer == layer:
             return  # another part of the forward has called it already
         area.prefetched = None
-        if not self._coverage[layer].suffices():
+        if not self._coverage[layer].step():
             return
         missing = wanted[self._hot[layer].place[wanted] < 0][: self.most]
         if len(missing) and not area.busy:

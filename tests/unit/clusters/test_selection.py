@@ -136,15 +136,15 @@ def test_most_frequently_activated_blocks_stay_in_memory(
 
 def test_a_poorly_covered_layer_is_skipped_and_tried_again() -> None:
     coverage = Coverage()
-    assert coverage.suffices()
+    assert coverage.step()
     steps = 0
-    while coverage.suffices():
+    while coverage.step():
         coverage.observe(0.0)
         steps += 1
     assert steps == 7  # 0.9 ** 7 < 0.5 <= 0.9 ** 6
     skipped = 1
-    while not coverage.suffices():
+    while not coverage.step():
         skipped += 1
     assert skipped == 22  # from 0.478 to 0.5, by 0.001 in each step
     coverage.observe(1.0)
-    assert coverage.suffices()
+    assert coverage.step()
