@@ -404,16 +404,6 @@ TABLES: dict[str, Table] = {
 }  # fmt: skip
 
 RATIOS: dict[str, Figures] = {
-    "chunks-figures": Figures(
-        "chunks",
-        f"`{LINKED}` against",
-        {
-            "TTFT of 4,096 tokens, stock": ("ttft_speedup_vs_full_4k", TIMES),
-            "TTFT of 4,096 tokens, `blend-15`": ("ttft_speedup_vs_blend15_4k", TIMES),
-            "answers/s at most, stock": ("throughput_speedup_vs_full", TIMES),
-            "answers/s at most, `blend-15`": ("throughput_speedup_vs_blend15", TIMES),
-        },
-    ),
     "peer-resize": Figures(
         PEER,
         "ratio",

@@ -24,7 +24,6 @@ UNRECORDED = {
     "CPU attention",
     "Memory and transfers",
     "Tiers",
-    "Chunks",
     "Restore",
     "Swap",
     "Peer",
