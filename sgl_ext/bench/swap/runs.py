@@ -105,11 +105,16 @@ def measure(one: server.Server, talks: Sequence[Talk], rate: float) -> Run:
         rate: conversations that begin per second.
     """
     forget(one.url)
-    before = live(one.url).get("swap", {})
+    before = _counts(one)
     heard = load.run(one.url, load.at_rate(talks, rate))
-    after = live(one.url).get("swap", {})
-    counts = {name: value - before[name] for name, value in after.items()}
-    return _run(heard, counts)
+    after = _counts(one)
+    return _run(heard, {name: value - before[name] for name, value in after.items()})
+
+
+def _counts(one: server.Server) -> dict[str, float]:
+    """Returns the counters of a server; none for a stock one."""
+    state = live(one.url).get("swap", {})
+    return {name: value for name, value in state.items() if name != "experiment"}
 
 
 def _run(heard: Sequence[Heard], counts: dict[str, float]) -> Run:
