@@ -404,6 +404,24 @@ TABLES: dict[str, Table] = {
 }  # fmt: skip
 
 RATIOS: dict[str, Figures] = {
+    "memory": Figures(
+        "memory",
+        "ratio",
+        {
+            "decode over 4,096 tokens: gathering them first to reading them in place": (
+                "decode_4096_speedup_vs_gather", TIMES,
+            ),
+            "… bandwidth of attention in place to that of a plain read": (
+                "decode_fraction_of_memory_bandwidth", TIMES,
+            ),
+            "… time on the slab to time on a layer-major pool": (
+                "decode_ratio_vs_layer_major", TIMES,
+            ),
+            "prefill of 4,096 tokens: time on the slab to time on a layer-major pool": (
+                "prefill_ratio_vs_layer_major", TIMES,
+            ),
+        },
+    ),
     "peer-resize": Figures(
         PEER,
         "ratio",
