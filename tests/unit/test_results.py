@@ -23,7 +23,6 @@ RECORDED = {
 UNRECORDED = {
     "Tiers",
     "Restore",
-    "Swap",
     "Peer",
 }
 """Sections whose results were not kept; they are to be measured again."""
