@@ -22,7 +22,6 @@ RECORDED = {
 """Files of results by section."""
 UNRECORDED = {
     "Tiers",
-    "Restore",
     "Peer",
 }
 """Sections whose results were not kept; they are to be measured again."""
