@@ -16,8 +16,9 @@ from sgl_ext.memory.slab import Slab
 
 AHEAD = 256 << 20
 """Bytes that are backed beyond the highest block in use"""
-STEP = 64 << 20
-"""Bytes that one call backs: 0.11 ms per huge page, where a call for a single page takes 5 ms"""
+STEP = 8 << 20
+"""Bytes that one call backs. A huge page takes 0.1 ms, or 5 ms in a virtual machine whose host
+backs memory at the first access; forwards on the same cores wait for a call."""
 _IN_USE = errno.EAGAIN, errno.EBUSY
 _PAUSE_S = 0.05
 _ATTEMPTS = 200
