@@ -22,7 +22,6 @@ RECORDED = {
 """Files of results by section."""
 UNRECORDED = {
     "Tiers",
-    "Peer",
 }
 """Sections whose results were not kept; they are to be measured again."""
 _NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
