@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ POOL = ("--max-total-tokens", "16384")
 
 LONGEST = (
     "start", "swaps", "exactness", "cpu_serving", "peer_servers", "serving", "tiers",
-    "tier_server", "native_sanitizers", "links", "stored_server", "layouts", "other_pools",
+    "tier_server", "native_sanitizers", "links", "cluster_server", "layouts", "other_pools",
     "remote_servers", "serve_script", "engine", "chunk_server", "swap_server", "beams", "restores",
     "setup", "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
 )  # fmt: skip
@@ -134,6 +135,12 @@ def stock(model: Path, logs: Path) -> Iterator[Server]:
     """SGLang server without ``--enable-ext``, on the same platform."""
     with serve([System("stock", POOL)], model, logs) as (server,):
         yield server
+
+
+@pytest.fixture
+def no_garbage() -> None:
+    """Closes files of other tests' garbage, which a collection would close during the test."""
+    gc.collect()
 
 
 @pytest.fixture(params=usable_backends())

@@ -51,6 +51,7 @@ def test_layers_are_strided_views() -> None:
     assert tokens[37, 1, 1].sum() == 2 * 8
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_tensor_keeps_the_memory_of_its_slab_alive() -> None:
     before = psutil.Process().num_fds()
     tensor = Slab.create(LAYOUT, 4).tensor()
@@ -59,6 +60,7 @@ def test_a_tensor_keeps_the_memory_of_its_slab_alive() -> None:
     assert tensor[3].min() == 7.0
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_deleted_slabs_leave_no_descriptors_or_mappings() -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("sgl_ext-kv")
@@ -133,6 +135,7 @@ def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -
         (LAYOUT, 1 << 40, f"needs {(1 << 40) * LAYOUT.block_bytes:,} B of memory"),
     ],
 )
+@pytest.mark.usefixtures("no_garbage")
 def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str) -> None:
     before = psutil.Process().num_fds()
     with pytest.raises(SlabError, match=message):
@@ -154,6 +157,7 @@ def test_invalid_ranges_of_blocks_are_refused() -> None:
             slab.back_with_huge_pages(start, end)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_failed_mapping_leaves_no_file_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOMEM, "no address space")

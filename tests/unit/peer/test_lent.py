@@ -94,6 +94,7 @@ def test_replaced_memory_stays_with_its_borrower(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2), (7, 1), (1, 7), (9, 9)])
+@pytest.mark.usefixtures("no_garbage")
 def test_memory_can_be_replaced_repeatedly(owner: Owner, sizes: tuple[int, ...]) -> None:
     before = psutil.Process().num_fds()
     for pages in sizes:
@@ -146,6 +147,7 @@ def test_failed_replacement_changes_nothing(owner: Owner, monkeypatch: pytest.Mo
         ({"size": 0}, "whole pages"),
     ],
 )
+@pytest.mark.usefixtures("no_garbage")
 def test_extents_that_do_not_match_the_memory_are_refused(
     owner: Owner, change: dict[str, object], reason: str
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_second_master_of_a_directory_is_refused(private: Path) -> None:
     directory.lock(private).close()
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_file_system_without_locks_is_refused(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_file_system_without_locks_is_refused(
     assert psutil.Process().num_fds() == before
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_an_address_that_cannot_be_used_is_refused(private: Path) -> None:
     before = psutil.Process().num_fds()
     with pytest.raises(LinkError, match=r"cannot open the socket .*: No such file or directory"):

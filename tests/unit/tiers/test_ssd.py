@@ -230,6 +230,7 @@ def test_concurrent_loads_stores_and_evictions_are_correct(
     tier.close()
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_close_leaves_no_files_or_threads(tmp_path: Path, backend: str) -> None:
     def use() -> None:
         with TransferEngine() as engine:

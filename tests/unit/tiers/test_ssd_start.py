@@ -37,6 +37,7 @@ from sgl_ext.tiers.ssd import SsdTier
         (lambda path: path.mkdir(), 4095, "less than one page of 4,096 B; raise the capacity"),
     ],
 )
+@pytest.mark.usefixtures("no_garbage")
 def test_an_unusable_directory_or_capacity_is_refused(
     engine: TransferEngine,
     tmp_path: Path,
