@@ -458,6 +458,7 @@ def draw() -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
+    FIGURES.mkdir(exist_ok=True)
     for name, (at, title) in BARS.items():
         table = TABLES[name]
         column = [each for each in table.columns if isinstance(each, Column)][at]
