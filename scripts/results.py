@@ -259,7 +259,7 @@ TABLES: dict[str, Table] = {
                 "TTFT", "ttft_ms_p50", S_OF_MS,
                 {"what": "alone, loading takes 1 of computing", "tokens": 4096},
             ),
-            alone._replace(title="over the bound", key="over_bound", form=form(2)),
+            alone._replace(title="TTFT / bound", key="over_bound", form=form(2)),
         ],
     ),
     "restore-batches": Table(
@@ -308,7 +308,7 @@ TABLES: dict[str, Table] = {
         },
         [
             link := Column("TTFT, p95", "ttft_p95_s", S, {"what": "link"}),
-            link._replace(title="p99 of all", key="ttft_p99_of_all_s"),
+            link._replace(title="p99 of all turns", key="ttft_p99_of_all_s"),
             link._replace(title="tokens/s", key="tokens_per_s", form=form(0)),
             link._replace(title="between tokens, p99.9", key="tbt_p99.9_ms", form=MS),
             link._replace(title="recomputed", key="recomputed_share", form=PERCENT),
@@ -318,7 +318,7 @@ TABLES: dict[str, Table] = {
         PEER,
         "borrowed memory is read",
         {
-            "through one layer's buffer; 3.25 times the local memory": {
+            "through one layer's buffer; 3.24 times the local memory": {
                 "setup": "max_context_ratio"
             },
             "through one layer's buffer; as much as the local memory": {
@@ -398,7 +398,7 @@ TABLES: dict[str, Table] = {
             Column("reading", "fetch", PERCENT, {"what": "serving"}),
             Column("slots", "assemble", PERCENT, {"what": "serving"}),
             Column("prefetching", "prefetch", PERCENT, {"what": "serving"}),
-            Column("needed blocks prefetched", "coverage", form(1, " %", 100), {"what": "serving"}),
+            Column("prefetched, of blocks not in memory", "coverage", form(1, " %", 100), {"what": "serving"}),
         ],
     ),
 }  # fmt: skip

@@ -1,4 +1,5 @@
-// Products of bf16 pairs that accumulate in fp32, shared by the translation units with AVX-512 BF16.
+// Products of bf16 pairs that accumulate in fp32, shared by the translation units with AVX-512
+// BF16.
 #pragma once
 
 #include "avx512.inl"

@@ -1,5 +1,6 @@
 // Kernels of each instruction set, and detection of the sets that the CPU supports.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -19,13 +20,16 @@ bool has_avx512() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// Linux grants the tile registers to processes that ask for them (arch/x86/xstate).
+// Linux grants the tile registers to processes that ask for them (arch/x86/xstate). clang 18 does
+// not know the names of these features.
 bool has_amx_bf16() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted =
-      has_avx512_bf16() && __builtin_cpu_supports("amx-tile") &&
-      __builtin_cpu_supports("amx-bf16") &&
-      syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  static const bool granted = [] {
+    unsigned a, b, c, d;
+    return has_avx512_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) &&
+           (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
   return granted;
 }
 #endif

@@ -126,7 +126,8 @@ class Extender {
     for (first_ = task_.first_key; first_ < task_.last_key; first_ += kTile) {
       count_ = smaller(kTile, task_.last_key - first_);
       pack();
-      for (int row = 0; row < rows_; row += P::kRowBlock) attend(row, smaller(P::kRowBlock, rows_ - row));
+      for (int row = 0; row < rows_; row += P::kRowBlock)
+        attend(row, smaller(P::kRowBlock, rows_ - row));
     }
     if (!final_) return;
     for (int r = 0; r < rows_; ++r)
@@ -191,11 +192,12 @@ class Extender {
       const auto *keys = scratch_.keys + k * depth_;
       float *scores = scratch_.scores + k;
       multiplier_.template multiply<false>(rows, kGemmVectors, query, depth_, keys, kGroup,
-                                      smaller(depth_, kDepth), scratch_.ones, scores, kTile);
+                                           smaller(depth_, kDepth), scratch_.ones, scores, kTile);
       for (int d = kDepth; d < depth_; d += kDepth)
-        multiplier_.template multiply<true>(rows, kGemmVectors, query + d, depth_, keys + d * kGroup,
-                                       kGroup, smaller(depth_ - d, kDepth), scratch_.ones, scores,
-                                       kTile);
+        multiplier_.template multiply<true>(rows, kGemmVectors, query + d, depth_,
+                                            keys + d * kGroup, kGroup,
+                                            smaller(depth_ - d, kDepth), scratch_.ones, scores,
+                                            kTile);
     }
     for (int r = 0; r < rows; ++r) {
       fetch_next_tile(kTile * (row + r) / rows_, kTile * (row + r + 1) / rows_);
@@ -204,9 +206,9 @@ class Extender {
     float *acc = state_.acc + std::size_t(row) * head_dim;
     for (int d = 0; d < head_dim; d += kGroup)
       multiplier_.template multiply<true>(rows, smaller(kGroup, head_dim - d) / kWidth,
-                                     scratch_.weights, kTile / P::kPack, scratch_.values + d,
-                                     head_dim, columns / P::kPack, scratch_.rescale, acc + d,
-                                     head_dim);
+                                          scratch_.weights, kTile / P::kPack,
+                                          scratch_.values + d, head_dim, columns / P::kPack,
+                                          scratch_.rescale, acc + d, head_dim);
   }
 
   // Computes the weights of row `row` from its logits in line `line` of the scores.

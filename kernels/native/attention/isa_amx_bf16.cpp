@@ -25,6 +25,7 @@ struct alignas(64) TileConfig {
                            kTileRows, kTileRows, kTileRows, kTileRows};
 };
 static_assert(sizeof(TileConfig) == 64, "");
+constexpr TileConfig kConfig;
 
 // Tiles 0 to 3 accumulate up to 2 by 2 tiles of c, 4 and 5 hold rows of a, 6 and 7 columns of b.
 template <>
@@ -33,14 +34,13 @@ struct Multiplier<TileProduct> {
 
   // Other code of this thread may rely on its own configuration of the tiles (oneDNN).
   Multiplier() {
-    const TileConfig ours;
-    _tile_storeconfig(&before_);
+    _tile_storeconfig(before_);
     fence();
-    _tile_loadconfig(&ours);
+    _tile_loadconfig(&kConfig);
   }
   ~Multiplier() {
     fence();
-    _tile_loadconfig(&before_);
+    _tile_loadconfig(before_);
   }
   Multiplier(const Multiplier &) = delete;
 
@@ -111,7 +111,7 @@ struct Multiplier<TileProduct> {
     }
   }
 
-  TileConfig before_;
+  alignas(64) unsigned char before_[sizeof(TileConfig)];
 };
 
 }  // namespace
