@@ -398,7 +398,10 @@ TABLES: dict[str, Table] = {
             Column("reading", "fetch", PERCENT, {"what": "serving"}),
             Column("slots", "assemble", PERCENT, {"what": "serving"}),
             Column("prefetching", "prefetch", PERCENT, {"what": "serving"}),
-            Column("prefetched, of blocks not in memory", "coverage", form(1, " %", 100), {"what": "serving"}),
+            Column(
+                "prefetched, of blocks not in memory", "coverage", form(1, " %", 100),
+                {"what": "serving"},
+            ),
         ],
     ),
 }  # fmt: skip
