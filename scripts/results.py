@@ -278,7 +278,7 @@ TABLES: dict[str, Table] = {
         [
             arriving := Column(
                 "mean TTFT", "mean_ttft_ms", S_OF_MS,
-                {"what": "arrivals at 0.7 of what Cake restores"},
+                {"what": "arrivals at 0.7 of Cake's throughput"},
             ),
             arriving._replace(title="p50", key="ttft_ms_p50"),
             arriving._replace(title="p99", key="ttft_ms_p99"),
@@ -461,7 +461,6 @@ def draw() -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    FIGURES.mkdir(exist_ok=True)
     for name, (at, title) in BARS.items():
         table = TABLES[name]
         column = [each for each in table.columns if isinstance(each, Column)][at]

@@ -20,7 +20,7 @@ RECORDED = {
     if "<!-- results/" in text
 }
 """Files of results by section."""
-_NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
 def numbers(text: str) -> list[str]:

@@ -178,7 +178,7 @@ class Batches:
             ttft = measured[name].ttft
             report.runs.append(
                 {
-                    "what": f"arrivals at {_LOAD:g} of what Cake restores",
+                    "what": f"arrivals at {_LOAD:g} of Cake's throughput",
                     "system": name,
                     "samples": len(ttft),
                     "a_second": _LOAD * most,

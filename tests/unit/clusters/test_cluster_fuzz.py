@@ -211,6 +211,16 @@ def other_array(content: arrays.Arrays, chance: random.Random) -> arrays.Arrays:
     return found
 
 
+def plant_other(
+    path: Path, found: dict[str, Any], content: arrays.Arrays, chance: random.Random
+) -> None:
+    """Writes a file in which the description or an array is changed and the digests are right."""
+    if chance.random() < 0.5:
+        planted(path, other_about(found, chance), content)
+    else:
+        planted(path, json.dumps(found).encode(), other_array(content, chance))
+
+
 Attend = Callable[[Stored], None]
 
 
@@ -249,10 +259,7 @@ def test_a_planted_index_is_refused_or_harmless(kept: Kept, attend: Attend) -> N
     said, content = content_of(kept.index)
     served = 0
     for _ in range(rounds(1500)):
-        if chance.random() < 0.5:
-            planted(kept.index, other_about(said, chance), content)
-        else:
-            planted(kept.index, json.dumps(said).encode(), other_array(content, chance))
+        plant_other(kept.index, said, content, chance)
         listed(kept)
         if (found := kept.opened()) is not None and served < 100:
             served += 1
@@ -268,10 +275,7 @@ def test_a_planted_record_is_refused_or_stored(kept: Kept, tmp_path: Path) -> No
     said, content = content_of(kept.record)
     tried = 0
     for _ in range(rounds(500)):
-        if chance.random() < 0.5:
-            planted(kept.record, other_about(said, chance), content)
-        else:
-            planted(kept.record, json.dumps(said).encode(), other_array(content, chance))
+        plant_other(kept.record, said, content, chance)
         try:
             found = Recorded.load(kept.record)
             if (tried := tried + 1) <= 8:
