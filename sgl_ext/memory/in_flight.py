@@ -29,12 +29,31 @@ class Transfer(Protocol):
             Exception: the transfer has finished: it failed or was cancelled.
         """
 
+    def fence(self, stream: int | None, timeout: float) -> None:
+        """Makes a CUDA stream wait for the transfer; see :meth:`Ticket.fence`."""
+
+
+class Together(tuple[Transfer, ...]):
+    """Several transfers as one."""
+
+    def poll(self) -> bool:
+        return all(one.poll() for one in self)
+
+    def wait(self, timeout: float) -> None:
+        self.fence(None, timeout)
+
+    def fence(self, stream: int | None, timeout: float) -> None:
+        give_up = time.monotonic() + timeout
+        for one in self:
+            _outlast(one, stream, max(give_up - time.monotonic(), 0.0))
+
 
 class BlocksInFlight:
     """Record of the last transfer that touches each block.
 
     A block may be given to its next owner while a transfer reads it. The owner must not write into
-    it before :meth:`wait` has returned. Not thread-safe.
+    it before :meth:`wait` has returned; its work on a CUDA stream need only be submitted after
+    :meth:`fence`. Not thread-safe.
 
     Args:
         blocks: largest number of blocks; they are numbered from 0.
@@ -48,7 +67,7 @@ class BlocksInFlight:
         self._order: deque[int] = deque()
         self._begun = 0
         self.waited = 0
-        """Number of calls of :meth:`wait` that found an unfinished transfer"""
+        """Number of calls of :meth:`wait` and :meth:`fence` that found an unfinished transfer"""
         self.waited_seconds = 0.0
         """Total time of these calls, in seconds"""
 
@@ -67,6 +86,17 @@ class BlocksInFlight:
         Raises:
             TimeoutError: a transfer still touches them after ``timeout`` seconds.
         """
+        self.fence(blocks, None, timeout)
+
+    def fence(self, blocks: Blocks, stream: int | None, timeout: float) -> None:
+        """Makes work that is submitted to a CUDA stream from now on wait for the same.
+
+        Args:
+            stream: handle of the stream; None waits on the host.
+
+        Raises:
+            TimeoutError: as for :meth:`wait`, or copies were not even dispatched.
+        """
         self._settle()
         if not self._transfers:
             return
@@ -77,7 +107,7 @@ class BlocksInFlight:
         self.waited += 1
         try:
             for one in unfinished:
-                _outwait(one, max(give_up - time.monotonic(), 0.0))
+                _outlast(one, stream, max(give_up - time.monotonic(), 0.0))
         finally:
             self.waited_seconds += time.monotonic() - began
 
@@ -99,9 +129,9 @@ class BlocksInFlight:
             del self._transfers[self._order.popleft()]
 
 
-def _outwait(transfer: Transfer, timeout: float) -> None:
+def _outlast(transfer: Transfer, stream: int | None, timeout: float) -> None:
     try:
-        transfer.wait(timeout)
+        transfer.fence(stream, timeout)
     except Exception:
         if not transfer.poll():  # a failed transfer touches no block any more
             raise

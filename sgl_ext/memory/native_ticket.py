@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from sgl_ext._native import _transfer
 from sgl_ext.memory.tickets import Priority, State, TransferCancelledError, TransferError
 
@@ -61,6 +63,12 @@ class NativeTicket:
             raise TransferCancelledError(
                 f"the transfer was cancelled after {self.bytes_done} of {self.bytes_total} bytes"
             )
+
+    def fence(self, stream: int | None, timeout: float) -> None:
+        """Makes a CUDA stream wait for the batch; see :meth:`Ticket.fence`."""
+        give_up = time.monotonic() + timeout
+        if stream is None or not self._engine.fence(self._native, stream, timeout):
+            self.wait(max(give_up - time.monotonic(), 0.0))
 
     def cancel(self) -> bool:
         """Cancels what has not started; see :meth:`Ticket.cancel`."""

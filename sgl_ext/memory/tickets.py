@@ -90,6 +90,21 @@ class Ticket(Protocol):
             TimeoutError: the ticket is not finished; its copies continue.
         """
 
+    def fence(self, stream: int | None, timeout: float) -> None:
+        """Makes work that is submitted to a CUDA stream from now on wait until the batch is done.
+
+        Waits on the host, at most ``timeout`` seconds, only until the copies are dispatched. If the
+        copies are not those of a CUDA lane, or ``stream`` is None, it waits until the batch is
+        done.
+
+        Args:
+            stream: handle of the stream (``torch.cuda.Stream.cuda_stream``).
+
+        Raises:
+            TransferError, TransferCancelledError, TimeoutError: as for :meth:`wait`. A copy that
+                fails after it was dispatched breaks the CUDA context.
+        """
+
     def cancel(self) -> bool:
         """Cancels the pieces that have not started; returns False if all had started.
 

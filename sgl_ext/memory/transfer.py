@@ -13,6 +13,10 @@ start, and are reported as finished, in the order of submission, except that a c
 not wait for earlier ones. The copies of one batch run in any order and must not overlap. The caller
 keeps tickets in flight independent of each other: it waits for a ticket before it submits one that
 depends on it.
+
+Copies of a CUDA lane are ordered with the work of other CUDA streams in both directions, without
+waiting on the host: the copies of ``submit(..., after=streams)`` wait for the work on ``streams``,
+and work that is submitted to a stream after :meth:`Ticket.fence` waits for the copies.
 """
 
 from __future__ import annotations
@@ -102,12 +106,14 @@ class TransferEngine:
             writable: whether the memory may be a destination.
             pinned: whether the physical pages never change while registered (nothing punches holes
                 into the memory or maps over it). File lanes then register it with the kernel, which
-                locks it in memory and saves a page look-up in every read and write.
+                locks it in memory and saves a page look-up in every read and write. CUDA lanes
+                register it with the CUDA runtime, without which copies are not asynchronous.
             device: whether this is memory of a CUDA device.
 
         Raises:
             ValueError: the range is empty, is no range of memory addresses, or overlaps a
                 registered region.
+            ExtError: the CUDA runtime cannot pin the memory.
         """
         region = self._core.register(address, length, device, writable, pinned)
         self._owners[region.id] = owner
@@ -183,9 +189,9 @@ class TransferEngine:
     ) -> CudaLane:
         """Creates a lane for copies from, to and within CUDA device ``device``.
 
-        An event is recorded after ``dispatches`` copies or ``group_bytes`` bytes. At most two
-        events are outstanding for each priority, which bounds the work that an urgent copy waits
-        for.
+        A ticket is dispatched in pieces of up to ``dispatches`` copies and ``group_bytes`` bytes.
+        At most two pieces of a priority are in flight, which bounds the work that an urgent copy
+        waits for. Urgent tickets, and tickets that are fenced, are dispatched at once.
 
         Args:
             library: path of the CUDA runtime; by default the one that the process has loaded
@@ -224,22 +230,30 @@ class TransferEngine:
         return ThrottledLane(native, inner, bytes_per_second, operations_per_second, latency)
 
     def submit(
-        self, copies: ArrayLike, lane: Lane, priority: Priority = Priority.NORMAL
+        self,
+        copies: ArrayLike,
+        lane: Lane,
+        priority: Priority = Priority.NORMAL,
+        after: Sequence[int] = (),
     ) -> NativeTicket:
         """Validates a batch and queues it. Nothing is queued if a copy is invalid.
 
         Args:
             copies: integers ``[n, 6]`` in bytes: ``src, dst, width, height, src_pitch, dst_pitch``.
                 The array is copied.
+            after: handles of CUDA streams (``torch.cuda.Stream.cuda_stream``) of the lane's device,
+                which is the current one: the copies wait for the work that is on them now.
 
         Raises:
             ValueError: a size is below 1, a pitch is below the width, memory is not registered,
-                copies overlap, the lane does not serve a kind of memory, or a copy is misaligned
-                for O_DIRECT. The message names the copy, what was found and what is expected.
+                copies overlap, the lane does not serve a kind of memory or cannot wait for
+                streams, or a copy is misaligned for O_DIRECT. The message names the copy, what was
+                found and what is expected.
             ExtError: the engine is closed, or belongs to the process that forked this one.
         """
         batch = _as_batch(copies)
-        return NativeTicket(self._core.submit(batch, lane._native, priority), self._core)
+        ticket = self._core.submit(batch, lane._native, priority, after)
+        return NativeTicket(ticket, self._core)
 
     def wait_any(self, tickets: Sequence[NativeTicket], timeout: float) -> list[NativeTicket]:
         """Waits until one of ``tickets`` is finished, at most ``timeout`` seconds.

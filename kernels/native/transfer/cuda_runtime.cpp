@@ -75,14 +75,26 @@ void CudaRuntime::load(void* handle) {
   find(stream_create, "cudaStreamCreateWithPriority");
   find(stream_synchronize, "cudaStreamSynchronize");
   find(stream_destroy, "cudaStreamDestroy");
+  find(stream_wait_event, "cudaStreamWaitEvent");
   find(memcpy_async, "cudaMemcpyAsync");
   find(memcpy_2d_async, "cudaMemcpy2DAsync");
   find(event_create, "cudaEventCreateWithFlags");
   find(event_record, "cudaEventRecord");
   find(event_synchronize, "cudaEventSynchronize");
   find(event_destroy, "cudaEventDestroy");
+  find(host_register, "cudaHostRegister");
+  find(host_unregister, "cudaHostUnregister");
   find(error_string, "cudaGetErrorString");
   find(get_last_error, "cudaGetLastError");
+}
+
+int CudaEvent::record(CudaRuntime::Stream stream) {
+  if (!event_) {
+    const int error = runtime_.event_create(
+        &event_, CudaRuntime::kEventBlockingSync | CudaRuntime::kEventDisableTiming);
+    if (error != 0) return error;
+  }
+  return runtime_.event_record(event_, stream);
 }
 
 }  // namespace sgl_ext::transfer

@@ -15,6 +15,7 @@ struct CudaRuntime {
   static constexpr unsigned kStreamNonBlocking = 1;
   static constexpr unsigned kEventBlockingSync = 1;  // the waiting thread sleeps
   static constexpr unsigned kEventDisableTiming = 2;
+  static constexpr unsigned kHostRegisterPortable = 1;  // pinned for all devices
 
   // Loads `library` or, if it is empty, the runtime that the process has already loaded or else the
   // one that the dynamic linker finds. Throws Refused if there is no runtime or no device `device`.
@@ -29,6 +30,7 @@ struct CudaRuntime {
   int (*stream_create)(Stream*, unsigned flags, int priority);
   int (*stream_synchronize)(Stream);
   int (*stream_destroy)(Stream);
+  int (*stream_wait_event)(Stream, Event, unsigned flags);
   int (*memcpy_async)(void* dst, const void* src, std::size_t, int kind, Stream);
   int (*memcpy_2d_async)(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch,
                          std::size_t width, std::size_t height, int kind, Stream);
@@ -36,11 +38,37 @@ struct CudaRuntime {
   int (*event_record)(Event, Stream);
   int (*event_synchronize)(Event);
   int (*event_destroy)(Event);
+  int (*host_register)(void*, std::size_t, unsigned flags);
+  int (*host_unregister)(void*);
   const char* (*error_string)(int);
   int (*get_last_error)();
 
  private:
   void load(void* handle);
+};
+
+// Point in the work of a CUDA stream. The runtime outlives the event.
+class CudaEvent {
+ public:
+  explicit CudaEvent(const CudaRuntime& runtime) : runtime_(runtime) {}
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+  ~CudaEvent() {
+    if (event_) runtime_.event_destroy(event_);
+  }
+  // Marks the end of the work that has been submitted to `stream`. Returns a cudaError_t, as the
+  // other functions do.
+  int record(CudaRuntime::Stream stream);
+  // Makes work that is submitted to `stream` from now on wait for the point.
+  int fence(CudaRuntime::Stream stream) const {
+    return runtime_.stream_wait_event(stream, event_, 0);
+  }
+  // Waits on the calling thread until the work before the point has ended.
+  int synchronize() const { return runtime_.event_synchronize(event_); }
+
+ private:
+  const CudaRuntime& runtime_;
+  CudaRuntime::Event event_ = nullptr;
 };
 
 }  // namespace sgl_ext::transfer

@@ -94,8 +94,13 @@ std::shared_ptr<Region> Engine::add_region(std::shared_ptr<Region> region) {
   check_open();
   std::lock_guard lock(mutex_);
   region = regions_.add(std::move(region));
-  if (region->pinned) {
+  if (!region->pinned) return region;
+  try {
     for (const auto& lane : lanes_) lane->attach(*region);
+  } catch (...) {
+    for (const auto& lane : lanes_) lane->detach(*region);
+    regions_.remove(region->id);
+    throw;
   }
   return region;
 }
@@ -113,21 +118,25 @@ void Engine::remove_region(std::int64_t id) {
 void Engine::start(const std::shared_ptr<Lane>& lane) {
   std::lock_guard lock(mutex_);
   check_open();
+  const auto regions = regions_.all();
   try {
     lane->start();
+    for (const auto& region : regions) {
+      if (region->pinned) lane->attach(*region);
+    }
   } catch (...) {
+    for (const auto& region : regions) {
+      if (region->pinned) lane->detach(*region);
+    }
     lane->stop();
     lane->join(Clock::now() + kLastChance);
     throw;
   }
   lanes_.push_back(lane);
-  for (const auto& region : regions_.all()) {
-    if (region->pinned) lane->attach(*region);
-  }
 }
 
 std::shared_ptr<Ticket> Engine::submit(std::vector<Copy> copies, const std::shared_ptr<Lane>& lane,
-                                       Level level) {
+                                       Level level, const std::vector<std::uintptr_t>& after) {
   check_open();
   check_own(*lane);
   std::vector<std::shared_ptr<Region>> used;
@@ -175,8 +184,16 @@ std::shared_ptr<Ticket> Engine::submit(std::vector<Copy> copies, const std::shar
                                 "; copies of one batch run in any order, submit dependent ones "
                                 "one after the other"));
   }
+  ticket->after_ = lane->points(after);
   lane->enqueue(ticket);
   return ticket;
+}
+
+bool Engine::fence(const std::shared_ptr<Ticket>& ticket, std::uintptr_t stream,
+                   Deadline deadline) {
+  check_here();
+  check_own(ticket->lane());
+  return !ticket->finished() && ticket->lane_->fence(*ticket, stream, deadline);
 }
 
 bool Engine::cancel(Ticket& ticket) {

@@ -34,8 +34,9 @@ class Engine {
   }
 
   // Validates the whole batch before any byte is copied. An invalid batch throws and has no effect.
+  // The copies wait for the work that has been submitted to the CUDA streams `after`.
   std::shared_ptr<Ticket> submit(std::vector<Copy> copies, const std::shared_ptr<Lane>& lane,
-                                 Level level);
+                                 Level level, const std::vector<std::uintptr_t>& after = {});
 
   // Cancels the pieces of the ticket that have not started. Returns false if there are none.
   bool cancel(Ticket& ticket);
@@ -43,6 +44,8 @@ class Engine {
   // std::invalid_argument if a ticket belongs to another engine.
   bool wait_any(const std::vector<std::shared_ptr<Ticket>>& tickets, Deadline deadline);
   bool wait(const Ticket& ticket, Deadline deadline);
+  // See Lane::fence().
+  bool fence(const std::shared_ptr<Ticket>& ticket, std::uintptr_t stream, Deadline deadline);
 
   // Rejects new work, cancels the pieces that have not started and waits for the pieces in flight.
   // Returns false if the deadline passes first.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda_runtime.h"
 #include "threads.h"
 
 namespace sgl_ext::transfer {
@@ -26,6 +27,12 @@ Lane::Lane(std::string name, std::shared_ptr<Hub> hub)
 }
 
 Lane::~Lane() = default;
+
+std::vector<std::shared_ptr<CudaEvent>> Lane::points(
+    const std::vector<std::uintptr_t>& streams) const {
+  if (streams.empty()) return {};
+  throw std::invalid_argument("a " + name_ + " cannot wait for CUDA streams");
+}
 
 void Lane::start_threads(std::size_t count) {
   std::lock_guard lock(mutex_);
@@ -138,6 +145,7 @@ bool Lane::cancel(Ticket& ticket) {
     ticket.drop_rest();
     settle(ticket, ended);
     hub_->publish(ended);
+    wake_all();
   }
   conclude(ended);
   return true;

@@ -58,9 +58,19 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // Returns the reason if this lane does not support a copy between these regions, else nullopt.
   virtual std::optional<std::string> refuses(const Copy& copy, const Region& src,
                                              const Region& dst) const = 0;
-  // Add and remove a pinned region. No unfinished ticket uses the region when it is removed.
+  // Add and remove a pinned region; adding may throw Refused. No unfinished ticket uses the region
+  // when it is removed, which has no effect if the region was not added.
   virtual void attach(const Region&) {}
   virtual void detach(const Region&) {}
+
+  // Returns the points that the work of CUDA streams has reached, for copies that wait for them.
+  // Throws std::invalid_argument if there are streams and the lane cannot wait for them.
+  virtual std::vector<std::shared_ptr<CudaEvent>> points(
+      const std::vector<std::uintptr_t>& streams) const;
+  // Makes work that is submitted to a CUDA stream from now on wait for the copies of `ticket`, as
+  // soon as all of them are dispatched. Returns false if the ticket is finished, was cancelled or
+  // has failed, if the deadline passes first, or if the lane has no CUDA streams.
+  virtual bool fence(Ticket&, std::uintptr_t, Deadline) { return false; }
 
   virtual void start() = 0;
   void enqueue(const std::shared_ptr<Ticket>& ticket);
@@ -79,7 +89,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   virtual void work(std::size_t thread) = 0;
   // Wakes the threads that a new ticket needs. Called with mutex_ held.
   virtual void work_came(const Ticket& ticket) = 0;
-  // Wakes all threads because the lane is closing. Called with mutex_ held.
+  // Wakes all threads because the lane is closing or a ticket was cancelled. Called with mutex_ held.
   virtual void wake_all() = 0;
 
   // Takes the next piece of the most urgent level in the bit mask `levels`. Returns false if there

@@ -71,7 +71,8 @@ struct PyEngine : Engine {
 };
 
 std::shared_ptr<Ticket> submit(PyEngine& engine, const Batch& batch,
-                               const std::shared_ptr<Lane>& lane, int level) {
+                               const std::shared_ptr<Lane>& lane, int level,
+                               const std::vector<std::uintptr_t>& after) {
   if (level < 0 || level >= static_cast<int>(kLevels)) {
     throw std::invalid_argument("priority " + std::to_string(level) + "; expected 0 to " +
                                 std::to_string(kLevels - 1));
@@ -79,7 +80,7 @@ std::shared_ptr<Ticket> submit(PyEngine& engine, const Batch& batch,
   const auto* rows = reinterpret_cast<const Copy*>(batch.data());
   std::vector<Copy> copies(rows, rows + batch.shape(0));
   const Gil::Released released;
-  return engine.submit(std::move(copies), lane, static_cast<Level>(level));
+  return engine.submit(std::move(copies), lane, static_cast<Level>(level), after);
 }
 
 std::shared_ptr<Region> add_memory(PyEngine& engine, std::int64_t address, std::int64_t length,
@@ -203,7 +204,8 @@ NB_MODULE(_transfer, m) {
                                               CudaLane::Limits{dispatches, bytes});
            },
            "library"_a, "device"_a, "dispatches"_a, "group_bytes"_a, nb::call_guard<Gil::Released>())
-      .def("submit", submit, "copies"_a, "lane"_a, "level"_a)
+      .def("submit", submit, "copies"_a, "lane"_a, "level"_a,
+           "after"_a = std::vector<std::uintptr_t>())
       .def("cancel", &PyEngine::cancel, "ticket"_a, nb::call_guard<Gil::Released>())
       .def("wait",
            [](PyEngine& engine, const Ticket& ticket, double timeout) {
@@ -213,6 +215,14 @@ NB_MODULE(_transfer, m) {
                                 [&](Deadline until) { return engine.wait(ticket, until); });
            },
            "ticket"_a, "timeout"_a)
+      .def("fence",
+           [](PyEngine& engine, const std::shared_ptr<Ticket>& ticket, std::uintptr_t stream,
+              double timeout) {
+             const Deadline deadline = in_seconds(timeout);
+             const Gil::Released released;
+             return engine.fence(ticket, stream, deadline);
+           },
+           "ticket"_a, "stream"_a, "timeout"_a)
       .def("wait_any",
            [](PyEngine& engine, const Tickets& tickets, double timeout) {
              return wait_sliced(in_seconds(timeout),

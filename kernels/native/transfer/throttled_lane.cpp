@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace sgl_ext::transfer {
 
@@ -64,6 +65,8 @@ void ThrottledLane::pass(const Piece& piece, Deadline due) {
   each_run(piece, [&](const Copy& run, std::size_t) { runs.push_back(run); });
   auto ticket = std::make_shared<Ticket>(std::move(runs), piece.ticket->level, inner_,
                                          piece.ticket->share_regions(piece.op));
+  // The first piece waits for the points, and the inner lane starts later pieces after it.
+  ticket->after_ = std::exchange(piece.ticket->after_, {});
   ticket->on_finish_ = [this, piece, due](const Ticket& inner) {
     Outcome outcome{inner.bytes_done(), 0, {}};
     if (inner.state() == State::failed) {

@@ -31,6 +31,10 @@ class ThrottledLane final : public Lane {
                                      const Region& dst) const override {
     return inner_->refuses(copy, src, dst);
   }
+  std::vector<std::shared_ptr<CudaEvent>> points(
+      const std::vector<std::uintptr_t>& streams) const override {
+    return inner_->points(streams);
+  }
   void start() override { start_threads(1); }
 
  protected:

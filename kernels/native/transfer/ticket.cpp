@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda_runtime.h"
 #include "lane.h"
 
 namespace sgl_ext::transfer {
@@ -26,6 +27,12 @@ Ticket::Ticket(std::vector<Copy> batch, Level urgency, std::shared_ptr<Lane> lan
       lane_(std::move(lane)) {}
 
 Ticket::~Ticket() { release(); }
+
+void Ticket::forget() {
+  std::vector<Copy>().swap(copies_);
+  after_.clear();
+  marked_.reset();
+}
 
 void Ticket::release() {
   for (const auto& region : regions_) region->uses.fetch_sub(1);

@@ -16,6 +16,7 @@
 
 namespace sgl_ext::transfer {
 
+class CudaEvent;
 class Lane;
 
 class Ticket {
@@ -51,12 +52,14 @@ class Ticket {
  private:
   friend class Lane;
   friend class Hub;
+  friend class CudaLane;
+  friend class Engine;
   friend class ThrottledLane;
 
   // Decrements the use counts of the regions and drops the references to them.
   void release();
-  // Frees the batch.
-  void forget() { std::vector<Copy>().swap(copies_); }
+  // Frees the batch and its events.
+  void forget();
   const std::shared_ptr<Region>& shared_region_at(std::int64_t address) const;
   // Returns the regions of copy `op` with their use counts incremented, for a piece that is
   // submitted as a separate ticket.
@@ -71,6 +74,11 @@ class Ticket {
   bool in_line_ = false;
   std::list<std::shared_ptr<Ticket>>::iterator place_;
   std::optional<Failure> failure_;
+  // CUDA lane: points that the copies wait for, the number of pieces in flight without an event
+  // behind them, and the event behind the last piece that has one.
+  std::vector<std::shared_ptr<CudaEvent>> after_;
+  std::int64_t unmarked_ = 0;
+  std::shared_ptr<CudaEvent> marked_;
   std::vector<std::shared_ptr<Region>> regions_;  // sorted by address
   // Called after the state is published, without locks held, by the thread that published it: a
   // worker of the lane, or the caller of enqueue(), cancel() or stop().

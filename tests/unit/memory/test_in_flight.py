@@ -28,6 +28,9 @@ class Copy:
         if self._error is not None:
             raise self._error
 
+    def fence(self, stream: int | None, timeout: float) -> None:
+        self.wait(timeout)
+
 
 def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
