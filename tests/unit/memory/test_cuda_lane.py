@@ -8,12 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transfer_kit import DEADLINE_S, KIB, MIB, expected, fake_cudart, memory, one, wait_until
+from simulated_device import SimulatedDevice, at, checksum, pattern
+from transfer_kit import (
+    DEADLINE_S,
+    KIB,
+    MIB,
+    PAGE,
+    expected,
+    fake_cuda,
+    memory,
+    one,
+    pages,
+    wait_until,
+)
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import (
     Priority,
     State,
+    TransferCancelledError,
     TransferEngine,
     TransferError,
 )
@@ -21,7 +34,7 @@ from sgl_ext.memory.transfer import (
 
 @pytest.fixture(scope="module")
 def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cudart(tmp_path_factory.mktemp("cuda"))
+    return fake_cuda(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
@@ -123,3 +136,161 @@ def test_missing_cuda_runtime_or_device_is_named_in_the_error(
         engine.cuda_lane(library="libm.so.6")
     with pytest.raises(ExtError, match=r"there is no CUDA device 7; .* finds 1"):
         engine.cuda_lane(7, library=cudart)
+
+
+@pytest.fixture
+def device(cudart: Path) -> Iterator[SimulatedDevice]:
+    with SimulatedDevice(cudart) as device:
+        yield device
+
+
+def test_copies_wait_for_streams_and_a_fenced_stream_for_copies(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, PAGE), pages(engine, PAGE)
+    lane = engine.cuda_lane(library=cudart)
+    writer, other, reader = device.stream(), device.stream(), device.stream()
+    device.hold(copies=True, kernels=True)
+    device.kernel(writer, writes=[at(src, 0, 8)], fill=5)
+    device.kernel(other, writes=[at(src, 8)], fill=6)
+    copies = one(src.ctypes.data, dst.ctypes.data, PAGE)
+    ticket = engine.submit(copies, lane, after=[writer, other])
+    ticket.fence(reader, DEADLINE_S)  # while nothing has been copied
+    assert not ticket.poll()
+    kernel = device.kernel(reader, [at(dst)])
+    device.hold()
+    device.synchronize(stream=reader)
+    assert device.result(kernel) == checksum(pattern(5, 8), pattern(6, PAGE - 8))
+    ticket.wait(DEADLINE_S)
+
+
+def test_without_a_fence_or_streams_to_wait_for_there_is_a_race(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, PAGE), pages(engine, PAGE)
+    lane, stream = engine.cuda_lane(library=cudart), device.stream()
+    device.hold(copies=True, kernels=True)
+    device.kernel(stream, writes=[at(src)], fill=5)
+    ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, PAGE), lane)
+    assert wait_until(lambda: device.race_count == 1)
+    device.kernel(stream, [at(dst)])
+    assert device.race_count == 2
+    device.hold()
+    ticket.wait(DEADLINE_S)
+    device.reset()
+
+
+def test_fence_dispatches_more_than_is_in_flight_otherwise(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, 8 * PAGE), pages(engine, 8 * PAGE)
+    lane, stream = engine.cuda_lane(library=cudart, dispatches=1), device.stream()
+    device.hold(copies=True)
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 8, 1, 0, 0) for i in range(0, 256, 8)]
+    ticket = engine.submit(rows, lane, Priority.BULK)
+    assert wait_until(lambda: device.fake.fake_outstanding() == 2)
+    ticket.fence(stream, DEADLINE_S)
+    assert device.fake.fake_outstanding() == 32
+    device.hold()
+    ticket.wait(DEADLINE_S)
+
+
+def test_fence_without_a_stream_waits_on_the_host(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, PAGE), pages(engine, PAGE)
+    lane = engine.cuda_lane(library=cudart)
+    device.hold(copies=True)
+    ticket = engine.submit(one(src.ctypes.data, dst.ctypes.data, PAGE), lane)
+    with pytest.raises(TimeoutError, match=r"0 of 4096 bytes were transferred in 0\.\d+ s"):
+        ticket.fence(None, 0.05)
+    device.hold()
+    ticket.fence(None, DEADLINE_S)
+    assert ticket.state == State.DONE
+
+
+def test_fence_of_a_finished_cancelled_or_failed_ticket_reports_it(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, PAGE), pages(engine, PAGE)
+    lane, stream = engine.cuda_lane(library=cudart, dispatches=1), device.stream()
+    rows = [(src.ctypes.data + i, dst.ctypes.data + i, 8, 1, 0, 0) for i in range(0, 256, 8)]
+    done = engine.submit(rows, lane)
+    done.wait(DEADLINE_S)
+    done.fence(stream, 0.0)
+    device.hold(copies=True)
+    cancelled = engine.submit(rows, lane)
+    assert cancelled.cancel()
+    device.hold()
+    with pytest.raises(TransferCancelledError):
+        cancelled.fence(stream, DEADLINE_S)
+    device.fake.fake_fail_copy(0, 700)
+    failed = engine.submit(rows, lane)
+    with pytest.raises(TransferError, match="an illegal memory access was encountered"):
+        failed.fence(stream, DEADLINE_S)
+
+
+def test_a_failed_record_of_a_stream_refuses_the_batch(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    src, dst = pages(engine, PAGE), pages(engine, PAGE)
+    lane, stream = engine.cuda_lane(library=cudart), device.stream()
+    copies = one(src.ctypes.data, dst.ctypes.data, PAGE)
+    device.fake.fake_fail_record(700)
+    with pytest.raises(ExtError, match="an event could not be recorded on a CUDA stream"):
+        engine.submit(copies, lane, after=[stream])
+    engine.submit(copies, lane, after=[stream]).wait(DEADLINE_S)
+    assert device.fake.fake_events() == 0
+
+
+def test_lanes_without_streams_refuse_to_wait_for_them(engine: TransferEngine) -> None:
+    src, dst = memory(engine, PAGE, seed=22), memory(engine, PAGE)
+    lane = engine.host_lane()
+    copies = one(src.ctypes.data, dst.ctypes.data, PAGE)
+    with pytest.raises(ValueError, match="cannot wait for CUDA streams"):
+        engine.submit(copies, lane, after=[1])
+    engine.submit(copies, lane).fence(1, DEADLINE_S)  # waits on the host
+    assert np.array_equal(src, dst)
+
+
+def test_pinned_memory_is_registered_with_the_runtime_while_it_is_a_region(
+    cudart: Path, device: SimulatedDevice
+) -> None:
+    with TransferEngine() as engine:
+        before = pages(engine, 2 * PAGE, pinned=True)
+        assert device.registered_bytes == 0  # no lane needs it yet
+        lane = engine.cuda_lane(library=cudart)
+        after = pages(engine, PAGE, pinned=True)
+        assert device.registered_bytes == 3 * PAGE
+        engine.submit(one(before.ctypes.data, after.ctypes.data, PAGE), lane).wait(DEADLINE_S)
+        assert device.pageable_copies == 0
+        pageable = pages(engine, PAGE)
+        engine.submit(one(pageable.ctypes.data, after.ctypes.data, PAGE), lane).wait(DEADLINE_S)
+        assert device.pageable_copies == 1
+        pool = device.memory(PAGE)
+        region = engine.register(pool.ctypes.data, PAGE, owner=pool, pinned=True, device=True)
+        assert device.registered_bytes == 3 * PAGE  # memory of a device is not pinned
+        region.unregister()
+    assert device.registered_bytes == 0
+
+
+def test_memory_that_the_runtime_cannot_pin_is_refused(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    before = pages(engine, PAGE, pinned=True)
+    refusal = "the CUDA runtime cannot pin 4096 bytes of host memory: out of memory"
+    device.fake.fake_fail_register(2)
+    with pytest.raises(ExtError, match=refusal):
+        engine.cuda_lane(library=cudart)
+    assert (device.registered_bytes, device.fake.fake_streams()) == (0, 0)
+    lane = engine.cuda_lane(library=cudart)
+    memory = np.zeros(2 * PAGE, np.uint8)
+    address = -(-memory.ctypes.data // PAGE) * PAGE
+    device.fake.fake_fail_register(2)
+    with pytest.raises(ExtError, match=f"{refusal}.*ulimit -l"):
+        engine.register(address, PAGE, owner=memory, pinned=True)
+    assert device.registered_bytes == PAGE
+    with pytest.raises(ValueError, match="is in no registered region"):
+        engine.submit(one(before.ctypes.data, address, PAGE), lane)
+    engine.register(address, PAGE, owner=memory, pinned=True)
+    engine.submit(one(before.ctypes.data, address, PAGE), lane).wait(DEADLINE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transfer_kit import fake_cudart, run
+from transfer_kit import fake_cuda, run
 
 CALLS = {
     "submit": "engine.submit(copies, lane)",
@@ -67,7 +67,7 @@ def stuck():
 
 @pytest.fixture(scope="module")
 def cudart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cudart(tmp_path_factory.mktemp("cuda"))
+    return fake_cuda(tmp_path_factory.mktemp("cuda"))
 
 
 def test_stuck_copies_share_one_exit_deadline_and_keep_their_memory(cudart: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from transfer_kit import MIB, fake_cuda_driver
+from transfer_kit import MIB, fake_cuda
 
 from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory, CudaMemoryError, granularity
 
@@ -25,7 +25,7 @@ STEP = 2 * MIB
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(fake_cuda_driver(tmp_path_factory.mktemp("driver")))
+    return str(fake_cuda(tmp_path_factory.mktemp("driver")))
 
 
 @pytest.fixture
