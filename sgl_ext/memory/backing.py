@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
 
 AHEAD = 256 << 20
 """Bytes that are backed beyond the highest block in use"""
@@ -36,7 +36,7 @@ class Backing:
     can no longer be backed, so a caller pins memory only after it is backed.
     """
 
-    def __init__(self, slab: Slab) -> None:
+    def __init__(self, slab: HostSlab) -> None:
         self._slab = slab
         self._wanted = self._renewals = 0
         self._changed = threading.Condition()
@@ -95,7 +95,7 @@ class Backing:
                     self.backed = end
 
     def _back(self, start: int, end: int) -> int:
-        """Calls :meth:`Slab.back_with_huge_pages` again while one of the pages is in use.
+        """Calls :meth:`HostSlab.back_with_huge_pages` again while one of the pages is in use.
 
         Returns:
             The kernel's errno; 0 on success, or if this object was closed meanwhile.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,53 +64,21 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Slab:
-    """A mapped slab."""
+class Slab(ABC):
+    """Memory of all blocks of a KV pool."""
 
     layout: Layout
     own: int
     """Number of blocks in this process's own memory, which come first"""
     blocks: int
     """Number of blocks that have an address"""
-    mapping: Mapping
-    """Mapping of all blocks"""
-    fd: int
-    """File descriptor of the memfd of the own blocks; closed with this object"""
-    name: str
-    """Name of the memfd"""
-
-    @classmethod
-    def create(cls, layout: Layout, own: int, *, beyond: int = 0) -> Slab:
-        """Allocates a zeroed slab.
-
-        Args:
-            own: number of blocks to allocate.
-            beyond: number of blocks after these that get addresses but no memory yet.
-
-        Raises:
-            SlabError: a dimension or the fingerprint is invalid, the dtype is unknown, or the
-                machine has too little memory.
-        """
-        _check(layout, own, beyond)
-        size, reach = own * layout.block_bytes, (own + beyond) * layout.block_bytes
-        with ExitStack() as undo:
-            try:
-                fd = create(name := unique_name("sgl_ext-kv"), size)
-                undo.callback(os.close, fd)
-                mapping = Mapping(fd, size, writable=True, reach=reach)
-            except (OSError, ExtError) as error:
-                raise SlabError(
-                    f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B: {error}"
-                ) from None
-            undo.pop_all()
-        slab = cls(layout, own, own + beyond, mapping, fd, name)
-        weakref.finalize(slab, os.close, fd).atexit = False
-        return slab
+    device: int | None
+    """Number of the CUDA device that has the memory; None for host memory"""
 
     @property
+    @abstractmethod
     def address(self) -> int:
-        """Address of block 0 in this process, a multiple of the huge page size."""
-        return self.mapping.address
+        """Address of block 0 in this process."""
 
     @property
     def size(self) -> int:
@@ -130,10 +99,64 @@ class Slab:
         import torch
 
         layout = self.layout
-        flat = torch.from_numpy(np.asarray(self.mapping))
+        flat = self._bytes()[: self.reach]
         return flat.view(getattr(torch, layout.dtype)).view(
             self.blocks, layout.page, layout.layers, 2, layout.kv_heads, layout.head_dim
         )
+
+    @abstractmethod
+    def _bytes(self) -> torch.Tensor:
+        """Returns the memory as ``uint8``, at least :attr:`reach` bytes."""
+
+
+@dataclass(frozen=True)
+class HostSlab(Slab):
+    """A mapped slab in host memory."""
+
+    mapping: Mapping
+    """Mapping of all blocks"""
+    fd: int
+    """File descriptor of the memfd of the own blocks; closed with this object"""
+    name: str
+    """Name of the memfd"""
+
+    @classmethod
+    def create(cls, layout: Layout, own: int, *, beyond: int = 0) -> HostSlab:
+        """Allocates a zeroed slab.
+
+        Args:
+            own: number of blocks to allocate.
+            beyond: number of blocks after these that get addresses but no memory yet.
+
+        Raises:
+            SlabError: a dimension or the fingerprint is invalid, the dtype is unknown, or the
+                machine has too little memory.
+        """
+        check(layout, own, beyond)
+        size, reach = own * layout.block_bytes, (own + beyond) * layout.block_bytes
+        with ExitStack() as undo:
+            try:
+                fd = create(name := unique_name("sgl_ext-kv"), size)
+                undo.callback(os.close, fd)
+                mapping = Mapping(fd, size, writable=True, reach=reach)
+            except (OSError, ExtError) as error:
+                raise SlabError(
+                    f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B: {error}"
+                ) from None
+            undo.pop_all()
+        slab = cls(layout, own, own + beyond, None, mapping, fd, name)
+        weakref.finalize(slab, os.close, fd).atexit = False
+        return slab
+
+    @property
+    def address(self) -> int:
+        """Address of block 0 in this process, a multiple of the huge page size."""
+        return self.mapping.address
+
+    def _bytes(self) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(np.asarray(self.mapping))
 
     def back_with_huge_pages(self, start: int, end: int) -> int:
         """Backs own blocks ``[start, end)`` with huge pages, if the kernel allows it.
@@ -156,7 +179,8 @@ class Slab:
         return self.mapping.collapse(first, last) if first < last else 0
 
 
-def _check(layout: Layout, own: int, beyond: int) -> None:
+def check(layout: Layout, own: int, beyond: int) -> None:
+    """Raises SlabError unless a slab can have this layout and these numbers of blocks."""
     if layout.dtype not in DTYPES:
         raise SlabError(f"a slab supports {', '.join(DTYPES)}, found {layout.dtype}")
     counts = {"blocks": own} | {

@@ -12,7 +12,7 @@ from delayed_copies import DelayedEngine
 from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 
 from sgl_ext.memory.lanes import Lane
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
@@ -45,7 +45,7 @@ class Machine:
         """
         self.layout = LAYOUTS[page]
         self.engine = TransferEngine()
-        self.slab = Slab.create(self.layout, BLOCKS)
+        self.slab = HostSlab.create(self.layout, BLOCKS)
         self.engine.register(self.slab.address, self.slab.size, owner=self.slab)
         self.arena = arena(self.engine, pages, self.layout)
         self.blocks = np.asarray(self.slab.mapping)[-self.slab.size :].reshape(BLOCKS, -1)

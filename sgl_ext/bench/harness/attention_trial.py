@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.engine.cpu.native_attention import batch_of
 from sgl_ext.engine.kv.pool import SlabKVPool
+from sgl_ext.memory.slab import HostSlab
 
 Layout = Literal["layer-major", "block-major"]
 """Layout of the pool's memory: SGLang's own, or every layer's K and V of a slot side by side."""
@@ -178,7 +179,8 @@ def _pool(geometry: Geometry, slots: int, layers: int, layout: Layout) -> MHATok
     arguments = (slots, 1, geometry.dtype, geometry.kv_heads, geometry.head_dim, layers, "cpu")
     if layout == "block-major":
         slab_pool = SlabKVPool(*arguments, False, enable_alt_stream=False, fingerprint="trial")
-        slab_pool.slab.back_with_huge_pages(0, slab_pool.slab.blocks)
+        if isinstance(slab_pool.slab, HostSlab):
+            slab_pool.slab.back_with_huge_pages(0, slab_pool.slab.blocks)
         return slab_pool
     pool = MHATokenToKVPool(*arguments, False, enable_alt_stream=False)
     shape = (layers, 2, *pool.k_buffer[0].shape)

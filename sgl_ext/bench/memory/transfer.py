@@ -28,7 +28,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.mapping import HUGE_PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 from sgl_ext.memory.transfer import File, FileLane, HostLane, Priority, TransferEngine
 
 MIB = 1 << 20
@@ -96,12 +96,12 @@ def measure(report: Report, *, quick: bool, out: Path) -> None:
         )
 
 
-def _slab(engine: TransferEngine, layout: Layout, size: int) -> Slab:
+def _slab(engine: TransferEngine, layout: Layout, size: int) -> HostSlab:
     """Returns a slab of ``size`` bytes or slightly more, in huge pages.
 
     In huge pages, a request to the disk is one piece.
     """
-    slab = Slab.create(layout, -(-size // layout.block_bytes))
+    slab = HostSlab.create(layout, -(-size // layout.block_bytes))
     slab.back_with_huge_pages(0, slab.blocks)
     ctypes.memset(slab.address, 1, slab.size)  # allocates every page before anything is timed
     engine.register(slab.address, slab.size, owner=slab, pinned=True)
@@ -125,7 +125,7 @@ def _copy(
     report: Report,
     engine: TransferEngine,
     lane: HostLane,
-    slab: Slab,
+    slab: HostSlab,
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
@@ -170,7 +170,7 @@ def _dispatch(
     report: Report,
     engine: TransferEngine,
     lane: HostLane,
-    slab: Slab,
+    slab: HostSlab,
     target: NDArray[np.uint8],
     rounds: int,
 ) -> float:
@@ -234,7 +234,7 @@ def _read(
     report: Report,
     engine: TransferEngine,
     disk: FileLane,
-    sides: tuple[File, Slab],
+    sides: tuple[File, HostSlab],
     path: Path,
     size: int,
     seconds: float,
@@ -286,7 +286,7 @@ def _engine_rate(
     return counted / (time.perf_counter() - counted_from)
 
 
-def _random_reads(file: File, slab: Slab, size: int) -> list[NDArray[np.int64]]:
+def _random_reads(file: File, slab: HostSlab, size: int) -> list[NDArray[np.int64]]:
     """Returns batches that read into four places in turn.
 
     They fill about as little memory as fio does. This matters for the disk of a virtual machine,

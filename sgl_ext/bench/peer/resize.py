@@ -20,7 +20,7 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.lent import Lendable
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 from sgl_ext.peer.loan import Borrower
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.worker import Terms, Worker
@@ -106,7 +106,7 @@ class _Whole:
         for _ in range((blocks // 2 - cached * _LENGTH) // 10):
             allocator.free(allocator.alloc(10 * _LAYOUT.page)[: 5 * _LAYOUT.page])
         self._resizer, self._all = KVResizer(scheduler), blocks
-        slab = Slab.create(_LAYOUT, 1 + blocks)
+        slab = HostSlab.create(_LAYOUT, 1 + blocks)
         start = (1 + self._resizer.least) * _LAYOUT.block_bytes
         self._memory = Lendable(slab.mapping, slab.fd, slab.name, start, slab.size)
         self._slab = slab  # keeps the file open

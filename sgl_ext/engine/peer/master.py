@@ -15,7 +15,7 @@ from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Extent, map_memory
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.peer import directory
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.need import NeedWindow
@@ -33,7 +33,7 @@ class MasterSide(PeerSide):
 
     role: Literal["master", "worker"] = "master"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._resizer = KVResizer(scheduler)

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sgl_ext.config import Peer
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
+from sgl_ext.memory.slab import HostSlab
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.peer.side import PeerSide
     from sgl_ext.engine.peer.stream import LayerStream
-    from sgl_ext.memory.slab import Slab
 
 
-def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
+def open_side(config: Peer, scheduler: Scheduler, slab: HostSlab) -> PeerSide:
     """Opens the side of the configured role."""
     from sgl_ext.engine.peer.master import MasterSide
     from sgl_ext.engine.peer.worker import WorkerSide
@@ -42,10 +44,22 @@ class PeerPower(Power[Peer]):
 
     side: PeerSide
 
+    def attention(self) -> dict[Property, str]:
+        buffered = self.section.role == "master" and self.section.stream != "direct"
+        own = (Property.OWN, Property.EAGER_DECODE) if buffered else ()
+        option = f"peer.stream {self.section.stream}"
+        return {**dict.fromkeys(own, option), **super().attention()}
+
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        self.side = open_side(self.section, scheduler, ext.require_slab(self.name))
+        slab = ext.require_slab(self.name)
+        if not isinstance(slab, HostSlab):
+            raise ActivationError(
+                f"{self.name} lends host memory only, but the KV pool is on CUDA device "
+                f"{slab.device}; remove the {self.name} section"
+            )
+        self.side = open_side(self.section, scheduler, slab)
         self._measured = bool(get_observability().enable_metrics)
 
     @property

@@ -17,7 +17,7 @@ from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.waiting import Waiting
@@ -37,7 +37,7 @@ class PeerSide:
     out: Sequence[Req] = ()
     """Requests that were retracted in this step; they are queued when it has been planned."""
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._address = directory.address(config.directory)
         self._running = scheduler.running_batch

@@ -13,7 +13,7 @@ from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer.side import PeerSide
 from sgl_ext.memory.lent import Lendable
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -23,7 +23,7 @@ class WorkerSide(PeerSide):
 
     role: Literal["master", "worker"] = "worker"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
         super().__init__(config, scheduler, slab)
         self._resizer = KVResizer(scheduler)
         self._resizer.promise(self._resizer.blocks)

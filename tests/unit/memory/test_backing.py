@@ -13,7 +13,7 @@ from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.memory import backing
 from sgl_ext.memory.lent import Lendable
 from sgl_ext.memory.mapping import HUGE_PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 
 LAYOUT = Layout(4, layers=1, kv_heads=1, head_dim=128, dtype="float32", fingerprint="none")
 """Layout with blocks of 4 KiB."""
@@ -21,18 +21,18 @@ BLOCKS, STEP = 4096, 512
 
 
 @pytest.fixture
-def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
+def slab(monkeypatch: pytest.MonkeyPatch) -> HostSlab:
     monkeypatch.setattr(backing, "AHEAD", 0)
     monkeypatch.setattr(backing, "STEP", STEP * LAYOUT.block_bytes)
-    return Slab.create(LAYOUT, BLOCKS)
+    return HostSlab.create(LAYOUT, BLOCKS)
 
 
 def test_replaced_memory_is_backed_again_when_its_blocks_are_used(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch
+    slab: HostSlab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks blocks that a worker had lent and that are allocated again."""
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(Slab, "back_with_huge_pages", lambda _, *at: asked.append(at) or 0)
+    monkeypatch.setattr(HostSlab, "back_with_huge_pages", lambda _, *at: asked.append(at) or 0)
     there = backing.Backing(slab)
     allocator = BlockGroupAllocator(
         (BLOCKS - 1) * 4, 4, torch.float32, "cpu", None, False, expected_tokens=4
@@ -55,18 +55,18 @@ def test_replaced_memory_is_backed_again_when_its_blocks_are_used(
 
 
 def test_memory_replaced_during_backing_is_backed_again(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch
+    slab: HostSlab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
     asked: list[tuple[int, int]] = []
 
-    def back(_: Slab, start: int, end: int) -> int:
+    def back(_: HostSlab, start: int, end: int) -> int:
         asked.append((start, end))
         begun.release()
         assert go_on.acquire(timeout=30)
         return 0
 
-    monkeypatch.setattr(Slab, "back_with_huge_pages", back)
+    monkeypatch.setattr(HostSlab, "back_with_huge_pages", back)
     there = backing.Backing(slab)
     assert begun.acquire(timeout=30)
     lendable = Lendable(slab.mapping, slab.fd, slab.name, 0, slab.size)
@@ -80,15 +80,15 @@ def test_memory_replaced_during_backing_is_backed_again(
 
 
 def test_a_step_that_the_kernel_refuses_is_skipped(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch
+    slab: HostSlab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
-    def back(_: Slab, start: int, _end: int) -> int:
+    def back(_: HostSlab, start: int, _end: int) -> int:
         asked.append(start)
         return errno.EINVAL if start == STEP else 0
 
-    monkeypatch.setattr(Slab, "back_with_huge_pages", back)
+    monkeypatch.setattr(HostSlab, "back_with_huge_pages", back)
     there = backing.Backing(slab)
     there.need(BLOCKS)
     until(lambda: there.backed == BLOCKS)
@@ -97,7 +97,7 @@ def test_a_step_that_the_kernel_refuses_is_skipped(
     assert there.close()
 
 
-def test_replacement_memory_is_aligned_for_huge_pages(slab: Slab) -> None:
+def test_replacement_memory_is_aligned_for_huge_pages(slab: HostSlab) -> None:
     lendable = Lendable(slab.mapping, slab.fd, slab.name, 0, slab.size)
     for pages in (3, 700, 1024):
         lendable.replace(pages * 4096)

@@ -20,7 +20,7 @@ import torch
 from sgl_ext.memory import backing, limits
 from sgl_ext.memory import slab as slab_module
 from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, create
-from sgl_ext.memory.slab import DTYPES, Layout, Slab, SlabError
+from sgl_ext.memory.slab import DTYPES, HostSlab, Layout, SlabError
 
 LAYOUT = Layout(
     page=16, layers=3, kv_heads=2, head_dim=8, dtype="bfloat16", fingerprint="0123456789abcdef"
@@ -30,7 +30,7 @@ LAYOUT = Layout(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_holds_all_layers_of_its_tokens(dtype: str) -> None:
     layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
-    slab = Slab.create(layout, 5)
+    slab = HostSlab.create(layout, 5)
     tensor = slab.tensor()
     assert tensor.shape == (5, 16, 3, 2, 2, 8)
     assert tensor.dtype == getattr(torch, dtype)
@@ -42,7 +42,7 @@ def test_a_block_holds_all_layers_of_its_tokens(dtype: str) -> None:
 
 
 def test_layers_are_strided_views() -> None:
-    tokens = Slab.create(LAYOUT, 5).tensor().flatten(0, 1)
+    tokens = HostSlab.create(LAYOUT, 5).tensor().flatten(0, 1)
     keys, values = tokens[:, 1, 0], tokens[:, 1, 1]
     assert keys.stride() == values.stride() == (3 * 2 * 2 * 8, 8, 1)
     values[37] = 1.0
@@ -54,7 +54,7 @@ def test_layers_are_strided_views() -> None:
 @pytest.mark.usefixtures("no_garbage")
 def test_a_tensor_keeps_the_memory_of_its_slab_alive() -> None:
     before = psutil.Process().num_fds()
-    tensor = Slab.create(LAYOUT, 4).tensor()
+    tensor = HostSlab.create(LAYOUT, 4).tensor()
     assert psutil.Process().num_fds() == before
     tensor[3] = 7.0
     assert tensor[3].min() == 7.0
@@ -67,14 +67,14 @@ def test_deleted_slabs_leave_no_descriptors_or_mappings() -> None:
 
     before = psutil.Process().num_fds(), mapped()
     for _ in range(20):
-        slab = Slab.create(LAYOUT, 4)
+        slab = HostSlab.create(LAYOUT, 4)
         assert slab.tensor().shape[0] == 4
         del slab
     assert (psutil.Process().num_fds(), mapped()) == before
 
 
 def test_huge_pages_keep_the_contents() -> None:
-    slab = Slab.create(LAYOUT, 3000)
+    slab = HostSlab.create(LAYOUT, 3000)
     pattern = torch.arange(slab.size // 2, dtype=torch.int32).to(torch.bfloat16)
     slab.tensor().flatten().copy_(pattern)
     slab.back_with_huge_pages(0, 3000)  # whether it succeeds depends on the kernel
@@ -85,7 +85,7 @@ def test_huge_pages_keep_the_contents() -> None:
 def test_backing_stays_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "AHEAD", HUGE_PAGE)
     monkeypatch.setattr(backing, "STEP", HUGE_PAGE)
-    slab = Slab.create(LAYOUT, 4000)  # of 3 KiB: slightly less than six huge pages
+    slab = HostSlab.create(LAYOUT, 4000)  # of 3 KiB: slightly less than six huge pages
     slab.tensor()[3999] = 2.0
     there = backing.Backing(slab)
     if slab.back_with_huge_pages(0, 4000) not in (0, errno.EAGAIN, errno.EBUSY):
@@ -113,8 +113,8 @@ def test_backing_stays_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatc
 
 def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [errno.EAGAIN, errno.EBUSY, errno.EINVAL]
-    monkeypatch.setattr(Slab, "back_with_huge_pages", lambda *_: answers.pop(0))
-    there = backing.Backing(Slab.create(LAYOUT, 40))
+    monkeypatch.setattr(HostSlab, "back_with_huge_pages", lambda *_: answers.pop(0))
+    there = backing.Backing(HostSlab.create(LAYOUT, 40))
     there._thread.join(20)
     assert there.refused
     assert not answers
@@ -139,19 +139,19 @@ def test_backing_ends_when_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -
 def test_impossible_slabs_are_refused(layout: Layout, blocks: int, message: str) -> None:
     before = psutil.Process().num_fds()
     with pytest.raises(SlabError, match=message):
-        Slab.create(layout, blocks)
+        HostSlab.create(layout, blocks)
     assert psutil.Process().num_fds() == before
 
 
 def test_slabs_cannot_be_pickled_or_copied() -> None:
-    slab = Slab.create(LAYOUT, 6)
+    slab = HostSlab.create(LAYOUT, 6)
     for send in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="a mapping cannot be pickled"):
             send(slab)
 
 
 def test_invalid_ranges_of_blocks_are_refused() -> None:
-    slab = Slab.create(LAYOUT, 6)
+    slab = HostSlab.create(LAYOUT, 6)
     for start, end in ((-1, 3), (3, 2), (0, 7)):
         with pytest.raises(SlabError, match=f"blocks {start} to {end} of 6"):
             slab.back_with_huge_pages(start, end)
@@ -165,7 +165,7 @@ def test_a_failed_mapping_leaves_no_file_descriptor(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(slab_module, "Mapping", fail)
     before = psutil.Process().num_fds()
     with pytest.raises(SlabError, match=r"cannot allocate a slab of 6 blocks .*no address space"):
-        Slab.create(LAYOUT, 6)
+        HostSlab.create(LAYOUT, 6)
     assert psutil.Process().num_fds() == before
 
 
@@ -183,7 +183,7 @@ def test_a_control_group_limits_the_available_memory(
     monkeypatch.setattr(Path, "read_text", lambda p, *a: files.get(str(p)) or real(p, *a))
     assert limits.available_memory() == 4_000_000
     with pytest.raises(SlabError, match="4,000,000 B are available"):
-        Slab.create(LAYOUT, 2000)
+        HostSlab.create(LAYOUT, 2000)
 
 
 EXIT = """
@@ -194,7 +194,7 @@ atexit.register(lambda: print(int(np.asarray(arrays[0]).sum()), flush=True))
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.slab import *
 from sgl_ext.memory.transfer import TransferEngine
-slab = Slab.create({layout!r}, 100000)
+slab = HostSlab.create({layout!r}, 100000)
 slab.tensor()[0] = 1.0
 arrays.append(slab.mapping)
 backing = Backing(slab)
@@ -217,7 +217,7 @@ def test_exit_succeeds_with_a_copy_in_flight_and_a_late_reader() -> None:
 
 
 def test_the_file_of_a_slab_cannot_be_resized() -> None:
-    slab = Slab.create(LAYOUT, 6)
+    slab = HostSlab.create(LAYOUT, 6)
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(slab.fd, size)
@@ -225,7 +225,7 @@ def test_the_file_of_a_slab_cannot_be_resized() -> None:
 
 
 def test_blocks_beyond_the_own_blocks_have_addresses() -> None:
-    slab = Slab.create(LAYOUT, 4, beyond=400)
+    slab = HostSlab.create(LAYOUT, 4, beyond=400)
     assert (slab.own, slab.blocks) == (4, 404)
     assert (slab.size, slab.reach) == (4 * LAYOUT.block_bytes, 404 * LAYOUT.block_bytes)
     tensor = slab.tensor()
@@ -240,4 +240,4 @@ def test_blocks_beyond_the_own_blocks_have_addresses() -> None:
     with pytest.raises(SlabError, match="0 to 5 of 4"):
         slab.back_with_huge_pages(0, 5)
     with pytest.raises(SlabError, match="0 or more blocks beyond"):
-        Slab.create(LAYOUT, 4, beyond=-1)
+        HostSlab.create(LAYOUT, 4, beyond=-1)

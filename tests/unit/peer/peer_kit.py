@@ -13,7 +13,7 @@ import numpy as np
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.regions import Region, Regions
@@ -28,7 +28,7 @@ WORKER = Layout(page=4, layers=5, kv_heads=1, head_dim=32, dtype="float32", fing
 class Light:
     """Engine with random requests, each of which holds a random number of blocks for a while."""
 
-    def __init__(self, slab: Slab, groups: BlockGroups, seed: int) -> None:
+    def __init__(self, slab: HostSlab, groups: BlockGroups, seed: int) -> None:
         self.slab, self.groups = slab, groups
         self.bytes = np.asarray(slab.mapping).view(np.uint64)
         self.words = slab.layout.block_bytes // 8
@@ -87,7 +87,7 @@ class LightWorker(Light):
     """
 
     def __init__(self, blocks: int, terms: Terms, seed: int = 0, process: object = None) -> None:
-        slab = Slab.create(WORKER, 1 + blocks)
+        slab = HostSlab.create(WORKER, 1 + blocks)
         super().__init__(slab, BlockGroups(blocks, page=WORKER.page, expected_tokens=1), seed)
         self.memory = Lendable(slab.mapping, slab.fd, slab.name, 2 * WORKER.block_bytes, slab.size)
         options = {} if process is None else {"process": process}
@@ -133,7 +133,7 @@ class LightMaster(Light):
     def __init__(
         self, blocks: int, beyond: int, lease: float, seed: int = 0, process: object = None
     ) -> None:
-        slab = Slab.create(MASTER, 1 + blocks, beyond=beyond)
+        slab = HostSlab.create(MASTER, 1 + blocks, beyond=beyond)
         groups = BlockGroups(blocks + beyond, page=MASTER.page, expected_tokens=1, near=blocks)
         groups.withdraw(1 + blocks, 1 + blocks + beyond)
         super().__init__(slab, groups, seed)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 ROWS, LONGEST = 8, 20_000
@@ -68,7 +68,7 @@ class Scheduler(SimpleNamespace):
             **{name: SimpleNamespace(max_total_num_tokens=size) for name in HOLDERS},
         )  # fmt: skip
         self.running_batch = Batch(self)
-        self.slab = Slab.create(
+        self.slab = HostSlab.create(
             Layout(page, layers=1, kv_heads=1, head_dim=512, dtype="float32", fingerprint="none"),
             1 + blocks, beyond=beyond,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.lent import Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout
 
 LAYOUT = Layout(page=4, layers=5, kv_heads=2, head_dim=16, dtype="float32", fingerprint="a model")
 OWN, BEYOND = 8, 48
@@ -22,8 +22,8 @@ class Engine:
     """KV pool with own and borrowed blocks, and a layer stream over it."""
 
     def __init__(self, buffers: int, **options: object) -> None:
-        self.slab = Slab.create(LAYOUT, OWN, beyond=BEYOND)
-        lender = Slab.create(LAYOUT, 24)
+        self.slab = HostSlab.create(LAYOUT, OWN, beyond=BEYOND)
+        lender = HostSlab.create(LAYOUT, 24)
         self.lender = lender  # keeps the file open
         lendable = Lendable(lender.mapping, lender.fd, lender.name, 0, lender.size)
         block = LAYOUT.block_bytes

@@ -19,6 +19,7 @@ from scheduler_kit import Scheduler
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, runtime
 from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.peer import directory
 from sgl_ext.peer import link as peer_link
 from sgl_ext.peer.directory import DirectoryError
@@ -105,6 +106,9 @@ def test_a_failed_activation_is_reported_in_one_line(
     ext = runtime.ExtRuntime(ExtConfig.model_validate({"peer": section}))
     scheduler = Scheduler(16, 20, beyond=20)
     ext.slab = scheduler.slab
+    attention = object.__new__(CpuAttnBackend)
+    runner = SimpleNamespace(attn_backend=attention, device="cpu")
+    scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     monkeypatch.setattr(runtime, "current", ext)
     with pytest.raises(
         ActivationError, match=r"^peer: cannot open the socket ipc://\S+/master: [\w ]+$"
