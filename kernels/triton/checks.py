@@ -161,7 +161,7 @@ def perform(
 
 
 def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torch.device) -> None:
-    """Copies random tokens within a slab as in ``case`` and rotates their keys.
+    """Copies random tokens within a slab as in ``case`` and rotates their keys, some in place.
 
     Raises:
         AssertionError: the memory differs from that of the reference.
@@ -170,7 +170,11 @@ def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torc
     limit = case.shape[0] * case.shape[1]
     slots = random.sample(range(limit), random.randint(0, min(limit, 24)))
     targets = slots[: random.randint(0, max(len(slots) - 1, 0))]
-    sources = [random.choice(slots[len(targets) :]) for _ in targets]
+    in_place = random.choice([0.0, 0.5, 1.0])
+    sources = [
+        target if random.random() < in_place else random.choice(slots[len(targets) :])
+        for target in targets
+    ]
     pairs = random.choice([case.shape[5] // 2, random.randint(1, case.shape[5] // 2)])
     deltas = [random.choice([0, 1, random.randint(-100_000, 100_000)]) for _ in range(3)]
     segments = torch.tensor([random.randrange(3) for _ in targets], dtype=torch.int32)

@@ -157,6 +157,19 @@ def test_offsets_may_exceed_2_to_the_31_elements(tmp_path: Path) -> None:
     checks.check_far_rotation(kernels, memory)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_in_place_equals_a_rotated_copy(dtype: str, interleaved: bool) -> None:
+    slab, angles = slab_of(64, dtype), checks.angles_of(DELTAS, 32)
+    copied = slab.clone()
+    moves = rotate.check_moves(copied, SOURCES, TARGETS, SEGMENTS)
+    rotate.rotate_tokens(copied, moves, *angles, interleaved=interleaved)
+    slab.flatten(0, 1)[TARGETS] = slab.flatten(0, 1)[SOURCES]
+    moves = rotate.check_moves(slab, TARGETS, TARGETS, SEGMENTS)
+    rotate.rotate_tokens(slab, moves, *angles, interleaved=interleaved)
+    checks.assert_same("the slab", slab, copied)
+
+
 def test_moves_copy_their_input_tensors() -> None:
     slab, sources, segments = slab_of(48, "float32"), SOURCES.clone(), SEGMENTS.clone()
     moves = rotate.check_moves(slab, sources, TARGETS, segments)
@@ -171,7 +184,7 @@ BAD_MOVES: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "negative target": ((long(0), long(-1)), IndexError, "asked for slot -1"),
     "target twice": ((long(0, 1), long(5, 5)), IndexError, "scatter to slot 5 twice"),
     "target that is a source": ((long(0, 1), long(1, 2)), IndexError, "move a token to slot 1"),
-    "in place": ((long(4), long(4)), IndexError, "move a token to slot 4"),
+    "in place and elsewhere": ((long(4, 4), long(4, 5)), IndexError, "move a token to slot 4"),
     "fewer targets": ((long(0, 1), long(2)), ValueError, r"\[2\] sources to \[1\] targets"),
     "fewer segments": ((long(0, 1), long(2, 3), SEGMENTS[:1]), ValueError, r"in \[1\] segments"),
     "int64 segments": ((long(0), long(2), long(0)), TypeError, "found torch.int64"),
@@ -274,7 +287,8 @@ def test_ptx_has_16_byte_accesses_and_no_fused_multiply_add(
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
         target = GPUTarget("cuda", capability, 32)
-        ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+        built = triton.compile(source, target=target, options=options).asm
+    ptx = built["ptx"]
     # Each thread moves its keys and values in four accesses of 16 bytes, in flight together.
     assert re.findall(r"st\.\w+[.\w]*", ptx) == ["st.global.v4.b32"] * 4
     loads = re.findall(r"ld\.(?!param)\w+[.\w]*", ptx)
@@ -283,3 +297,12 @@ def test_ptx_has_16_byte_accesses_and_no_fused_multiply_add(
     angles = 2 if interleaved else 4  # the pairs of a thread lie in one access or span two
     assert len(wide) == 4 + angles
     assert not re.search(r"\bfma\.", ptx)
+    # The threads that store elements have loaded them, so that tokens can be rotated in place.
+    by_thread = {
+        access: sorted(
+            re.findall(rf"tt\.{access} .*: tensor<(\S+tt\.ptr<b?f16>, #\w+)", built["ttgir"])
+        )
+        for access in ("load", "store")
+    }
+    assert by_thread["load"] == by_thread["store"]
+    assert len(by_thread["load"]) == (2 if interleaved else 3)

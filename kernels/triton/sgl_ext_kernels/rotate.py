@@ -1,5 +1,7 @@
 """Copies of tokens within the slab to another position: keys are rotated, values are unchanged.
 
+A token may also be rotated in place, where its source is its target.
+
 This is the GPU counterpart of the native rotating copy, with the same arithmetic: products and sums
 of the cached keys are computed in fp32 and each rounded separately (no fused multiply-add), then
 rounded once to the slab's dtype. Every byte is read once and written once.
@@ -25,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Moves:
-    """Validated copies of tokens, whose indices are on the slab's device.
+    """Copies of tokens, validated or guaranteed, whose indices are on the slab's device.
 
     Any number of calls may use them, also within a CUDA graph.
     """
@@ -33,11 +35,11 @@ class Moves:
     sources: Rows
     """Source slots, ``[n]``."""
     targets: Rows
-    """Target slots, ``[n]``, distinct and different from all sources."""
+    """Target slots, ``[n]``, distinct; none is the source of another token."""
     segments: torch.Tensor
     """Row of each token in the tables of angles, int32 ``[n]``."""
     tables: int
-    """Minimum number of rows of the tables of angles."""
+    """Minimum number of rows of the tables of angles, as far as it was checked."""
 
 
 def check_moves(
@@ -58,8 +60,8 @@ def check_moves(
     Raises:
         TypeError: the slots are not int64, or the segments are not int32.
         ValueError: the tensors are not one-dimensional or differ in length.
-        IndexError: a slot does not exist in the slab, a target occurs twice or is also a source, or
-            a segment is negative.
+        IndexError: a slot does not exist in the slab, a target occurs twice or is also the source
+            of another token, or a segment is negative.
     """
     if segments is None:
         segments = torch.zeros(sources.shape, dtype=torch.int32)
@@ -72,7 +74,7 @@ def check_moves(
         )
     sources, targets, segments = sources.cpu(), targets.cpu(), segments.cpu()
     checked = check_slots(slab, sources), check_slots(slab, targets, distinct=True)
-    if (both := torch.isin(targets, sources)).any():
+    if (both := torch.isin(targets, sources[sources != targets])).any():
         raise IndexError(
             f"asked to move a token to slot {int(targets[both][0])} and that slot's to another; "
             "which is first would be left to chance"
@@ -84,6 +86,19 @@ def check_moves(
         segments = segments.pin_memory()  # a copy from pageable memory would block
     segments = segments.to(slab.device, non_blocking=True, copy=True)
     return Moves(*checked, segments, tables)
+
+
+def guaranteed_moves(
+    slab: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, segments: torch.Tensor
+) -> Moves:
+    """Returns copies of tokens that the caller guarantees to be valid; does not read the indices.
+
+    Args:
+        slab: as for :func:`check_moves`, like the other arguments, which are on its device.
+    """
+    limit = slab.shape[0] * slab.shape[1]
+    rows = Rows(sources, "slot", limit, distinct=False), Rows(targets, "slot", limit, distinct=True)
+    return Moves(*rows, segments, tables=0)
 
 
 def rotate_tokens(
@@ -100,7 +115,8 @@ def rotate_tokens(
 
     Args:
         slab: contiguous ``[blocks, page, layers, 2, kv_heads, head_dim]`` of one of :data:`DTYPES`.
-        moves: result of :func:`check_moves` for this slab or one with as many slots.
+        moves: result of :func:`check_moves` or :func:`guaranteed_moves` for this slab or one with
+            as many slots.
         cosines: cosines of the angles by which the pairs are rotated, contiguous fp32
             ``[segments, rotary_dim / 2]`` on the slab's device. For long distances, compute the
             angles in float64.
@@ -197,7 +213,8 @@ def _narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 # A program copies the keys and values of `tile` heads of one token, across layers. Only the offsets
 # of tokens need int64. Sizes are constants, so that the compiler knows which addresses are aligned.
-# All loads precede all stores: both access the slab, so the compiler could not reorder them.
+# All loads precede all stores: both access the slab, so the compiler could not reorder them. One
+# thread loads and stores an element, so that a token can be its own target.
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     slab,
