@@ -15,6 +15,7 @@ import psutil
 
 from sgl_ext import SUPPORTED_SGLANG, preflight
 from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core import served
 from sgl_ext.engine.core.hooks import installed_sglang
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
@@ -32,7 +33,7 @@ def examine(config: ExtConfig) -> list[Check]:
         _python(),
         _torch(),
         _sglang(),
-        _accelerator(),
+        _accelerator(config),
         _hooks(),
         _memory(),
         _huge_pages(),
@@ -79,13 +80,21 @@ def _sglang() -> Check:
     return Check("SGLang", "ok", found)
 
 
-def _accelerator() -> Check:
+def _accelerator(config: ExtConfig) -> Check:
     try:
-        inactive = cpu.reason_inactive()
+        inactive, found = cpu.reason_inactive(), cpu.accelerator_name()
     except ImportError as error:
         return Check("accelerator", "fail", str(error), "run scripts/setup.sh")
     if inactive is None:
         return Check("accelerator", "ok", "none; the CPU platform is active")
+    unready = {
+        name: why for name in config.sections() if found and (why := served.unready(found, name))
+    }
+    if unready:
+        return Check(
+            "accelerator", "fail", f"{found}; not served on it: {', '.join(unready)}",
+            "; ".join(unready.values()),
+        )  # fmt: skip
     return Check("accelerator", "ok", f"the CPU platform is inactive: {inactive}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,17 @@ class Rope:
     interleaved: bool = False
     """True if the elements of a pair are adjacent (GPT-J), False if they are ``rotary_dim / 2``
     apart (NeoX)."""
+
+    def waves(self, deltas: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Returns the cosines and sines of rotations by ``deltas`` positions.
+
+        Angles are computed in float64.
+
+        Returns:
+            Two float32 ``[deltas, rotary_dim / 2]``.
+        """
+        angles = np.array(deltas, np.float64)[:, None] * np.array(self.frequencies, np.float64)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def frequencies_of(table: NDArray[np.float32]) -> tuple[float, ...]:
@@ -68,9 +80,8 @@ def frequencies_of(table: NDArray[np.float32]) -> tuple[float, ...]:
 class RotatingCopy:
     """Callable that copies the KV of tokens of one layout to positions ``delta`` higher.
 
-    Angles are computed in float64. Products are computed in float32 from the cached keys and
-    rounded once. Chained rotations would lose a bit each time, so a copy must never be the source
-    of another copy.
+    Products are computed in float32 from the cached keys and rounded once. Chained rotations would
+    lose a bit each time, so a copy must never be the source of another copy.
 
     Raises:
         ValueError: the native kernel does not support the layout.
@@ -83,7 +94,7 @@ class RotatingCopy:
             layout.dtype, layout.layers, layout.kv_heads, layout.head_dim,
             rope.rotary_dim, rope.interleaved,
         )  # fmt: skip
-        self._frequencies = np.array(rope.frequencies, np.float64)
+        self._rope = rope
         self._threads = len(os.sched_getaffinity(0))
 
     def __call__(self, runs: NDArray[np.int64], delta: int) -> None:
@@ -94,8 +105,7 @@ class RotatingCopy:
             delta: target position minus source position; may be negative.
         """
         runs = np.ascontiguousarray(runs, np.int64)
-        angles = delta * self._frequencies
-        cosines, sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cosines, sines = self._rope.waves([delta])
         self._native(
             runs.ctypes.data, len(runs), cosines.ctypes.data, sines.ctypes.data, self._threads
         )

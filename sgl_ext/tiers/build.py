@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from sgl_ext.config import Tiers
 from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena, stride_of
@@ -53,10 +54,18 @@ def emulated(
     )  # fmt: skip
 
 
-def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: int = 0) -> TierStack:
+def open_stack(
+    config: Tiers,
+    slab: Slab,
+    streams: Streams | None = None,
+    *,
+    by_layer: bool = False,
+    swapped: int = 0,
+) -> TierStack:
     """Opens the tiers of ``config`` and returns the stack of a scheduler process.
 
     Args:
+        streams: Streams on which the slab is used.
         by_layer: See :class:`~sgl_ext.tiers.copies.DeviceCopies`.
         swapped: Pages of host memory that preempted requests may use.
 
@@ -71,23 +80,27 @@ def open_stack(config: Tiers, slab: Slab, *, by_layer: bool = False, swapped: in
         arena = Arena(slab.layout, capacity // stride_of(slab.layout))
         if arena.back():
             logger.warning("host memory for KV has no huge pages; copies are slower")
-        engine.register(slab.address, slab.reach, owner=slab)
-        engine.register(arena.address, arena.size, owner=arena, pinned=config.ssd is not None)
-        lane: Lane = engine.host_lane()
+        on_device = slab.device is not None
+        engine.register(slab.address, slab.reach, owner=slab, device=on_device)
+        pinned = on_device or config.ssd is not None
+        engine.register(arena.address, arena.size, owner=arena, pinned=pinned)
+        lane: Lane = engine.host_lane() if slab.device is None else engine.cuda_lane(slab.device)
         if link := emulated(engine, config.host.link if config.host else None):
             lane = link(lane)
         slow = emulated(engine, config.host.emulate if config.host else None)
         loads = slow(lane) if slow else lane
-        copies = DeviceCopies(engine, lane, slab, arena, loads=loads, by_layer=by_layer)
+        copies = DeviceCopies(
+            engine, lane, slab, arena, loads=loads, streams=streams, by_layer=by_layer
+        )
         wake = threading.Event()
         lower: list[LowerTier] = []
         for tier, keep_after in _lower_tiers(config, arena, engine):
             lower.append(ThreadedTier(tier, keep_after=keep_after, wake=wake.set))
             undo.callback(lower[-1].close)
         stack = TierStack(
-            HostPages(arena.pages),
+            HostPages(arena.pages, copies.reading),
             copies,
-            LayerLoads(copies.groups, COPY_DEADLINE_S),
+            LayerLoads(copies.groups, COPY_DEADLINE_S, copies.streams),
             lower,
             wait=config.wait,
             wake=wake,

@@ -1,21 +1,34 @@
-"""Copies between the device's slab and an arena: stores of whole pages, loads layer by layer."""
+"""Copies between the device's slab and an arena: pages, layers of pages, and tokens of pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext.memory.in_flight import BlocksInFlight
+from sgl_ext.memory.in_flight import BlocksInFlight, Together
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.transfer import Lane, Priority, Ticket, TransferEngine
+from sgl_ext.memory.streams import Streams
+from sgl_ext.memory.transfer import (
+    Lane,
+    Priority,
+    Ticket,
+    TransferCancelledError,
+    TransferEngine,
+    TransferError,
+)
 from sgl_ext.tiers.arena import Arena, Pages
 
 
 class DeviceCopies:
     """Copies of pages between ``slab`` and ``arena``, both registered with ``engine``.
+
+    A copy begins when the work on ``streams`` has ended that was submitted before it: a store must
+    not read a block before the forward that writes it, and a load must not write a block that an
+    earlier forward may still use.
 
     A page has the bytes of a block, so a run of blocks that goes to a run of pages is one copy
     with a row for each page. A load copies groups of layers, and the first group is small: the
@@ -24,6 +37,7 @@ class DeviceCopies:
     Args:
         lane: Lane for stores.
         loads: Lane for loads; ``lane`` if not given.
+        streams: Streams whose work uses the slab.
         by_layer: Whether :meth:`store` and :meth:`fill` copy the keys and the values of each page
             and layer separately, as for a pool with one tensor per layer. A baseline for
             measurements.
@@ -37,8 +51,10 @@ class DeviceCopies:
         arena: Arena,
         *,
         loads: Lane | None = None,
+        streams: Streams | None = None,
         by_layer: bool = False,
     ) -> None:
+        self.streams = streams or Streams()
         self._by_layer = by_layer
         self._engine = engine
         self._lane = lane
@@ -49,6 +65,8 @@ class DeviceCopies:
         """Layout of a page."""
         self.in_flight = BlocksInFlight(slab.blocks)
         """Blocks that a copy reads or writes, although they may have a new owner."""
+        self.reading = BlocksInFlight(arena.pages)
+        """Pages of the arena that a copy reads, although their slots may have a new owner."""
         self.groups = tuple(layer_groups(slab.layout.layers))
         """Layers ``(first, end)`` of each group of a load, in order."""
 
@@ -63,15 +81,47 @@ class DeviceCopies:
         """
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = copy_rows(device, host, width, height, pitch, stride)
-        ticket = self._engine.submit(rows, self._lane, priority)
+        ticket = self._engine.submit(rows, self._lane, priority, self.streams.busy())
         self.in_flight.begin(blocks, ticket)
         return ticket
 
-    def fill(self, pages: Pages, blocks: Pages) -> Ticket:
-        """Starts to copy ``pages`` to ``blocks`` of the slab, with the highest priority."""
+    def fill(self, pages: Pages, blocks: Pages, priority: Priority = Priority.URGENT) -> Ticket:
+        """Starts to copy ``pages`` to ``blocks`` of the slab.
+
+        The pages are :attr:`reading` until the ticket is finished.
+        """
         device, host, width, height, pitch, stride = self._runs(blocks, pages)
         rows = copy_rows(host, device, width, height, stride, pitch)
-        return self._engine.submit(rows, self._loads, Priority.URGENT)
+        ticket = self._engine.submit(rows, self._loads, priority, self.streams.busy())
+        self.reading.begin(pages, ticket)
+        return ticket
+
+    def fill_tokens(self, places: Pages, slots: Pages) -> Ticket:
+        """Starts to copy tokens of pages to ``slots`` of the slab, before all other copies.
+
+        The pages are :attr:`reading` until the ticket is finished.
+
+        Args:
+            places: Tokens in the arena, each as its page times the tokens of a page plus its offset
+                in the page, int64 ``[tokens]``; at least one.
+            slots: Slots of the slab, in the same order.
+        """
+        layout, stride = self._slab.layout, self._arena.stride
+        size, pages = layout.token_bytes, places // layout.page
+        # A piece is a run of tokens within a page. Pieces of one length whose sources are a page
+        # apart, and whose targets are contiguous, are the rows of one copy.
+        cut = (np.diff(places) != 1) | (np.diff(slots) != 1) | (np.diff(pages) != 0)
+        first = np.flatnonzero(np.concatenate(([True], cut)))
+        source = self._arena.address + pages[first] * stride + places[first] % layout.page * size
+        target = self._slab.address + slots[first] * size
+        width = np.diff(first, append=len(places)) * size
+        same = (np.diff(width) == 0) & (np.diff(source) == stride) & (np.diff(target) == width[1:])
+        row = np.flatnonzero(np.concatenate(([True], ~same)))
+        height = np.diff(row, append=len(first))
+        rows = copy_rows(source[row], target[row], width[row], height, stride, width[row])
+        ticket = self._engine.submit(rows, self._loads, Priority.URGENT, self.streams.busy())
+        self.reading.begin(pages, ticket)
+        return ticket
 
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
         """Returns the geometry of the copies between ``blocks`` and ``pages``.
@@ -98,14 +148,24 @@ class DeviceCopies:
     def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """Starts to copy ``pages`` to ``blocks`` of the slab layer by layer, the last layer first.
 
+        Their priority is not the highest, so that loads can be cancelled before they are
+        dispatched. The pages are :attr:`reading` until all tickets are finished.
+
         Returns:
             One ticket for each layer; the index is the layer's number.
         """
         layers = self._slab.layout.layers
-        return self.load(pages, blocks, [(at, at + 1) for at in reversed(range(layers))])[::-1]
+        groups = [(at, at + 1) for at in reversed(range(layers))]
+        tickets = self.load(pages, blocks, groups, Priority.NORMAL)
+        self.reading.begin(pages, Together(tickets))
+        return tickets[::-1]
 
     def load(
-        self, pages: Pages, blocks: Pages, groups: Sequence[tuple[int, int]] | None = None
+        self,
+        pages: Pages,
+        blocks: Pages,
+        groups: Sequence[tuple[int, int]] | None = None,
+        priority: Priority = Priority.URGENT,
     ) -> list[Ticket]:
         """Starts to copy ``pages`` to ``blocks`` of the slab, group of layers by group of layers.
 
@@ -128,6 +188,7 @@ class DeviceCopies:
             pitches = (layout.token_bytes, layout.token_bytes)
         sources = self._arena.address + pages[first] * stride
         targets = self._slab.address + blocks[first] * layout.block_bytes
+        busy = self.streams.busy()
         return [
             self._engine.submit(
                 copy_rows(
@@ -138,7 +199,8 @@ class DeviceCopies:
                     *pitches,
                 ),
                 self._loads,
-                Priority.URGENT,
+                priority,
+                busy,
             )
             for begin, end in (self.groups if groups is None else groups)
         ]
@@ -161,14 +223,23 @@ class LayerLoads:
     """Layer-wise completion of loads, which a forward waits for; SGLang's ``layer_done_counter``.
 
     There is one load for each batch that is being built or run. A ticket covers a group of layers.
-    The native engine waits without the GIL.
+    On a device with streams, the forward's stream waits and not the host.
 
     Args:
         groups: Layers ``(first, end)`` of each group, as in :attr:`DeviceCopies.groups`.
         deadline: Seconds that a wait for one ticket may take.
+        streams: Streams whose work uses the loaded layers.
     """
 
-    def __init__(self, groups: Sequence[tuple[int, int]], deadline: float) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, int]],
+        deadline: float,
+        streams: Streams | None = None,
+    ) -> None:
+        self._streams = streams or Streams()
+        self._fenced: set[tuple[int, int]] = set()
+        """Load and group that the current forward waits for already."""
         self._group_of = [at for at, (begin, end) in enumerate(groups) for _ in range(begin, end)]
         self._deadline = deadline
         self._loads: dict[int, list[Ticket]] = {}
@@ -187,13 +258,18 @@ class LayerLoads:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Waits until ``layer`` of the consumer's load has landed, failed or passed the deadline.
+        """Makes the forward wait until ``layer`` of the consumer's load has landed.
 
-        :meth:`finish` reports a failure.
+        It goes on if the load has failed or passed the deadline, which :meth:`finish` reports.
         """
         tickets = self._loads.get(self.consumer_index)
-        if tickets is not None:
-            _landed(tickets[self._group_of[layer]], self._deadline)
+        if tickets is None:
+            return
+        group = self._group_of[layer]
+        if (step := (self.consumer_index, group)) not in self._fenced:
+            self._fenced.add(step)
+            with suppress(TransferError, TransferCancelledError, TimeoutError):
+                tickets[group].fence(self._streams.current(), self._deadline)
 
     def finish(self, index: int) -> float | None:
         """Waits for a whole load and forgets it.
@@ -210,6 +286,7 @@ class LayerLoads:
             # The load stays known: a second call must not take it for one that has landed.
             raise TimeoutError(f"a copy from host memory took over {self._deadline} s")
         self._loads.pop(index, None)
+        self._fenced = {step for step in self._fenced if step[0] != index}
         return max((each.seconds for each in tickets), default=0.0) if all(landed) else None
 
     def reset(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.demotion import Demotions
@@ -55,18 +55,37 @@ class Holds:
         self._host.unpin(pages)
 
     def fill(self, pages: Pages, blocks: Pages) -> None:
-        """Copies pinned ``pages`` into ``blocks`` of the device, and waits for the copy.
+        """Copies pinned ``pages`` into ``blocks`` of the device before the calling thread's next
+        work on the device.
+
+        The pages may be unpinned as soon as it returns.
 
         Raises:
             TimeoutError: The copy is still in progress; the blocks must not be read.
             TransferError: The copy failed; the blocks must not be read.
             TransferCancelledError: The engine was closed; the blocks must not be read.
         """
-        self.begin_fill(pages, blocks).wait(COPY_DEADLINE_S)
+        self.begin_fill(pages, blocks).fence(self._copies.streams.current(), COPY_DEADLINE_S)
 
-    def begin_fill(self, pages: Pages, blocks: Pages) -> Ticket:
-        """Starts to copy pinned ``pages`` into ``blocks`` of the device."""
-        return self._copies.fill(pages, blocks)
+    def fill_tokens(self, places: Pages, slots: Pages) -> None:
+        """Copies tokens of pinned pages to ``slots`` of the device, like :meth:`fill`.
+
+        Args:
+            places: See :meth:`~sgl_ext.tiers.copies.DeviceCopies.fill_tokens`.
+        """
+        ticket = self._copies.fill_tokens(places, slots)
+        ticket.fence(self._copies.streams.current(), COPY_DEADLINE_S)
+
+    def begin_fill(
+        self, pages: Pages, blocks: Pages, priority: Priority = Priority.URGENT
+    ) -> Ticket:
+        """Starts to copy pinned ``pages`` into ``blocks`` of the device.
+
+        Args:
+            priority: Below urgent for copies that may still be cancelled: a CUDA lane dispatches
+                urgent ones at once.
+        """
+        return self._copies.fill(pages, blocks, priority)
 
     def fill_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """Starts to copy pinned ``pages`` into ``blocks`` of the device, the last layer first.

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import runs_of
+from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.tiers.arena import Key, Pages
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,15 @@ class HostPages:
     without the pages before it. Pinned pages are not evicted.
 
     Not thread-safe: only the scheduler's thread uses it.
+
+    Args:
+        reading: Slots that copies to the device still read, although they may be free; None if
+            the owner of a slot waits for such copies itself.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, reading: BlocksInFlight | None = None) -> None:
         self.capacity = capacity
+        self._reading = reading
         self._groups = BlockGroups(capacity, page=1, first=0, expected_tokens=_EXPECTED_PAGES)
         self._chains: OrderedDict[int, None] = OrderedDict()
         self._chain_of = np.full(capacity, -1, np.int64)
@@ -120,7 +127,7 @@ class HostPages:
 
         Returns:
             The slots ``[count]``; None, with nothing changed, if too many are pinned or reserved,
-            or it is disabled.
+            or it is disabled. No copy reads them any more.
         """
         lacking = count - self._groups.available
         if not self.enabled or count > self.capacity or not self._evict(lacking):
@@ -129,6 +136,8 @@ class HostPages:
         (runs,) = self._groups.allocate([(chain, count)]) or [[]]
         found = [np.arange(start, start + length) for start, length in runs]
         pages = np.concatenate(found) if found else np.empty(0, np.int64)
+        if self._reading is not None:
+            self._reading.wait(pages, COPY_DEADLINE_S)
         self._chain_of[pages] = -1 if chain is None else chain
         return pages
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from sgl_ext.clock import Clock
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
+from sgl_ext.memory.streams import Streams
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.demotion import Demotions
@@ -168,6 +169,11 @@ class TierStack:
     def enabled(self) -> bool:
         """True unless the tiers were disabled or closed."""
         return self.host.enabled
+
+    @property
+    def streams(self) -> Streams:
+        """Streams of the device on which the KV pool is used."""
+        return self._copies.streams
 
     @property
     def in_flight(self) -> BlocksInFlight:

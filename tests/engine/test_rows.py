@@ -68,7 +68,7 @@ def main():
     model, prompts, page, chunk, state = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=page, max_total_tokens=4096, dtype="float32",
                     log_level="warning", enable_tokenizer_batch_encode=True,
-                    chunked_prefill_size=chunk, enable_ext=True,
+                    chunked_prefill_size=chunk, enable_ext=True, max_running_requests=3,
                     disable_overlap_schedule=page == 16)
     results = []
     for seed in range(3):

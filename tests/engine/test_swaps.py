@@ -47,6 +47,9 @@ class Lost:
     def wait(self, timeout):
         raise TransferError(5, "a fault of the test's", 0, 0)
 
+    def fence(self, stream, timeout):
+        self.wait(timeout)
+
 def load(self, swapped, blocks, original=SwapManager.load, calls=[0]):
     calls[0] += 1
     if calls[0] % 7:

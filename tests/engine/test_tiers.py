@@ -22,11 +22,11 @@ if __name__ != "__main__":  # a scheduler, which imports this file first
     choose = random.Random(os.getpid())
     own = by_layers.taken_back, rows.handed_over
 
-    def taken_back(ticket):
+    def taken_back(ticket, streams):
         if choose.random() < 0.3:
             with suppress(TransferCancelledError):
                 ticket.wait(60)  # computing and loading meet here
-        return own[0](ticket)
+        return own[0](ticket, streams)
 
     def handed_over(*arguments):
         with open(os.environ["MEETINGS"], "a") as file:

@@ -40,6 +40,9 @@ class DelayedTicket:
         if self._state == State.CANCELLED:
             raise TransferCancelledError("cancelled")
 
+    def fence(self, stream: int | None, timeout: float) -> None:
+        self.wait(timeout)
+
     def cancel(self) -> bool:
         """Cancels a pending copy with probability 1/2; otherwise it counts as begun and goes on.
 

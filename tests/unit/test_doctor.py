@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from sgl_ext import doctor, preflight
 from sgl_ext.cli import app
 from sgl_ext.config import SECTIONS, load
+from sgl_ext.engine.core import served
+from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 from sgl_ext.peer import directory
@@ -43,6 +45,27 @@ def test_this_machine_runs_the_default_configuration() -> None:
             "io_uring", "shared memory", *SECTIONS} <= set(names)  # fmt: skip
     hooks = next(check for check in report["checks"] if check["name"] == "hooks")
     assert hooks["found"] == "all hooks and seams are available; platform NativeCpuPlatform"
+
+
+@pytest.mark.parametrize("found", ["cuda", "rocm"])
+def test_sections_that_are_not_implemented_for_the_accelerator_fail_the_check(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "accelerator_name", lambda: found)
+    clusters = {"directories": ["/tmp"]}
+    both = load({"tiers": {"host": {"capacity": "1MiB"}}, "clusters": clusters})
+    check = doctor._accelerator(both)
+    assert (check.verdict, check.found) == (
+        "fail", f"{found}; not served on it: tiers, clusters",
+    )  # fmt: skip
+    ready = served.READY.get(found, ())
+    for name in ("tiers", "clusters"):
+        why = "only been run on a simulated device" if name in ready else "not implemented"
+        assert f"{name} " in check.todo
+        assert why in check.todo
+    assert doctor._accelerator(load({})).verdict == "ok"
+    monkeypatch.setenv("SGLANG_PLATFORM", "sgl_ext_cpu")
+    assert doctor._accelerator(both).verdict == "ok"
 
 
 def test_a_missing_directory_fails_the_check(tmp_path: Path) -> None:

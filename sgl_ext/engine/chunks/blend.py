@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.engine.kv.indices import Download, upload
 from sgl_ext.engine.step.layerwise import Layers, first_rows, layer_by_layer
 from sgl_ext.engine.step.rows import Row
 
@@ -52,19 +53,22 @@ def blending(
     begin = first_rows(planned, candidates, parts)
     pool = runner.token_to_kv_pool.get_value_buffer(BLEND_LAYERS - 1)
     starts = np.cumsum([0, *lengths])
-    slots = {
-        at: batch.out_cache_loc[starts[at] + torch.from_numpy(each.positions) - prefixes[at]]
-        for at, each in candidates.items()
-    }
+    slots = {}
+    for at, each in candidates.items():
+        tokens = torch.from_numpy(starts[at] + each.positions - prefixes[at])
+        slots[at] = batch.out_cache_loc[upload(tokens, batch.out_cache_loc.device)]
     linked = {at: pool[each].clone() for at, each in slots.items()}
 
     def run(first: Layers) -> object:
         first.run(0, BLEND_LAYERS)
         rest = [part for part in parts if part.request not in candidates]
+        chosen = {}
         for at, each in candidates.items():
             changed = (pool[slots[at]].float() - linked[at].float()).square().sum((1, 2))
-            chosen = each.positions[changed.topk(each.wanted).indices.cpu().numpy()]
-            rest += _joined(at, [part for part in parts if part.request == at], chosen)
+            chosen[at] = Download(changed.topk(each.wanted).indices)
+        for at, each in candidates.items():
+            selected = each.positions[chosen[at].numpy()]
+            rest += _joined(at, [part for part in parts if part.request == at], selected)
         rest.sort()
         with planned.cutting_over(begin, rest, first.batch) as second:
             return Layers(runner.model, second).run(

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 
 from sgl_ext.chunks.composition import LEAD, Composition, Selection
 from sgl_ext.chunks.methods import BLEND_LAYERS
-from sgl_ext.chunks.rotation import FROM, FROM_PITCH, TO, TO_PITCH, TOKENS, RotatingCopy
 from sgl_ext.engine.chunks.blend import Candidates
+from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.chunks.parameters import composition_of
 from sgl_ext.engine.chunks.report import Linked, report
-from sgl_ext.engine.chunks.rope import rotation_of
+from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
+from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.streams import Streams, streams_of
 from sgl_ext.plan import Link, PrefillPlan, Span
 
 _LEADS = 4
@@ -45,7 +47,8 @@ class ChunkLinks:
         search: finds the KV of chunks.
         pool: SGLang's KV pool, a view of the slab.
         slab: memory that holds the KV.
-        copy: copies KV to other positions.
+        move: copies KV to other positions.
+        streams: streams of the device that has the slab.
         plans: plans by request id; receives the plan of each request that is acquired.
     """
 
@@ -54,14 +57,16 @@ class ChunkLinks:
         search: ChunkSearch,
         pool: KVPool,
         slab: Slab,
-        copy: RotatingCopy,
+        move: Moves,
+        streams: Streams,
         plans: dict[str, PrefillPlan],
     ) -> None:
         self._search = search
         self._plans = plans
         self._slab = slab
         self._pool = pool
-        self._copy = copy
+        self._move = move
+        self._streams = streams
         self._requests: dict[str, LinkedRequest] = {}
         self._asked: dict[str, list[str]] = {}
         """Names of the searches for the chunks of waiting requests, by request id."""
@@ -118,18 +123,18 @@ class ChunkLinks:
         if not computing:
             if (wanted := self._lead(req, have)) is not None:
                 found[LEAD] = self._search.find(_name(req, LEAD), wanted)
-                have = max(have, len(found[LEAD].addresses))
+                have = max(have, found[LEAD].tokens)
             for number, wanted in _chunks(req, have):
                 found[number] = self._search.find(_name(req, number), wanted)
         self.forget(req.rid)
         available = [
-            len(found[number].addresses) if number in found else 0
+            found[number].tokens if number in found else 0
             for number in range(len(composition.chunks))
         ]
         plan = composition.plan(
             len(req.origin_input_ids),
             available,
-            len(found[LEAD].addresses) if LEAD in found else 0,
+            found[LEAD].tokens if LEAD in found else 0,
             blend_share=BLEND_LAYERS / self._slab.layout.layers,
         )
         self._requests[req.rid] = LinkedRequest(composition, plan, found)
@@ -137,23 +142,28 @@ class ChunkLinks:
         return report(composition, plan, req.prefix_len)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        """Copies the linked KV of tokens ``start .. end - 1`` to the ``slots`` of these tokens."""
+        """Copies the linked KV of tokens ``start .. end - 1`` to the ``slots`` of these tokens.
+
+        The KV is in place for the calling thread's next work on the device.
+        """
         if (request := self._requests.get(rid)) is None:
             return
         spans: dict[Link, list[Span]] = {}
         for span in request.plan.between(start, end):
             if isinstance(span.source, Link):
                 spans.setdefault(span.source, []).append(span)
+        moves = []
         for link, parts in spans.items():
             if (chunk := request.found.get(link.chunk)) is None:
                 raise RuntimeError(
                     f"{rid}: {link} has tokens from {start} on, but its KV was not looked up"
                 )
-            sources = np.concatenate(
-                [chunk.addresses[one.start - link.at : one.end - link.at] for one in parts]
-            )
-            targets = np.concatenate([slots[one.start - start : one.end - start] for one in parts])
-            self._copy(self._runs(sources, targets), link.at - chunk.origin)
+            positions = np.concatenate([np.arange(one.start, one.end) for one in parts])
+            delta = link.at - chunk.origin
+            targets = slots[positions - start]
+            moves.append(Move(chunk.slots, chunk.places, positions - link.at, targets, delta))
+        if moves:
+            self._move(moves)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
         """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.
@@ -185,15 +195,16 @@ class ChunkLinks:
             self._search.let_go(found)  # nothing is evicted before this method returns
             if len(found.slots) < len(tokens):
                 return None
-            ways.append(torch.from_numpy(found.slots))
+            ways.append(found.slots)
         one, other = ways
-        changed = torch.zeros(len(tokens))
+        self._streams.synchronize()  # a forward in flight may write KV that the tree has already
+        changed = torch.zeros(len(tokens), device=one.device)
         for layer in range(self._slab.layout.layers):
             values = self._pool.get_value_buffer(layer)
             here, there = values[one].float(), values[other].float()
             changed += (here - there).square().sum((1, 2)) / there.square().sum((1, 2))
         most = min(selection.count, len(tokens))
-        chosen: list[int] = changed.topk(most).indices.sort().values.tolist()
+        chosen: list[int] = on_host(changed.topk(most).indices.sort().values).tolist()
         return chosen
 
     def release(self, rid: str) -> None:
@@ -235,23 +246,6 @@ class ChunkLinks:
             if prefix < end <= most
         )
 
-    def _runs(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the table of runs of a copy, int64 ``[runs, 5]``, see :class:`RotatingCopy`.
-
-        Args:
-            sources: addresses of the tokens, in the order of the prompt.
-            targets: slots of the tokens, in the same order.
-        """
-        size = self._slab.layout.token_bytes
-        breaks = (np.diff(sources) != size) | (np.diff(targets) != 1)
-        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        runs = np.empty((len(first), 5), np.int64)
-        runs[:, FROM] = sources[first]
-        runs[:, TO] = self._slab.address + targets[first] * size
-        runs[:, TOKENS] = np.diff(first, append=len(sources))
-        runs[:, [FROM_PITCH, TO_PITCH]] = size
-        return runs
-
 
 def _name(req: Req, number: int) -> str:
     """Returns the name of the search for a chunk of the request."""
@@ -285,8 +279,14 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     Raises:
         ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
-    slab = ext.require_slab("chunks")
-    copy = rotation_of(scheduler.tp_worker.model_runner.model, slab.layout)
-    pool = scheduler.tp_worker.model_runner.token_to_kv_pool
-    search = ChunkSearch(scheduler.tree_cache, slab, None if ext.tiers is None else ext.tiers.stack)
-    return ChunkLinks(search, pool, slab, copy, ext.plans)
+    slab, runner = ext.require_slab("chunks"), scheduler.tp_worker.model_runner
+    stack = None if ext.tiers is None else ext.tiers.stack
+    rope, holds = verified_rope(runner.model, slab.layout), None if stack is None else stack.holds
+    return ChunkLinks(
+        ChunkSearch(scheduler.tree_cache, stack),
+        runner.token_to_kv_pool,
+        slab,
+        moves_of(slab.layout, rope, slab.tensor(), holds),
+        streams_of(slab.device, None),
+        ext.plans,
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import warmup
-from sgl_ext.engine.core.attention_backends import require_store_first
+from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.sglang_types import (
@@ -76,7 +76,7 @@ class ChunksPower(Power[Chunks]):
 
         from sgl_ext.engine.chunks.links import open_links
 
-        require_store_first(scheduler.tp_worker.model_runner, self.name)
+        require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
         self.links = open_links(scheduler, ext)
         if get_observability().enable_metrics:

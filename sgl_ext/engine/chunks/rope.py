@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
+from sgl_ext.chunks.rotation import Rope, frequencies_of
+from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.core import hooks
 from sgl_ext.memory.slab import Layout
 
@@ -22,30 +23,33 @@ _ROUNDING = 0.05
 bfloat16; a wrong angle changes all of it."""
 
 
-def rotation_of(model: torch.nn.Module, layout: Layout) -> RotatingCopy:
-    """Returns the copy that moves the model's KV to other positions, after trial moves.
+def verified_rope(model: torch.nn.Module, layout: Layout) -> Rope:
+    """Returns the embedding by which the model's KV is moved, after trial moves on its device.
 
     Raises:
-        ActivationError: the model's keys cannot be moved by one rotation, the copy does not
+        ActivationError: the model's keys cannot be moved by one rotation, the kernel does not
             support the layout, or a trial move differs from the key that the model computes there.
     """
     embedding = _embedding_of(model)
+    rope, device = _rope_of(embedding), embedding.cos_sin_cache.device
+    shape = (1, 2, layout.layers, 2, layout.kv_heads, layout.head_dim)
+    slab = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
     try:
-        copy = RotatingCopy(layout, _rope_of(embedding))
+        move = moves_of(layout, rope, slab)
     except ValueError as error:
         raise hooks.ActivationError(
             f"chunks do not support this KV layout: {error}; remove the chunks section"
         ) from None
     longest = len(embedding.cos_sin_cache) - 1
     for start, end in ((min(start, longest), min(end, longest)) for start, end in _MOVES):
-        off = _error_of(embedding, layout, copy, start, end)
+        off = _error_of(embedding, slab, move, start, end)
         if not off <= _ROUNDING:
             raise hooks.ActivationError(
                 f"keys moved from position {start} to {end} differ by {off:.2g} from the keys "
                 f"that the model computes there (rounding is below {_ROUNDING}), so this model "
                 "cannot be served with chunks; remove the chunks section"
             )
-    return copy
+    return rope
 
 
 def require_architecture(name: str) -> None:
@@ -79,19 +83,25 @@ def _rope_of(embedding: Any) -> Rope:
     return Rope(embedding.rotary_dim, frequencies, not embedding.is_neox_style)
 
 
-def _error_of(embedding: Any, layout: Layout, copy: RotatingCopy, start: int, end: int) -> float:
+def _error_of(embedding: Any, slab: torch.Tensor, move: Moves, start: int, end: int) -> float:
     """Returns the largest error of a token's KV that is moved from ``start`` to ``end``, relative
-    to its largest element."""
-    dtype = getattr(torch, layout.dtype)
+    to its largest element.
+
+    Args:
+        slab: memory of two tokens, ``[1, 2, layers, 2, kv_heads, head_dim]``.
+        move: moves within ``slab``.
+    """
+    layers, _, kv_heads, head_dim = slab.shape[2:]
     chance = torch.Generator().manual_seed(start)
-    key = torch.randn(1, layout.kv_heads * layout.head_dim, generator=chance).to(dtype)
+    key = torch.randn(1, kv_heads * head_dim, generator=chance).to(slab)
 
     def cached(position: int) -> torch.Tensor:
         """Returns the KV of one token in every layer; V is the key before its rotation."""
-        _, keys = embedding(torch.tensor([position]), key.clone(), key.clone())
-        return torch.stack([keys.view(-1), key.view(-1)]).repeat(layout.layers, 1)
+        positions = torch.tensor([position], device=slab.device)
+        _, keys = embedding(positions, key.clone(), key.clone())
+        return torch.stack([keys.view(-1), key.view(-1)]).repeat(layers, 1).view(slab.shape[2:])
 
-    there, moved, right = cached(start), torch.empty_like(cached(start)), cached(end)
-    size = layout.token_bytes
-    copy(np.array([[there.data_ptr(), moved.data_ptr(), 1, size, size]]), end - start)
-    return float((moved - right).abs().max() / right.abs().max())
+    slab[0, 0], right, first = cached(start), cached(end), np.zeros(1, np.int64)
+    slots = torch.zeros(1, dtype=torch.int64, device=slab.device)
+    move([Move(slots, first[:0], first, first + 1, end - start)])
+    return float((slab[0, 1] - right).abs().max() / right.abs().max())

@@ -14,9 +14,10 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sgl_ext.chunks.composition import path_of
 from sgl_ext.engine.core.sglang_types import MatchResult, RadixTree, TreeLock
-from sgl_ext.memory.slab import Slab
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl_ext.tiers.arena import Key, Pages
     from sgl_ext.tiers.stack import TierStack
 
@@ -40,15 +41,21 @@ class Wanted:
 class Found:
     """Location of a text's KV, which is kept there until :meth:`ChunkSearch.let_go`."""
 
-    addresses: NDArray[np.int64]
-    """Addresses of the leading tokens whose KV is available, int64 ``[tokens]``."""
-    slots: NDArray[np.int64]
-    """Slots of the leading tokens whose KV is on the device, int64 ``[tokens]``."""
+    slots: torch.Tensor
+    """Slots of the leading tokens, whose KV is on the device, int64 ``[tokens]`` there."""
+    places: NDArray[np.int64]
+    """Places in host memory of the tokens behind them, int64 ``[tokens]``: the page times the
+    tokens of a page, plus the offset in the page."""
     origin: int
     """Position at which the first token was computed."""
     lock: TreeLock
     pages: Pages
     """Pinned slots of host memory."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of leading tokens whose KV is available."""
+        return len(self.slots) + len(self.places)
 
 
 class ChunkSearch:
@@ -56,13 +63,11 @@ class ChunkSearch:
 
     Args:
         tree: SGLang's radix cache.
-        slab: memory that holds the KV.
         tiers: tiers beyond the device; None if there are none.
     """
 
-    def __init__(self, tree: RadixTree, slab: Slab, tiers: TierStack | None) -> None:
+    def __init__(self, tree: RadixTree, tiers: TierStack | None) -> None:
         self._tree = tree
-        self._slab = slab
         self._tiers = tiers
 
     @property
@@ -108,23 +113,19 @@ class ChunkSearch:
         """
         match, begin, keys = self._match(wanted)
         node, root = match.last_device_node, self._tree.root_node_handle(wanted.namespace)
-        slots = self._tree.tree_core.collect_full_device_indices(node, root).numpy()
+        slots = self._tree.tree_core.collect_full_device_indices(node, root)
         lock = self._tree.lock(node)
         start, end = len(wanted.before), len(wanted.before) + len(wanted.tokens)
-        slots = slots[start:end]
-        size = self._slab.layout.token_bytes
-        addresses = self._slab.address + slots * size
-        pages = np.empty(0, np.int64)
+        pages = places = np.empty(0, np.int64)
         if self._tiers is not None:
             pages = self._tiers.holds.hold(name, keys)
             shared = self._agreed(len(pages))
             self._tiers.holds.let_go(pages[shared:])  # not in the host memory of every rank
             pages = pages[:shared]
-            starts = self._tiers.holds.addresses(pages)
-            places = starts[:, None] + np.arange(self._tree.page_size) * size
-            behind = places.ravel()[max(start - begin, 0) : end - begin]
-            addresses = np.concatenate([addresses, behind])
-        return Found(addresses, slots, start, lock, pages)
+            page = self._tree.page_size
+            every = (pages[:, None] * page + np.arange(page)).ravel()
+            places = every[max(start - begin, 0) : end - begin]
+        return Found(slots[start:end], places, start, lock, pages)
 
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)

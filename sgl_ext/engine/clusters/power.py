@@ -18,6 +18,7 @@ from sgl_ext.engine.clusters import hooks
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.requests import present
+from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
     PrefillAdder,
@@ -66,6 +67,10 @@ class ClustersPower(Power[Clusters]):
 
     stored: StoredContexts
     recorder: Recorder
+
+    def attention(self) -> dict[Property, str]:
+        own = (Property.OWN, Property.EAGER_DECODE)
+        return {**dict.fromkeys(own, self.name), **super().attention()}
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.clusters import api

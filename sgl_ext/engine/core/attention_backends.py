@@ -1,102 +1,108 @@
-"""Attention backends that run in a scheduler, and the requirements of powers on them.
+"""Attention backends that are configured or run in a scheduler, and the requirements of powers.
 
-Powers that change what attention reads check the backends after the model is loaded and before the
-server is ready. Only a backend that runs decides, not one that could run on this machine.
+Requirements are checked on the resolved arguments before a model is loaded, and on the running
+backends before the server is ready, because models may wrap or replace the configured ones.
+:mod:`~sgl_ext.engine.core.served` has the facts about each backend.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sgl_ext.engine.core import served
+from sgl_ext.engine.core.served import Phases, Property
 from sgl_ext.engine.core.sglang_types import ModelRunner, ServerArgs
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
-_SGLANG = "sglang.srt.layers.attention"
-OWN = "sgl_ext.engine.cpu.attention.CpuAttnBackend"
-_STORE_FIRST = {
-    OWN,
-    f"{_SGLANG}.torch_native_backend.TorchNativeAttnBackend",
-    f"{_SGLANG}.triton_backend.TritonAttnBackend",
-    f"{_SGLANG}.flashattention_backend.FlashAttentionBackend",
-    f"{_SGLANG}.trtllm_mha_backend.TRTLLMHAAttnBackend",
-}
-"""Classes whose extend writes a layer's new K and V to the pool before it attends.
+if TYPE_CHECKING:
+    from sgl_ext.engine.core.power import Power
 
-FlashInfer is not among them: its ragged prefill attends first. Subclasses do not count, because
-their order may differ, as that of TRT-LLM's backend differs from that of its base class,
-FlashInfer's backend.
-"""
+_HYBRID = "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend"
 
-
-_STORE_FIRST_NAMES = ("torch_native", "triton", "fa3", "trtllm_mha")
-"""Values of SGLang's ``--attention-backend`` that select one of these classes."""
-_OWN_NAME = "torch_native"
-"""Value of ``--attention-backend`` that selects the compiled CPU attention on a CPU."""
+logger = logging.getLogger(__name__)
 
 
 class Running(NamedTuple):
     """SGLang's ``AttentionBackend`` objects that a model's forwards call."""
 
-    prefill: object
-    decode: object
+    prefill: Any
+    decode: Any
 
 
 def running(runner: ModelRunner) -> Running:
     """Returns the backends of a ``ModelRunner`` that is ready to run."""
     whole = runner.attn_backend
-    if _name(whole) == f"{_SGLANG}.hybrid_attn_backend.HybridAttnBackend":
+    if f"{type(whole).__module__}.{type(whole).__qualname__}" == _HYBRID:
         return Running(whole.prefill_backend, whole.decode_backend)
     return Running(whole, getattr(runner, "decode_attn_backend", None) or whole)
 
 
-def require_names(view: ServerArgs, store_first: str | None, own: str | None) -> None:
-    """Checks both requirements before a model is loaded, as far as the arguments tell.
+def configured(view: ServerArgs) -> Phases:
+    """Returns what is known of the backends that arguments select."""
+    device, both = served.device_type(view.device), view.attention_backend
+    names = (view.prefill_attention_backend or both, view.decode_attention_backend or both)
+    return Phases(*(None if name is None else served.configured(device, name) for name in names))
+
+
+def require_configured(view: ServerArgs, powers: Iterable[Power[Any]]) -> None:
+    """Checks that the device and the attention backends of resolved arguments serve the powers.
+
+    Raises:
+        ExtError: they do not serve one of them.
+    """
+    device, found = served.device_type(view.device), configured(view)
+    for power in powers:
+        if reason := served.refusal(device, found, power.name, power.attention()):
+            raise ExtError(reason)
+
+
+def force_paged_prefill(view: ServerArgs, powers: Iterable[Power[Any]]) -> None:
+    """Makes FlashInfer's prefill paged if a power requires a backend that stores first.
+
+    Sets SGLang's environment variable, which the schedulers of this launcher and of later ones in
+    this process inherit.
+
+    Raises:
+        ExtError: the variable is set to another value.
+    """
+    from sglang.srt.environ import envs
+
+    name = view.prefill_attention_backend or view.attention_backend
+    by = next((power.name for power in powers if Property.STORES_FIRST in power.attention()), None)
+    device = served.device_type(view.device)
+    backend = next((each for each in served.BACKENDS.get(device, ()) if each.name == name), None)
+    if by is None or backend is None or not backend.paged_only:
+        return
+    variable = envs.SGLANG_FLASHINFER_USE_PAGED
+    if variable.get():
+        return
+    if variable.is_set():
+        raise ExtError(
+            f"{by} requires the paged prefill of {name}, but {variable.name} disables it; unset "
+            f"the variable, or remove {by}"
+        )
+    variable.set(True)
+    logger.info("%s=1 is set, because %s requires the paged prefill of %s", variable.name, by, name)
+
+
+def require_running(runner: ModelRunner, required: Mapping[Property, str]) -> None:
+    """Checks the attention backends that run.
 
     Args:
-        view: SGLang's arguments.
-        store_first: name of the power that needs :func:`require_store_first`; None if none does.
-        own: name of the power that needs :func:`require_own`; None if none does.
+        required: properties that they must have, each with the power or option that requires it.
 
     Raises:
-        ExtError: an argument names a backend that does not serve the power.
+        ExtError: one of them is not known to have a property.
     """
-    both = view.attention_backend
-    prefill, decode = view.prefill_attention_backend or both, view.decode_attention_backend or both
-    if store_first and prefill and prefill not in _STORE_FIRST_NAMES:
-        raise ExtError(_not_store_first(store_first, prefill))
-    for phase, name in (("prefill", prefill), ("decode", decode)):
-        if own and name and name != _OWN_NAME:
-            raise ExtError(_not_own(own, phase, name))
-
-
-def _not_store_first(power: str, found: str) -> str:
-    return (
-        f"{power} computes parts of a prompt in one forward, which requires a prefill backend "
-        f"that stores K and V before attention, and {found} is not known to do so; use "
-        f"--prefill-attention-backend {', '.join(_STORE_FIRST_NAMES[:-1])} or "
-        f"{_STORE_FIRST_NAMES[-1]}, or remove {power}"
-    )
-
-
-def _not_own(power: str, phase: str, found: str) -> str:
-    return (
-        f"{power} requires the compiled CPU attention, but {phase} runs {found}; use "
-        f"--attention-backend {_OWN_NAME} for both phases, or remove {power}"
-    )
-
-
-def require_store_first(runner: ModelRunner, power: str) -> None:
-    """Checks that the prefill backend stores a layer's K and V before it attends.
-
-    Raises:
-        ExtError: the backend that runs is not known to do so.
-    """
-    found = running(runner).prefill
-    if _name(found) not in _STORE_FIRST:
-        raise ExtError(_not_store_first(power, type(found).__name__))
+    device = served.device_type(str(runner.device))
+    found = Phases(*(served.running(device, each) for each in running(runner)))
+    if reason := served.unsuited(device, found, required):
+        raise ExtError(reason)
 
 
 def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -> None:
@@ -109,9 +115,8 @@ def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -
     Raises:
         ExtError: another backend runs in one of them, or the kernels do not serve the model.
     """
-    for phase, found in running(runner)._asdict().items():
-        if _name(found) != OWN:
-            raise ExtError(_not_own(power, phase, type(found).__name__))
+    require_running(runner, {Property.OWN: power})
+    for found in running(runner):
         query = torch.empty(1, layout.kv_heads, layout.head_dim, dtype=runner.dtype)
         keys = query.to(getattr(torch, layout.dtype))
         if not found.is_native(query, keys, keys, scale):
@@ -122,8 +127,3 @@ def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -
                 f"{layout.head_dim} here; run sgl-ext doctor to see what is compiled, or remove "
                 f"{power}"
             )
-
-
-def _name(backend: object) -> str:
-    kind = type(backend)
-    return f"{kind.__module__}.{kind.__qualname__}"

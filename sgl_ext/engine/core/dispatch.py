@@ -9,13 +9,14 @@ exceptions are ``positioned``, ``released``, ``weights_changed``
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime, weight_updates
 from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
+from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.powers import powers_of
+from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
     MatchResult,
@@ -27,6 +28,7 @@ from sgl_ext.engine.core.sglang_types import (
 )
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import forward
+from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
 
@@ -36,6 +38,13 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
     if (ext := runtime.current) is None:
         return original(scheduler)
     if not ext.inside_out:
+        ext.timer = ForwardTimer(_stream_of_forwards(ext, scheduler))
+        if ext.slab is not None:
+            strided = {Property.STRIDED: "the block-major KV layout"}
+            try:
+                require_running(scheduler.tp_worker.model_runner, strided)
+            except ExtError as error:
+                refuse(hooks.ActivationError(str(error)))
         for power in powers_of(ext.config):
             try:
                 power.open(ext, scheduler)
@@ -47,6 +56,16 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
     result = original(scheduler)
     result[REPORT_KEY] = {**report(ext.config), "memory": ext.describe_memory()}
     return result
+
+
+def _stream_of_forwards(ext: runtime.ExtRuntime, scheduler: Scheduler) -> Any:
+    if ext.slab is None or ext.slab.device is None:
+        return None
+    import torch
+
+    # Without overlap scheduling, forwards run on the stream of the scheduler.
+    overlapped = scheduler.enable_overlap
+    return scheduler.forward_stream if overlapped else torch.cuda.current_stream(ext.slab.device)
 
 
 def _queue(
@@ -73,6 +92,7 @@ def _queue(
 
 def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
     if (ext := runtime.current) is not None:
+        ext.timer.poll()
         for power in ext.inside_out:
             power.poll()
 
@@ -102,14 +122,15 @@ def _run(
     tokens = ext.computed_tokens(batch) if is_extend else 0  # plans may end with the forward
     for power in ext.outside_in:
         power.forwarding(batch, tokens)
-    begin = time.monotonic()
-    result = original(scheduler, batch, *args, **kw)
-    seconds = time.monotonic() - begin
-    if is_extend:
-        ext.prefill_seconds += seconds
-    for power in ext.inside_out:
-        power.forwarded(batch, tokens, seconds)
-    return result
+
+    def measured(seconds: float) -> None:
+        if is_extend:
+            ext.prefill_seconds += seconds
+        for power in ext.inside_out:
+            power.forwarded(batch, tokens, seconds)
+
+    with ext.timer.measure(measured):
+        return original(scheduler, batch, *args, **kw)
 
 
 def _forward(

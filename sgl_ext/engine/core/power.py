@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from sgl_ext.config import ExtConfig
 from sgl_ext.config.values import Section
 from sgl_ext.engine.core.hooks import Hook, Original
+from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import (
     ForwardBatch,
     GenerateReqInput,
@@ -78,6 +79,15 @@ class Power(Generic[SectionT]):
     def __init__(self, config: ExtConfig, section: SectionT) -> None:
         self.config = config
         self.section = section
+
+    def attention(self) -> dict[Property, str]:
+        """Returns the properties that the power requires of the attention backends.
+
+        Each has the name of what requires it, the power or an option of its section. Every power
+        works on KV in the slab, itself or through tiers.
+        """
+        rows = {Property.STORES_FIRST: self.name} if self.plans_rows else {}
+        return {**rows, Property.STRIDED: self.name}
 
     # --- in the launcher -------------------------------------------------------------------------
 
@@ -247,16 +257,23 @@ class Power(Generic[SectionT]):
         """
 
     def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
-        """Is called after SGLang has run a ``ScheduleBatch``.
+        """Is called when the duration of a forward is known.
+
+        On a GPU later forwards may have been launched by then, and ``batch`` may have changed.
 
         Args:
             tokens: as for :meth:`forwarding`.
-            seconds: duration of the run.
+            seconds: duration of the forward.
         """
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns SGLang's ``ForwardBatch`` with the positions of its tokens."""
         return batch
+
+    def eager(self, batch: ForwardBatch) -> bool:
+        """Returns whether the power changes the attention of a forward, so that no captured CUDA
+        graph can compute it."""
+        return False
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         """Copies KV that exists already into the ``slots`` of tokens ``start .. end - 1``."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
+from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.memory.slab import Slab
 from sgl_ext.plan import PrefillPlan
 
@@ -39,6 +40,7 @@ class ExtRuntime:
     """Prefill plans by request id; requests without one are computed as usual."""
     split: Split | None = None
     """Rows of the running forward; None if it follows no plans."""
+    timer: ForwardTimer = field(default_factory=lambda: ForwardTimer(None))
     prefill_seconds: float = 0.0
     """Total duration of all prefill forwards so far, in seconds."""
     tiers: TiersPower | None = None

@@ -6,7 +6,7 @@ from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import dispatch, hooks, meta_info, runtime
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.kv import install, ownership
-from sgl_ext.engine.step import admission, budget, cached_tokens, forward
+from sgl_ext.engine.step import admission, budget, cached_tokens, forward, graphs
 from sgl_ext.engine.workarounds import beams, logprobs, penalties, stop_patterns, validation
 
 HOOKS = (
@@ -20,6 +20,7 @@ HOOKS = (
     *budget.HOOKS,
     *cached_tokens.HOOKS,
     *forward.HOOKS,
+    *graphs.HOOKS,
     *logprobs.HOOKS,
     *penalties.HOOKS,
     *stop_patterns.HOOKS,

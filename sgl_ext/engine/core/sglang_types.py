@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NewType, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from sgl_ext.engine.kv.known import KnownSlots
     from sgl_ext.memory.in_flight import BlocksInFlight
+    from sgl_ext.memory.streams import Streams
 
 Node = NewType("Node", int)
 """SGLang's ``NodeId`` of a node of ``UnifiedRadixCache``."""
@@ -60,6 +62,8 @@ class ModelConfig(Protocol):
     context_len: int
     vocab_size: int
     hf_config: Any
+    hf_text_config: Any
+    quantization: str | None
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
@@ -189,7 +193,10 @@ class Allocator(Protocol):
 
     page_size: int
     size: int
+    device: str
     in_flight: BlocksInFlight | None
+    streams: Streams
+    known: KnownSlots
 
     def available_size(self) -> int: ...
 
@@ -362,6 +369,7 @@ class Scheduler(Protocol):
 
     page_size: int
     device: str
+    forward_stream: Any
     waiting_queue: list[Req]
     chunked_req: Req | None
     running_batch: ScheduleBatch
@@ -398,6 +406,7 @@ class Scheduler(Protocol):
 class KVCacheConfigurator(Protocol):
     """Protocol of SGLang's ``KVCacheConfigurator``, which builds the pools of a model runner."""
 
+    device: str
     model: torch.nn.Module
     model_config: ModelConfig
     kv_cache_dtype: torch.dtype
@@ -411,10 +420,12 @@ class ModelRunner(Protocol):
     """Protocol of ``sglang.srt.model_executor.model_runner.ModelRunner``."""
 
     model: Any
+    device: str
     dtype: torch.dtype
     attn_backend: Any
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
+    token_to_kv_pool_allocator: Allocator
 
 
 class ForwardBatch(Protocol):
@@ -475,11 +486,16 @@ class ServerArgs(Protocol):
     enable_lora: bool | None
     lora_paths: object | None
     tp_size: int
+    pp_size: int
+    attn_dp_size: int
     radix_eviction_policy: str
     enable_priority_scheduling: bool
     disable_priority_preemption: bool
     schedule_low_priority_values_first: bool
     enable_http_worker_reuseport: bool
+    cuda_graph_config: Any
+    enable_torch_compile: bool
+    enable_two_batch_overlap: bool
     attention_backend: str | None
     prefill_attention_backend: str | None
     decode_attention_backend: str | None
@@ -489,6 +505,9 @@ class ServerArgs(Protocol):
     kv_cache_dtype: str
     device: str
     disaggregation_mode: str | None
+    enable_pdmux: bool
+    kv_canary: str | None
+    enable_unified_memory: bool
     enable_kv_cache_sharding: bool
     enable_memory_saver: bool
     enable_hisparse: bool

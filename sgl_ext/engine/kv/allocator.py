@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
+from sgl_ext.engine.kv.indices import Slots, on_host, upload
+from sgl_ext.engine.kv.known import FreedSlots, KnownSlots
 from sgl_ext.memory.block_groups import BlockGroups, Run
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import runs_of
+from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
@@ -30,6 +32,9 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     Block 0 is SGLang's padding. The allocator replaces SGLang's token and paged allocators, with
     the same calls and the same counts. The groups decide which slots a call returns.
+
+    Slots that are freed on a device come to the host later. Until then they count as available, and
+    an allocation waits for them only if no other slots are left.
     """
 
     def __init__(
@@ -61,10 +66,14 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Function that is called with the end of the highest block in use so far."""
         self.in_flight: BlocksInFlight | None = None
         """Blocks that are read or written for owners that have released them."""
+        self.streams = Streams()
+        """Streams on which the owners of slots use them."""
         self.promised = 0
         """Tokens that a request can count on; some may come only while it waits for them."""
         self._high = 0
         self._owners: Owners | None = None
+        self.known = KnownSlots()
+        self._freed = FreedSlots()
 
     @contextmanager
     def serving(self, owners: Owners) -> Iterator[None]:
@@ -79,6 +88,16 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Frees the reservations of these rows, whose requests have ended."""
         for row in rows:
             self.groups.close(row)
+            self.known.extend(row, None)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Releases the blocks of slots that were freed on the device.
+
+        Args:
+            wait: whether to wait for slots that have not come to the host yet.
+        """
+        for slots in self._freed.take(wait=wait):
+            self.groups.release(runs_of(np.sort(slots // self.page_size)))
 
     @property
     def copying(self) -> bool:
@@ -90,6 +109,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
         Returns False, with nothing changed, if one is in use or a copy is in progress.
         """
+        self.settle()
         if self.copying or not self.groups.shrink(blocks):
             return False
         # The blocks may have other memory when they are added again.
@@ -102,6 +122,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         Returns the number of blocks that are in use. Waits for copies that still read or write the
         removed blocks.
         """
+        self.settle()
         in_use = self.groups.withdraw(start, end)
         if self.in_flight is not None and self.in_flight.pending:
             self.in_flight.wait(np.arange(start, end), COPY_DEADLINE_S)
@@ -122,7 +143,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Ignores the list of the base class: the groups know the free pages."""
 
     def available_size(self) -> int:
-        return self.groups.available * self.page_size
+        return (self.groups.available + len(self._freed)) * self.page_size
 
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: object
@@ -136,6 +157,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         return clipped
 
     def get_all_free_pages(self) -> torch.Tensor:
+        self.settle()
         runs = [*self.groups.free_runs(), *self.groups.unused_runs().values()]
         return torch.cat([torch.arange(0), *(torch.arange(s, s + n) for s, n in runs)])
 
@@ -144,6 +166,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         self.free_group: list[torch.Tensor] | None = None
+        self._freed.clear()
         self.groups.clear()
 
     def resize(self, config: object) -> None:
@@ -158,7 +181,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             rows, counts = self._owners()
             if sum(counts) == need_size:
                 return self._slots_of(rows, counts)
-        runs = self.groups.allocate([(None, blocks)])
+        runs = self._allocate([(None, blocks)])
         return None if runs is None else self._slots(runs[0])
 
     def alloc_extend(
@@ -176,11 +199,16 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         after = seq_lens_cpu.tolist()
         counts = [-(-b // page) - -(-a // page) for a, b in zip(before, after, strict=True)]
         rows = self._rows(len(counts))
-        runs = self.groups.allocate(list(zip(rows, counts, strict=True)))
+        runs = self._allocate(list(zip(rows, counts, strict=True)))
         if runs is None:
             return None
-        if all(a % page == 0 and b % page == 0 for a, b in zip(before, after, strict=True)):
-            return self._slots([run for request in runs for run in request])
+        if all(b % page == 0 for b in before):
+            # Whole pages, of which only the last ones are not filled.
+            numbers = [
+                _slots_in(each, page)[: a - b]
+                for each, b, a in zip(runs, before, after, strict=True)
+            ]
+            return self._extend(rows, numbers, [run for each in runs for run in each])
         parts = []
         for index, request in enumerate(runs):
             # The rest of a request's last page comes first, then its new pages.
@@ -190,6 +218,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
                 parts.append(last_loc[index] + torch.arange(1, head + 1, device=self.device))
             if new > head:
                 parts.append(self._slots(request)[: new - head])
+            self.known.extend(rows[index], None)
         return torch.cat(parts) if parts else self._slots([])
 
     def alloc_decode(
@@ -205,7 +234,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         if blocks is None:
             return None
         slots = torch.as_tensor(blocks, dtype=torch.int64) * self.page_size
-        following[torch.from_numpy(where).to(self.device)] = slots.to(self.device)
+        places = upload(torch.from_numpy(where), self.device)
+        following[places] = upload(slots, self.device)
         return following
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -214,10 +244,10 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         Raises:
             ValueError: a slot is named twice, or its block is not in use: it was freed twice.
         """
-        slots = np.sort(free_index.cpu().numpy())
         if self.page_size == 1:
-            self._release(slots)
+            self._free(free_index)
             return
+        slots = np.sort(self.known.on_host(free_index))
         if (slots[1:] == slots[:-1]).any():
             twice = int(slots[1:][slots[1:] == slots[:-1]][0])
             raise ValueError(f"slot {twice} is freed twice in one call")
@@ -227,19 +257,20 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     def free_group_end(self) -> None:
         pending, self.free_group = self.free_group, None
+        self._freed.end_group()
         if pending:
-            self._release(np.sort(torch.cat(pending).cpu().numpy()))
+            self._release(np.sort(torch.cat(pending).numpy()))
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         """Frees whole pages by number. No page may be named twice."""
-        self._release(np.sort(page_ids.cpu().numpy()))
+        self._free(page_ids * self.page_size)
 
     def unused(self, slots: torch.Tensor) -> int | None:
         """Returns the first block of whole pages of ``slots`` that is not in use, or None.
 
         A block whose release waits for the end of a group counts as not in use.
         """
-        blocks = slots[:: self.page_size].cpu().numpy() // self.page_size
+        blocks = on_host(slots[:: self.page_size]) // self.page_size
         if self.free_group:
             freed = np.isin(blocks, torch.cat(self.free_group).numpy())
             if freed.any():
@@ -252,7 +283,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
                 f"segment start {start_pos} is not a multiple of the page size {self.page_size}"
             )
         # One slot of each page is enough to name the page, because a segment begins with a page.
-        self.free(free_index[:: self.page_size])
+        self._free(free_index[:: self.page_size])
 
     def get_cpu_copy(
         self, indices: object, mamba_indices: object = None, req_pool_index: object = None
@@ -274,12 +305,30 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
 
     # --- internal --------------------------------------------------------------------------------
 
-    def _release(self, blocks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def _free(self, slots: torch.Tensor) -> None:
+        """Frees the blocks of slots, at most one of each block."""
+        if self.device == "cpu":
+            self._release(np.sort(slots.numpy() // self.page_size))
+        elif len(slots):
+            self._freed.add(slots, grouped=self.free_group is not None)
+
+    def _release(self, blocks: Slots) -> None:
         """Releases blocks in ascending order. A block that is named twice was freed twice."""
         if self.free_group is not None:
             self.free_group.append(torch.from_numpy(blocks))
         elif len(blocks):
             self.groups.release(runs_of(blocks))
+
+    def _allocate(
+        self, requests: Sequence[tuple[int | None, int]]
+    ) -> Sequence[Sequence[Run]] | None:
+        """Allocates blocks to rows; waits for freed slots only if there are no others."""
+        self.settle(wait=False)
+        runs = self.groups.allocate(requests)
+        if runs is None and self._freed:
+            self.settle()
+            runs = self.groups.allocate(requests)
+        return runs
 
     def _rows(self, count: int) -> Sequence[int | None]:
         if self._owners is not None:
@@ -293,36 +342,64 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             blocks = self._append(rows)
             if blocks is None:
                 return None
-            return torch.tensor(blocks, dtype=torch.int64).to(self.device)
-        runs = self.groups.allocate(list(zip(rows, counts, strict=True)))
-        return None if runs is None else self._slots([run for request in runs for run in request])
+            return upload(torch.tensor(blocks, dtype=torch.int64), self.device)
+        runs = self._allocate(list(zip(rows, counts, strict=True)))
+        if runs is None:
+            return None
+        numbers = [_slots_in(each, 1) for each in runs]
+        return self._extend(rows, numbers, [run for each in runs for run in each])
+
+    def _extend(
+        self, rows: Sequence[int | None], slots: Sequence[Slots], runs: Sequence[Run]
+    ) -> torch.Tensor:
+        """Returns the new slots of all rows, and remembers those of each row."""
+        for row, each in zip(rows, slots, strict=True):
+            self.known.extend(row, each)
+        return self._given(np.concatenate(slots) if slots else np.empty(0, np.int64), runs)
 
     def _append(self, rows: Sequence[int | None]) -> Sequence[int] | None:
         named = [row for row in rows if row is not None]
         if len(named) == len(rows):
+            self.settle(wait=False)
             blocks = self.groups.append(named)
+            if blocks is None and self._freed:
+                self.settle()
+                blocks = self.groups.append(named)
         else:
-            runs = self.groups.allocate([(row, 1) for row in rows])
+            runs = self._allocate([(row, 1) for row in rows])
             blocks = None if runs is None else [run[0].start for run in runs]
         if blocks:
             self._note(max(blocks) + 1)
             if self.in_flight is not None and self.in_flight.pending:
-                self.in_flight.wait(np.asarray(blocks), COPY_DEADLINE_S)
+                self._fence(np.asarray(blocks))
         return blocks
 
     def _slots(self, runs: Sequence[Run]) -> torch.Tensor:
         """Returns the slots of ``runs`` in order, int64 ``[blocks * page]``."""
-        if not runs:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        self._note(max(start + length for start, length in runs))
-        if self.in_flight is not None and self.in_flight.pending:
-            blocks = [np.arange(start, start + length) for start, length in runs]
-            self.in_flight.wait(np.concatenate(blocks), COPY_DEADLINE_S)
-        page = self.page_size
-        parts = [torch.arange(start * page, (start + length) * page) for start, length in runs]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+        return self._given(_slots_in(runs, self.page_size), runs)
+
+    def _given(self, slots: Slots, runs: Sequence[Run]) -> torch.Tensor:
+        """Returns ``slots``, which lie in ``runs``, on the device; their owner may use them."""
+        if runs:
+            self._note(max(start + length for start, length in runs))
+            if self.in_flight is not None and self.in_flight.pending:
+                self._fence(_slots_in(runs, 1))
+        given = upload(torch.from_numpy(slots), self.device)
+        self.known.allocated(given, slots)
+        return given
+
+    def _fence(self, blocks: Slots) -> None:
+        """Makes the next owner's use of blocks wait for copies that still read or write them."""
+        if self.in_flight is not None:
+            self.in_flight.fence(blocks, self.streams.current(), COPY_DEADLINE_S)
 
     def _note(self, end: int) -> None:
         if end > self._high and self.on_allocate is not None:
             self._high = end
             self.on_allocate(end)
+
+
+def _slots_in(runs: Sequence[Run], page: int) -> Slots:
+    """Returns the slots of runs of blocks, in order, int64 ``[blocks * page]``."""
+    parts = [np.arange(start * page, (start + length) * page) for start, length in runs]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

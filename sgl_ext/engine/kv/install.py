@@ -10,58 +10,14 @@ from typing import Any
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ScheduleBatch, ServerArgs
+from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ScheduleBatch
+from sgl_ext.engine.kv.obstacles import obstacle
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint
-from sgl_ext.memory.slab import DTYPES
+from sgl_ext.memory.slab import HostSlab
 
 _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool that holds the allocator to notify when a row is freed."""
-
-
-def obstacle_in_arguments(view: ServerArgs) -> str | None:
-    """Returns why these resolved arguments require SGLang's own pool; None if the slab can serve.
-
-    Each reason indexes the pool as if a layer were one contiguous buffer, or stores something other
-    than K and V of equal width in one of :data:`DTYPES`.
-    """
-    from sglang.srt.environ import envs
-
-    dtype = "bfloat16" if view.kv_cache_dtype == "bf16" else view.kv_cache_dtype
-    reasons = (
-        (view.device != "cpu", f"the device {view.device}"),
-        (dtype not in ("auto", *DTYPES), f"KV of type {dtype}"),
-        (view.enable_kv_cache_sharding, "--enable-kv-cache-sharding"),
-        (envs.SGLANG_USE_HND_KVCACHE.get(), "SGLANG_USE_HND_KVCACHE"),
-        (view.enable_memory_saver, "--enable-memory-saver"),
-        (view.enable_hisparse, "--enable-hisparse"),
-        (view.dcp_size > 1, "decode context parallelism"),
-        (view.prefill_only_disable_kv_cache, "--prefill-only-disable-kv-cache"),
-        (view.disaggregation_mode not in (None, "null"), "prefill-decode disaggregation"),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
-
-
-def obstacle(
-    configurator: KVCacheConfigurator, pool_class: type, quant_method: object
-) -> str | None:
-    """Returns why arguments or model require SGLang's own pool; None if the slab can serve."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.runtime_context import get_context
-
-    if reason := obstacle_in_arguments(resolving_view(get_context().server_args)):
-        return reason
-    config = configurator.model_config
-    dtype = str(configurator.kv_cache_dtype).removeprefix("torch.")
-    reasons = (
-        (pool_class is not MHATokenToKVPool, f"the pool {pool_class.__name__}"),
-        (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
-        (config.v_head_dim != config.head_dim, "values whose head_dim differs from that of keys"),
-        (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
-        (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
 
 
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
@@ -102,7 +58,10 @@ def _build_pool(
     # A speculative draft has a pool of its own beside the model's; it remains SGLang's pool.
     if (ext := runtime.current) is None or configurator.is_draft_worker:
         return build(mha_pool_class)
-    if ext.config.memory.layout == "layer_major":
+    if (layout := ext.config.memory.layout) == "layer_major":
+        return build(mha_pool_class)
+    if layout == "auto" and not ext.config.sections() and configurator.device == "cuda":
+        ext.layer_major_because = "no section needs the block-major KV layout"
         return build(mha_pool_class)
     if reason := obstacle(configurator, mha_pool_class, quant_method):
         _require_no_slab(ext, reason)
@@ -169,7 +128,8 @@ def _build_allocator(
         beyond=slab.blocks - slab.own,
     )  # fmt: skip
     setattr(kwargs["req_to_token_pool"], _OWNER, ours)
-    ours.on_allocate = Backing(slab).need
+    if isinstance(slab, HostSlab):
+        ours.on_allocate = Backing(slab).need
     return ours
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sgl_ext.memory.device_slab import DeviceSlab
 from sgl_ext.memory.lent import blocks_for
 from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import Layout, Slab
+from sgl_ext.memory.slab import HostSlab, Layout, Slab
 
 
 class SlabKVPool(MHATokenToKVPool):
@@ -15,7 +17,7 @@ class SlabKVPool(MHATokenToKVPool):
     A view has the shape ``[slots, kv_heads, head_dim]``. The two inner dimensions of a slot are
     contiguous; the stride between slots is a token of all layers. Code of SGLang that indexes slots
     works on the views. Code that takes a layer for one contiguous buffer is overridden here or
-    refused at start (:func:`sgl_ext.engine.kv.install.obstacle`).
+    refused at start (:func:`sgl_ext.engine.kv.obstacles.obstacle`).
     """
 
     slab: Slab
@@ -42,8 +44,12 @@ class SlabKVPool(MHATokenToKVPool):
             fingerprint=self._fingerprint,
         )
         rows = self.size + self.page_size  # padding tokens are written to the first block
-        beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
-        self.slab = Slab.create(layout, -(-rows // self.page_size), beyond=beyond)
+        blocks = -(-rows // self.page_size)
+        if torch.device(self.device).type == "cuda":
+            self.slab = DeviceSlab.create(layout, blocks, torch.cuda.current_device())
+        else:
+            beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
+            self.slab = HostSlab.create(layout, blocks, beyond=beyond)
         tokens = self.slab.tensor().flatten(0, 1)
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +16,11 @@ from sgl_ext import preflight
 from sgl_ext.config import ExtConfig
 from sgl_ext.config.values import written_size
 from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.attention_backends import require_names
+from sgl_ext.engine.core.attention_backends import force_paged_prefill, require_configured
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.powers import powers_of
 from sgl_ext.engine.core.sglang_types import ModelConfig, ServerArgs
-from sgl_ext.engine.kv.install import obstacle_in_arguments
+from sgl_ext.engine.kv.obstacles import obstacle_in_arguments, obstacle_in_model
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES, Layout
 from sgl_ext.tiers.arena import stride_of
@@ -53,10 +54,9 @@ def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
     view = resolving_view(server_args)
     if view.model_path.lower() in ("none", "dummy"):
         return
-    powers = powers_of(config)
-    _require_layout(view, config, powers)
-    _require_attention(server_args, config, powers)
-    model = model_config_of(server_args)
+    powers, model = powers_of(config), model_config_of(server_args)
+    _require_attention(view, powers)
+    _require_layout(view, model, config, powers)
     for power in powers:
         power.require_resolved(view, model)
     if config.tiers is not None:
@@ -66,6 +66,7 @@ def require_resolved(server_args: ServerArgs, config: ExtConfig) -> None:
                 "the tiers section"
             )
         _require_room_for_a_page(config, _layout(view, model))
+    _require_a_driver(view)
 
 
 def _require_model(server_args: ServerArgs) -> None:
@@ -130,12 +131,14 @@ def _require_hub(server_args: ServerArgs) -> None:
             ) from None
 
 
-def _require_layout(view: ServerArgs, config: ExtConfig, powers: Sequence[Power[Any]]) -> None:
+def _require_layout(
+    view: ServerArgs, model: ModelConfig, config: ExtConfig, powers: Sequence[Power[Any]]
+) -> None:
     """Checks that no section needs the slab while the arguments leave KV to SGLang's own pool."""
     needing = [power.name for power in powers if power.needs_slab]
     if config.memory.layout == "block_major":
         needing.append("memory.layout block_major")
-    reason = obstacle_in_arguments(view)
+    reason = obstacle_in_arguments(view) or obstacle_in_model(view, model)
     if config.memory.layout == "layer_major":
         reason = "memory.layout layer_major"
     if needing and reason is not None:
@@ -145,19 +148,26 @@ def _require_layout(view: ServerArgs, config: ExtConfig, powers: Sequence[Power[
         )
 
 
-def _require_attention(
-    server_args: ServerArgs, config: ExtConfig, powers: Sequence[Power[Any]]
-) -> None:
-    """Checks the attention backends that the arguments name.
+def _require_a_driver(view: ServerArgs) -> None:
+    """Checks that Triton can run: without a GPU, SGLang would end at the first request."""
+    both = view.attention_backend
+    named = (view.prefill_attention_backend or both, view.decode_attention_backend or both)
+    if view.device == "cpu" and "triton" in named and os.environ.get("TRITON_INTERPRET") != "1":
+        raise hooks.ActivationError(
+            "--attention-backend triton needs a GPU, but the device is cpu; use torch_native, or "
+            "set TRITON_INTERPRET=1 to run Triton's interpreter, which is very slow"
+        )
 
-    Backends that SGLang chooses for a model are checked when they run.
+
+def _require_attention(view: ServerArgs, powers: Sequence[Power[Any]]) -> None:
+    """Checks that the device and the attention backends serve the powers.
+
+    Makes a prefill paged that would attend first otherwise. Backends that a model wraps or replaces
+    are checked when they run.
     """
-    planning = next((power.name for power in powers if power.plans_rows), None)
-    own = "clusters" if config.clusters is not None else None
-    if config.peer is not None and config.peer.role == "master" and config.peer.stream != "direct":
-        own = f"peer.stream {config.peer.stream}"
     try:
-        require_names(server_args, planning, own)
+        require_configured(view, powers)
+        force_paged_prefill(view, powers)
     except ExtError as error:
         raise hooks.ActivationError(str(error)) from None
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from sgl_ext.engine.step.layerwise import Layers, first_rows, layer_by_layer
 from sgl_ext.engine.step.rows import Row
+from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, State, Ticket, TransferCancelledError
 from sgl_ext.memory.transfer import TransferError
 from sgl_ext.restore.host_prefixes import HostPrefixes
@@ -65,18 +66,20 @@ def restoring(
 
     def run(first: Layers) -> object:
         nonlocal computed
-        taken_back(tickets[0])
+        taken_back(tickets[0], tiers.streams)
         output = first.run(0, 1)
         computed = 1
-        while computed < len(tickets) and taken_back(tickets[computed]):
+        tiers.streams.pace()
+        while computed < len(tickets) and taken_back(tickets[computed], tiers.streams):
             output = first.run(computed, computed + 1)
             computed += 1
+            tiers.streams.pace()
         if computed == len(tickets):
             return output
         with planned.cutting_over(begin, parts, first.batch) as batch:
             second = Layers(first.model, batch)
             for layer in range(computed, len(tickets)):
-                tickets[layer].wait(COPY_DEADLINE_S)
+                tickets[layer].fence(tiers.streams.current(), COPY_DEADLINE_S)
                 output = second.run(layer, layer + 1)
         return output
 
@@ -87,11 +90,11 @@ def restoring(
         for at, each in coming.items():
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
             held.computed(planned.batch.rids[at], tokens * computed // len(tickets))
-        end(tickets)
+        end(tickets, tiers.streams)
 
 
-def end(tickets: Sequence[Ticket]) -> None:
-    """Ends loads, so that none writes to blocks that get another owner.
+def end(tickets: Sequence[Ticket], streams: Streams) -> None:
+    """Ends loads, so that none writes to blocks after the next owner of the blocks.
 
     Raises:
         TimeoutError: a load has not ended within :data:`COPY_DEADLINE_S`; the others are cancelled.
@@ -99,15 +102,16 @@ def end(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
         ticket.cancel()
     for ticket in tickets:
-        taken_back(ticket)
+        with suppress(TransferError, TransferCancelledError):
+            ticket.fence(streams.current(), COPY_DEADLINE_S)
 
 
-def taken_back(ticket: Ticket) -> bool:
-    """Cancels a load of which no bytes have landed, and waits until it has ended.
+def taken_back(ticket: Ticket, streams: Streams) -> bool:
+    """Cancels a load of which no bytes have landed; what follows on the device waits for others.
 
     Returns:
         True if the load was cancelled or has failed, so that its KV must be computed; False if all
-        of it has landed.
+        of it has landed before the device's next work.
 
     Raises:
         TimeoutError: the load has not ended within :data:`COPY_DEADLINE_S`.
@@ -115,5 +119,5 @@ def taken_back(ticket: Ticket) -> bool:
     if not ticket.bytes_done:
         ticket.cancel()
     with suppress(TransferError, TransferCancelledError):
-        ticket.wait(COPY_DEADLINE_S)
-    return ticket.state != State.DONE
+        ticket.fence(streams.current(), COPY_DEADLINE_S)
+    return ticket.state in (State.CANCELLED, State.FAILED)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from sgl_ext.engine.restore.by_layers import Coming, end, taken_back
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
-from sgl_ext.memory.tickets import COPY_DEADLINE_S, Ticket
+from sgl_ext.memory.streams import Streams
+from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
 from sgl_ext.restore.channels import LOAD_TOKENS
 from sgl_ext.tiers.stack import TierStack
 
@@ -55,15 +56,18 @@ def restore(
     try:
         for at in coming:
             left = [load for load in loads if load.request == at]
-            while taken := _taken(left, min(chunk, round(share * len(left)) * LOAD_TOKENS)):
+            while taken := _taken(
+                left, tiers.streams, most=min(chunk, round(share * len(left)) * LOAD_TOKENS)
+            ):
                 part = rows.split(planned.batch, [Row(at, taken[0].start, taken[-1].end)])
                 computed[at] += taken[-1].end - taken[0].start
                 part.return_logprob = False
                 planned.run(part)
+                tiers.streams.pace()
             for load in left:
-                load.ticket.wait(COPY_DEADLINE_S)
+                load.ticket.fence(tiers.streams.current(), COPY_DEADLINE_S)
     finally:
-        end([load.ticket for load in loads])
+        end([load.ticket for load in loads], tiers.streams)
     return computed
 
 
@@ -75,11 +79,11 @@ def _loads(tiers: TierStack, coming: Mapping[int, Sequence[Coming]], page: int) 
             for first in reversed(range(0, len(one.pages), step)):
                 pages, blocks = one.pages[first : first + step], one.blocks[first : first + step]
                 start = one.start + first * page
-                ticket = tiers.holds.begin_fill(pages, blocks)
+                ticket = tiers.holds.begin_fill(pages, blocks, Priority.NORMAL)
                 yield _Load(at, start, start + len(pages) * page, ticket)
 
 
-def _taken(left: list[_Load], most: int) -> list[_Load]:
+def _taken(left: list[_Load], streams: Streams, most: int) -> list[_Load]:
     """Cancels the first loads, of up to ``most`` consecutive tokens but of one load at least.
 
     Stops at a load that has begun.
@@ -89,7 +93,7 @@ def _taken(left: list[_Load], most: int) -> list[_Load]:
     """
     taken: list[_Load] = []
     while left and (not taken or left[0].end - taken[0].start <= most):
-        if (taken and left[0].start != taken[-1].end) or not taken_back(left[0].ticket):
+        if (taken and left[0].start != taken[-1].end) or not taken_back(left[0].ticket, streams):
             break
         taken.append(left.pop(0))
     return taken

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from sgl_ext.config import Restore
-from sgl_ext.engine.core.attention_backends import require_store_first
+from sgl_ext.config import ExtConfig, Restore
+from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import LEAST_TOKENS, Power
 from sgl_ext.engine.core.sglang_types import (
@@ -79,10 +80,13 @@ class RestorePower(Power[Restore]):
     """Prompt that SGLang looks up next; None if it is not to be restored."""
     _parked: PrefillAdder | None = None
     """Adder of this step if the chunked prompt waits for its KV in it; None otherwise."""
-    _alone: int | None = None
-    """First token of the current forward; None unless it only computes consecutive tokens of one
-    prompt."""
     _metrics: RestoreMetrics | None = None
+
+    def __init__(self, config: ExtConfig, section: Restore) -> None:
+        super().__init__(config, section)
+        self._alone: deque[tuple[ScheduleBatch, int]] = deque()
+        """Forwards that only compute consecutive tokens of one prompt and whose durations are not
+        known yet, with their first token."""
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
@@ -90,7 +94,7 @@ class RestorePower(Power[Restore]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_schedule
 
-        require_store_first(scheduler.tp_worker.model_runner, self.name)
+        require_running(scheduler.tp_worker.model_runner, self.attention())
         if ext.tiers is None or self.config.tiers is None:
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
@@ -220,17 +224,18 @@ class RestorePower(Power[Restore]):
 
     def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
         self.batch = batch
-        self._alone = None
         if tokens and len(batch.reqs) == 1:
             whole = tokens == batch.extend_num_tokens
             # A forward with a consumer index also waits for loads from host memory.
             waits = batch.hicache_consumer_index >= 0
             if whole and not waits and batch.reqs[0].rid not in self.prefixes:
-                self._alone = batch.prefix_lens[0]
+                self._alone.append((batch, batch.prefix_lens[0]))
 
     def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
-        if (begin := self._alone) is not None and tokens >= LEAST_TOKENS:
-            self.restorer.costs.computed(begin, begin + tokens, seconds)
+        while self._alone and any(one is batch for one, _ in self._alone):
+            one, begin = self._alone.popleft()
+            if one is batch and tokens >= LEAST_TOKENS:
+                self.restorer.costs.computed(begin, begin + tokens, seconds)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         if not self.restorer.restores(rid):

@@ -14,6 +14,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
+from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.plan import PrefillPlan
@@ -54,9 +55,12 @@ class PlannedForward:
 
     def slots(self, at: int) -> NDArray[np.int64]:
         """Returns the slots of a request's computed or filled tokens, int64 ``[tokens]``."""
-        table = self.runner.req_to_token_pool.req_to_token
-        row = table[self.batch.req_pool_indices[at], self.prefixes[at] : self.ends[at]]
-        slots: NDArray[np.int64] = row.long().numpy()
+        start, end = self.prefixes[at], self.ends[at]
+        rows = self.batch.req_pool_indices_cpu
+        row = int((self.batch.req_pool_indices if rows is None else rows)[at])
+        slots = self.runner.token_to_kv_pool_allocator.known.extended(row)
+        if slots is None or len(slots) != end - start:
+            slots = on_host(self.runner.req_to_token_pool.req_to_token[row, start:end])
         return slots
 
     def run(self, batch: ForwardBatch) -> object:
@@ -132,6 +136,7 @@ def forward(
             power.fill(batch.rids[at], start, end, slots)
     parts = rows.rows_of(plans, planned.prefixes, planned.ends)
     with ExitStack() as surrounding:
+        surrounding.enter_context(rows.any_number(runner, sum(batch.extend_seq_lens_cpu)))
         for power in ext.outside_in:
             parts = surrounding.enter_context(power.within(planned, parts))
         try:
@@ -163,5 +168,9 @@ HOOKS = (
 )
 
 _EXECUTE = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
-SEAMS = (hooks.Seam(f"model.forward in {_EXECUTE}", hooks.uses(_EXECUTE, "model", "forward")),)
-"""Attribute of the model object that :meth:`PlannedForward.replaced` sets."""
+SEAMS = (
+    hooks.Seam(f"model.forward in {_EXECUTE}", hooks.uses(_EXECUTE, "model", "forward")),
+    *rows.SEAMS,
+)
+"""Attribute of the model object that :meth:`PlannedForward.replaced` sets, and an option that
+:func:`rows.any_number` sets."""

@@ -10,17 +10,24 @@ computed or copied. Tokens that are not computed have no row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from sgl_ext.engine.core.sglang_types import ForwardBatch
+from sgl_ext.engine.core import attention_backends, hooks
+from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
+from sgl_ext.engine.kv.indices import upload
 from sgl_ext.plan import Compute, PrefillPlan, Span
 
 _PADDING_SLOT = 0
 """Padding slot of SGLang's pools; KV that is written there is never read."""
+
+_POINTERS = ("kv_indptr", "qo_indptr")
+"""Attributes of the Triton backend: int tensors with an element for each row of a batch, and one
+more."""
 
 
 class Row(NamedTuple):
@@ -67,44 +74,85 @@ def tokens_of(batch: ForwardBatch, rows: Sequence[Row]) -> torch.Tensor:
 
 def split(batch: ForwardBatch, rows: Sequence[Row]) -> ForwardBatch:
     """Returns SGLang's ``ForwardBatch`` of ``rows``; unchanged fields are shared with ``batch``."""
-    tokens = tokens_of(batch, rows).to(batch.input_ids.device)
-    requests = torch.tensor([row.request for row in rows], device=batch.input_ids.device)
+    device = batch.input_ids.device
+
+    def like(values: Sequence[int], known: torch.Tensor) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=known.dtype), device)
+
+    tokens = upload(tokens_of(batch, rows), device)
+    places = torch.tensor([row.request for row in rows])
+    requests = upload(places, device)
     kept = torch.repeat_interleave(
         torch.tensor([row.kept for row in rows]),
         torch.tensor([row.end - row.start for row in rows]),
-    ).to(batch.out_cache_loc.device)
+    )
 
     part = copy.copy(batch)
     part.batch_size = len(rows)
     part.input_ids = batch.input_ids[tokens]
     part.positions = batch.positions[tokens]
-    part.out_cache_loc = torch.where(kept, batch.out_cache_loc[tokens], _PADDING_SLOT)
+    part.out_cache_loc = torch.where(
+        upload(kept, device), batch.out_cache_loc[tokens], _PADDING_SLOT
+    )
     part.req_pool_indices = batch.req_pool_indices[requests]
-    part.req_pool_indices_cpu = _at(batch.req_pool_indices_cpu, requests.cpu())
+    part.req_pool_indices_cpu = _at(batch.req_pool_indices_cpu, places)
     part.extend_prefix_lens_cpu = [row.start for row in rows]
     part.extend_seq_lens_cpu = [row.end - row.start for row in rows]
     part.extend_num_tokens = len(tokens)
-    part.extend_prefix_lens = batch.extend_prefix_lens.new_tensor(part.extend_prefix_lens_cpu)
-    part.extend_seq_lens = batch.extend_seq_lens.new_tensor(part.extend_seq_lens_cpu)
+    part.extend_prefix_lens = like(part.extend_prefix_lens_cpu, batch.extend_prefix_lens)
+    part.extend_seq_lens = like(part.extend_seq_lens_cpu, batch.extend_seq_lens)
     part.extend_start_loc = (part.extend_seq_lens.cumsum(0) - part.extend_seq_lens).to(
         batch.extend_start_loc.dtype
     )
     ends = [row.end for row in rows]
-    part.seq_lens = batch.seq_lens.new_tensor(ends)
+    part.seq_lens = like(ends, batch.seq_lens)
     part.seq_lens_cpu = torch.tensor(ends, dtype=batch.seq_lens.dtype)
     part.seq_lens_sum = sum(ends)
     part.orig_seq_lens = _at(batch.orig_seq_lens, requests)
     if batch.replace_positions is not None:
         # These positions belong to requests without a plan, whose tokens are all in a row.
-        place = torch.full((len(batch.input_ids),), -1, device=tokens.device)
-        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        place = torch.full((len(batch.input_ids),), -1, device=device)
+        place[tokens] = torch.arange(len(tokens), device=device)
         part.replace_positions = place[batch.replace_positions]
     part.rids = [batch.rids[row.request] for row in rows]
     part.lora_ids = batch.lora_ids and [batch.lora_ids[row.request] for row in rows]
     if batch.num_token_non_padded is not None:
-        part.num_token_non_padded = batch.num_token_non_padded.new_tensor(len(tokens))
+        part.num_token_non_padded = like([len(tokens)], batch.num_token_non_padded).view_as(
+            batch.num_token_non_padded
+        )
         part.num_token_non_padded_cpu = len(tokens)
     return part
+
+
+@contextmanager
+def any_number(runner: ModelRunner, tokens: int) -> Iterator[None]:
+    """Lets forwards have more rows than SGLang's buffers, which have one row per running request.
+
+    The batch is not copied to the runner's buffers, and the Triton backend gets longer tensors for
+    the time of the forward. Captured graphs keep the addresses of the others.
+
+    Args:
+        tokens: maximum rows of a forward.
+    """
+    from sglang.srt.environ import envs
+
+    backend, copies = attention_backends.running(runner).prefill, envs.SGLANG_EAGER_INPUT_NO_COPY
+    found = {name: getattr(backend, name, None) for name in _POINTERS}
+    short = {
+        name: each
+        for name, each in found.items()
+        if isinstance(each, torch.Tensor) and len(each) <= tokens
+    }
+    before = copies.get()
+    copies.set(True)
+    for name, each in short.items():
+        setattr(backend, name, each.new_zeros(tokens + 1))
+    try:
+        yield
+    finally:
+        for name, each in short.items():
+            setattr(backend, name, each)
+        copies.set(before)
 
 
 def handed_over(
@@ -121,7 +169,7 @@ def handed_over(
 
     place = torch.empty(sum(batch.extend_seq_lens_cpu), dtype=torch.int64)
     place[tokens_of(batch, before)] = torch.arange(len(first.input_ids))
-    kept = place[tokens_of(batch, rows)].to(first.input_ids.device)
+    kept = upload(place[tokens_of(batch, rows)], first.input_ids.device)
     second = split(batch, rows)
     handoff = residual_batch.export_replay_handoff(first.hidden_states, first)
     residual = None if handoff.residual is None else handoff.residual[kept]
@@ -147,7 +195,10 @@ class Split(NamedTuple):
         its results would differ in the last bits.
         """
         metadata.extend_seq_lens_cpu = self.lengths
-        metadata.extend_seq_lens = metadata.extend_seq_lens.new_tensor(self.lengths)
+        known = metadata.extend_seq_lens
+        metadata.extend_seq_lens = upload(
+            torch.tensor(self.lengths, dtype=known.dtype), known.device
+        )
         metadata.extend_logprob_start_lens_cpu = self.first_logprobs
         if return_logprob:
             pairs = zip(self.lengths, self.first_logprobs, strict=True)
@@ -177,3 +228,9 @@ def _first_logprob(row: Row, start: int) -> int:
 
 def _at(values: torch.Tensor | None, requests: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[requests]
+
+
+_LOAD_BATCH = "sglang.srt.model_executor.runner.eager_runner.EagerRunner.load_batch"
+_COPIES = "SGLANG_EAGER_INPUT_NO_COPY"
+SEAMS = (hooks.Seam(f"{_COPIES} in {_LOAD_BATCH}", hooks.uses(_LOAD_BATCH, "envs", _COPIES)),)
+"""Option of SGLang that :func:`any_number` sets for a forward."""

@@ -96,7 +96,7 @@ class SwapAhead:
         ids = (req.origin_input_ids + req.output_ids)[: first + count]
         pages = self._stack.host.use(keys)
         self._stack.host.pin(pages)
-        blocks = np.ascontiguousarray(slots[::page].numpy() // page)
+        blocks = np.ascontiguousarray(allocator.known.on_host(slots)[::page] // page)
         ticket = self._stack.holds.begin_fill(pages, blocks)
         self._stack.in_flight.begin(blocks, ticket)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)

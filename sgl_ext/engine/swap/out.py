@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
+from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.swap.manager import SwapManager
@@ -62,6 +61,7 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> o
     tail = swap.save_tail(int(blocks[-1])) if tokens % page else None
     result = original(req, tree, checkpoint=True)
     wrapper = tree.linker
+    wrapper.cache_linker.flush()
     over = min(swap.stack.stores.presume(), len(wrapper.pending_offloads))
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
     swap.stack.stores.store_lost(keys, blocks)
@@ -85,7 +85,7 @@ def ended(swap: SwapManager, tree: RadixTree, req: Req) -> None:
 def _blocks(req: Req, tree: RadixTree, tokens: int) -> Pages:
     """Returns the blocks of the request's first ``tokens`` tokens."""
     row = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-    return np.ascontiguousarray(row[: tokens : tree.page_size].long().numpy() // tree.page_size)
+    return on_host(row[: tokens : tree.page_size]) // tree.page_size
 
 
 def serves(req: Req) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Swap, SwapExperiment
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.swap.metrics import SwapMetrics
+    from sgl_ext.memory.tickets import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class SwapPower(Power[Swap]):
         ahead: swap-ins that overlap with decode steps of other requests.
         priorities: priorities by a fairness policy; None if SGLang's own priorities decide.
         resuming: SGLang's requests that join the batch at the end of this step.
+        loading: copies of the KV of resumed requests whose durations are not recorded yet.
         preempted: SGLang's request whose KV is being released because it is preempted; None
             otherwise.
     """
@@ -121,6 +124,7 @@ class SwapPower(Power[Swap]):
         self.ahead = SwapAhead(stack, Adaptive())
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []
+        self.loading: deque[Sequence[Ticket]] = deque()
         if get_observability().enable_metrics:
             from sgl_ext.engine.swap.metrics import SwapMetrics
 
@@ -189,6 +193,7 @@ class SwapPower(Power[Swap]):
         out.keep_place(scheduler, req, arrived)
 
     def poll(self) -> None:
+        resume.measure(self)
         if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.manager.describe())
 
@@ -241,7 +246,7 @@ class SwapPower(Power[Swap]):
             self.ext.needed(req)
 
     def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
-        if not batch.forward_mode.is_extend():
+        if not tokens:  # a decode step
             self.ahead.adaptive.iterated(seconds)
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:

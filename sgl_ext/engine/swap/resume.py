@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import (
@@ -20,8 +18,10 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
 )
 from sgl_ext.engine.kv import ownership
+from sgl_ext.engine.kv.indices import on_host, upload
 from sgl_ext.engine.step.admission import has_row, planned
 from sgl_ext.engine.workarounds import penalties
+from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import (
     COPY_DEADLINE_S,
     Ticket,
@@ -209,14 +209,14 @@ def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Itera
         if not reqs:
             return
     last = torch.tensor([(req.output_ids or req.origin_input_ids)[-1] for req in reqs])
-    payload = RelayPayload(bonus_tokens=last.to(scheduler.device))
+    payload = RelayPayload(bonus_tokens=upload(last, scheduler.device))
     scheduler.future_map.stash(batch.req_pool_indices, payload)
     batch.input_ids = batch.prefill_input_ids_cpu = None
     yield batch
 
 
 def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[Req]:
-    """Loads the KV of all requests into their slots, and waits for it.
+    """Loads the KV of all requests into their slots, before the next forward.
 
     Returns:
         The requests whose load has failed; their slots are released.
@@ -235,22 +235,22 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
             raise RuntimeError(f"{req.rid} is resumed, but was not swapped out")
         ownership.check_resumed(req)
         slots = table[req.kv.req_pool_idx, req.prefix_len : swapped.tokens : page]
-        blocks = np.ascontiguousarray(slots.long().numpy() // page)
+        blocks = on_host(slots) // page
         loads.append((req, swapped, blocks, swap.load(swapped, blocks)))
     began = time.perf_counter()
     failed = []
     with swap.clock.off():
         for req, _, blocks, tickets in loads:
-            if not _landed(tickets, began + COPY_DEADLINE_S):
+            if not _landing(tickets, swap.stack.streams, began + COPY_DEADLINE_S):
                 failed.append(req)
                 # The next owner of these blocks waits until no copy writes to them.
                 for ticket in tickets:
                     swap.stack.in_flight.begin(blocks, ticket)
     swap.counts.loading_seconds += time.perf_counter() - began
-    done = [ticket for req, *_, tickets in loads if req not in failed for ticket in tickets]
-    if done:
-        size = sum(ticket.bytes_total for ticket in done)
-        power.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
+    power.loading.append(
+        [ticket for req, *_, tickets in loads if req not in failed for ticket in tickets]
+    )
+    measure(power)
     for req, swapped, *_ in loads:
         if req in failed:
             _release(scheduler, req)
@@ -262,10 +262,19 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
     return failed
 
 
-def _landed(tickets: Sequence[Ticket], deadline: float) -> bool:
+def measure(power: SwapPower) -> None:
+    """Records how long the KV of resumed requests took to load, once it has landed."""
+    while power.loading and all(ticket.poll() for ticket in power.loading[0]):
+        if done := power.loading.popleft():
+            size = sum(ticket.bytes_total for ticket in done)
+            power.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
+
+
+def _landing(tickets: Sequence[Ticket], streams: Streams, deadline: float) -> bool:
+    """Makes the device's next work wait for copies; returns False if one has failed."""
     try:
         for ticket in tickets:
-            ticket.wait(max(deadline - time.perf_counter(), 0.0))
+            ticket.fence(streams.current(), max(deadline - time.perf_counter(), 0.0))
     except (TimeoutError, TransferError, TransferCancelledError) as error:
         logger.error(
             "the KV of a swapped-out request could not be loaded and is recomputed: %s", error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
+from sgl_ext.engine.kv.indices import Download
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.streams import streams_of
 from sgl_ext.tiers.arena import Key, Pages, stride_of
 from sgl_ext.tiers.build import open_stack
 
@@ -37,8 +39,8 @@ class TierLinker(UnifiedCacheLinker):
     """Adapter from SGLang's page hashes and slots to a :class:`~sgl_ext.tiers.stack.TierStack`.
 
     SGLang's tree keeps a node locked from :meth:`offload` until its completion is popped, and keeps
-    the slots of a load private to the request. The bytes in both do not change during a copy. On
-    the CPU the forward has ended when its pages are offloaded; there is no stream to wait for.
+    the slots of a load private to the request. The bytes in both do not change during a copy. An
+    offload begins when its slots are known on the host, in the order of the calls.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class TierLinker(UnifiedCacheLinker):
         *,
         components: set[ComponentType],
         extra_config: object = None,  # noqa: ARG002
-        forward_stream: object = None,  # noqa: ARG002
+        forward_stream: object = None,
     ) -> None:
         self._page = params.page_size
+        self._allocator = params.token_to_kv_pool_allocator
         ext = runtime.current
         try:
             if ext is None or ext.config.tiers is None:
@@ -72,18 +75,22 @@ class TierLinker(UnifiedCacheLinker):
             self.stack = open_stack(
                 ext.config.tiers,
                 slab,
+                streams_of(slab.device, forward_stream),
                 by_layer=swap is not None and swap.experiment.by_layer,
                 swapped=0 if swap is None else swap.capacity // stride_of(slab.layout),
             )
         except ExtError as error:
             refuse(error)
-        params.token_to_kv_pool_allocator.in_flight = self.stack.in_flight
+        self._allocator.in_flight = self.stack.in_flight
+        self._allocator.streams = self.stack.streams
         self.restoring: Restoring | None = None
         """Power that is asked for a prefix before the stack; None if there is none."""
         self.parent: Key | None = None
         """Key of the last page before the next node that is offloaded; None if there is none."""
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self._offloads: deque[tuple[Sequence[Key], Download, Key | None]] = deque()
+        """Offloads whose slots are not known yet: keys, slots and the key of the page before."""
         self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
@@ -107,7 +114,8 @@ class TierLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = transfers[0]
-        return self.stack.load(rid, _keys(transfer), self._blocks(transfer))
+        slots = self._allocator.known.on_host(transfer.device_indices)
+        return self.stack.load(rid, _keys(transfer), self._blocks(slots))
 
     def start_layer_wise_loading(self) -> int:
         return self.stack.loads.start()
@@ -122,10 +130,22 @@ class TierLinker(UnifiedCacheLinker):
         # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
         # the node stored only if all ranks report success in the end.
         parent, self.parent = self.parent, None
-        self.stack.stores.store(_keys(transfers[0]), self._blocks(transfers[0]), parent)
+        slots = Download(transfers[0].device_indices[:: self._page])
+        self._offloads.append((_keys(transfers[0]), slots, parent))
+        self._begin_offloads(wait=False)
         return True
 
+    def flush(self) -> None:
+        """Begins all offloads, and waits for their slots."""
+        self._begin_offloads(wait=True)
+
+    def _begin_offloads(self, *, wait: bool) -> None:
+        while self._offloads and (wait or self._offloads[0][1].landed()):
+            keys, slots, parent = self._offloads.popleft()
+            self.stack.stores.store(keys, slots.numpy() // self._page, parent)
+
     def num_completed_offloads(self) -> int:
+        self._begin_offloads(wait=False)
         self.stack.poll()
         return self.stack.stores.completed()
 
@@ -135,9 +155,11 @@ class TierLinker(UnifiedCacheLinker):
     def reset(self) -> None:
         if (ext := runtime.current) is not None:
             ext.reset()
+        self._offloads.clear()
         self.stack.clear()
 
     def close(self) -> None:
+        self._offloads.clear()
         self.stack.close()
 
     def used_in_device(self, tree: TreeCore, node: object) -> None:
@@ -152,8 +174,7 @@ class TierLinker(UnifiedCacheLinker):
         while len(self._uses) > _NODES:
             self._uses.popitem(last=False)
 
-    def _blocks(self, transfer: PoolTransfer) -> Pages:
-        slots: Pages = transfer.device_indices.numpy()
+    def _blocks(self, slots: Pages) -> Pages:
         blocks: Pages = slots[:: self._page] // self._page
         return np.ascontiguousarray(blocks)
 

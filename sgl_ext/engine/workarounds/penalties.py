@@ -11,6 +11,7 @@ from __future__ import annotations
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch
+from sgl_ext.engine.kv.indices import upload
 
 _LAGS = "_sgl_ext_lags"
 """Attribute of a request whose next token to be fed is the one before the last."""
@@ -66,7 +67,7 @@ def _recall(_result: None, batch: ScheduleBatch) -> None:
         setattr(req, _LAGS, True)
     orchestrator = batch.sampling_info.penalizer_orchestrator
     for token in fed[: max(last, 0)]:
-        orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        orchestrator.cumulate_output_tokens(upload(torch.tensor([token]), batch.device))
 
 
 def _feed(original: Original, batch: ScheduleBatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
-from sgl_ext.engine.chunks.rope import rotation_of
+from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.memory.slab import Layout
 
@@ -145,9 +145,9 @@ def test_moved_keys_are_verified_against_the_model(
     layout = Layout(16, 2, 3, embedding.head_size, dtype, "f")
     model = type("LlamaForCausalLM", (torch.nn.Module,), {})()
     model.embedding = embedding
-    rotation_of(model, layout)
+    verified_rope(model, layout)
     right = frequencies_of(embedding._compute_cos_sin_cache().numpy())
     wrong = Rope(embedding.rotary_dim, right[::-1], not embedding.is_neox_style)
     monkeypatch.setattr("sgl_ext.engine.chunks.rope._rope_of", lambda _: wrong)
     with pytest.raises(ActivationError, match="keys moved from position 0 to 1 differ by"):
-        rotation_of(model, layout)
+        verified_rope(model, layout)

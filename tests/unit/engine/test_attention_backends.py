@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
-from contextlib import nullcontext
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +21,14 @@ from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.clusters import geometry as stored_geometry
-from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core import activation, dispatch, runtime, served
 from sgl_ext.engine.core.attention_backends import (
-    _STORE_FIRST,
-    _STORE_FIRST_NAMES,
-    OWN,
-    require_names,
+    configured,
     require_own,
-    require_store_first,
+    require_running,
     running,
 )
+from sgl_ext.engine.core.served import PAGED, Property
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.errors import ExtError
@@ -57,63 +54,40 @@ def hybrid(prefill: Any, decode: Any) -> Any:
 
 
 def runner(backend: Any, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
-    return SimpleNamespace(attn_backend=backend, dtype=dtype, **fields)
+    return SimpleNamespace(**{"attn_backend": backend, "dtype": dtype, "device": "cpu"} | fields)
 
 
 TRITON, FLASHINFER = made(TritonAttnBackend), made(FlashInferAttnBackend)
 STOCK = made(TorchNativeAttnBackend)
 
 
-def test_backend_class_names_match_the_classes() -> None:
-    for name in _STORE_FIRST:
-        if "flashattention" not in name:  # its module needs a compiled kernel
-            kind = pkgutil.resolve_name(name)
-            assert f"{kind.__module__}.{kind.__qualname__}" == name
-    assert pkgutil.resolve_name(OWN) is CpuAttnBackend
-
-
-def test_store_first_names_are_sglang_attention_backends() -> None:
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    assert set(_STORE_FIRST_NAMES) <= set(ATTENTION_BACKENDS)
+CHUNKS = {Property.STORES_FIRST: "chunks"}
+CLUSTERS = {Property.OWN: "clusters"}
 
 
 @pytest.mark.parametrize(
-    ("both", "prefill", "decode", "store_first", "own", "refused"),
+    ("both", "prefill", "decode", "required", "refused"),
     [
-        (None, None, None, "chunks", "clusters", None),
-        ("torch_native", None, None, "chunks", "clusters", None),
-        ("triton", None, None, "chunks", None, None),
-        (
-            "triton",
-            None,
-            None,
-            None,
-            "clusters",
-            "prefill runs triton; use --attention-backend tor",
-        ),
-        ("torch_native", None, "triton", None, "clusters", "decode runs triton"),
-        (
-            "flashinfer",
-            None,
-            None,
-            "chunks",
-            None,
-            "and flashinfer is not known to do so; use --pre",
-        ),
-        ("flashinfer", "triton", None, "restore", None, None),
-        ("flashinfer", None, None, None, None, None),
+        (None, None, None, CHUNKS | CLUSTERS, None),
+        ("torch_native", None, None, CHUNKS | CLUSTERS, None),
+        ("triton", None, None, CHUNKS, None),
+        ("triton", None, None, CLUSTERS, "prefill runs triton; use --attention-backend tor"),
+        ("torch_native", None, "triton", CLUSTERS, "decode runs triton"),
+        ("flashinfer", None, None, CHUNKS, "and flashinfer is not known to do so; use --pre"),
+        ("flashinfer", "triton", None, CHUNKS, None),
+        ("flashinfer", None, None, {}, None),
     ],
 )
 def test_arguments_that_name_unsupported_backends_are_refused(
     both: str | None, prefill: str | None, decode: str | None,
-    store_first: str | None, own: str | None, refused: str | None,
+    required: dict[Property, str], refused: str | None,
 ) -> None:  # fmt: skip
     view = SimpleNamespace(
-        attention_backend=both, prefill_attention_backend=prefill, decode_attention_backend=decode
-    )
-    with pytest.raises(ExtError, match=refused) if refused else nullcontext():
-        require_names(view, store_first, own)
+        device="cpu", attention_backend=both, prefill_attention_backend=prefill,
+        decode_attention_backend=decode,
+    )  # fmt: skip
+    reason = served.unsuited("cpu", configured(view), required)
+    assert reason is None if refused is None else re.search(refused, reason or "")
 
 
 def test_running_returns_the_prefill_and_decode_backends() -> None:
@@ -123,12 +97,37 @@ def test_running_returns_the_prefill_and_decode_backends() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [own(), STOCK, TRITON, made(TRTLLMHAAttnBackend), hybrid(STOCK, FLASHINFER)],
-    ids=lambda backend: type(backend).__name__,
-)
-def test_backends_that_store_kv_first_are_accepted(backend: Any) -> None:
-    require_store_first(runner(backend), "chunks")
+    ("backend", "device"),
+    [
+        (own(), "cpu"), (STOCK, "cpu"), (TRITON, "cpu"), (hybrid(STOCK, FLASHINFER), "cpu"),
+        (STOCK, "cuda"), (TRITON, "cuda"), (made(TRTLLMHAAttnBackend), "cuda"),
+        *((made(FlashInferAttnBackend, **{attribute: True}), "cuda") for attribute in PAGED),
+    ],
+)  # fmt: skip
+def test_backends_that_store_kv_first_are_accepted(backend: Any, device: str) -> None:
+    require_running(runner(backend, device=device), CHUNKS)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ragged_prefill_is_refused_with_its_reason(wrapped: bool) -> None:
+    ragged = made(FlashInferAttnBackend, **dict.fromkeys(PAGED, False))
+    where = runner(hybrid(ragged, TRITON) if wrapped else ragged, device="cuda")
+    reason = r"FlashInferAttnBackend is not known to do so \(its ragged prefill attends first; set "
+    with pytest.raises(ExtError, match=reason + "SGLANG_FLASHINFER_USE_PAGED=1"):
+        require_running(where, CHUNKS)
+    require_running(where, {Property.STRIDED: "tiers"})
+
+
+def test_a_slab_requires_backends_that_read_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab: Any = SimpleNamespace(device=None)
+    monkeypatch.setattr(runtime, "current", runtime.ExtRuntime(ExtConfig(), slab=slab))
+    monkeypatch.setattr(activation, "commanded", True)
+    for backend in (made(TboAttnBackend), hybrid(TRITON, made(TboAttnBackend))):
+        scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner(backend)))
+        with pytest.raises(
+            SystemExit, match=r"the block-major KV layout requires .* TboAttnBackend"
+        ):
+            dispatch._ready(dict, scheduler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ class Forward:
         monkeypatch.setattr(fill, "_by_strategy", by_strategy)
         monkeypatch.setattr(fill, "_count", lambda *_: None)
         monkeypatch.setattr(forward, "rows", SimpleNamespace(
-            rows_of=lambda *_: [], split_of=lambda *_: None, split=lambda batch, _parts: batch
+            rows_of=lambda *_: [], split_of=lambda *_: None, split=lambda batch, _parts: batch,
+            any_number=lambda *_: nullcontext(),
         ))  # fmt: skip
 
     def run(self, order: Sequence[str]) -> None:
@@ -200,12 +201,17 @@ class Forward:
             holds=SimpleNamespace(fill=lambda pages, _blocks: self.loaded.append(pages))
         )
         restore.prefilled = lambda _rid: None
-        runner = SimpleNamespace(model=SimpleNamespace(), req_to_token_pool=SimpleNamespace(
-            req_to_token=torch.zeros(1, 8, dtype=torch.int32)
-        ))  # fmt: skip
+        runner = SimpleNamespace(
+            model=SimpleNamespace(),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 8, dtype=torch.int32)),
+            token_to_kv_pool_allocator=SimpleNamespace(
+                known=SimpleNamespace(extended=lambda _row: None)
+            ),
+        )
         batch = SimpleNamespace(
             forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True), rids=["r"],
-            extend_prefix_lens_cpu=[0], seq_lens_cpu=torch.tensor([8]), req_pool_indices=[0],
+            extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[8], seq_lens_cpu=torch.tensor([8]),
+            req_pool_indices_cpu=[0],
         )  # fmt: skip
         arguments: Any = (runner, batch)
         forward.forward(ext, lambda *_: "output", *arguments)
@@ -242,9 +248,10 @@ def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.Monkey
     assert keywords
     polled: list[str] = []
     powers = [SimpleNamespace(poll=lambda: polled.append("power"))]
-    monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers))
+    timer = SimpleNamespace(poll=lambda: polled.append("timer"))
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers, timer=timer))
     hook.function(None, **keywords)
-    assert polled == ["power"]
+    assert polled == ["timer", "power"]
 
 
 @pytest.mark.parametrize("active", [True, False])

@@ -10,7 +10,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
+from sgl_ext.engine.kv import known
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator, runs_of
+from sgl_ext.engine.kv.indices import Download
 
 OPERATIONS = 1000
 """Operations for each seed and page size; ``test_block_groups`` has more for the policy alone."""
@@ -22,10 +24,25 @@ def stock(size: int, page: int) -> PagedTokenToKVPoolAllocator | TokenToKVPoolAl
     return PagedTokenToKVPoolAllocator(size, page, torch.bfloat16, "cpu", None, False)
 
 
-def ours(size: int, page: int, first_group: int = 40) -> BlockGroupAllocator:
+def ours(
+    size: int, page: int, first_group: int = 40, device: str | torch.device = "cpu"
+) -> BlockGroupAllocator:
     return BlockGroupAllocator(
-        size, page, torch.bfloat16, "cpu", None, False, expected_tokens=first_group
+        size, page, torch.bfloat16, device, None, False, expected_tokens=first_group
     )
+
+
+class Late(Download):
+    """Download that lands late, and whose tensor is overwritten as soon as it has begun."""
+
+    chance = Random(0)  # noqa: S311
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values.clone())
+        values.fill_(-1)
+
+    def landed(self) -> bool:
+        return self.chance.random() < 0.3
 
 
 @dataclass
@@ -95,12 +112,20 @@ class Side:
         assert set(free.tolist()) == set(range(1, size // page + 1)) - set(pages)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations_match_sglangs_allocator(page: int, seed: int) -> None:
+def test_random_operations_match_sglangs_allocator(
+    page: int, seed: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``late``, freed slots come to the host late, as those of a GPU do."""
+    if late:
+        monkeypatch.setattr(known, "Download", Late)
     random = Random(seed)  # noqa: S311
     size = page * 60
-    sides = [Side(ours(size, page)), Side(stock(size, page))]
+    # Not equal to "cpu", so that the allocator takes it for a device.
+    device: str | torch.device = torch.device("cpu") if late else "cpu"
+    sides = [Side(ours(size, page, device=device)), Side(stock(size, page))]
     row = 0
     for step in range(OPERATIONS):
         running = list(sides[0].rows)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +14,15 @@ import huggingface_hub
 import pytest
 import torch
 from sglang.srt.arg_groups import model_override_base, overrides
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 
-from sgl_ext.config import load
+from sgl_ext.config import SECTIONS, load
+from sgl_ext.engine.core import served
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.launch import start_checks
 
 HOST = {"host": {"capacity": "64MiB"}}
+FULL_PREFILL = with_phase(CudaGraphConfig(), Phase.PREFILL, backend=Backend.FULL)
 
 
 def arguments(**changed: object) -> SimpleNamespace:
@@ -28,19 +33,32 @@ def arguments(**changed: object) -> SimpleNamespace:
         "disaggregation_mode": "null", "disable_radix_cache": False, "page_size": 16,
         "chunked_prefill_size": 2048, "tp_size": 1, "attention_backend": "torch_native",
         "prefill_attention_backend": None, "decode_attention_backend": None,
+        "enable_unified_memory": False, "kv_canary": "none", "attn_dp_size": 1, "pp_size": 1,
+        "enable_torch_compile": False, "enable_two_batch_overlap": False, "enable_pdmux": False,
+        "cuda_graph_config": CudaGraphConfig(),
     }  # fmt: skip
     return SimpleNamespace(**(fields | changed))
 
 
 @pytest.fixture(autouse=True)
-def _resolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes SGLang's resolution of :func:`arguments`, for a Gemma model in float32."""
+def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Fakes SGLang's resolution of :func:`arguments`. Returns the model, a Gemma in float32."""
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["GemmaForCausalLM"]), dtype=torch.float32,
         head_dim=64, v_head_dim=64, num_hidden_layers=30, get_num_kv_heads=lambda size: 3 // size,
+        hf_text_config=SimpleNamespace(num_experts=None), quantization=None,
     )  # fmt: skip
     monkeypatch.setattr(overrides, "resolving_view", lambda arguments: arguments)
     monkeypatch.setattr(model_override_base, "model_config_of", lambda _arguments: model)
+    return model
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the slab and all powers available on CUDA."""
+    for known in ("READY", "TRIED"):
+        monkeypatch.setattr(served, known, dict.fromkeys(("cpu", "cuda"), frozenset(SECTIONS)))
+    monkeypatch.delenv(served.PAGED_VARIABLE, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +95,162 @@ def test_resolved_arguments_that_are_not_served_are_refused(
         start_checks.require_resolved(arguments(**changed), load(config))
 
 
+def test_the_arguments_are_those_of_sglang() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(vars(arguments())) <= set(ServerArgs.__struct_fields__)
+
+
 def test_resolved_arguments_that_are_served_pass() -> None:
     start_checks.require_resolved(
         arguments(), load({"tiers": HOST, "restore": {"chunk": 32}, "swap": {"capacity": "1MiB"}})
     )
     # SGLang's own pool is used if no section needs the slab.
     start_checks.require_resolved(arguments(enable_memory_saver=True), load({}))
+
+
+SECTION: dict[str, dict[str, object]] = {
+    "tiers": {"tiers": HOST},
+    "restore": {"tiers": HOST, "restore": {"chunk": 32}},
+    "swap": {"swap": {"capacity": "1MiB"}},
+    "chunks": {"chunks": {}},
+    "peer": {"peer": {"role": "worker", "directory": "/tmp/p"}},
+    "clusters": {"clusters": {"directories": ["/tmp"]}},
+}
+
+
+@pytest.mark.parametrize("power", SECTION)
+@pytest.mark.parametrize("device", ["cuda", "xpu", "npu", "cuda:1", "rocm"])
+def test_no_power_is_served_on_another_device_than_the_cpu(
+    power: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = device.partition(":")[0]
+    if device == "rocm":
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        device = "cuda"
+    first = next(iter(load(SECTION[power]).sections()))
+    why = f"is not implemented for the device {named}; serve on"
+    if first in served.READY.get(named, ()):
+        why = f"on the device {named} has only been run on a simulated device, .* SGL_EXT_UNTRIED=1"
+    with pytest.raises(ActivationError, match=f"^{first} {why} .*remove {first}$"):
+        start_checks.require_resolved(
+            arguments(device=device, attention_backend="triton"), load(SECTION[power])
+        )
+    block_major = load({"memory": {"layout": "block_major"}})
+    if named in served.SLAB_DEVICES:
+        start_checks.require_resolved(
+            arguments(device=device, attention_backend="triton"), block_major
+        )
+        return
+    with pytest.raises(ActivationError, match=f"does not support the device {named}; remove one"):
+        start_checks.require_resolved(arguments(device=device), block_major)
+
+
+def test_a_power_that_never_ran_on_a_gpu_starts_if_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(served.UNTRIED, "1")
+    start_checks.require_resolved(
+        arguments(device="cuda", attention_backend="triton"), load(SECTION["tiers"])
+    )
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "KV of type fp8_e5m2"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "KV of type fp4_e2m1"),
+        ({"attn_dp_size": 2, "tp_size": 2}, "data-parallel attention on cuda"),
+        ({"tp_size": 2}, "tensor parallelism on cuda"),
+        ({"pp_size": 2}, "pipeline parallelism on cuda"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile on cuda"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap on cuda"),
+        ({"enable_pdmux": True}, "--enable-pdmux on cuda"),
+        ({"cuda_graph_config": FULL_PREFILL}, "full prefill CUDA graphs on cuda"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"kv_canary": "raise"}, "--kv-canary"),
+        ({"quantization": "fp8"}, r"quantized weights \(fp8\) on cuda"),
+        ({"num_experts": 64}, r"mixtures of experts \(num_experts 64\) on cuda"),
+        ({"n_routed_experts": 64}, r"mixtures of experts \(n_routed_experts 64\) on cuda"),
+        ({"moe_num_experts": 64}, r"mixtures of experts \(moe_num_experts 64\) on cuda"),
+        ({"num_local_experts": 8}, r"mixtures of experts \(num_local_experts 8\) on cuda"),
+        ({"POST_CAPTURE_KV_SIZING": "1"}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING on cuda"),
+    ],
+)
+def test_what_has_not_been_tried_on_cuda_is_refused(
+    changed: dict[str, object],
+    reason: str,
+    model: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_the_model = {key: changed[key] for key in changed if "experts" in key}
+    model.hf_text_config.__dict__.update(of_the_model)
+    model.quantization = changed.get("quantization")
+    if "POST_CAPTURE_KV_SIZING" in changed:
+        monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    names = set(changed) & set(vars(arguments()))
+    view = arguments(
+        **{"device": "cuda", "attention_backend": "triton"}
+        | {name: changed[name] for name in names}
+    )
+    with pytest.raises(
+        ActivationError,
+        match=f"^tiers: this requires the block-major KV layout, which does not support {reason}; "
+        "remove one of the two$",
+    ):
+        start_checks.require_resolved(view, load({"tiers": HOST}))
+    if reason.endswith(" on cuda"):
+        view.device, view.attention_backend = "cpu", "torch_native"
+        start_checks.require_resolved(view, load({"tiers": HOST}))
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("power", SECTION)
+@pytest.mark.parametrize("backend", ["triton", "fa3", "fa4", "trtllm_mha", "hpc_ops"])
+def test_backends_on_cuda_are_served_or_refused_by_their_properties(
+    power: str, backend: str, model: SimpleNamespace
+) -> None:
+    model.hf_config.architectures = ["LlamaForCausalLM"]
+    view = arguments(device="cuda", attention_backend=backend)
+    refused = None
+    if power == "clusters":
+        refused = f"clusters requires the compiled CPU attention, but prefill runs {backend}; serve"
+    elif backend == "hpc_ops" and power in ("restore", "chunks"):
+        refused = "computes parts of a prompt .* hpc_ops is not known .*backend triton, fa3, fla"
+    elif backend in ("fa4", "hpc_ops"):
+        refused = f"and {backend} in prefill is not known .*; use --attention-backend triton, fa3,"
+    if power in ("restore", "swap") and backend in ("fa4", "hpc_ops"):
+        refused = f"^tiers requires .* {backend} in prefill"
+    with pytest.raises(ActivationError, match=refused) if refused else nullcontext():
+        start_checks.require_resolved(view, load(SECTION[power]))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_flashinfer_gets_a_paged_prefill_for_powers_that_require_it(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := dict(os.environ))
+    model.hf_config.architectures = ["LlamaForCausalLM"]
+    flashinfer = arguments(device="cuda", attention_backend="flashinfer")
+    split = arguments(
+        device="cuda", attention_backend="flashinfer", prefill_attention_backend="fa3"
+    )
+    caplog.set_level("INFO")
+    start_checks.require_resolved(flashinfer, load(SECTION["tiers"]))
+    start_checks.require_resolved(split, load(SECTION["chunks"]))
+    assert served.PAGED_VARIABLE not in environment
+    assert not caplog.messages
+    for _ in range(2):  # a second engine of the process
+        start_checks.require_resolved(flashinfer, load(SECTION["chunks"]))
+        assert environment[served.PAGED_VARIABLE] == "True"
+    assert caplog.messages == [
+        "SGLANG_FLASHINFER_USE_PAGED=1 is set, because chunks requires the paged prefill of "
+        "flashinfer"
+    ]
+    environment[served.PAGED_VARIABLE] = "0"
+    with pytest.raises(ActivationError, match=r"^restore requires the paged .* unset the variable"):
+        start_checks.require_resolved(flashinfer, load(SECTION["restore"]))
 
 
 def test_models_without_complete_weights_are_refused(tmp_path: Path) -> None:
@@ -128,3 +296,12 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     config = load({"clusters": {"directories": [str(tmp_path / "none")]}})
     with pytest.raises(ActivationError, match=r"clusters directory \S+/none: does not exist"):
         start_checks.require_startable(arguments(model_path=str(tmp_path)), config)
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in ("attention_backend", "decode_attention_backend"):
+        with pytest.raises(ActivationError, match="triton needs a GPU, but the device is cpu; use"):
+            start_checks.require_resolved(arguments(**{name: "triton"}), load({}))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    start_checks.require_resolved(arguments(attention_backend="triton"), load({}))

@@ -10,7 +10,8 @@ import pytest
 from tier_kit import LAYOUTS, arena, content, keys
 
 from sgl_ext.engine.restore.by_layers import end, taken_back
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.plan import Compute, LoadOrCompute, Span
@@ -29,7 +30,7 @@ class Link:
 
     def __init__(self) -> None:
         self.engine = TransferEngine()
-        self.slab = Slab.create(LAYOUT, PAGES)
+        self.slab = HostSlab.create(LAYOUT, PAGES)
         self.engine.register(self.slab.address, self.slab.size, owner=self.slab)
         self.arena = arena(self.engine, PAGES, LAYOUT)
         lane = self.engine.host_lane()
@@ -62,9 +63,9 @@ def test_loads_of_computed_layers_are_cancelled(link: Link) -> None:
     tickets = link.copies.load_from_the_top(every, every)
     tickets[3].wait(30)  # of layers 0 to 4: the last two are loaded
     assert tickets[4].state == State.DONE
-    assert taken_back(tickets[0])
-    assert taken_back(tickets[1])
-    met = 2 if not taken_back(tickets[2]) else 3  # the load may have begun by now
+    assert taken_back(tickets[0], Streams())
+    assert taken_back(tickets[1], Streams())
+    met = 2 if not taken_back(tickets[2], Streams()) else 3  # the load may have begun by now
     assert all(link.landed(layer) for layer in range(met, LAYOUT.layers))
     assert (link.rows[:, :2] == 0xDD).all()  # cancelled loads write nothing
     for ticket in tickets:
@@ -75,7 +76,7 @@ def test_a_landed_load_is_not_cancelled(link: Link) -> None:
     every = np.arange(PAGES)
     tickets = link.copies.load_from_the_top(every, every)
     tickets[0].wait(30)
-    assert not any(map(taken_back, tickets))
+    assert not any(taken_back(ticket, Streams()) for ticket in tickets)
     assert all(map(link.landed, range(LAYOUT.layers)))
 
 
@@ -99,11 +100,14 @@ class Load:
         if self.late:
             raise TimeoutError
 
+    def fence(self, _stream: int | None, timeout: float) -> None:
+        self.wait(timeout)
+
 
 def test_a_late_load_does_not_keep_others_from_being_cancelled() -> None:
     loads = [Load(late=at == 1) for at in range(4)]
     with pytest.raises(TimeoutError):
-        end(loads)
+        end(loads, Streams())
     assert [load.state for load in loads if not load.late] == [State.CANCELLED] * 3
 
 

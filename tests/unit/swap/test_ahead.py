@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from stack_kit import BLOCKS, Machine
 from tier_kit import keys
 
+from sgl_ext.engine.kv.known import KnownSlots
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.runs import runs_of
@@ -27,6 +28,7 @@ TOKENS = tuple(range(5 * PAGE))
 class Allocator:
     def __init__(self) -> None:
         self.groups = BlockGroups(BLOCKS, page=1, first=0)
+        self.known = KnownSlots()
 
     def alloc(self, tokens: int) -> torch.Tensor | None:
         if (runs := self.groups.allocate([(None, tokens // PAGE)])) is None:
