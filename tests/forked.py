@@ -54,7 +54,7 @@ _LATE = {
     "SGLANG_TEST_RETRACT_INTERVAL",
 }  # fmt: skip
 """Names of variables that SGLang reads after its imports, or that :func:`_apply` reads again."""
-_EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH")
+_EARLY = ("LD_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "SGLANG_", "TORCH", "TRITON_")
 """Prefixes of environment variables that are read at import time, or earlier."""
 _SPARES = 4
 _SABOTAGE = Path(__file__).parent / "sabotage.py"
@@ -62,14 +62,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def forkable(environment: Mapping[str, str]) -> bool:
-    """Returns whether a process with this environment can be forked from the template."""
+def forkable(environment: Mapping[str, str], **imported: str) -> bool:
+    """Returns whether a process with this environment can be forked from a template.
+
+    Args:
+        imported: variables that the template has besides those of this process.
+    """
+    own = {**os.environ, **imported}
 
     def early(name: str) -> bool:
         return name.startswith(_EARLY) and name not in _LATE
 
-    names = filter(early, {*environment, *os.environ})
-    return all(environment.get(name) == os.environ.get(name) for name in names)
+    names = filter(early, {*environment, *own})
+    return all(environment.get(name) == own.get(name) for name in names)
 
 
 class Forked(psutil.Process):
@@ -97,9 +102,14 @@ class Forked(psutil.Process):
 
 
 class Template:
-    """A process that has imported SGLang and forks others; it starts at the first fork."""
+    """A process that has imported SGLang and forks others; it starts at the first fork.
 
-    def __init__(self) -> None:
+    Args:
+        imported: environment variables of the process besides those of this one.
+    """
+
+    def __init__(self, **imported: str) -> None:
+        self._imported = imported
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -127,7 +137,7 @@ class Template:
             # Tests that run at the same time share the cores: a thread that waits must not spin.
             self._process = subprocess.Popen(
                 command, pass_fds=[handle], stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+                env={**os.environ, **self._imported, "OMP_WAIT_POLICY": "passive"},
             )  # fmt: skip
             theirs.close()
         # The forked process is orphaned at once, and becomes a child of the nearest subreaper.
@@ -152,7 +162,7 @@ class Template:
         folder: Path,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Runs a program as ``subprocess.run`` does, and captures its output in ``folder``."""
-        if program[0] == "-c" or not forkable(environment):
+        if program[0] == "-c" or not forkable(environment, **self._imported):
             return subprocess.run(
                 [sys.executable, *program],
                 env=dict(environment), capture_output=True, text=True, timeout=timeout, check=False,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from forked import template
+from forked import Template, template
 
 CHECKED = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -22,13 +22,20 @@ def retracting(every: int) -> dict[str, str]:
 
 
 def run_program(
-    folder: Path, program: str, arguments: object, *, timeout: float = 550, **environment: str
+    folder: Path,
+    program: str,
+    arguments: object,
+    *,
+    timeout: float = 550,
+    template: Template = template,
+    **environment: str,
 ) -> tuple[list[Any], str]:
     """Runs a program; returns the JSON objects that it printed, one per line, and its stderr.
 
     Args:
         program: source of the program; scheduler processes import it, too.
         arguments: written as JSON to the file that the program's first argument names.
+        template: process from which the program is forked, if its environment allows it.
     """
     path, file = folder / "program.py", folder / "arguments.json"
     path.write_text(program)
