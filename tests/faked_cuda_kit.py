@@ -1,0 +1,87 @@
+"""Processes with a faked CUDA device: environment, arguments, a small model, and their journal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT
+from transfer_kit import fake_cuda
+
+from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving.server import Server, System
+
+TOKENS = 2048
+SIZE = ("--max-total-tokens", str(TOKENS), "--dtype", "float32")
+ARGUMENTS = (
+    *SIZE, "--attention-backend", "triton", "--triton-attention-num-kv-splits", "1",
+    "--sampling-backend", "pytorch", "--disable-cuda-graph",
+)  # fmt: skip
+"""Arguments of a server on the faked device; its kernels run in Triton's interpreter"""
+
+
+def environment(folder: Path, journal: Path) -> dict[str, str]:
+    """Returns what the environment of a process with the faked device has in addition.
+
+    CUDA's runtime and driver are one library: two of them would be two devices.
+
+    Args:
+        folder: folder for the libraries.
+        journal: folder for the journal.
+    """
+    libraries = folder / "libraries"
+    libraries.mkdir(parents=True, exist_ok=True)
+    for name in ("libcudart.so", "libcuda.so.1"):
+        if not (link := libraries / name).exists():
+            link.symlink_to(fake_cuda(folder))
+    path = [str(ROOT / "tests" / "faked_cuda"), str(ROOT / "scripts" / "gpu")]
+    return {
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "LD_LIBRARY_PATH": str(libraries),
+        "SGL_EXT_FAKED_CUDA": "1",
+        "SGL_EXT_UNTRIED": "1",
+        "SGL_EXT_FAKED_CUDART": str(libraries / "libcudart.so"),
+        "SGL_EXT_FAKED_CUDA_JOURNAL": str(journal),
+    }
+
+
+def on_faked_cuda(name: str, folder: Path, *arguments: str) -> System:
+    """Returns a server on the faked device, which writes its journal into ``folder/NAME``."""
+    return System(name, (*ARGUMENTS, *arguments), environment(folder, folder / name))
+
+
+def journal(server: Server) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a server's journal; see :func:`lines`."""
+    return lines(Path(server.system.environment["SGL_EXT_FAKED_CUDA_JOURNAL"]))
+
+
+def lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of the journals in a folder; see ``faked_cuda.journal``."""
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            yield json.loads(line)
+
+
+def small_llama(folder: Path, *, layers: int = 2) -> Path:
+    """Writes a Llama of random weights whose heads fit Triton's kernels, and returns its folder.
+
+    It has 4 query heads and 2 KV heads of dimension 64, and SmolLM2's tokenizer.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokens = AutoTokenizer.from_pretrained(prepare(SMOLLM2))
+    config = LlamaConfig(
+        vocab_size=len(tokens), hidden_size=256, intermediate_size=512, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+        tie_word_embeddings=True, bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
