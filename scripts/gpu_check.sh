@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks the Triton kernels on this machine's GPU and measures their bandwidth. Needs this
-# repository, torch and Triton, but neither SGLang nor an installation. See --help.
+# Checks this machine's GPU: the Triton kernels, served powers against stock SGLang, and what they
+# cost and gain (scripts/gpu/README.md). The kernels need torch and Triton only. See --help.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
