@@ -342,6 +342,8 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
             blocks = self._append(rows)
             if blocks is None:
                 return None
+            for row in rows:  # or the last part of a prompt: earlier slots are not its slots
+                self.known.extend(row, None)
             return upload(torch.tensor(blocks, dtype=torch.int64), self.device)
         runs = self._allocate(list(zip(rows, counts, strict=True)))
         if runs is None:

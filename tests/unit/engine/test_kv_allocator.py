@@ -205,6 +205,17 @@ def test_owners_that_do_not_match_the_call_are_ignored() -> None:
     assert allocator.available_size() == 59
 
 
+def test_slots_of_an_earlier_part_are_not_taken_for_those_of_the_last() -> None:
+    allocator = ours(64, 1)
+    with allocator.serving(lambda: ([1, 2], [1, 3])):
+        first = allocator.alloc(4)
+    assert allocator.known.extended(1).tolist() == first[:1].tolist()
+    with allocator.serving(lambda: ([1], [1])):
+        last = allocator.alloc(1)
+    known = allocator.known.extended(1)
+    assert known is None or known.tolist() == last.tolist()
+
+
 def test_freeing_twice_raises() -> None:
     allocator = ours(64, 1)
     slots = allocator.alloc(4)
