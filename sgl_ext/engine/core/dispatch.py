@@ -61,11 +61,9 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
 def _stream_of_forwards(ext: runtime.ExtRuntime, scheduler: Scheduler) -> Any:
     if ext.slab is None or ext.slab.device is None:
         return None
-    import torch
-
-    # Without overlap scheduling, forwards run on the stream of the scheduler.
-    overlapped = scheduler.enable_overlap
-    return scheduler.forward_stream if overlapped else torch.cuda.current_stream(ext.slab.device)
+    # Without overlap scheduling, forwards run on the stream of the scheduler, which is not the
+    # current one until its event loop begins.
+    return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
 
 
 def _queue(

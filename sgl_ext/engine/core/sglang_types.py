@@ -370,6 +370,7 @@ class Scheduler(Protocol):
     page_size: int
     device: str
     forward_stream: Any
+    schedule_stream: Any
     waiting_queue: list[Req]
     chunked_req: Req | None
     running_batch: ScheduleBatch

@@ -289,3 +289,13 @@ def test_generate_hook_accepts_the_request_of_the_grpc_bridge() -> None:
 
     assert asyncio.run(answers()) == ["answer"]
     assert given == ["obj", {"request": "the bridge's"}]
+
+
+@pytest.mark.parametrize(("overlap", "stream"), [(True, "forward"), (False, "schedule")])
+def test_forwards_are_timed_on_the_stream_that_they_run_on(overlap: bool, stream: str) -> None:
+    scheduler: Any = SimpleNamespace(
+        enable_overlap=overlap, forward_stream="forward", schedule_stream="schedule"
+    )
+    slab: Any = SimpleNamespace(device=0)
+    ext = runtime.ExtRuntime(ExtConfig(), slab=slab)
+    assert dispatch._stream_of_forwards(ext, scheduler) == stream
