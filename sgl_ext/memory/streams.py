@@ -26,6 +26,9 @@ class Streams:
         """Returns the handle of the calling thread's stream; None on a device without streams."""
         return None
 
+    def follow(self) -> None:
+        """Makes later work on the current stream wait for the work that is on the others now."""
+
     def synchronize(self) -> None:
         """Waits on the host until all work that was submitted to the device has ended."""
 
@@ -59,6 +62,12 @@ class CudaStreams(Streams):
     def current(self) -> int:
         handle: int = self._cuda.current_stream(self._device).cuda_stream
         return handle
+
+    def follow(self) -> None:
+        current = self._cuda.current_stream(self._device)
+        if self._forward not in (None, current.cuda_stream):
+            forward = self._cuda.ExternalStream(self._forward, self._device)  # type: ignore[no-untyped-call]
+            current.wait_stream(forward)
 
     def synchronize(self) -> None:
         self._cuda.synchronize(self._device)

@@ -210,6 +210,8 @@ def _batch(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> Itera
             return
     last = torch.tensor([(req.output_ids or req.origin_input_ids)[-1] for req in reqs])
     payload = RelayPayload(bonus_tokens=upload(last, scheduler.device))
+    # A forward in flight stores the next token of a request that had the same row before.
+    power.manager.stack.streams.follow()
     scheduler.future_map.stash(batch.req_pool_indices, payload)
     batch.input_ids = batch.prefill_input_ids_cpu = None
     yield batch
