@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,6 +242,8 @@ class LayerLoads:
         self._group_of = [at for at, (begin, end) in enumerate(groups) for _ in range(begin, end)]
         self._deadline = deadline
         self._loads: dict[int, list[Ticket]] = {}
+        self._late: set[int] = set()
+        """Loads that a forward did not wait for to the end."""
         self._next = 0
         self.consumer_index = -1
         """Number of the load that the next or running forward depends on; -1 for none."""
@@ -268,14 +269,19 @@ class LayerLoads:
         group = self._group_of[layer]
         if (step := (self.consumer_index, group)) not in self._fenced:
             self._fenced.add(step)
-            with suppress(TransferError, TransferCancelledError, TimeoutError):
+            try:
                 tickets[group].fence(self._streams.current(), self._deadline)
+            except TimeoutError:
+                self._late.add(self.consumer_index)
+            except (TransferError, TransferCancelledError):
+                pass
 
     def finish(self, index: int) -> float | None:
         """Waits for a whole load and forgets it.
 
         Returns:
-            The seconds of the slowest ticket; None if a ticket failed or was cancelled.
+            The seconds of the slowest ticket; None if a ticket failed or was cancelled, or landed
+            after the forward had stopped waiting for it.
 
         Raises:
             TimeoutError: A copy is still in progress, and its memory in use.
@@ -286,8 +292,11 @@ class LayerLoads:
             # The load stays known: a second call must not take it for one that has landed.
             raise TimeoutError(f"a copy from host memory took over {self._deadline} s")
         self._loads.pop(index, None)
+        in_time = index not in self._late
+        self._late.discard(index)
         self._fenced = {step for step in self._fenced if step[0] != index}
-        return max((each.seconds for each in tickets), default=0.0) if all(landed) else None
+        slowest = max((each.seconds for each in tickets), default=0.0)
+        return slowest if all(landed) and in_time else None
 
     def reset(self) -> None:
         """Waits for all loads and forgets them.

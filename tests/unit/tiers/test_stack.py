@@ -48,6 +48,9 @@ class Late:
         if not self.ended:
             raise TimeoutError
 
+    def fence(self, _stream: int | None, seconds: float) -> None:
+        self.wait(seconds)
+
     def poll(self) -> bool:
         return self.ended
 
@@ -61,6 +64,19 @@ def test_a_late_load_does_not_count_as_landed() -> None:
             loads.finish(index)
     ticket.ended = True
     assert loads.finish(index) == 0.5
+
+
+def test_a_load_that_the_forward_did_not_wait_for_has_not_landed_for_it() -> None:
+    ticket = Late()
+    loads = LayerLoads([(0, 1)], deadline=0.0)
+    for read, seconds in ((True, None), (False, 0.5)):
+        index = loads.start([ticket])  # type: ignore[list-item]
+        ticket.ended = False
+        loads.set_consumer(index)
+        if read:
+            loads.wait_until(0)
+        ticket.ended = True
+        assert loads.finish(index) == seconds
 
 
 def test_layer_groups_grow_and_cover_all_layers() -> None:
