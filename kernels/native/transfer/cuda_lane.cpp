@@ -76,6 +76,7 @@ bool CudaLane::fence(Ticket& ticket, std::uintptr_t stream, Deadline deadline) {
   });
   --channel.fences;
   if (!dispatched || ticket.finished() || ticket.cancelled_ || ticket.failure_) return false;
+  if (!ticket.marked_) return false;  // nothing to copy; it finishes after earlier tickets
   return ticket.marked_->fence(reinterpret_cast<CudaRuntime::Stream>(stream)) == 0;
 }
 

@@ -209,6 +209,21 @@ def test_fence_without_a_stream_waits_on_the_host(
     assert ticket.state == State.DONE
 
 
+def test_fence_of_a_ticket_without_copies_waits_for_earlier_ones(
+    engine: TransferEngine, cudart: Path, fake: ctypes.CDLL
+) -> None:
+    src, dst = memory(engine, PAGE, seed=3), memory(engine, PAGE)
+    lane = engine.cuda_lane(library=cudart)
+    fake.fake_hold(1)
+    engine.submit([(src.ctypes.data, dst.ctypes.data, PAGE, 1, 0, 0)], lane)
+    empty = engine.submit(np.empty((0, 6), np.int64), lane)
+    with pytest.raises(TimeoutError):
+        empty.fence(0, 0.05)
+    fake.fake_hold(0)
+    empty.fence(0, DEADLINE_S)
+    assert empty.state == State.DONE
+
+
 def test_fence_of_a_finished_cancelled_or_failed_ticket_reports_it(
     engine: TransferEngine, cudart: Path, device: SimulatedDevice
 ) -> None:
