@@ -3,7 +3,7 @@
 This is the counterpart of :mod:`.mapping` for device memory and uses the driver's virtual memory
 management. An owner lends a piece of memory as a file descriptor, and a borrower maps it at its own
 addresses. An owner that must reclaim its addresses maps other memory in their place; the borrower's
-mapping does not change. Processes pass descriptors over a Unix socket (:func:`socket.send_fds`).
+mapping does not change. Processes pass descriptors over a Unix socket (:mod:`.descriptors`).
 
 CUDA maps a piece only as a whole, so an owner allocates each part that it will lend as a separate
 piece.
@@ -220,6 +220,11 @@ class CudaMapping:
             "data": (self.address, False),
             "strides": None,
         }
+
+    @property
+    def pieces(self) -> dict[int, CudaMemory]:
+        """The mapped pieces by offset."""
+        return dict(self._pieces)
 
     def put(self, offset: int, memory: CudaMemory) -> None:
         """Maps a piece at ``offset``, in place of the pieces that are mapped there.

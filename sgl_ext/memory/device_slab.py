@@ -23,9 +23,7 @@ class DeviceSlab(Slab):
     """A slab in device memory."""
 
     mapping: CudaMapping
-    """Addresses of all blocks"""
-    pieces: tuple[CudaMemory, ...]
-    """Memory of the own blocks, in the order of their addresses"""
+    """Addresses of all blocks, and the memory of the own ones"""
 
     @classmethod
     def create(
@@ -45,7 +43,7 @@ class DeviceSlab(Slab):
             device: number of the CUDA device.
             beyond: number of blocks after these that get addresses but no memory yet.
             piece_bytes: size of a piece that can be lent, rounded up to the device's granularity;
-                None if nothing is lent.
+                the own blocks are in whole pieces then. None if nothing is lent.
             library: path of the CUDA driver.
 
         Raises:
@@ -54,30 +52,32 @@ class DeviceSlab(Slab):
         """
         check(layout, own, beyond)
         size, reach = own * layout.block_bytes, (own + beyond) * layout.block_bytes
-        step = min(piece_bytes or size, size)
+        step = piece_bytes or size
         try:
             # The last piece may end behind the own blocks, where other memory must fit, too.
             mapping = CudaMapping(device, reach + step, library=library)
-            pieces: list[CudaMemory] = []
             at = 0
             while at < size:
-                piece = CudaMemory.create(device, min(step, size - at), library=library)
+                piece = CudaMemory.create(device, step, library=library)
                 mapping.put(at, piece)
-                pieces.append(piece)
                 at += piece.size
         except CudaMemoryError as error:
             raise SlabError(
                 f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B on CUDA "
                 f"device {device}: {error}; lower --max-total-tokens or --mem-fraction-static"
             ) from None
-        slab = cls(layout, own, own + beyond, device, mapping, tuple(pieces))
-        slab._bytes()[:size].zero_()
+        slab = cls(layout, own, own + beyond, device, mapping)
+        slab.zero(0, size)
         return slab
 
     @property
     def address(self) -> int:
         """Address of block 0, which is the same for all kernels of this process."""
         return self.mapping.address
+
+    def zero(self, offset: int, size: int) -> None:
+        """Fills ``size`` bytes with zeros, on the current stream."""
+        self._bytes()[offset : offset + size].zero_()
 
     def _bytes(self) -> torch.Tensor:
         import torch
