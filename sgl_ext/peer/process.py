@@ -22,6 +22,11 @@ class Identity(NamedTuple):
     name: bytes
     pid: int
 
+    @property
+    def socket(self) -> str:
+        """Address at which the process hands over device memory that it lends."""
+        return f"sgl_ext-peer-{self.pid}-{self.name.hex()}"
+
 
 def identity() -> Identity:
     """Returns a new identity of this process."""

@@ -272,6 +272,40 @@ def test_failed_replacement_changes_nothing(owner: Owner, fake: ctypes.CDLL) -> 
     assert (owner.lendable.extents, owner.pieces()) == (extents, pieces)
 
 
+def test_pieces_can_be_handed_over_while_they_are_replaced(
+    owner: Owner, library: str, fake: ctypes.CDLL
+) -> None:
+    done = threading.Event()
+    failures: list[BaseException] = []
+    mapped = 0
+
+    def borrow() -> None:
+        nonlocal mapped
+        borrower = Borrower(library)
+        while not done.is_set():
+            try:
+                borrower.map(owner.offer())
+            except LentMemoryError as error:
+                if "no longer lent" not in str(error):
+                    failures.append(error)
+                continue
+            mapped += 1
+            borrower.unmap()
+
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    for number in range(60):
+        owner.lendable.replace((1 + number % 5) * PIECE)
+        if number % 3 == 0:
+            owner.lendable.discard()
+    done.set()
+    thread.join()
+    owner.lendable.discard()
+    assert not failures
+    assert mapped
+    assert counts(fake) == (PIECES, PIECES, 1)
+
+
 @pytest.mark.parametrize("failing", range(3))
 def test_replacement_that_cannot_be_mapped_is_undone(
     owner: Owner, fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, failing: int

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_ext.memory.lent import Extent, blocks_for
 from sgl_ext.memory.slab import DTYPES, Layout
-from sgl_ext.peer.lending import ElasticUnits, Lending, Unit, choose_unit, minimum_elastic_units
+from sgl_ext.peer.lending import (
+    ElasticUnits,
+    Granularity,
+    Lending,
+    Unit,
+    choose_unit,
+    minimum_elastic_units,
+)
+from sgl_ext.peer.master import _last
+from sgl_ext.peer.messages import Lend
 from sgl_ext.peer.need import NeedWindow
 from sgl_ext.peer.regions import Region, Regions
 
@@ -157,6 +167,84 @@ def test_scaling_suffices_and_is_minimal(
     assert down == lent or (policy.local(down) * 16 >= need and policy.local(down) >= used)
     fits = policy.local(down + unit) * 16 >= need and policy.local(down + unit) >= used
     assert not fits or down + unit > policy.size
+
+
+odd = st.integers(1, 400_000).map(lambda half: 2 * half + 1)
+blocks = st.one_of(odd, st.builds(lambda base, power: base << power, odd, st.integers(1, 12)))
+
+
+@given(
+    pieces=st.integers(1, 16),
+    worker=blocks,
+    master=blocks,
+    own=st.integers(2, 2000),
+    granularity=st.sampled_from(["auto", "unit", "block"]),
+    data=st.data(),
+)
+@settings(derandomize=True, deadline=None)
+def test_a_memory_page_can_be_a_piece_of_device_memory(
+    pieces: int, worker: int, master: int, own: int, granularity: Granularity, data: st.DataObject
+) -> None:
+    piece = pieces * (2 << 20)
+    # The worker: block 0 is padding, and the memory ends with a whole piece.
+    end = -(-own * worker // piece) * piece
+    start = -(-data.draw(st.integers(1, own)) * worker // piece) * piece
+    extents = tuple(Extent(f"{at}", at, 0, piece) for at in range(start, end, piece))
+    size = len(extents) * piece
+    # The master: it offers what its addresses and its capacity allow.
+    first, capacity = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 2 * size + piece))
+    beyond = blocks_for(capacity, master, piece)
+    regions = Regions(first, first + beyond, master, piece)
+    assert regions.largest >= capacity // piece * piece
+    most = min(min(regions.largest, capacity) // piece * piece, size)
+    unit = choose_unit(worker, master, most, piece, granularity)
+    assert unit.size % piece == 0
+    if unit.whole:
+        assert unit.size % worker == unit.size % master == 0
+    policy = Lending(most, end, worker, 16, 1, unit)
+    need, used = data.draw(st.integers(0, own * 16)), data.draw(st.integers(0, own - 1))
+    lent = policy.scale_down(0, need, used)
+    kept = policy.scale_up(lent, data.draw(st.integers(0, own * 16)))
+    for granted in (lent, kept):
+        assert granted % piece == 0
+        assert 0 <= granted <= most
+        Lend(b"w", 1, b"m", 1, granted, 1, extents)
+        if granted:  # some blocks of the pool are removed, and the others are not lent
+            assert policy.local(granted) < own - 1
+            assert (1 + policy.local(granted)) * worker <= end - granted
+    if not lent:
+        return
+    # The master maps whole pieces, behind its own memory, which may end with a part of a piece.
+    mapped = _last(extents, most)
+    assert tuple(mapped) == extents[len(extents) - most // piece :]
+    region = regions.allocate(most)
+    assert region is not None
+    regions.check_integrity([region])
+    assert region.offset >= -(-first * master // piece) * piece
+    assert region.offset % piece == 0
+    assert region.offset + region.size == region.end * master <= (first + beyond) * master
+    assert region.blocks(lent, master) * master >= region.offset + region.size - lent
+
+
+@given(
+    pieces=st.integers(1, 16),
+    master=blocks,
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=16),
+    first=st.integers(1, 50),
+)
+@settings(derandomize=True, deadline=None)
+def test_reserved_addresses_hold_the_pieces_of_sixteen_workers(
+    pieces: int, master: int, sizes: list[int], first: int
+) -> None:
+    piece = pieces * (2 << 20)
+    beyond = blocks_for(sum(sizes) * piece, master, piece)
+    regions = Regions(first, first + beyond, master, piece)
+    taken = []
+    for size in sizes:
+        region = regions.allocate(size * piece)
+        assert region is not None
+        taken.append(region)
+    regions.check_integrity(taken)
 
 
 def test_need_window_drops_old_needs() -> None:

@@ -9,7 +9,13 @@ import sys
 
 import pytest
 
-from sgl_ext.peer.process import Process
+from sgl_ext.peer.process import Process, identity
+
+
+def test_identities_have_different_sockets() -> None:
+    one, other = identity(), identity()
+    assert one.socket != other.socket
+    assert len(one.socket) < 108  # the longest address of a Unix socket
 
 
 def test_a_process_is_alive_until_it_ends() -> None:
