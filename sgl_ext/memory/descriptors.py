@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, suppress
+from typing import Annotated
 
 import msgspec
 
@@ -32,12 +33,12 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """Answer to a request, with one descriptor for each extent unless there is an error."""
+    """Answer to a request, which has one descriptor for each extent unless there is an error."""
 
     error: str = ""
 
 
-_requests = msgspec.msgpack.Decoder(tuple[Extent, ...])
+_requests = msgspec.msgpack.Decoder(Annotated[tuple[Extent, ...], msgspec.Meta(max_length=_BATCH)])
 _replies = msgspec.msgpack.Decoder(_Reply)
 _encoder = msgspec.msgpack.Encoder()
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -100,11 +101,11 @@ class DescriptorServer:
                 descriptors: list[int] = []
                 reply = _Reply()
                 try:
-                    for extent in _requests.decode(request)[:_BATCH]:
+                    for extent in _requests.decode(request):
                         descriptors.append(self._descriptor(extent))
                         opened.callback(os.close, descriptors[-1])
                 except ExtError as error:
-                    descriptors, reply = [], _Reply(str(error))
+                    reply = _Reply(str(error))
                 socket.send_fds(client, [_encoder.encode(reply)], descriptors)
 
 
@@ -154,9 +155,7 @@ class _Refused(Exception):  # noqa: N818
 def _ask(channel: socket.socket, batch: Sequence[Extent], opened: ExitStack) -> list[int]:
     """Returns a descriptor of each extent; ``opened`` closes them."""
     channel.send(_encoder.encode(batch))
-    data, descriptors, flags, _ = socket.recv_fds(
-        channel, _LARGEST, _BATCH, socket.MSG_CMSG_CLOEXEC
-    )
+    data, descriptors, *_ = socket.recv_fds(channel, _LARGEST, _BATCH, socket.MSG_CMSG_CLOEXEC)
     for descriptor in descriptors:
         opened.callback(os.close, descriptor)
     if not data:
@@ -170,7 +169,7 @@ def _ask(channel: socket.socket, batch: Sequence[Extent], opened: ExitStack) -> 
         ) from None
     if reply.error:
         raise _Refused(reply.error)
-    if flags & socket.MSG_CTRUNC or len(descriptors) != len(batch):
+    if len(descriptors) != len(batch):
         raise _Refused(
             f"found {len(descriptors)} descriptors, expected {len(batch)}; check the limit of open "
             "files (ulimit -n)"

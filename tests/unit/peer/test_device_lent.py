@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -36,7 +37,7 @@ from sgl_ext.memory.streams import Streams
 
 PIECE = 4 * MIB
 PIECES = 6
-DEADLINE_S = 0.3
+DEADLINE_S = 1.0
 
 
 def view(mapping: CudaMapping) -> NDArray[np.uint8]:
@@ -294,7 +295,10 @@ def test_pieces_can_be_handed_over_while_they_are_replaced(
 
     thread = threading.Thread(target=borrow)
     thread.start()
-    for number in range(60):
+    for number in count():
+        assert thread.is_alive()
+        if number >= 60 and mapped:
+            break
         owner.lendable.replace((1 + number % 5) * PIECE)
         if number % 3 == 0:
             owner.lendable.discard()
@@ -302,7 +306,6 @@ def test_pieces_can_be_handed_over_while_they_are_replaced(
     thread.join()
     owner.lendable.discard()
     assert not failures
-    assert mapped
     assert counts(fake) == (PIECES, PIECES, 1)
 
 
@@ -329,15 +332,20 @@ def test_replacement_that_cannot_be_mapped_is_undone(
     assert counts(fake) == (PIECES, PIECES, 1)
 
 
-@pytest.mark.parametrize("when", ["mapped", "while it asks", "while it is answered"])
+@pytest.mark.parametrize(
+    "when", ["mapped", "while it writes", "while it asks", "while it is answered"]
+)
 def test_owner_reclaims_from_a_borrower_that_was_killed(
     owner: Owner, borrower: Borrower, fake: ctypes.CDLL, other: Callable[[str], Other], when: str
 ) -> None:
     there = other("Borrower")
     files = psutil.Process().num_fds()
-    if when == "mapped":
+    if when in ("mapped", "while it writes"):
         assert there(f"me.map({owner.offer()!r})") == "None"
-        assert there("me.bytes.__setitem__(0, 10)") == "None"
+        assert there("me.bytes[: 5 * PIECE].fill(7)") == "None"
+        if when == "while it writes":
+            there.begin("[me.bytes[: 5 * PIECE].fill(8) for _ in range(10**6)]")
+            assert wait_until(lambda: owner.pieces() == [0, *[8] * 5])
     else:
         connect = "globals().update(c=socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))"
         assert there(connect) == "None"
@@ -347,7 +355,8 @@ def test_owner_reclaims_from_a_borrower_that_was_killed(
         assert int(there(f"c.send({request!r})")) == len(request)
     there.kill()
     borrower.map(owner.offer())  # another one is served
-    assert borrower.pieces() == [10 if when == "mapped" else 1, 2, 3, 4, 5]
+    left = {"mapped": [7] * 5, "while it writes": [8] * 5}.get(when, [1, 2, 3, 4, 5])
+    assert borrower.pieces() == left
     borrower.unmap()
     owner.lendable.replace(5 * PIECE)
     owner.lendable.discard()
@@ -462,7 +471,15 @@ def connect(owner: Owner) -> socket.socket:
 
 
 @pytest.mark.parametrize(
-    "data", [b"garbage", b"\xc1", b"\x91" * 60_000, b"\x91\x94\xa2\xff\xff\x00\x00\x00", b"\x80"]
+    "data",
+    [
+        msgspec.msgpack.encode([Extent("", 0, 0, 1)] * 65),
+        b"garbage",
+        b"\xc1",
+        b"\x91" * 60_000,
+        b"\x91\x94\xa2\xff\xff\x00\x00\x00",
+        b"\x80",
+    ],
 )
 def test_garbage_ends_the_connection(owner: Owner, borrower: Borrower, data: bytes) -> None:
     files = psutil.Process().num_fds()
@@ -482,7 +499,7 @@ def test_silent_clients_delay_others_by_their_deadline_only(
     begin = time.monotonic()
     with connect(owner), connect(owner):
         borrower.map(owner.offer())
-        assert time.monotonic() - begin < 2 * DEADLINE_S + 1
+        assert time.monotonic() - begin < 2 * DEADLINE_S + 3
     assert borrower.pieces() == [1, 2, 3, 4, 5]
     borrower.unmap()
     assert wait_until(lambda: psutil.Process().num_fds() == files, 5)
