@@ -125,7 +125,7 @@ def _run(
         if is_extend:
             ext.prefill_seconds += seconds
         for power in ext.inside_out:
-            power.forwarded(batch, tokens, seconds)
+            power.forwarded(batch, tokens if is_extend else None, seconds)
 
     with ext.timer.measure(measured):
         return original(scheduler, batch, *args, **kw)

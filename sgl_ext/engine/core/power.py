@@ -83,7 +83,7 @@ class Power(Generic[SectionT]):
     def attention(self) -> dict[Property, str]:
         """Returns the properties that the power requires of the attention backends.
 
-        Each has the name of what requires it, the power or an option of its section. Every power
+        The values name the power or the option of its section that has the requirement. Every power
         works on KV in the slab, itself or through tiers.
         """
         rows = {Property.STORES_FIRST: self.name} if self.plans_rows else {}
@@ -256,13 +256,13 @@ class Power(Generic[SectionT]):
             tokens: tokens that an extend forward computes; 0 for other forwards.
         """
 
-    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
         """Is called when the duration of a forward is known.
 
         On a GPU later forwards may have been launched by then, and ``batch`` may have changed.
 
         Args:
-            tokens: as for :meth:`forwarding`.
+            tokens: tokens that an extend forward computed; None for other forwards.
             seconds: duration of the forward.
         """
 

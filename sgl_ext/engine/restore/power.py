@@ -231,10 +231,10 @@ class RestorePower(Power[Restore]):
             if whole and not waits and batch.reqs[0].rid not in self.prefixes:
                 self._alone.append((batch, batch.prefix_lens[0]))
 
-    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
+    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
         while self._alone and any(one is batch for one, _ in self._alone):
             one, begin = self._alone.popleft()
-            if one is batch and tokens >= LEAST_TOKENS:
+            if one is batch and tokens is not None and tokens >= LEAST_TOKENS:
                 self.restorer.costs.computed(begin, begin + tokens, seconds)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:

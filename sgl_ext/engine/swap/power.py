@@ -245,8 +245,8 @@ class SwapPower(Power[Swap]):
         if req is not None:
             self.ext.needed(req)
 
-    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
-        if not tokens:  # a decode step
+    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
+        if tokens is None:  # a decode step
             self.ahead.adaptive.iterated(seconds)
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:

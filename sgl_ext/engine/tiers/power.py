@@ -101,10 +101,9 @@ class TiersPower(Power[Tiers]):
     def pending(self) -> bool:
         return self.stack.pending()
 
-    def forwarded(self, batch: ScheduleBatch, tokens: int, seconds: float) -> None:
-        """Records the speed of computing, to which loads are compared. A forward on the CPU ends
-        with its call."""
-        if tokens >= LEAST_TOKENS:
+    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
+        """Records the speed of computing, to which loads are compared."""
+        if tokens is not None and tokens >= LEAST_TOKENS:
             self.stack.computed(tokens, seconds)
 
     def forget(self, rid: str) -> None:
