@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from sgl_ext.memory.tickets import COPY_DEADLINE_S
 
 Owners = Callable[[], tuple[Sequence[int], Sequence[int]]]
 """Function that returns the batch's rows in the request pool, and the tokens of each row."""
+_Result = TypeVar("_Result")
 
 
 class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
@@ -323,12 +325,16 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         self, requests: Sequence[tuple[int | None, int]]
     ) -> Sequence[Sequence[Run]] | None:
         """Allocates blocks to rows; waits for freed slots only if there are no others."""
+        return self._with_freed(lambda: self.groups.allocate(requests))
+
+    def _with_freed(self, attempt: Callable[[], _Result | None]) -> _Result | None:
+        """Returns the result of an allocation, which is tried again if freed slots may help."""
         self.settle(wait=False)
-        runs = self.groups.allocate(requests)
-        if runs is None and self._freed:
+        result = attempt()
+        if result is None and self._freed:
             self.settle()
-            runs = self.groups.allocate(requests)
-        return runs
+            result = attempt()
+        return result
 
     def _rows(self, count: int) -> Sequence[int | None]:
         if self._owners is not None:
@@ -362,17 +368,13 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def _append(self, rows: Sequence[int | None]) -> Sequence[int] | None:
         named = [row for row in rows if row is not None]
         if len(named) == len(rows):
-            self.settle(wait=False)
-            blocks = self.groups.append(named)
-            if blocks is None and self._freed:
-                self.settle()
-                blocks = self.groups.append(named)
+            blocks = self._with_freed(lambda: self.groups.append(named))
         else:
             runs = self._allocate([(row, 1) for row in rows])
             blocks = None if runs is None else [run[0].start for run in runs]
         if blocks:
             self._note(max(blocks) + 1)
-            if self.in_flight is not None and self.in_flight.pending:
+            if self.copying:
                 self._fence(np.asarray(blocks))
         return blocks
 
@@ -384,7 +386,7 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
         """Returns ``slots``, which lie in ``runs``, on the device; their owner may use them."""
         if runs:
             self._note(max(start + length for start, length in runs))
-            if self.in_flight is not None and self.in_flight.pending:
+            if self.copying:
                 self._fence(_slots_in(runs, 1))
         given = upload(torch.from_numpy(slots), self.device)
         self.known.allocated(given, slots)

@@ -102,8 +102,7 @@ def end(tickets: Sequence[Ticket], streams: Streams) -> None:
     for ticket in tickets:
         ticket.cancel()
     for ticket in tickets:
-        with suppress(TransferError, TransferCancelledError):
-            ticket.fence(streams.current(), COPY_DEADLINE_S)
+        taken_back(ticket, streams)
 
 
 def taken_back(ticket: Ticket, streams: Streams) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from sgl_ext.engine.core.sglang_types import Node, RadixTree, Req, TreeLock
@@ -96,7 +95,7 @@ class SwapAhead:
         ids = (req.origin_input_ids + req.output_ids)[: first + count]
         pages = self._stack.host.use(keys)
         self._stack.host.pin(pages)
-        blocks = np.ascontiguousarray(allocator.known.on_host(slots)[::page] // page)
+        blocks = allocator.known.on_host(slots)[::page] // page
         ticket = self._stack.holds.begin_fill(pages, blocks)
         self._stack.in_flight.begin(blocks, ticket)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)

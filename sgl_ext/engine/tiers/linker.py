@@ -6,7 +6,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -18,7 +17,7 @@ from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
 from sgl_ext.engine.kv.indices import Download
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.streams import streams_of
-from sgl_ext.tiers.arena import Key, Pages, stride_of
+from sgl_ext.tiers.arena import Key, stride_of
 from sgl_ext.tiers.build import open_stack
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class TierLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = transfers[0]
         slots = self._allocator.known.on_host(transfer.device_indices)
-        return self.stack.load(rid, _keys(transfer), self._blocks(slots))
+        return self.stack.load(rid, _keys(transfer), slots[:: self._page] // self._page)
 
     def start_layer_wise_loading(self) -> int:
         return self.stack.loads.start()
@@ -173,10 +172,6 @@ class TierLinker(UnifiedCacheLinker):
                 self.stack.used(_bytes(tree.get_hash_values(step.node_id)), uses)
         while len(self._uses) > _NODES:
             self._uses.popitem(last=False)
-
-    def _blocks(self, slots: Pages) -> Pages:
-        blocks: Pages = slots[:: self._page] // self._page
-        return np.ascontiguousarray(blocks)
 
 
 def _keys(transfer: PoolTransfer) -> Sequence[Key]:
