@@ -146,6 +146,6 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "pool is lent during a copy": (_nothing(BlocksInFlight, "wait"), "^unmapped"),
 }
-"""By name: how it is planted, and a regular expression of what shows it."""
+"""Faults by name: a function that plants the fault, and the start of the report that shows it."""
 LENDING = ("pool is lent during a forward", "pool is lent during a copy")
 """Faults that show only where memory is lent."""

@@ -17,9 +17,9 @@ from sgl_ext.engine.restore import by_tokens
 @dataclass
 class Findings:
     races: list[str]
-    """What the race checker has found."""
+    """Reports of the race checker."""
     wrong: list[str]
-    """What was computed from wrong KV, or is wrong at the end."""
+    """Forwards that read wrong KV, and errors in the final state."""
     counts: Counter[str]
 
 

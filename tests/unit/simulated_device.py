@@ -155,7 +155,7 @@ class SimulatedDevice:
         return number
 
     def result(self, kernel: int) -> int:
-        """Returns the CRC-32 of what a complete kernel read; see :func:`checksum`."""
+        """Returns the CRC-32 of the bytes that a complete kernel read; see :func:`checksum`."""
         return int(self.fake.fake_result(kernel))
 
     def copy(self, stream: int, dst: int, src: int, size: int) -> None:

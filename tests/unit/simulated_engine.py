@@ -250,7 +250,7 @@ class SimulatedEngine:
 
 
 def resources(device: SimulatedDevice) -> dict[str, int]:
-    """Returns the numbers of what exists on the device."""
+    """Returns the number of objects of each kind that exist on the device."""
     fake = device.fake
     return {
         "streams": fake.fake_streams(), "events": fake.fake_events(),

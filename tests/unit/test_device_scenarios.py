@@ -25,7 +25,7 @@ HAPPENS = (
     "load", "fill", "fill tokens", "layers", "tokens", "withdrawn", "deferred",
     "swapped out", "resumed", "landed ahead", "recomputed", "resets",
 )  # fmt: skip
-"""What happens in each part's scenarios."""
+"""Events that occur in the scenarios of each part."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What the machine has, and the paths and variables of the processes of the check."""
+"""Hardware and packages of the machine; paths and environment variables of the check."""
 
 from __future__ import annotations
 

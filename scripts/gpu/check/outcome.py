@@ -26,7 +26,7 @@ class Outcome:
         self.refused: dict[str, str] = {}
         """Reasons of refused starts, by system."""
         self.lacking: dict[str, str] = {}
-        """What was left out because the machine lacks something, with the reason."""
+        """Steps that were skipped because the machine lacks something, with the reason."""
         self.seconds: dict[str, float] = {}
         """Durations of the steps of the part."""
 

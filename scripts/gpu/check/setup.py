@@ -1,4 +1,4 @@
-"""What all parts share: options, device, folders, and sizes."""
+"""Options, device, folders and sizes that all parts of the check share."""
 
 from __future__ import annotations
 
