@@ -28,8 +28,14 @@ class Gil {
     }
     ~Released() {
       if (!thread_) return;
-      while (gone_) ::pause();  // blocks until the process exits
+      // Counted before the check, so that end() either sees this thread or stops it.
+      ++returning_;
+      if (gone_) {
+        --returning_;
+        for (;;) ::pause();  // until the process exits
+      }
       PyEval_RestoreThread(thread_);
+      --returning_;
       --count_;
     }
     Released(const Released&) = delete;
@@ -43,26 +49,27 @@ class Gil {
   static bool ending() { return ending_; }
 
   // Called at interpreter exit with the GIL held. Waits until all threads have
-  // reacquired the GIL. Returns false if the deadline passes first; the other threads
-  // then block until the process exits.
+  // reacquired the GIL. Returns false if the deadline passes first; the threads that then
+  // still work block until the process exits.
   static bool end(Deadline deadline) {
     ending_ = true;
     PyThreadState* thread = PyEval_SaveThread();
-    while (count_ > 0 && Clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    PyEval_RestoreThread(thread);
+    constexpr auto kPause = std::chrono::milliseconds(1);
+    while (count_ > 0 && Clock::now() < deadline) std::this_thread::sleep_for(kPause);
     gone_ = count_ > 0;
+    // These threads only wait for the GIL, which this thread needs as well.
+    while (returning_ > 0) std::this_thread::sleep_for(kPause);
+    PyEval_RestoreThread(thread);
     return !gone_;
   }
 
   // Resets the count in a forked child, which has a single thread that holds the GIL.
   static void watch_forks() {
-    ::pthread_atfork(nullptr, nullptr, [] { count_ = 0; });
+    ::pthread_atfork(nullptr, nullptr, [] { count_ = returning_ = 0; });
   }
 
  private:
-  inline static std::atomic<std::int64_t> count_{0};
+  inline static std::atomic<std::int64_t> count_{0}, returning_{0};
   inline static std::atomic<bool> ending_{false}, gone_{false};
 };
 
