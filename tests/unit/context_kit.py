@@ -26,7 +26,7 @@ from sgl_ext.errors import ExtError
 class Manager:
     """Stub of SGLang's ``TokenizerManager`` in which each character is a token."""
 
-    model_config = SimpleNamespace(vocab_size=200)
+    model_config = SimpleNamespace(vocab_size=200, num_hidden_layers=2)
     context_len = 100
     server_args = SimpleNamespace(tp_size=1)
     tokenizer = SimpleNamespace(

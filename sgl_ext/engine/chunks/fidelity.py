@@ -101,6 +101,15 @@ class Probe:
         Raises:
             ExtError: a context cannot be created, or the answers lack the distributions.
         """
+        try:
+            return self._measure()
+        except ExtError as error:
+            raise ExtError(
+                "the fidelity of linked chunks cannot be measured with the probe's prompts of "
+                f"several hundred tokens: {error}; or remove the chunks section"
+            ) from None
+
+    def _measure(self) -> Fidelity:
         created = [
             *self._contexts.create(_NOTES[:2], method="primed", prefix=_LEAD),
             *self._contexts.create(_NOTES, prefix=_LEAD),

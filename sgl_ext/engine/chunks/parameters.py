@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from sgl_ext.chunks.composition import Composition, Selection
+from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.engine.core.sglang_types import Req
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
@@ -15,18 +16,36 @@ the chunk in the prompt."""
 MARKED = "ext_marked"
 """Key of a flag: the tokens of the prompt contain marks, which the server's front replaces by a
 composition."""
-NO_BLEND = (
-    "blend-R selects tokens by the values of all KV heads, which tensor parallelism splits across "
-    "ranks; choose another method"
-)
 
 T = TypeVar("T")
 
 
-def read_parameters(req: Req, tp_size: int) -> None:
+def blend_refusal(layers: int, tp_size: int) -> str | None:
+    """Returns why a model is not served with the methods ``blend-R``; None if it is.
+
+    Args:
+        layers: number of the model's layers.
+    """
+    if tp_size > 1:
+        return (
+            "blend-R selects tokens by the values of all KV heads, which tensor parallelism splits "
+            "across ranks; choose another method"
+        )
+    if layers <= BLEND_LAYERS:
+        return (
+            f"blend-R computes all tokens in the first {BLEND_LAYERS} layers and selects tokens "
+            f"for the layers behind them, but this model has {layers} layers; choose another method"
+        )
+    return None
+
+
+def read_parameters(req: Req, no_blend: str | None) -> None:
     """Parses and checks the parameters of a request that arrives.
 
     The parsed values replace the raw ones in ``custom_params``.
+
+    Args:
+        no_blend: see :func:`blend_refusal`.
 
     Raises:
         ValueError: a parameter is invalid. The caller aborts the request; the parameters of an
@@ -50,8 +69,8 @@ def read_parameters(req: Req, tp_size: int) -> None:
                 raise ValueError(f"{name}: {error}") from None
             if req.return_logprob:
                 read.check_logprobs(req.logprob_start_len)
-            if tp_size > 1 and any(chunk.blend for chunk in read.chunks):
-                raise ValueError(NO_BLEND)
+            if no_blend and any(chunk.blend for chunk in read.chunks):
+                raise ValueError(no_blend)
         elif isinstance(read, Selection):
             read.check(len(req.origin_input_ids))
         params[name] = read

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import warmup
 from sgl_ext.engine.core.attention_backends import require_running
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Front, Power
 from sgl_ext.engine.core.sglang_types import (
@@ -56,6 +57,8 @@ class ChunksPower(Power[Chunks]):
     links: ChunkLinks
     _linked: Linked | None = None
     """Report of the request whose admission is tried; None if its prompt has no chunks."""
+    _no_blend: str | None = None
+    """Reason why prompts with chunks of the methods ``blend-R`` are refused; None if none is."""
     _metrics: ChunksMetrics | None = None
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
@@ -67,17 +70,25 @@ class ChunksPower(Power[Chunks]):
         return service
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
+        from sgl_ext.chunks.methods import Recompute, link_method
+        from sgl_ext.engine.chunks.parameters import blend_refusal
         from sgl_ext.engine.chunks.rope import require_architecture
 
         require_architecture(model.hf_config.architectures[0])
+        blends = link_method(self.section.method).recompute is Recompute.BLEND
+        if blends and (reason := blend_refusal(model.num_hidden_layers, view.tp_size)):
+            raise ActivationError(f"chunks.method {self.section.method}: {reason}")
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_parallel
 
         from sgl_ext.engine.chunks.links import open_links
+        from sgl_ext.engine.chunks.parameters import blend_refusal
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
+        layers = scheduler.model_config.num_hidden_layers
+        self._no_blend = blend_refusal(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext)
         if get_observability().enable_metrics:
             from sgl_ext.engine.chunks.metrics import ChunksMetrics
@@ -93,14 +104,12 @@ class ChunksPower(Power[Chunks]):
         """Aborts a request with invalid parameters; starts to load the chunks of other requests."""
         if (owner := self._ext.owner(req)) is not None and owner is not self:
             return  # checked when it arrived; it needs its chunks only if its KV is lost
-        from sglang.srt.runtime_context import get_parallel
-
         from sgl_ext.engine.chunks.parameters import read_parameters
 
         if req.to_finish is not None:
             return  # SGLang has rejected it already
         try:
-            read_parameters(req, get_parallel().tp_size)
+            read_parameters(req, self._no_blend)
         except ValueError as error:
             req.set_finish_with_abort(str(error))
         self.links.ask(req)

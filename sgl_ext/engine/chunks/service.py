@@ -13,7 +13,7 @@ from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.methods import PASSAGES, LinkMethod, Preparation, Recompute, link_method
 from sgl_ext.client import ContextInfo
 from sgl_ext.config import Chunks
-from sgl_ext.engine.chunks.parameters import COMPOSITION, NO_BLEND, SELECTION
+from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, blend_refusal
 from sgl_ext.engine.chunks.prepare import ChunkPreparation
 from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
@@ -164,8 +164,10 @@ class ContextService(Front):
             alone: whether there are no other passages to prime a chunk with.
         """
         how = link_method(self.method if name is None else name)
-        if how.recompute is Recompute.BLEND and self._manager.server_args.tp_size > 1:
-            raise ExtError(NO_BLEND)
+        if how.recompute is Recompute.BLEND:
+            layers = self._manager.model_config.num_hidden_layers
+            if reason := blend_refusal(layers, self._manager.server_args.tp_size):
+                raise ExtError(reason)
         if name is None and how.preparation is Preparation.PRIMED and alone:
             return link_method(ALONE)
         return how

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ _GRACE_S = 60.0
 A younger directory may belong to a launcher that is about to lock it.
 """
 
+_creation = threading.Lock()
 _directory: Path | None = None
 _lock: IO[str] | None = None
 
@@ -76,22 +78,26 @@ def _remember(segments: str) -> None:
 
 
 def _ensure() -> Path:
+    with _creation:
+        return _directory or _created()
+
+
+def _created() -> Path:
     global _directory, _lock
-    if _directory is None:
-        parent = Path(tempfile.gettempdir())
-        _remove_stale(parent)
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
-        if len(str(directory / "tmp01234567")) > _LONGEST_SOCKET_PATH:
-            directory.rmdir()
-            raise ValueError(
-                f"the temporary directory {parent} is too long for the path of a socket (at most "
-                f"{_LONGEST_SOCKET_PATH} characters with the socket); set TMPDIR to a shorter one"
-            )
-        _lock = (directory / _LOCK).open("w")
-        fcntl.flock(_lock, fcntl.LOCK_EX)
-        _directory = directory
-        atexit.register(_remove_own, os.getpid())
-    return _directory
+    parent = Path(tempfile.gettempdir())
+    _remove_stale(parent)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+    if len(str(directory / "tmp01234567")) > _LONGEST_SOCKET_PATH:
+        directory.rmdir()
+        raise ValueError(
+            f"the temporary directory {parent} is too long for the path of a socket (at most "
+            f"{_LONGEST_SOCKET_PATH} characters with the socket); set TMPDIR to a shorter one"
+        )
+    _lock = (directory / _LOCK).open("w")
+    fcntl.flock(_lock, fcntl.LOCK_EX)
+    _directory = directory
+    atexit.register(_remove_own, os.getpid())
+    return directory
 
 
 def _remove_own(owner: int) -> None:

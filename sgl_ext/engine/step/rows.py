@@ -25,9 +25,9 @@ from sgl_ext.plan import Compute, PrefillPlan, Span
 _PADDING_SLOT = 0
 """Padding slot of SGLang's pools; KV that is written there is never read."""
 
-_POINTERS = ("kv_indptr", "qo_indptr")
-"""Attributes of the Triton backend: int tensors with an element for each row of a batch, and one
-more."""
+_PER_ROW = ("kv_indptr", "qo_indptr", "kv_last_page_len")
+"""Attributes of the Triton and FlashInfer backends and of FlashInfer's updater of its prefill:
+integer tensors, or lists of such tensors, with an element for each row of a batch, and one more."""
 
 
 class Row(NamedTuple):
@@ -128,31 +128,42 @@ def split(batch: ForwardBatch, rows: Sequence[Row]) -> ForwardBatch:
 def any_number(runner: ModelRunner, tokens: int) -> Iterator[None]:
     """Lets forwards have more rows than SGLang's buffers, which have one row per running request.
 
-    The batch is not copied to the runner's buffers, and the Triton backend gets longer tensors for
-    the time of the forward. Captured graphs keep the addresses of the others.
+    The batch is not copied to the runner's buffers, and the backend gets longer tensors for the
+    time of the forward. Captured graphs keep the addresses of the others.
 
     Args:
         tokens: maximum rows of a forward.
     """
     from sglang.srt.environ import envs
 
-    backend, copies = attention_backends.running(runner).prefill, envs.SGLANG_EAGER_INPUT_NO_COPY
-    found = {name: getattr(backend, name, None) for name in _POINTERS}
-    short = {
-        name: each
-        for name, each in found.items()
-        if isinstance(each, torch.Tensor) and len(each) <= tokens
-    }
+    copies = envs.SGLANG_EAGER_INPUT_NO_COPY
+    short = [
+        each
+        for each in _per_row(attention_backends.running(runner).prefill)
+        if len(each[2]) <= tokens
+    ]
     before = copies.get()
     copies.set(True)
-    for name, each in short.items():
-        setattr(backend, name, each.new_zeros(tokens + 1))
+    for holder, key, each in short:
+        # The first element of a pointer is 0; pages of one token have 1 token in the last page.
+        holder[key] = torch.nn.functional.pad(each, (0, tokens + 1 - len(each)), value=1)
     try:
         yield
     finally:
-        for name, each in short.items():
-            setattr(backend, name, each)
+        for holder, key, each in short:
+            holder[key] = each
         copies.set(before)
+
+
+def _per_row(backend: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yields where a prefill backend keeps each tensor of :data:`_PER_ROW`, and the tensor."""
+    for owner in (backend, getattr(backend, "indices_updater_prefill", None)):
+        for name in _PER_ROW:
+            value = getattr(owner, name, None)
+            if isinstance(value, list):
+                yield from ((value, at, each) for at, each in enumerate(value))
+            elif isinstance(value, torch.Tensor):
+                yield vars(owner), name, value
 
 
 def handed_over(

@@ -65,6 +65,12 @@ def create(client: TestClient, *chunks: object, **more: object) -> list[dict[str
     return contexts
 
 
+def test_blending_is_refused_for_a_model_of_two_layers(client: TestClient) -> None:
+    response = client.post("/ext/chunks", json={"chunks": ["a text"], "method": "blend-9"})
+    assert response.status_code == 400
+    assert "this model has 2 layers; choose another method" in response.json()["error"]["message"]
+
+
 def test_contexts_are_computed_looked_up_listed_and_deleted(
     client: TestClient, manager: Manager
 ) -> None:

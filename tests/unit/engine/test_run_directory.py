@@ -39,6 +39,21 @@ def test_directory_is_private_and_removed_with_its_process(tmp_path: Path) -> No
     assert not directory.exists()
 
 
+def test_threads_share_one_directory(tmp_path: Path) -> None:
+    program = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from sgl_ext.engine.launch import run_directory
+run_directory._remove_stale = lambda _: time.sleep(0.05)  # so that the threads meet there
+with ThreadPoolExecutor(8) as threads:
+    found = list(threads.map(lambda _: run_directory.subdirectory().parent, range(64)))
+assert len(set(found)) == 1, set(found)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_next_launcher_removes_only_what_a_killed_one_left(
     tmp_path: Path,
 ) -> None:

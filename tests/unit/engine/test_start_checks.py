@@ -95,6 +95,20 @@ def test_resolved_arguments_that_are_not_served_are_refused(
         start_checks.require_resolved(arguments(**changed), load(config))
 
 
+@pytest.mark.parametrize(
+    ("layers", "tp_size", "reason"), [(2, 1, "this model has 2 layers"), (30, 2, "across ranks")]
+)
+def test_blending_is_refused_where_it_cannot_select_tokens(
+    model: SimpleNamespace, layers: int, tp_size: int, reason: str
+) -> None:
+    model.hf_config.architectures, model.num_hidden_layers = ["LlamaForCausalLM"], layers
+    with pytest.raises(ActivationError, match=f"^chunks.method blend-9: .*{reason}.*choose anoth"):
+        start_checks.require_resolved(
+            arguments(tp_size=tp_size), load({"chunks": {"method": "blend-9"}})
+        )
+    start_checks.require_resolved(arguments(tp_size=tp_size), load({"chunks": {}}))
+
+
 def test_the_arguments_are_those_of_sglang() -> None:
     from sglang.srt.server_args import ServerArgs
 
