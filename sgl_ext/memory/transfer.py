@@ -184,13 +184,13 @@ class TransferEngine:
         device: int = 0,
         *,
         library: str | Path | None = None,
-        dispatches: int = 16,
+        dispatches: int = 64,
         group_bytes: int = 8 * _MIB,
     ) -> CudaLane:
         """Creates a lane for copies from, to and within CUDA device ``device``.
 
-        A ticket is dispatched in pieces of up to ``dispatches`` copies and ``group_bytes`` bytes.
-        At most two pieces of a priority are in flight, which bounds the work that an urgent copy
+        A ticket is dispatched in pieces of up to ``dispatches`` copies and ``group_bytes`` bytes,
+        and the single rows of a piece in one call from CUDA 12.8 on. At most two pieces of a priority are in flight, which bounds the work that an urgent copy
         waits for. Urgent tickets, and tickets that are fenced, are dispatched at once.
 
         Args:

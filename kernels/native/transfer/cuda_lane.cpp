@@ -10,7 +10,8 @@ CudaLane::CudaLane(std::shared_ptr<Hub> hub, const std::string& library, int dev
     : Lane("CUDA lane", std::move(hub)),
       runtime_(library, device),
       device_(device),
-      limits_(limits) {
+      limits_(limits),
+      batches_(runtime_.copies_batches()) {
   if (limits.dispatches < 1 || limits.bytes < 4096) {
     throw std::invalid_argument("pieces of " + std::to_string(limits.dispatches) +
                                 " dispatches and " + std::to_string(limits.bytes) +
@@ -93,6 +94,60 @@ int CudaLane::copy(const Copy& run, CudaRuntime::Stream stream) const {
                                   CudaRuntime::kMemcpyDefault, stream);
 }
 
+int CudaLane::copy_all(const std::vector<Copy>& rows, CudaRuntime::Stream stream) const {
+  std::vector<void*> dsts;
+  std::vector<const void*> srcs;
+  std::vector<std::size_t> sizes;
+  for (const Copy& row : rows) {
+    dsts.push_back(reinterpret_cast<void*>(row.dst));
+    srcs.push_back(reinterpret_cast<const void*>(row.src));
+    sizes.push_back(static_cast<std::size_t>(row.width));
+  }
+  return runtime_.copy_all(dsts.data(), srcs.data(), sizes.data(), rows.size(), stream);
+}
+
+int CudaLane::copy(const Piece& piece, CudaRuntime::Stream stream, std::size_t& failed,
+                   std::int64_t& copied) {
+  std::vector<Copy> rows;
+  std::vector<std::size_t> ops;
+  int error = 0;
+  const auto one = [&](const Copy& run, std::size_t op) {
+    if (error != 0) return;
+    error = copy(run, stream);
+    if (error != 0) {
+      failed = op;
+    } else {
+      copied += run.bytes();
+    }
+  };
+  const bool batches = batches_;
+  each_run(piece, [&](const Copy& run, std::size_t op) {
+    if (!batches || run.height > 1) return one(run, op);
+    rows.push_back(run);
+    ops.push_back(op);
+  });
+  if (error == 0 && rows.size() > 1) {
+    switch (error = copy_all(rows, stream)) {
+      case 0:
+        for (const Copy& row : rows) copied += row.bytes();
+        return 0;
+      case CudaRuntime::kInvalidValue:
+      case CudaRuntime::kNewerDriver:
+      case CudaRuntime::kNotSupported:
+        // The driver does not know the call, or does not batch copies of this memory.
+        runtime_.get_last_error();
+        batches_ = false;
+        error = 0;
+        break;
+      default:
+        failed = ops[0];
+        return error;
+    }
+  }
+  for (std::size_t i = 0; i < rows.size(); ++i) one(rows[i], ops[i]);
+  return error;
+}
+
 Outcome CudaLane::failure(std::int64_t bytes, int error, const char* doing) const {
   runtime_.get_last_error();  // clears a non-sticky error, so that the next caller does not see it
   return {bytes, error, std::string(doing) + ": " + runtime_.error_string(error)};
@@ -110,16 +165,8 @@ void CudaLane::begin(const Piece& piece, CudaRuntime::Stream stream, int error) 
   Piece failed = piece;
   std::int64_t copied = 0;
   if (error == 0) {
-    doing = "dispatching the copy";
-    each_run(piece, [&](const Copy& run, std::size_t op) {
-      if (error != 0) return;
-      error = copy(run, stream);
-      if (error != 0) {
-        failed.op = op;
-      } else {
-        copied += run.bytes();
-      }
-    });
+    doing = "dispatching the copies";
+    error = copy(piece, stream, failed.op, copied);
   }
   const auto event = std::make_shared<CudaEvent>(runtime_);
   if (error == 0) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <set>
@@ -64,6 +65,12 @@ class CudaLane final : public Lane {
   // Makes `stream` carry out a piece. `error` is that of the creation of the stream.
   void begin(const Piece& piece, CudaRuntime::Stream stream, int error);
   int copy(const Copy& run, CudaRuntime::Stream stream) const;
+  // Copies single rows in one call.
+  int copy_all(const std::vector<Copy>& rows, CudaRuntime::Stream stream) const;
+  // Has `stream` copy a piece: its single rows in one call where the runtime has such a call. On an
+  // error, sets `failed` to a copy that failed, and `copied` to the bytes of the others before.
+  int copy(const Piece& piece, CudaRuntime::Stream stream, std::size_t& failed,
+           std::int64_t& copied);
   Outcome failure(std::int64_t bytes, int error, const char* doing) const;
 
   const CudaRuntime runtime_;
@@ -71,6 +78,7 @@ class CudaLane final : public Lane {
   const Limits limits_;
   std::array<Channel, kLevels> channels_;
   std::set<std::int64_t> attached_;  // IDs of regions; guarded by mutex_
+  std::atomic<bool> batches_;        // the runtime has not refused a batched call
   std::condition_variable changed_;
 };
 

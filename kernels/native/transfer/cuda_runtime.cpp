@@ -86,6 +86,20 @@ void CudaRuntime::load(void* handle) {
   find(host_unregister, "cudaHostUnregister");
   find(error_string, "cudaGetErrorString");
   find(get_last_error, "cudaGetLastError");
+  int (*runtime_version)(int*);
+  find(runtime_version, "cudaRuntimeGetVersion");
+  int version = 0;
+  runtime_version(&version);
+  if (version >= 12080 && version < 13000) find(batch_12_, "cudaMemcpyBatchAsync");
+  if (version >= 13000 && version < 14000) find(batch_13_, "cudaMemcpyBatchAsync");
+}
+
+int CudaRuntime::copy_all(void* const* dsts, const void* const* srcs, const std::size_t* sizes,
+                          std::size_t count, Stream stream) const {
+  CopyAttributes attributes;
+  std::size_t first = 0, failed = 0;
+  if (batch_13_) return batch_13_(dsts, srcs, sizes, count, &attributes, &first, 1, stream);
+  return batch_12_(dsts, srcs, sizes, count, &attributes, &first, 1, &failed, stream);
 }
 
 int CudaEvent::record(CudaRuntime::Stream stream) {

@@ -16,6 +16,7 @@ struct CudaRuntime {
   static constexpr unsigned kEventBlockingSync = 1;  // the waiting thread sleeps
   static constexpr unsigned kEventDisableTiming = 2;
   static constexpr unsigned kHostRegisterPortable = 1;  // pinned for all devices
+  static constexpr int kInvalidValue = 1, kNewerDriver = 36, kNotSupported = 801;  // errors
 
   // Loads `library` or, if it is empty, the runtime that the process has already loaded or else the
   // one that the dynamic linker finds. Throws Refused if there is no runtime or no device `device`.
@@ -34,6 +35,12 @@ struct CudaRuntime {
   int (*memcpy_async)(void* dst, const void* src, std::size_t, int kind, Stream);
   int (*memcpy_2d_async)(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch,
                          std::size_t width, std::size_t height, int kind, Stream);
+  // Whether copy_all() is available: from CUDA 12.8 on.
+  bool copies_batches() const { return batch_12_ || batch_13_; }
+  // Has `stream`, which is not the legacy stream, copy sizes[i] bytes from srcs[i] to dsts[i], in
+  // any order among themselves.
+  int copy_all(void* const* dsts, const void* const* srcs, const std::size_t* sizes,
+               std::size_t count, Stream stream) const;
   int (*event_create)(Event*, unsigned flags);
   int (*event_record)(Event, Stream);
   int (*event_synchronize)(Event);
@@ -44,7 +51,25 @@ struct CudaRuntime {
   int (*get_last_error)();
 
  private:
+  struct Location {
+    int type, id;
+  };
+  // cudaMemcpyAttributes. The hints only concern memory that CUDA may move.
+  struct CopyAttributes {
+    int source_order = 1;  // the source is read in the order of the stream
+    Location source_hint{}, destination_hint{};
+    unsigned flags = 0;
+  };
+
   void load(void* handle);
+
+  // cudaMemcpyBatchAsync of CUDA 12 and of CUDA 13; at most one is not null.
+  int (*batch_12_)(void* const* dsts, const void* const* srcs, const std::size_t* sizes,
+                   std::size_t count, CopyAttributes*, std::size_t* first_of_attributes,
+                   std::size_t attributes, std::size_t* failed, Stream) = nullptr;
+  int (*batch_13_)(void* const* dsts, const void* const* srcs, const std::size_t* sizes,
+                   std::size_t count, CopyAttributes*, std::size_t* first_of_attributes,
+                   std::size_t attributes, Stream) = nullptr;
 };
 
 // Point in the work of a CUDA stream. The runtime outlives the event.

@@ -24,6 +24,7 @@ from transfer_kit import (
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import (
+    CudaLane,
     Priority,
     State,
     TransferCancelledError,
@@ -63,6 +64,63 @@ def test_cuda_lane_copies_pitched_and_contiguous_rows(
     assert np.array_equal(dst, expected(offsets, src, np.zeros_like(dst)))
     # The thread that has published the ticket frees its events.
     assert wait_until(lambda: fake.fake_events() == 0)
+
+
+ROWS = [(64 * row, 32 * row, 32, 1, 0, 0) for row in range(20)]
+MIXED = [*ROWS, (2048, 2048, 16, 8, 64, 32), (3000, 3000, 1000, 1, 0, 0)]
+
+
+def moved(engine: TransferEngine, lane: CudaLane) -> None:
+    """Copies :data:`MIXED` and checks the bytes."""
+    src, dst = memory(engine, 4096, seed=23), memory(engine, 4096)
+    s, d = src.ctypes.data, dst.ctypes.data
+    engine.submit([(s + a, d + b, *rest) for a, b, *rest in MIXED], lane).wait(DEADLINE_S)
+    assert np.array_equal(dst, expected(MIXED, src, np.zeros_like(dst)))
+
+
+@pytest.mark.parametrize(
+    ("version", "batched"),
+    [(12060, 0), (12080, len(ROWS) + 1), (12090, 21), (13000, 21), (13020, 21), (14000, 0)],
+)
+def test_single_rows_are_copied_in_one_call_where_the_runtime_has_it(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice, version: int, batched: int
+) -> None:
+    """The call has other arguments in CUDA 12 than in CUDA 13, and is not known of CUDA 14."""
+    number = ctypes.c_int.in_dll(device.fake, "fake_version")
+    before, number.value = number.value, version
+    try:
+        moved(engine, engine.cuda_lane(library=cudart, dispatches=32))
+    finally:
+        number.value = before
+    assert device.fake.fake_batched_copies() == batched
+
+
+@pytest.mark.parametrize("error", [1, 36, 801])
+def test_copies_go_one_by_one_after_a_batch_was_refused(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice, error: int
+) -> None:
+    lane = engine.cuda_lane(library=cudart, dispatches=32)
+    device.fake.fake_fail_copy(1, error)  # the batch comes after the copy with several rows
+    for _ in range(2):
+        moved(engine, lane)
+        assert device.fake.fake_batched_copies() == 0
+    assert device.fake.cudaGetLastError() == 0
+
+
+def test_an_error_of_a_batch_fails_its_ticket(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    lane = engine.cuda_lane(library=cudart, dispatches=32)
+    src, dst = memory(engine, 4096, seed=23), memory(engine, 4096)
+    s, d = src.ctypes.data, dst.ctypes.data
+    device.fake.fake_fail_copy(1, 700)
+    ticket = engine.submit([(s + 2048, d + 2048, 16, 8, 64, 32), (s, d, 8, 1, 0, 0),
+                            (s + 8, d + 8, 8, 1, 0, 0)], lane)  # fmt: skip
+    with pytest.raises(TransferError, match="an illegal memory access") as caught:
+        ticket.wait(DEADLINE_S)
+    assert (caught.value.op, caught.value.bytes_done) == (1, 128)
+    moved(engine, lane)
+    assert device.fake.fake_batched_copies() == 21
 
 
 def test_cuda_bulk_copies_in_flight_are_bounded_and_overtaken(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -330,14 +328,7 @@ with TransferEngine() as engine, warnings.catch_warnings(record=True) as caught:
 
 
 def test_without_io_uring_the_lane_uses_threads_and_warns(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_URING, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    used, warning, refusal = result.stdout.splitlines()
+    used, warning, refusal = run(WITHOUT_URING, str(tmp_path)).stdout.splitlines()
     assert used == "threads"
     assert warning.startswith(f"RuntimeWarning files in {tmp_path} are read and written by threads")
     assert "io_uring" in warning

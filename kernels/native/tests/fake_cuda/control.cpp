@@ -89,6 +89,9 @@ void fake_device_memory(void* memory, std::size_t bytes) {
   const Range range(memory, bytes);
   locked([&](Device& device) { device.memory.declared.add(range); });
 }
+int fake_batched_copies() {
+  return locked([](Device& device) { return device.batched_copies; });
+}
 int fake_pageable_copies() {
   return locked([](Device& device) { return device.pageable_copies; });
 }

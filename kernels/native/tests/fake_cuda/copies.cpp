@@ -84,9 +84,12 @@ int cudaMemcpy2DAsync(void* dst, std::size_t dst_pitch, const void* src, std::si
                    width, height},
                   stream);
 }
+// In CUDA 12 the place of a failed copy comes before the stream.
 int cudaMemcpyBatchAsync(void* const* dsts, const void* const* srcs, const std::size_t* sizes,
                          std::size_t count, const Attributes* attributes,
-                         const std::size_t* first, std::size_t attribute_count, Stream* handle) {
+                         const std::size_t* first, std::size_t attribute_count, void* eighth,
+                         Stream* ninth) {
+  auto* handle = fake_version < 13000 ? ninth : static_cast<Stream*>(eighth);
   Device& device = Device::get();
   Device::Lock lock(device.mutex);
   const auto stream = device.find(handle);
@@ -105,6 +108,7 @@ int cudaMemcpyBatchAsync(void* const* dsts, const void* const* srcs, const std::
     for (std::size_t i = first[k]; i < end; ++i) any_order[i] = order == kAnyOrder;
   }
   if (const int error = failing_copy(device)) return error;
+  device.batched_copies += static_cast<int>(count);
   std::vector<Copy> copies;
   for (std::size_t i = 0; i < count; ++i) {
     copies.push_back({static_cast<char*>(dsts[i]), static_cast<const char*>(srcs[i]), sizes[i],

@@ -191,7 +191,7 @@ void Device::reset() {
   results.clear();
   executed.clear();
   most_outstanding = outstanding;
-  pageable_copies = 0;
+  pageable_copies = batched_copies = 0;
   seed_ = 0;
 }
 

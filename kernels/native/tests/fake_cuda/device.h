@@ -65,7 +65,7 @@ class Device {
   std::map<const void*, std::shared_ptr<Event>> events;
   std::map<std::int64_t, std::uint32_t> results;  // of kernels
   std::vector<void*> executed;
-  int held = 0, outstanding = 0, most_outstanding = 0, pageable_copies = 0;
+  int held = 0, outstanding = 0, most_outstanding = 0, pageable_copies = 0, batched_copies = 0;
   int streams() const { return static_cast<int>(handles_.size()); }
 
  private:

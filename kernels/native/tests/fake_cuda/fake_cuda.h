@@ -80,6 +80,7 @@ void fake_fail(int error);                   // of the next driver call that can
 
 int fake_outstanding();  // copies that are not complete
 int fake_most_outstanding();
+int fake_batched_copies();  // copies of batched calls
 int fake_streams();
 int fake_events();
 int fake_executed_count();
