@@ -65,7 +65,7 @@ def lines(folder: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def small_llama(folder: Path, *, layers: int = 2) -> Path:
+def small_llama(folder: Path, *, layers: int = 2, longest: int = 4096) -> Path:
     """Writes a Llama of random weights whose heads fit Triton's kernels, and returns its folder.
 
     It has 4 query heads and 2 KV heads of dimension 64, and SmolLM2's tokenizer.
@@ -76,7 +76,7 @@ def small_llama(folder: Path, *, layers: int = 2) -> Path:
     tokens = AutoTokenizer.from_pretrained(prepare(SMOLLM2))
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=256, intermediate_size=512, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=longest,
         tie_word_embeddings=True, bos_token_id=tokens.bos_token_id,
         eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
     )  # fmt: skip

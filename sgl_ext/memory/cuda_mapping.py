@@ -194,6 +194,7 @@ class CudaMapping:
     Args:
         device: number of the CUDA device.
         size: bytes of addresses, rounded up to a multiple of the device's granularity.
+        library: path of the CUDA driver, with which the mapped memory is made, too.
 
     Raises:
         CudaMemoryError: the device does not exist, or no addresses are left.
@@ -207,7 +208,7 @@ class CudaMapping:
         code = driver.cuMemAddressReserve(address, self.size, 0, 0, 0)
         _check(driver, code, f"reserve {self.size:,} B of address space")
         self.address: int = address.value
-        self.device = device
+        self.device, self.library = device, library
         self._pieces: dict[int, CudaMemory] = {}
         weakref.finalize(
             self, _free, driver.cuMemUnmap, driver.cuMemAddressFree, self.address, self.size,

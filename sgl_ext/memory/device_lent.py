@@ -13,7 +13,6 @@ from itertools import count
 
 from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory, CudaMemoryError
 from sgl_ext.memory.descriptors import DEADLINE_S, received
-from sgl_ext.memory.device_slab import DRIVER
 from sgl_ext.memory.lent import Extent, LentMemoryError, unique_name
 from sgl_ext.memory.streams import Streams
 
@@ -31,7 +30,6 @@ class DeviceLendable:
             as a whole.
         streams: streams whose work may use the memory.
         zero: fills ``size`` bytes at an offset of the mapping with zeros, on the current stream.
-        library: path of the CUDA driver.
     """
 
     def __init__(
@@ -41,11 +39,8 @@ class DeviceLendable:
         end: int,
         streams: Streams,
         zero: Callable[[int, int], None],
-        *,
-        library: str = DRIVER,
     ) -> None:
         self._mapping, self._streams, self._zero = mapping, streams, zero
-        self._library = library
         self._name, self._numbers = unique_name("sgl_ext-kv"), count()
         pieces = {at: piece for at, piece in mapping.pieces.items() if start <= at < end}
         if len(sizes := {piece.size for piece in pieces.values()}) > 1:
@@ -108,7 +103,7 @@ class DeviceLendable:
         fewer = len(self._pieces) - size // self._piece
         kept, old = list(self._pieces.items())[:fewer], list(self._pieces.values())[fewer:]
         places = range(self._end - size, self._end, self._piece)
-        device, library = self._mapping.device, self._library
+        device, library = self._mapping.device, self._mapping.library
         try:
             new = [CudaMemory.create(device, self._piece, library=library) for _ in old]
             self._streams.synchronize()
@@ -149,7 +144,6 @@ def map_device_memory(
     extents: Sequence[Extent],
     *,
     deadline: float = DEADLINE_S,
-    library: str = DRIVER,
 ) -> None:
     """Maps pieces of another process of this user at ``offset``, one after the other.
 
@@ -158,7 +152,6 @@ def map_device_memory(
     Args:
         address: address of the owner's :class:`~.descriptors.DescriptorServer`.
         deadline: seconds for each wait for the owner.
-        library: path of the CUDA driver.
 
     Raises:
         LentMemoryError: the memory is not what ``extents`` describe, cannot be mapped, or is not
@@ -173,7 +166,9 @@ def map_device_memory(
     try:
         with closing(received(address, extents, deadline=deadline)) as pieces:
             for extent, descriptor in pieces:
-                piece = CudaMemory.of(descriptor, mapping.device, extent.size, library=library)
+                piece = CudaMemory.of(
+                    descriptor, mapping.device, extent.size, library=mapping.library
+                )
                 mapping.put(at, piece)
                 at += extent.size
     except (LentMemoryError, CudaMemoryError, ValueError) as error:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = "libcuda.so.1"
+PIECE = 32 << 20
+"""Bytes of a piece of a slab that is lent, or that borrows. CUDA maps pieces only as a whole: large
+ones need few descriptors and messages, small ones waste little where lent memory ends. A multiple
+of the granularity of devices, which is 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class DeviceSlab(Slab):
 
     mapping: CudaMapping
     """Addresses of all blocks, and the memory of the own ones"""
+    piece: int
+    """Bytes of each piece of the own memory"""
 
     @classmethod
     def create(
@@ -66,7 +72,7 @@ class DeviceSlab(Slab):
                 f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B on CUDA "
                 f"device {device}: {error}; lower --max-total-tokens or --mem-fraction-static"
             ) from None
-        slab = cls(layout, own, own + beyond, device, mapping)
+        slab = cls(layout, own, own + beyond, device, mapping, piece.size)
         slab.zero(0, size)
         return slab
 
@@ -74,6 +80,16 @@ class DeviceSlab(Slab):
     def address(self) -> int:
         """Address of block 0, which is the same for all kernels of this process."""
         return self.mapping.address
+
+    @property
+    def memory_page(self) -> int:
+        return self.piece
+
+    @property
+    def gpu(self) -> str:
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def zero(self, offset: int, size: int) -> None:
         """Fills ``size`` bytes with zeros, on the current stream."""

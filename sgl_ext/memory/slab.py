@@ -21,7 +21,7 @@ import numpy as np
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.lent import unique_name
-from sgl_ext.memory.mapping import HUGE_PAGE, Mapping, create
+from sgl_ext.memory.mapping import HUGE_PAGE, PAGE, Mapping, create
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,16 @@ class Slab(ABC):
     @abstractmethod
     def address(self) -> int:
         """Address of block 0 in this process."""
+
+    @property
+    @abstractmethod
+    def memory_page(self) -> int:
+        """Bytes of a unit of memory, which other processes can map only as a whole."""
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the device that has the memory; empty for host memory."""
+        return ""
 
     @property
     def size(self) -> int:
@@ -152,6 +162,10 @@ class HostSlab(Slab):
     def address(self) -> int:
         """Address of block 0 in this process, a multiple of the huge page size."""
         return self.mapping.address
+
+    @property
+    def memory_page(self) -> int:
+        return PAGE
 
     def _bytes(self) -> torch.Tensor:
         import torch

@@ -33,6 +33,7 @@ class Lender:
         worker: unique name of this process.
         pid: pid of this process.
         memory: memory that may be lent, ordered by address.
+        gpu: UUID of the GPU that has the memory; empty for host memory.
 
     Attributes:
         master: name of the master of this session; empty before a master has answered.
@@ -42,9 +43,11 @@ class Lender:
         busy: whether the worker has requests of its own; set by the owner of this object.
     """
 
-    def __init__(self, worker: bytes, pid: int, memory: tuple[Extent, ...]) -> None:
+    def __init__(
+        self, worker: bytes, pid: int, memory: tuple[Extent, ...], gpu: str = ""
+    ) -> None:
         self.worker = worker
-        self._pid = pid
+        self._pid, self._gpu = pid, gpu
         self._session = 0
         self.busy = False
         self._begin(memory)
@@ -79,7 +82,7 @@ class Lender:
         """The message with the full state of this side."""
         return Lend(
             self.worker, self._session, self.master, self._number, self.granted, self._pid,
-            self._memory, self.busy,
+            self._memory, self.busy, self._gpu,
         )  # fmt: skip
 
     def grant(self, size: int) -> None:
@@ -159,6 +162,7 @@ class Borrower:
 
     Attributes:
         worker: name of the worker.
+        gpu: UUID of the GPU that has the worker's memory; empty for host memory.
         session: number of the worker's session.
         pid: pid of the worker.
         size: bytes that may be used, by the latest grant.
@@ -171,7 +175,7 @@ class Borrower:
 
     def __init__(self, master: bytes, pid: int, block: int, lend: Lend) -> None:
         self._master, self._pid, self._block = master, pid, block
-        self.worker = lend.worker
+        self.worker, self.gpu = lend.worker, lend.gpu
         self.refused = ""
         self.most = 0
         self._used = 0

@@ -29,8 +29,8 @@ _WORKERS = 64
 class Addresses(Protocol):
     """Addresses at which the memory of workers is mapped."""
 
-    def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
-        """Maps memory of process ``pid`` in ``region``; raises ExtError if that fails."""
+    def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
+        """Maps memory of a worker in ``region``; raises ExtError if that fails."""
 
     def unmap(self, region: Region) -> None:
         """Unmaps the memory in ``region``."""
@@ -89,6 +89,7 @@ class Master:
         lease: silence of a worker after which its memory is returned, in seconds, because the
             worker may need it.
         identity: identity of this process.
+        gpu: UUID of the GPU that has the engine's KV; empty for host memory.
         process: constructor of an object that tells whether a pid is alive.
     """
 
@@ -102,12 +103,13 @@ class Master:
         capacity: int,
         lease: float,
         identity: Identity,
+        gpu: str = "",
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._addresses, self._blocks, self._regions = addresses, blocks, regions
         self._block, self._capacity, self._lease = block, capacity, lease
         self._process_of = process
-        self._identity = identity
+        self._identity, self._gpu = identity, gpu
         self._loans: dict[bytes, Loan] = {}
         self._closed = False
         self._crowded = False
@@ -217,7 +219,13 @@ class Master:
         most = max(min(self._regions.largest, self._capacity - taken), 0)
         borrower.most = most // self._regions.page * self._regions.page
         full = "this master has borrowed as much as it can; raise its peer.capacity to borrow more"
-        if not borrower.most:
+        if borrower.gpu != self._gpu:
+            borrower.most = 0
+            borrower.refused = (
+                f"the worker lends {_named(borrower.gpu)}, but this master has its KV in "
+                f"{_named(self._gpu)}; run both on the same device"
+            )
+        elif not borrower.most:
             borrower.refused = full
         elif borrower.refused == full:
             borrower.refused = ""
@@ -253,7 +261,7 @@ class Master:
 
     def _map(self, loan: Loan) -> Region | None:
         borrower = loan.borrower
-        if loan.tried == borrower.size:
+        if borrower.gpu != self._gpu or loan.tried == borrower.size:
             return None
         loan.tried = borrower.size
         memory = _last(borrower.memory, borrower.most)
@@ -261,7 +269,7 @@ class Master:
         if region is None:
             return None
         try:
-            self._addresses.map(region, borrower.pid, memory)
+            self._addresses.map(region, Identity(borrower.worker, borrower.pid), memory)
         except ExtError as error:
             self._addresses.unmap(region)  # a part may have been mapped
             self._regions.free(region)
@@ -278,6 +286,10 @@ class Master:
         self._addresses.unmap(region)
         self._regions.free(region)
         loan.region = None
+
+
+def _named(gpu: str) -> str:
+    return f"memory of the GPU {gpu}" if gpu else "host memory"
 
 
 def _last(memory: Sequence[Extent], size: int) -> list[Extent]:

@@ -13,13 +13,14 @@ import msgspec
 from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages and of their meaning"""
 _LONGEST_REASON = 1000
 """Number of characters of the other side's refusal that are reported"""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Name = Annotated[bytes, msgspec.Meta(max_length=64)]
+_Gpu = Annotated[str, msgspec.Meta(max_length=64)]
 _Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
@@ -42,6 +43,8 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
     """All memory that may be lent, ordered by address; a grant is the last bytes of it"""
     busy: bool = False
     """True if the worker has requests of its own, whose traffic has priority"""
+    gpu: _Gpu = ""
+    """UUID of the GPU whose memory is lent; empty for host memory"""
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:

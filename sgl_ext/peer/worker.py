@@ -107,6 +107,7 @@ class Worker:
         first: number of blocks before the first block of the pool.
         memory_page: bytes per page of memory.
         identity: identity of this process.
+        gpu: UUID of the GPU that has the memory; empty for host memory.
         process: constructor of an object that tells whether a pid is alive.
     """
 
@@ -121,6 +122,7 @@ class Worker:
         first: int,
         memory_page: int,
         identity: Identity,
+        gpu: str = "",
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._memory, self._pool, self._terms = memory, pool, terms
@@ -136,7 +138,7 @@ class Worker:
         # Masters by name that did not return memory in time and may still use replaced memory.
         self._late: dict[bytes, Process] = {}
         self._closed = False
-        self._lender = Lender(*identity, memory.extents)
+        self._lender = Lender(*identity, memory.extents, gpu)
         self.lending: Lending | None = None
         """Lending policy for the current master; None without a master"""
         self.refused = ""

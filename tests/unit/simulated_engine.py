@@ -55,6 +55,8 @@ def page_of(key: Key) -> int:
 class SimulatedSlab(DeviceSlab):
     """Slab in the device's memory, which torch for CPUs can read."""
 
+    gpu = "GPU-simulated"
+
     def _bytes(self) -> torch.Tensor:
         raw = (ctypes.c_uint8 * self.mapping.size).from_address(self.mapping.address)
         return torch.from_numpy(np.frombuffer(raw, np.uint8))

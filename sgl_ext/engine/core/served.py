@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 READY: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"tiers", "restore", "swap", "chunks", "peer", "clusters"}),
-    "cuda": frozenset({"tiers", "restore", "swap", "chunks"}),
+    "cuda": frozenset({"tiers", "restore", "swap", "chunks", "peer"}),
 }
 """Powers that are implemented for each type of device; other types of devices have none."""
 TRIED: Mapping[str, frozenset[str]] = {"cpu": READY["cpu"], "cuda": frozenset()}

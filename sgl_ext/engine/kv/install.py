@@ -71,7 +71,8 @@ def _build_pool(
     identity = fingerprint(configurator.model, _identity(configurator))
     peer = ext.config.peer
     borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
-    pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows))
+    lends = peer is not None and peer.role == "worker"
+    pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows, lends=lends))
     ext.slab = pool.slab
     return pool
 

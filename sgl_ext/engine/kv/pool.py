@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sgl_ext.memory.device_slab import DeviceSlab
+from sgl_ext.memory.device_slab import PIECE, DeviceSlab
 from sgl_ext.memory.lent import blocks_for
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import HostSlab, Layout, Slab
@@ -22,17 +22,28 @@ class SlabKVPool(MHATokenToKVPool):
 
     slab: Slab
 
-    def __init__(self, *args: object, fingerprint: str, borrows: int = 0, **kwargs: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        fingerprint: str,
+        borrows: int = 0,
+        lends: bool = False,
+        **kwargs: object,
+    ) -> None:
         """Creates the pool from the arguments of SGLang's pool and further ones.
 
         Args:
             fingerprint: identifier of the model, as in :class:`~sgl_ext.memory.slab.Layout`.
             borrows: bytes of other processes' memory that get addresses.
+            lends: whether other processes may map the memory.
         """
-        self._fingerprint, self._borrows = fingerprint, borrows
+        self._fingerprint, self._borrows, self._lends = fingerprint, borrows, lends
         # SGLang's tiled copy of slots takes the stride between rows for the width of a row.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
         self.use_native_move_kv_cache = True
+        # SGLang's kernels that store KV trap on slots behind this size. Blocks that are lent to this
+        # process come later, behind its own ones; the allocator knows which of them are there.
+        self.size = self.slab.blocks * self.page_size - self.page_size
 
     def _create_buffers_normal(self) -> None:
         layout = Layout(
@@ -45,10 +56,15 @@ class SlabKVPool(MHATokenToKVPool):
         )
         rows = self.size + self.page_size  # padding tokens are written to the first block
         blocks = -(-rows // self.page_size)
-        if torch.device(self.device).type == "cuda":
-            self.slab = DeviceSlab.create(layout, blocks, torch.cuda.current_device())
+        cuda = torch.device(self.device).type == "cuda"
+        unit = PIECE if cuda else PAGE
+        beyond = blocks_for(self._borrows, layout.block_bytes, unit) if self._borrows else 0
+        if cuda:
+            self.slab = DeviceSlab.create(
+                layout, blocks, torch.cuda.current_device(), beyond=beyond,
+                piece_bytes=PIECE if self._lends or beyond else None,
+            )  # fmt: skip
         else:
-            beyond = blocks_for(self._borrows, layout.block_bytes, PAGE) if self._borrows else 0
             self.slab = HostSlab.create(layout, blocks, beyond=beyond)
         tokens = self.slab.tensor().flatten(0, 1)
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from sgl_ext.engine.core.sglang_types import Scheduler
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.streams import Streams
 
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 """Parts of the scheduler that have their own ``max_total_num_tokens``."""
@@ -23,11 +24,17 @@ class KVResizer:
     The cost of a call does not depend on the size of the pool. That of :meth:`restore` and
     :meth:`withdraw` grows with the range and with the number of free groups.
 
+    SGLang frees slots while a forward that was launched may still use them. Blocks that are removed
+    go to other processes, which no stream orders: the host waits for the device first.
+
+    Args:
+        streams: streams whose work may use the blocks.
+
     Raises:
         ExtError: SGLang does not run on the slab, or lacks one of the counts.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, streams: Streams | None = None) -> None:
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, BlockGroupAllocator):
             raise ExtError(
@@ -36,6 +43,7 @@ class KVResizer:
             )
         self._scheduler = scheduler
         self._allocator = allocator
+        self._streams = streams or Streams()
         self._holders = [getattr(scheduler, name, None) for name in HOLDERS]
         for name, holder in zip(HOLDERS, self._holders, strict=True):
             if not hasattr(holder, "max_total_num_tokens"):
@@ -52,7 +60,8 @@ class KVResizer:
 
     @property
     def tail_free(self) -> int:
-        """Number of blocks behind the last one in use."""
+        """Number of blocks behind the last one in use; waits for slots that were just freed."""
+        self._allocator.settle()
         return self._allocator.groups.tail_free
 
     @property
@@ -77,7 +86,7 @@ class KVResizer:
             self._account()
 
     def shrink(self, blocks: int) -> bool:
-        """Removes the last ``blocks`` blocks.
+        """Removes the last ``blocks`` blocks, and waits until no forward uses them.
 
         Returns:
             False, with nothing changed, if a block is in use, a copy is in progress, or no request
@@ -88,6 +97,7 @@ class KVResizer:
         """
         if blocks > self.removable or not self._allocator.shrink(blocks):
             return False
+        self._streams.synchronize()
         self._account()
         return True
 
@@ -109,9 +119,11 @@ class KVResizer:
         """Removes the blocks of ``[start, end)`` that are not in use.
 
         Returns the number of blocks that are in use. No copy reads or writes the removed blocks any
-        more.
+        more, and if none is in use, no forward either.
         """
         in_use = self._allocator.withdraw(start, end)
+        if not in_use:
+            self._streams.synchronize()
         self._account()
         return in_use
 

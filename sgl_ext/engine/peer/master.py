@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import IO, Literal
+from typing import IO, Literal, cast
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.attention_backends import require_own
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
-from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide
 from sgl_ext.engine.peer.stream import LayerStream
+from sgl_ext.memory.device_lent import map_device_memory
+from sgl_ext.memory.device_slab import DeviceSlab
 from sgl_ext.memory.lent import Extent, map_memory
-from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.mapping import Mapping
+from sgl_ext.memory.slab import HostSlab, Slab
 from sgl_ext.peer import directory
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.need import NeedWindow
-from sgl_ext.peer.process import identity
+from sgl_ext.peer.process import Identity, identity
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.vacating import Attempts
 
@@ -33,18 +34,18 @@ class MasterSide(PeerSide):
 
     role: Literal["master", "worker"] = "master"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
-        self._resizer = KVResizer(scheduler)
         self._own = self._resizer.blocks
         self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._waiting.patience)
+        self._mapping = cast("HostSlab | DeviceSlab", slab).mapping
         block = slab.layout.block_bytes
         self._master = Master(
-            self, self, Regions(slab.own, slab.blocks, block, PAGE), block=block,
-            capacity=config.capacity or 0, lease=config.lease, identity=identity(),
+            self, self, Regions(slab.own, slab.blocks, block, slab.memory_page), block=block,
+            capacity=config.capacity or 0, lease=config.lease, identity=identity(), gpu=slab.gpu,
         )  # fmt: skip
         self.retracted = 0
         self._now = time.monotonic()
@@ -58,13 +59,17 @@ class MasterSide(PeerSide):
             self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)
         self._connect()
 
-    def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
-        map_memory(self._slab.mapping, region.offset, pid, extents)
+    def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
+        if isinstance(self._mapping, Mapping):
+            map_memory(self._mapping, region.offset, worker.pid, extents)
+        else:
+            map_device_memory(self._mapping, region.offset, worker.socket, extents)
 
     def unmap(self, region: Region) -> None:
         if self.stream is not None:
             self.stream.settle()
-        self._slab.mapping.drop(region.offset, region.size)
+        self._streams.synchronize()  # a forward that meets unmapped memory ends the process
+        self._mapping.drop(region.offset, region.size)
 
     def restore(self, start: int, end: int) -> None:
         self._resizer.restore(start, end)

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sgl_ext.config import Peer
-from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
-from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.slab import Slab
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.peer.stream import LayerStream
 
 
-def open_side(config: Peer, scheduler: Scheduler, slab: HostSlab) -> PeerSide:
+def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
     """Opens the side of the configured role."""
     from sgl_ext.engine.peer.master import MasterSide
     from sgl_ext.engine.peer.worker import WorkerSide
@@ -53,13 +52,7 @@ class PeerPower(Power[Peer]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        slab = ext.require_slab(self.name)
-        if not isinstance(slab, HostSlab):
-            raise ActivationError(
-                f"{self.name} lends host memory only, but the KV pool is on CUDA device "
-                f"{slab.device}; remove the {self.name} section"
-            )
-        self.side = open_side(self.section, scheduler, slab)
+        self.side = open_side(self.section, scheduler, ext.require_slab(self.name))
         self._measured = bool(get_observability().enable_metrics)
 
     @property

@@ -14,10 +14,12 @@ import zmq
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.requests import refuse_waiting
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream
-from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.streams import streams_of
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.waiting import Waiting
@@ -37,8 +39,10 @@ class PeerSide:
     out: Sequence[Req] = ()
     """Requests that were retracted in this step; they are queued when it has been planned."""
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         self._scheduler, self._slab = scheduler, slab
+        self._streams = streams_of(slab.device, None)
+        self._resizer = KVResizer(scheduler, self._streams)
         self._address = directory.address(config.directory)
         self._running = scheduler.running_batch
         """The batch that decodes, as of the current step."""

@@ -7,9 +7,10 @@ runs out. Here certain slots must become free, and no others need to;
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 
 from sgl_ext.engine.core.requests import release, reserved, retractable
@@ -22,6 +23,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     TreeCore,
 )
+from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.peer import vacating
 
 
@@ -34,10 +36,13 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
 
     core = tree.tree_core
 
-    @cache
-    def within(node: Node) -> bool:
-        slots = core.get_component_device_value(node, ComponentType.FULL)
-        return slots is not None and _any_within(slots, start, end)
+    within: dict[Node, bool] = {}
+
+    def look(nodes: Sequence[Node]) -> None:
+        values = [core.get_component_device_value(node, ComponentType.FULL) for node in nodes]
+        have = {node: slots for node, slots in zip(nodes, values, strict=True) if slots is not None}
+        found = zip(have, any_within([*have.values()], start, end), strict=True)
+        within.update(dict.fromkeys(nodes, False) | dict(found))
 
     while True:
         # A node becomes a leaf when its last leaf is evicted. Only another walk finds it.
@@ -46,7 +51,8 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
             leaf: [node.node_id for node in path]
             for leaf, path in zip(leaves, core.collect_path_info(leaves), strict=True)
         }
-        if not (evicted := vacating.leaves_to_evict(paths, within)):
+        look([node for node in dict.fromkeys(chain(*paths.values())) if node not in within])
+        if not (evicted := vacating.leaves_to_evict(paths, within.__getitem__)):
             return
         tracker = dict.fromkeys(tree.tree_components, 0)
         for leaf in evicted:
@@ -79,7 +85,10 @@ def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) 
         The requests, to be queued again when the next step has been planned. The last step's result
         may still come, and is ignored as long as they are not queued.
     """
-    return _retract(scheduler, running, lambda req: _holds(scheduler, req, start, end))
+    reqs = [*running.reqs, *filter(None, [scheduler.chunked_req])]
+    held = any_within([slots_of(scheduler, req) for req in reqs], start, end)
+    holders = {id(req) for req, holds in zip(reqs, held, strict=True) if holds}
+    return _retract(scheduler, running, lambda req: id(req) in holders)
 
 
 def retract_what_does_not_fit(scheduler: Scheduler, running: ScheduleBatch) -> list[Req]:
@@ -130,10 +139,18 @@ def _retract(
     return reqs
 
 
-def _holds(scheduler: Scheduler, req: Req, start: int, end: int) -> bool:
+def slots_of(scheduler: Scheduler, req: Req) -> torch.Tensor:
+    """Returns the slots of a request that has a row, on the device."""
     table = scheduler.req_to_token_pool.req_to_token
-    return _any_within(table[req.kv.req_pool_idx, : req.kv.kv_allocated_len], start, end)
+    return table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
 
 
-def _any_within(slots: torch.Tensor, start: int, end: int) -> bool:
-    return bool(((slots >= start) & (slots < end)).any())
+def any_within(parts: Sequence[torch.Tensor], start: int, end: int) -> list[bool]:
+    """Returns of each tensor whether it has one of slots ``[start, end)``; waits once for all."""
+    if not parts:
+        return []
+    slots = torch.cat([*parts])
+    within = np.cumsum(on_host((slots >= start) & (slots < end)))
+    ends = np.cumsum([len(part) for part in parts])
+    counts = np.diff(np.concatenate([[0], within])[ends], prepend=0)
+    return [bool(count) for count in counts]

@@ -6,14 +6,19 @@ import time
 from collections.abc import Sequence
 from typing import Literal, cast
 
+import torch
+
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
-from sgl_ext.engine.kv.resize import KVResizer
+from sgl_ext.engine.kv.indices import on_host
+from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import PeerSide
+from sgl_ext.memory.descriptors import DescriptorServer
+from sgl_ext.memory.device_lent import DeviceLendable
+from sgl_ext.memory.device_slab import DeviceSlab
 from sgl_ext.memory.lent import Lendable
-from sgl_ext.memory.mapping import PAGE
-from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.slab import HostSlab, Slab
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -23,25 +28,35 @@ class WorkerSide(PeerSide):
 
     role: Literal["master", "worker"] = "worker"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: HostSlab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
         super().__init__(config, scheduler, slab)
-        self._resizer = KVResizer(scheduler)
         self._resizer.promise(self._resizer.blocks)
         # The resizer has checked the type.
         allocator = cast(BlockGroupAllocator, scheduler.token_to_kv_pool_allocator)
         self._first = allocator.groups.first
         block = slab.layout.block_bytes
         least = (self._first + self._resizer.least) * block
-        if config.capacity is not None:
-            least = max(least, slab.size - config.capacity)
-        self._memory = Lendable(slab.mapping, slab.fd, slab.name, least, slab.size)
+        name = identity()
+        self._descriptors: DescriptorServer | None = None
+        if isinstance(slab, DeviceSlab):
+            # A piece that begins before the end of the own blocks is lent as a whole.
+            end = -(-slab.size // slab.piece) * slab.piece
+            start = max(least, end - config.capacity) if config.capacity is not None else least
+            pieces = DeviceLendable(slab.mapping, start, slab.size, self._streams, slab.zero)
+            self._descriptors = DescriptorServer(name.socket, pieces.descriptor)
+            self._memory: Lendable | DeviceLendable = pieces
+        else:
+            host = cast(HostSlab, slab)
+            if config.capacity is not None:
+                least = max(least, slab.size - config.capacity)
+            self._memory = Lendable(host.mapping, host.fd, host.name, least, host.size)
         terms = Terms(
             config.granularity, config.window, min(1.0, config.window), config.deadline,
             config.lease, config.keep,
         )  # fmt: skip
         self._worker = Worker(
             self._memory, self, terms, block=block, page=slab.layout.page, first=self._first,
-            memory_page=PAGE, identity=identity(),
+            memory_page=slab.memory_page, identity=name, gpu=slab.gpu,
         )  # fmt: skip
         self._connect()
 
@@ -59,14 +74,15 @@ class WorkerSide(PeerSide):
         return self.blocks - self._resizer.tail_free
 
     def _held(self, running: ScheduleBatch) -> int:
-        """Returns the end of the blocks that requests hold."""
-        table = self._scheduler.req_to_token_pool.req_to_token
-        ends = [self._first]
-        for req in self._requests(running):
-            if req.kv.holds_kv and req.kv.kv_allocated_len:
-                slots = table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
-                ends.append(int(slots.max()) // self._slab.layout.page + 1)
-        return max(ends)
+        """Returns the end of the blocks that requests hold; waits once for all of them."""
+        highest = [
+            vacate.slots_of(self._scheduler, req).max()
+            for req in self._requests(running)
+            if req.kv.holds_kv and req.kv.kv_allocated_len
+        ]
+        if not highest:
+            return self._first
+        return int(on_host(torch.stack(highest)).max()) // self._slab.layout.page + 1
 
     def shrink(self, blocks: int) -> bool:
         return self._resizer.shrink(blocks)
@@ -90,6 +106,8 @@ class WorkerSide(PeerSide):
         self._worker.step(0, time.monotonic())
         self._link.publish([self._worker.message])
         super().close()
+        if self._descriptors is not None:
+            self._descriptors.close()
 
     def check_integrity(self) -> None:
         self._worker.check_integrity()

@@ -281,6 +281,10 @@ def test_refusals_say_what_was_asked_what_was_found_and_what_to_do() -> None:
         "peer.stream layer requires the compiled CPU attention, but prefill runs triton; use "
         "--attention-backend torch_native for both phases, or remove peer.stream layer"
     )
+    assert texts["cuda", "triton", "peer.stream layer"] == (
+        "peer.stream layer requires the compiled CPU attention, but prefill runs triton; serve on "
+        "the CPU, or remove peer.stream layer"
+    )
     assert texts["cuda", "triton", "clusters"] == (
         "clusters requires the compiled CPU attention, but prefill runs triton; serve on the CPU, "
         "or remove clusters"

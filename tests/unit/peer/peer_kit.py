@@ -15,7 +15,7 @@ from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import HostSlab, Layout
 from sgl_ext.peer.master import Master
-from sgl_ext.peer.process import identity
+from sgl_ext.peer.process import Identity, identity
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -150,8 +150,8 @@ class LightMaster(Light):
         self.groups.check_integrity()
         self.master.check_integrity()
 
-    def map(self, region: Region, pid: int, extents: Sequence[Extent]) -> None:
-        map_memory(self.slab.mapping, region.offset, pid, extents)
+    def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
+        map_memory(self.slab.mapping, region.offset, worker.pid, extents)
 
     def unmap(self, region: Region) -> None:
         self.slab.mapping.drop(region.offset, region.size)

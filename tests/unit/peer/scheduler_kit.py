@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from simulated_engine import PIECE, SimulatedSlab
 
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
-from sgl_ext.memory.slab import HostSlab, Layout
+from sgl_ext.memory.slab import HostSlab, Layout, Slab
 
 HOLDERS = ("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher")
 ROWS, LONGEST = 8, 20_000
@@ -48,9 +49,15 @@ class Batch:
 
 
 class Scheduler(SimpleNamespace):
-    """Scheduler with ``blocks`` blocks of KV, and addresses for ``beyond`` further blocks."""
+    """Scheduler with ``blocks`` blocks of KV, and addresses for ``beyond`` further blocks.
 
-    def __init__(self, page: int, blocks: int, beyond: int = 0) -> None:
+    Args:
+        library: library of the simulated device that has the KV; None if the host has it.
+    """
+
+    def __init__(
+        self, page: int, blocks: int, beyond: int = 0, library: str | None = None
+    ) -> None:
         from sgl_ext.bench.harness.prefix_tree import prefix_tree
 
         size = blocks * page
@@ -68,10 +75,14 @@ class Scheduler(SimpleNamespace):
             **{name: SimpleNamespace(max_total_num_tokens=size) for name in HOLDERS},
         )  # fmt: skip
         self.running_batch = Batch(self)
-        self.slab = HostSlab.create(
-            Layout(page, layers=1, kv_heads=1, head_dim=512, dtype="float32", fingerprint="none"),
-            1 + blocks, beyond=beyond,
-        )  # fmt: skip
+        layout = Layout(page, 1, kv_heads=1, head_dim=512, dtype="float32", fingerprint="none")
+        self.slab: Slab
+        if library is None:
+            self.slab = HostSlab.create(layout, 1 + blocks, beyond=beyond)
+        else:
+            self.slab = SimulatedSlab.create(
+                layout, 1 + blocks, 0, beyond=beyond, piece_bytes=PIECE, library=library
+            )
 
     def extend(self, req: Req, tokens: int) -> None:
         """Allocates slots for the next ``tokens`` tokens of a request.

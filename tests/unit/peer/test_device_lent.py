@@ -57,7 +57,7 @@ class Owner:
         self.bytes.reshape(pieces, PIECE)[:] = np.arange(pieces)[:, None]
         # As the own blocks of a slab, the memory ends within the last piece.
         self.lendable = DeviceLendable(
-            self.mapping, 1, pieces * PIECE - 5, streams or Streams(), self.zero, library=library
+            self.mapping, 1, pieces * PIECE - 5, streams or Streams(), self.zero
         )
         self.address = f"sgl_ext-test-{secrets.token_hex(8)}"
         self.server = DescriptorServer(self.address, self.lendable.descriptor, deadline=DEADLINE_S)
@@ -82,7 +82,6 @@ class Borrower:
     """Addresses for the memory of an owner, and a piece of own memory before it."""
 
     def __init__(self, library: str) -> None:
-        self.library = library
         self.mapping = CudaMapping(0, 80 * PIECE, library=library)
         self.mapping.put(0, CudaMemory.create(0, PIECE, library=library))
         self.bytes = view(self.mapping)[PIECE:]
@@ -90,9 +89,7 @@ class Borrower:
 
     def map(self, offer: str) -> None:
         address, self.extents = msgspec.json.decode(offer, type=tuple[str, tuple[Extent, ...]])
-        map_device_memory(
-            self.mapping, PIECE, address, self.extents, deadline=5, library=self.library
-        )
+        map_device_memory(self.mapping, PIECE, address, self.extents, deadline=5)
 
     def unmap(self) -> None:
         self.mapping.drop(PIECE, len(self.extents) * PIECE)
@@ -211,12 +208,12 @@ def test_whole_pieces_are_lendable(owner: Owner, library: str) -> None:
     assert len({extent.name for extent in lendable.extents}) == 5
     options = Streams(), owner.zero
     for start, size in ((0, 6), (PIECE, 5), (PIECE + 1, 4), (5 * PIECE + 1, 0), (9 * PIECE, 0)):
-        other = DeviceLendable(owner.mapping, start, 6 * PIECE, *options, library=library)
+        other = DeviceLendable(owner.mapping, start, 6 * PIECE, *options)
         assert (other.size, other.end) == (size * PIECE, 6 * PIECE)
     owner.mapping.drop(5 * PIECE, PIECE)
     owner.mapping.put(5 * PIECE, CudaMemory.create(0, PIECE // 2, library=library))
     with pytest.raises(ValueError, match=r"one size, found \[2097152, 4194304\]"):
-        DeviceLendable(owner.mapping, 0, 6 * PIECE, *options, library=library)
+        DeviceLendable(owner.mapping, 0, 6 * PIECE, *options)
 
 
 def test_replaced_memory_stays_with_a_living_borrower(
@@ -405,9 +402,7 @@ def test_a_stopped_owner_is_not_waited_for(
     os.waitpid(there.process.pid, os.WUNTRACED)  # until all its threads have stopped
     begin = time.monotonic()
     with pytest.raises(LentMemoryError, match=r"no answer within 0\.2 s; check whether"):
-        map_device_memory(
-            borrower.mapping, PIECE, address, extents, deadline=0.2, library=borrower.library
-        )
+        map_device_memory(borrower.mapping, PIECE, address, extents, deadline=0.2)
     assert time.monotonic() - begin < 2
     assert counts(fake) == (1, 1, 1)
 
@@ -471,9 +466,8 @@ def test_nothing_stays_mapped_after_an_error(
     map_too_far = 78 * PIECE
     with pytest.raises(LentMemoryError, match="outside the mapping"):
         map_device_memory(
-            borrower.mapping, map_too_far, owner.address, owner.lendable.extents[:3],
-            library=library,
-        )  # fmt: skip
+            borrower.mapping, map_too_far, owner.address, owner.lendable.extents[:3]
+        )
     assert counts(fake) == before
     owner.close()
 
