@@ -1,7 +1,7 @@
 """Device memory that one process lends to another: the last pieces of a slab.
 
-This is the counterpart of :mod:`.lent` for a :class:`~.device_slab.DeviceSlab`. An extent is a
-whole piece, because CUDA maps pieces only as a whole. A borrower receives the descriptors of pieces
+This is the counterpart of :mod:`.lent` for a :class:`~.device_slab.SharedDeviceSlab`. An extent
+is a whole piece, because CUDA maps pieces only as a whole. A borrower receives the descriptors of pieces
 from a :class:`~.descriptors.DescriptorServer` of the owner.
 """
 

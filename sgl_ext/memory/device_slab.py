@@ -1,7 +1,7 @@
-"""Slab in the memory of a CUDA device, in pieces that other processes can map (SwiftCache §3.4).
+"""Slabs in the memory of a CUDA device.
 
-The addresses never change, so CUDA graphs that were captured over the slab stay valid when a piece
-at its end is replaced.
+Their addresses never change, so CUDA graphs that were captured over a slab stay valid, also when a
+piece at its end is replaced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,67 @@ ones need few descriptors and messages, small ones waste little where lent memor
 of the granularity of devices, which is 2 MiB."""
 
 
-@dataclass(frozen=True)
 class DeviceSlab(Slab):
-    """A slab in device memory."""
+    """Slab in device memory.
+
+    Attributes:
+        device: number of the CUDA device.
+    """
+
+    device: int
+
+    @property
+    def gpu(self) -> str:
+        import torch
+
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def zero(self, offset: int, size: int) -> None:
+        """Fills ``size`` bytes with zeros, on the current stream."""
+        self._bytes()[offset : offset + size].zero_()
+
+
+@dataclass(frozen=True)
+class OwnDeviceSlab(DeviceSlab):
+    """Slab of torch's allocator, which only this process uses."""
+
+    memory: torch.Tensor
+    """The own blocks, uint8 ``[bytes]``"""
+
+    @classmethod
+    def create(cls, layout: Layout, own: int, device: int) -> OwnDeviceSlab:
+        """Allocates a zeroed slab.
+
+        Args:
+            own: number of blocks to allocate.
+            device: number of the CUDA device.
+
+        Raises:
+            SlabError: a dimension or the fingerprint is invalid, the dtype is unknown, or the
+                device has too little memory.
+        """
+        import torch
+
+        check(layout, own, 0)
+        try:
+            size = own * layout.block_bytes
+            memory = torch.zeros(size, dtype=torch.uint8, device=torch.device("cuda", device))
+        except torch.OutOfMemoryError as error:
+            raise _too_large(layout, own, device, error) from None
+        return cls(layout, own, own, device, memory)
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    def _bytes(self) -> torch.Tensor:
+        return self.memory
+
+
+@dataclass(frozen=True)
+class SharedDeviceSlab(DeviceSlab):
+    """Slab of pieces that other processes can map, or behind which theirs are mapped (SwiftCache
+    §3.4)."""
 
     mapping: CudaMapping
     """Addresses of all blocks, and the memory of the own ones"""
@@ -39,17 +97,16 @@ class DeviceSlab(Slab):
         device: int,
         *,
         beyond: int = 0,
-        piece_bytes: int | None = None,
+        piece_bytes: int = PIECE,
         library: str = DRIVER,
-    ) -> DeviceSlab:
+    ) -> SharedDeviceSlab:
         """Allocates a zeroed slab.
 
         Args:
-            own: number of blocks to allocate.
+            own: number of blocks to allocate, in whole pieces.
             device: number of the CUDA device.
             beyond: number of blocks after these that get addresses but no memory yet.
-            piece_bytes: size of a piece that can be lent, rounded up to the device's granularity;
-                the own blocks are in whole pieces then. None if nothing is lent.
+            piece_bytes: size of a piece, rounded up to the device's granularity.
             library: path of the CUDA driver.
 
         Raises:
@@ -58,44 +115,37 @@ class DeviceSlab(Slab):
         """
         check(layout, own, beyond)
         size, reach = own * layout.block_bytes, (own + beyond) * layout.block_bytes
-        step = piece_bytes or size
         try:
             # The last piece may end behind the own blocks, where other memory must fit, too.
-            mapping = CudaMapping(device, reach + step, library=library)
+            mapping = CudaMapping(device, reach + piece_bytes, library=library)
             at = 0
             while at < size:
-                piece = CudaMemory.create(device, step, library=library)
+                piece = CudaMemory.create(device, piece_bytes, library=library)
                 mapping.put(at, piece)
                 at += piece.size
         except CudaMemoryError as error:
-            raise SlabError(
-                f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B on CUDA "
-                f"device {device}: {error}; lower --max-total-tokens or --mem-fraction-static"
-            ) from None
+            raise _too_large(layout, own, device, error) from None
         slab = cls(layout, own, own + beyond, device, mapping, piece.size)
         slab.zero(0, size)
         return slab
 
     @property
     def address(self) -> int:
-        """Address of block 0, which is the same for all kernels of this process."""
         return self.mapping.address
 
     @property
     def memory_page(self) -> int:
+        """Bytes of a unit of memory, which other processes can map only as a whole."""
         return self.piece
-
-    @property
-    def gpu(self) -> str:
-        import torch
-
-        return str(torch.cuda.get_device_properties(self.device).uuid)
-
-    def zero(self, offset: int, size: int) -> None:
-        """Fills ``size`` bytes with zeros, on the current stream."""
-        self._bytes()[offset : offset + size].zero_()
 
     def _bytes(self) -> torch.Tensor:
         import torch
 
-        return torch.as_tensor(self.mapping, device=torch.device("cuda", self.mapping.device))
+        return torch.as_tensor(self.mapping, device=torch.device("cuda", self.device))
+
+
+def _too_large(layout: Layout, own: int, device: int, error: Exception) -> SlabError:
+    return SlabError(
+        f"cannot allocate a slab of {own} blocks of {layout.block_bytes:,} B on CUDA device "
+        f"{device}: {error}; lower --max-total-tokens or --mem-fraction-static"
+    )

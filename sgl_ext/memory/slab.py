@@ -81,11 +81,6 @@ class Slab(ABC):
         """Address of block 0 in this process."""
 
     @property
-    @abstractmethod
-    def memory_page(self) -> int:
-        """Bytes of a unit of memory, which other processes can map only as a whole."""
-
-    @property
     def gpu(self) -> str:
         """UUID of the device that has the memory; empty for host memory."""
         return ""
@@ -165,6 +160,7 @@ class HostSlab(Slab):
 
     @property
     def memory_page(self) -> int:
+        """Bytes of a unit of memory, which other processes can map only as a whole."""
         return PAGE
 
     def _bytes(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tier_kit import Shelf
 from sgl_ext.config import SwapExperiment, Tiers
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory
-from sgl_ext.memory.device_slab import DeviceSlab
+from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.slab import Layout
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers import build
@@ -52,7 +52,7 @@ def page_of(key: Key) -> int:
 
 
 @dataclass(frozen=True)
-class SimulatedSlab(DeviceSlab):
+class SimulatedSlab(SharedDeviceSlab):
     """Slab in the device's memory, which torch for CPUs can read."""
 
     gpu = "GPU-simulated"

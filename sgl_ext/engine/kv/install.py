@@ -71,8 +71,9 @@ def _build_pool(
     identity = fingerprint(configurator.model, _identity(configurator))
     peer = ext.config.peer
     borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
-    lends = peer is not None and peer.role == "worker"
-    pool = build(partial(SlabKVPool, fingerprint=identity, borrows=borrows, lends=lends))
+    pool = build(
+        partial(SlabKVPool, fingerprint=identity, borrows=borrows, shared=peer is not None)
+    )
     ext.slab = pool.slab
     return pool
 

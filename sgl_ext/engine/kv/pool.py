@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sgl_ext.memory.device_slab import PIECE, DeviceSlab
+from sgl_ext.memory.device_slab import PIECE, OwnDeviceSlab, SharedDeviceSlab
 from sgl_ext.memory.lent import blocks_for
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import HostSlab, Layout, Slab
@@ -27,7 +27,7 @@ class SlabKVPool(MHATokenToKVPool):
         *args: object,
         fingerprint: str,
         borrows: int = 0,
-        lends: bool = False,
+        shared: bool = False,
         **kwargs: object,
     ) -> None:
         """Creates the pool from the arguments of SGLang's pool and further ones.
@@ -35,9 +35,9 @@ class SlabKVPool(MHATokenToKVPool):
         Args:
             fingerprint: identifier of the model, as in :class:`~sgl_ext.memory.slab.Layout`.
             borrows: bytes of other processes' memory that get addresses.
-            lends: whether other processes may map the memory.
+            shared: whether other processes may map the memory, or theirs is mapped behind it.
         """
-        self._fingerprint, self._borrows, self._lends = fingerprint, borrows, lends
+        self._fingerprint, self._borrows, self._shared = fingerprint, borrows, shared
         # SGLang's tiled copy of slots takes the stride between rows for the width of a row.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
         self.use_native_move_kv_cache = True
@@ -59,13 +59,13 @@ class SlabKVPool(MHATokenToKVPool):
         cuda = torch.device(self.device).type == "cuda"
         unit = PIECE if cuda else PAGE
         beyond = blocks_for(self._borrows, layout.block_bytes, unit) if self._borrows else 0
-        if cuda:
-            self.slab = DeviceSlab.create(
-                layout, blocks, torch.cuda.current_device(), beyond=beyond,
-                piece_bytes=PIECE if self._lends or beyond else None,
-            )  # fmt: skip
-        else:
+        if not cuda:
             self.slab = HostSlab.create(layout, blocks, beyond=beyond)
+        elif self._shared:
+            device = torch.cuda.current_device()
+            self.slab = SharedDeviceSlab.create(layout, blocks, device, beyond=beyond)
+        else:
+            self.slab = OwnDeviceSlab.create(layout, blocks, torch.cuda.current_device())
         tokens = self.slab.tensor().flatten(0, 1)
         self.k_buffer = [tokens[:, layer, 0] for layer in range(self.layer_num)]
         self.v_buffer = [tokens[:, layer, 1] for layer in range(self.layer_num)]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import IO, Literal, cast
+from typing import IO, Literal
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.attention_backends import require_own
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.peer import vacate
-from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide
+from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide, SharedSlab
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.device_lent import map_device_memory
-from sgl_ext.memory.device_slab import DeviceSlab
 from sgl_ext.memory.lent import Extent, map_memory
 from sgl_ext.memory.mapping import Mapping
-from sgl_ext.memory.slab import HostSlab, Slab
 from sgl_ext.peer import directory
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.need import NeedWindow
@@ -34,14 +32,14 @@ class MasterSide(PeerSide):
 
     role: Literal["master", "worker"] = "master"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: SharedSlab) -> None:
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._own = self._resizer.blocks
         self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._waiting.patience)
-        self._mapping = cast("HostSlab | DeviceSlab", slab).mapping
+        self._mapping = slab.mapping
         block = slab.layout.block_bytes
         self._master = Master(
             self, self, Regions(slab.own, slab.blocks, block, slab.memory_page), block=block,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
-from sgl_ext.memory.slab import Slab
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
-    from sgl_ext.engine.peer.side import PeerSide
+    from sgl_ext.engine.peer.side import PeerSide, SharedSlab
     from sgl_ext.engine.peer.stream import LayerStream
 
 
-def open_side(config: Peer, scheduler: Scheduler, slab: Slab) -> PeerSide:
+def open_side(config: Peer, scheduler: Scheduler, slab: SharedSlab) -> PeerSide:
     """Opens the side of the configured role."""
     from sgl_ext.engine.peer.master import MasterSide
     from sgl_ext.engine.peer.worker import WorkerSide
@@ -52,7 +51,9 @@ class PeerPower(Power[Peer]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability
 
-        self.side = open_side(self.section, scheduler, ext.require_slab(self.name))
+        # A pool that is built with a peer section has such a slab.
+        slab = cast("SharedSlab", ext.require_slab(self.name))
+        self.side = open_side(self.section, scheduler, slab)
         self._measured = bool(get_observability().enable_metrics)
 
     @property

@@ -18,12 +18,15 @@ from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
 from sgl_ext.engine.peer.stream import LayerStream
-from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.device_slab import SharedDeviceSlab
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.streams import streams_of
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.waiting import Waiting
 
+SharedSlab = HostSlab | SharedDeviceSlab
+"""Slab of an engine with peers"""
 CLOSE_DEADLINE_S = 1.0
 """Deadline in seconds for the last messages of a side that closes, and for the end of its link."""
 
@@ -39,7 +42,7 @@ class PeerSide:
     out: Sequence[Req] = ()
     """Requests that were retracted in this step; they are queued when it has been planned."""
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: SharedSlab) -> None:
         self._scheduler, self._slab = scheduler, slab
         self._streams = streams_of(slab.device, None)
         self._resizer = KVResizer(scheduler, self._streams)

@@ -13,12 +13,11 @@ from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.peer import vacate
-from sgl_ext.engine.peer.side import PeerSide
+from sgl_ext.engine.peer.side import PeerSide, SharedSlab
 from sgl_ext.memory.descriptors import DescriptorServer
 from sgl_ext.memory.device_lent import DeviceLendable
-from sgl_ext.memory.device_slab import DeviceSlab
+from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.lent import Lendable
-from sgl_ext.memory.slab import HostSlab, Slab
 from sgl_ext.peer.process import identity
 from sgl_ext.peer.worker import Terms, Worker
 
@@ -28,7 +27,7 @@ class WorkerSide(PeerSide):
 
     role: Literal["master", "worker"] = "worker"
 
-    def __init__(self, config: Peer, scheduler: Scheduler, slab: Slab) -> None:
+    def __init__(self, config: Peer, scheduler: Scheduler, slab: SharedSlab) -> None:
         super().__init__(config, scheduler, slab)
         self._resizer.promise(self._resizer.blocks)
         # The resizer has checked the type.
@@ -38,7 +37,7 @@ class WorkerSide(PeerSide):
         least = (self._first + self._resizer.least) * block
         name = identity()
         self._descriptors: DescriptorServer | None = None
-        if isinstance(slab, DeviceSlab):
+        if isinstance(slab, SharedDeviceSlab):
             # A piece that begins before the end of the own blocks is lent as a whole.
             end = -(-slab.size // slab.piece) * slab.piece
             start = max(least, end - config.capacity) if config.capacity is not None else least
@@ -46,10 +45,9 @@ class WorkerSide(PeerSide):
             self._descriptors = DescriptorServer(name.socket, pieces.descriptor)
             self._memory: Lendable | DeviceLendable = pieces
         else:
-            host = cast(HostSlab, slab)
             if config.capacity is not None:
                 least = max(least, slab.size - config.capacity)
-            self._memory = Lendable(host.mapping, host.fd, host.name, least, host.size)
+            self._memory = Lendable(slab.mapping, slab.fd, slab.name, least, slab.size)
         terms = Terms(
             config.granularity, config.window, min(1.0, config.window), config.deadline,
             config.lease, config.keep,

@@ -73,7 +73,9 @@ class Engine:
     def begin(self, rid: str, tokens: int) -> Req:
         req = Req(rid, tokens)
         self.scheduler.extend(req, tokens)
-        self.scheduler.running_batch = Batch(self.scheduler, *self.scheduler.running_batch.reqs, req)
+        self.scheduler.running_batch = Batch(
+            self.scheduler, *self.scheduler.running_batch.reqs, req
+        )
         return req
 
 
@@ -140,7 +142,8 @@ def pair(opened: Open) -> tuple[Engine, Engine]:
     engines = opened("worker"), opened("master")
     worker, master = sides(*engines)
     together(
-        [*engines], lambda: 0 < worker._worker.used == worker._memory.size == master._master.borrowed
+        [*engines],
+        lambda: 0 < worker._worker.used == worker._memory.size == master._master.borrowed,
     )
     return engines
 
