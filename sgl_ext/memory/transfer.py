@@ -190,8 +190,9 @@ class TransferEngine:
         """Creates a lane for copies from, to and within CUDA device ``device``.
 
         A ticket is dispatched in pieces of up to ``dispatches`` copies and ``group_bytes`` bytes,
-        and the single rows of a piece in one call from CUDA 12.8 on. At most two pieces of a priority are in flight, which bounds the work that an urgent copy
-        waits for. Urgent tickets, and tickets that are fenced, are dispatched at once.
+        and the single rows of a piece in one call from CUDA 12.8 on. At most two pieces of a
+        priority are in flight, which bounds the work that an urgent copy waits for. Urgent tickets,
+        and tickets that are fenced, are dispatched at once.
 
         Args:
             library: path of the CUDA runtime; by default the one that the process has loaded
