@@ -43,9 +43,7 @@ class Lender:
         busy: whether the worker has requests of its own; set by the owner of this object.
     """
 
-    def __init__(
-        self, worker: bytes, pid: int, memory: tuple[Extent, ...], gpu: str = ""
-    ) -> None:
+    def __init__(self, worker: bytes, pid: int, memory: tuple[Extent, ...], gpu: str = "") -> None:
         self.worker = worker
         self._pid, self._gpu = pid, gpu
         self._session = 0

@@ -55,9 +55,7 @@ class Scheduler(SimpleNamespace):
         library: library of the simulated device that has the KV; None if the host has it.
     """
 
-    def __init__(
-        self, page: int, blocks: int, beyond: int = 0, library: str | None = None
-    ) -> None:
+    def __init__(self, page: int, blocks: int, beyond: int = 0, library: str | None = None) -> None:
         from sgl_ext.bench.harness.prefix_tree import prefix_tree
 
         size = blocks * page

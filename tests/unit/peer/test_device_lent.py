@@ -452,9 +452,7 @@ def test_nothing_stays_mapped_after_an_error(
             borrower.map(msgspec.json.encode((address, owner.lendable.extents)).decode())
     map_too_far = 78 * PIECE
     with pytest.raises(LentMemoryError, match="outside the mapping"):
-        map_device_memory(
-            borrower.mapping, map_too_far, owner.address, owner.lendable.extents[:3]
-        )
+        map_device_memory(borrower.mapping, map_too_far, owner.address, owner.lendable.extents[:3])
     assert counts(fake) == before
     owner.close()
 
