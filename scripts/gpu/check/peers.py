@@ -40,9 +40,6 @@ _PIECE = PIECE // _TOKEN_BYTES
 _LONGEST = 30_000
 """Tokens of a request that fit the model's context."""
 _LENT_S = 30.0
-_RECLAIMS = 3
-_AGAIN_S = 1.5
-"""Longer than the worker's window, so that it lends again."""
 
 
 def run(setup: Setup, outcome: Outcome) -> None:
@@ -86,8 +83,10 @@ def run(setup: Setup, outcome: Outcome) -> None:
             _attention(setup, outcome, large, first, prompt(length))
         with outcome.step("reclaiming"):
             needed = min(worked - 512, _LONGEST)
-            prompts = [prompt(local + 64) for _ in range(2)]
-            _reclaim(outcome, (large, first, second), prompts, setup.scale(64, 8), needed)
+            prompts = [prompt(local + 64) for _ in range(setup.scale(4, 1))]
+            for _ in range(setup.scale(3, 1)):
+                _reclaim(outcome, (large, first, second), prompts, setup.scale(64, 8), needed)
+                _borrowed(first, lent)
         for server in (first, second):
             if held := leak(server):
                 outcome.fail(f"{server.system.name} holds after all requests: {held}")
@@ -113,10 +112,7 @@ def _reclaim(
     stop = {"stop_token_ids": [*range(VOCABULARY)], "ignore_eos": False}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(_equal, outcome, large, master, prompts, new)
-        for _ in range(_RECLAIMS):
-            if not running.done():
-                ask(worker, prompts[0][:64], needed, **stop)
-                time.sleep(_AGAIN_S)
+        ask(worker, prompts[0][:64], needed, **stop)
         running.result()
     found = live(worker.url)["peer"]
     outcome.row(reclaimed_bytes=found["reclaimed"], replaced=found["replaced"])
