@@ -35,7 +35,8 @@ POOL = ("--max-total-tokens", "16384")
 
 LONGEST = (
     "start", "swaps", "exactness", "triton_backend", "faked_cuda_powers", "cpu_serving",
-    "peer_servers", "serving", "tiers", "tier_server", "native_sanitizers", "links",
+    "peer_servers", "peers_on_faked_cuda",
+    "serving", "tiers", "tier_server", "native_sanitizers", "links",
     "cluster_server", "layouts", "other_pools", "remote_servers", "faked_cuda", "serve_script",
     "engine", "chunk_server", "chunks_on_faked_cuda", "swap_server", "device_scenarios", "beams",
     "restores", "setup",
@@ -45,7 +46,8 @@ LONGEST = (
 
 
 SLOW = (
-    "block_groups", "chaos", "cluster_fuzz", "device_scenarios", "doctor", "faked_device", "fuzz",
+    "block_groups", "chaos", "cluster_fuzz", "device_scenarios", "device_sides",
+    "doctor", "faked_device", "fuzz",
     "harness", "kv_allocator", "loan", "races", "remote", "secrets", "ssd_crash", "ssd_stalls",
     "ssd_start", "torchvision_bridge", "triton_compile", "triton_kernels", "triton_rotate",
     "unserved",

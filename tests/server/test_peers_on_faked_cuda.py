@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def test_a_prompt_that_exceeds_the_own_memory_is_served_in_lent_memory(pair: Pair) -> None:
     assert ask(pair.master, PROMPT, 6) == pair.expected(PROMPT, 6)
+
+
+def test_steps_that_move_no_memory_wait_only_for_results(pair: Pair) -> None:
+    since = time.monotonic()
+    for server in (pair.master, pair.worker):
+        ask(server, PROMPT[:20], 4)
+    waits = {
+        (line["kind"], line["what"], line["places"][0].split(":")[0])
+        for server in (pair.master, pair.worker)
+        for line in journal(server)
+        if line["at"] >= since
+    }
+    results = "sglang/srt/managers/scheduler_components/batch_result_processor.py"
+    assert waits == {("sync", "Event.synchronize", results)}
 
 
 def test_memory_is_reclaimed_while_the_master_uses_it(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 from simulated_streams import SimulatedStreams
 
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
+from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.restore import by_layers, by_tokens
 from sgl_ext.engine.swap import resume
 from sgl_ext.memory.in_flight import BlocksInFlight
@@ -113,6 +114,29 @@ def _other_blocks(patch: MonkeyPatch) -> None:
     )
 
 
+def _without_waiting(method: str) -> Plant:
+    """Has a method of the resizer wait for no stream."""
+
+    def plant(patch: MonkeyPatch) -> None:
+        real = getattr(KVResizer, method)
+
+        def instead(resizer: KVResizer, *arguments: int) -> Any:
+            streams, resizer._streams = resizer._streams, Streams()
+            try:
+                return real(resizer, *arguments)
+            finally:
+                resizer._streams = streams
+
+        patch.setattr(KVResizer, method, instead)
+
+    return plant
+
+
+def _shrunk_during_a_copy(patch: MonkeyPatch) -> None:
+    patch.setattr(BlockGroupAllocator, "shrink", lambda self, blocks: self.groups.shrink(blocks))
+    patch.setattr(KVResizer, "removable", property(lambda self: self.blocks - self.least))
+
+
 def _unordered(kind: str) -> str:
     return f"^{kind}.* not ordered after "
 
@@ -140,12 +164,12 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "host memory is unregistered during a copy": (_unregister, _unordered("unregistered")),
     "host memory is freed during a copy": (_free, _unordered("freed")),
     "pages go to other blocks": (_other_blocks, "read something else than its context"),
-    "pool is lent during a forward": (
-        _nothing(SimulatedStreams, "synchronize"),
-        _unordered("unmapped"),
-    ),
-    "pool is lent during a copy": (_nothing(BlocksInFlight, "wait"), "^unmapped"),
+    "memory is lent during a forward": (_without_waiting("shrink"), _unordered("race")),
+    "memory is lent during a copy": (_shrunk_during_a_copy, _unordered("race")),
+    "memory is returned during a forward": (_without_waiting("withdraw"), _unordered("race")),
+    "memory is unmapped during a forward": (_without_waiting("withdraw"), _unordered("unmapped")),
+    "memory is unmapped during a copy": (_nothing(BlocksInFlight, "wait"), "^unmapped"),
 }
 """Faults by name: a function that plants the fault, and the start of the report that shows it."""
-LENDING = ("pool is lent during a forward", "pool is lent during a copy")
+LENDING = tuple(name for name in FAULTS if name.startswith("memory is "))
 """Faults that show only where memory is lent."""

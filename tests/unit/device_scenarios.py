@@ -64,6 +64,8 @@ def _scenario(
         wrong += scheduler.wrong_at_end()
     if scheduler.last is not None:
         engine.device.destroy_event(scheduler.last.event)
+    if scheduler.lending is not None:
+        scheduler.lending.close()
     engine.close()
     if scheduler.last is not None:
         wrong += engine.wrong_reads(scheduler.last.reads)

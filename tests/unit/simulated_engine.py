@@ -10,7 +10,8 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -22,9 +23,11 @@ from tier_kit import Shelf
 
 from sgl_ext.config import SwapExperiment, Tiers
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
-from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory
+from sgl_ext.engine.kv.resize import HOLDERS, KVResizer
+from sgl_ext.memory.cuda_mapping import CudaMemory
 from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.slab import Layout
+from sgl_ext.memory.streams import Streams
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers import build
 from sgl_ext.tiers.arena import Arena, Key, Pages, stride_of
@@ -154,6 +157,7 @@ class SimulatedEngine:
         )  # fmt: skip
         self.allocator.in_flight = self.stack.in_flight
         self.allocator.streams = self.streams
+        self.resizer = resizer(self.allocator, self.streams)
         self._width = min(self.layout.token_bytes // LAYERS, _MOST)
 
     # --- forwards -------------------------------------------------------------------------------
@@ -226,29 +230,31 @@ class SimulatedEngine:
         self.device.fake.fake_free(self.arena.address, self.arena.size)
         self.streams.close()
 
-    # --- lending --------------------------------------------------------------------------------
+    # --- pieces ---------------------------------------------------------------------------------
 
     def piece(self, number: int) -> tuple[int, int]:
         """Returns the first block and the end of the blocks that lie in a piece, in part or not."""
         size = self.layout.block_bytes
         return number * PIECE // size, min(-(-(number + 1) * PIECE // size), self.blocks)
 
-    def lend(self, number: int) -> bool:
-        """Lends a piece, if its blocks are not in use: maps other memory in its place."""
+    def replace(self, number: int) -> bool:
+        """Maps other memory in place of a piece, if its blocks are not in use."""
         start, end = self.piece(number)
-        if self.allocator.withdraw(start, end):
-            self.allocator.groups.restore(start, end)
+        if self.resizer.withdraw(start, end):
+            self.resizer.restore(start, end)
             return False
-        self.streams.synchronize()
-        lent = self.slab.mapping._pieces[number * PIECE]
-        borrower = CudaMapping(0, PIECE, library=self.library)
         self.slab.mapping.put(number * PIECE, CudaMemory.create(0, PIECE, library=self.library))
-        borrower.put(0, lent)
-        self.device.kernel(self.streams.borrower, writes=[(borrower.address, PIECE)], fill=7)
-        self.streams.release()
-        self.device.synchronize(stream=self.streams.borrower)
-        self.allocator.groups.restore(start, end)
+        self.resizer.restore(start, end)
         return True
+
+
+def resizer(allocator: BlockGroupAllocator, streams: Streams) -> KVResizer:
+    """Returns the resizer of an allocator's blocks, with what it needs of a scheduler."""
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, model_config=SimpleNamespace(context_len=1 << 20),
+        **{name: SimpleNamespace(max_total_num_tokens=0) for name in HOLDERS},
+    )  # fmt: skip
+    return KVResizer(scheduler, streams)
 
 
 def resources(device: SimulatedDevice) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections import Counter
 
 from simulated_engine import LARGE, PAGE, SimulatedEngine, key
 from simulated_forwards import Batch, Part, prefill
+from simulated_lending import SimulatedLending
 from simulated_requests import NO_PAGES, Request, Rows, page_number
 from simulated_swap import Swaps
 from transfer_kit import wait_until
@@ -39,6 +40,11 @@ class Scheduler:
         self.done: list[Request] = []
         self.wrong: list[str] = []
         self._came = 0
+        self.lending: SimulatedLending | None = None
+        if engine.layout is LARGE and chance.random() < 0.7:
+            self.lending = SimulatedLending(
+                engine, self._held, lambda: self.tree.evict(engine.blocks)
+            )
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -237,20 +243,33 @@ class Scheduler:
             request.done += 1
         return Batch([], [(request, request.row) for request in self.running])
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, keep: bool = True) -> None:
+        """Preempts a request, whose KV is swapped out unless it is computed again."""
         self.running.remove(request)
-        if request.loading:
+        if request.loading or not keep:
             self.rows.give_back(request)  # the forward that needs the load was not processed
         else:
             self.swaps.out(request)
         self.waiting.append(request)
 
     def _lend(self) -> None:
-        """Vacates and lends a piece, if nothing is computed that needs it."""
+        """Lends what no request holds, or reclaims it; or replaces a piece, as a master does."""
         while self.running and self.chance.random() < 0.8:
-            self._preempt(self.running[-1])
-        self.tree.evict(self.engine.blocks)
-        self.counts["lent"] += self.engine.lend(self.chance.randrange(1, 4))
+            self._preempt(self.running[-1], keep=self.lending is None)
+        if self.lending is None:
+            self.tree.evict(self.engine.blocks)
+            self.counts["unmapped"] += self.engine.replace(self.chance.randrange(1, 4))
+            return
+        worker = self.lending.worker
+        lent, reclaimed = worker.counts.lent, worker.counts.reclaimed
+        self.lending.step(self.chance.choice([0, 0, self.engine.blocks * PAGE]))
+        self.counts["lent"] += worker.counts.lent > lent
+        self.counts["reclaimed"] += worker.counts.reclaimed > reclaimed
+
+    def _held(self) -> int:
+        """Returns the end of the blocks that requests hold."""
+        requests = [*self.running, *filter(None, [self.chunked])]
+        return max((int(request.blocks.max()) + 1 for request in requests), default=1)
 
     def _abort_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
@@ -296,5 +315,7 @@ class Scheduler:
         return blocks + pages
 
     def check(self) -> None:
+        if self.lending is not None:
+            self.lending.check_integrity()
         self.engine.check_integrity()
         self.tree.check_integrity()

@@ -41,8 +41,8 @@ class SlabKVPool(MHATokenToKVPool):
         # SGLang's tiled copy of slots takes the stride between rows for the width of a row.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False})
         self.use_native_move_kv_cache = True
-        # SGLang's kernels that store KV trap on slots behind this size. Blocks that are lent to this
-        # process come later, behind its own ones; the allocator knows which of them are there.
+        # SGLang's kernels that store KV trap on slots behind this size. Blocks that others lend
+        # come later, behind the own ones; the allocator knows which of them are there.
         self.size = self.slab.blocks * self.page_size - self.page_size
 
     def _create_buffers_normal(self) -> None:

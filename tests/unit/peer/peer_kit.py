@@ -1,19 +1,26 @@
 """Masters and workers without a model, over real memory, messages and blocks.
 
+The memory is the host's, or that of a simulated CUDA device.
+
 Their "requests" fill blocks with patterns, and later check that the patterns are still there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from sgl_ext.memory.block_groups import BlockGroups
+from sgl_ext.memory.descriptors import DescriptorServer
+from sgl_ext.memory.device_lent import DeviceLendable, map_device_memory
+from sgl_ext.memory.device_slab import DeviceSlab
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
-from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import HostSlab, Layout
+from sgl_ext.memory.streams import Streams
 from sgl_ext.peer.master import Master
 from sgl_ext.peer.process import Identity, identity
 from sgl_ext.peer.regions import Region, Regions
@@ -23,14 +30,43 @@ MASTER = Layout(page=4, layers=3, kv_heads=1, head_dim=32, dtype="float32", fing
 """Layout of masters' memory, in blocks of 3 KiB."""
 WORKER = Layout(page=4, layers=5, kv_heads=1, head_dim=32, dtype="float32", fingerprint="worker")
 """Layout of workers' memory, in blocks of 5 KiB."""
+PIECE = 2 << 20
+"""Bytes of a piece of device memory"""
+
+
+class PlainSlab(DeviceSlab):
+    """Slab in a simulated device's memory, for processes that do without torch."""
+
+    gpu = "GPU-simulated"
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        raw = (ctypes.c_uint8 * self.mapping.size).from_address(self.mapping.address)
+        return np.frombuffer(raw, np.uint8)
+
+    def zero(self, offset: int, size: int) -> None:
+        np.asarray(self)[offset : offset + size] = 0
+
+
+def slab_of(
+    layout: Layout, blocks: int, beyond: int = 0, library: str | None = None
+) -> HostSlab | PlainSlab:
+    """Returns a slab in host memory, or in pieces of the device of a library.
+
+    The blocks on a device are 64 times as large.
+    """
+    if library is None:
+        return HostSlab.create(layout, blocks, beyond=beyond)
+    layout = replace(layout, head_dim=64 * layout.head_dim)
+    return PlainSlab.create(layout, blocks, 0, beyond=beyond, piece_bytes=PIECE, library=library)
 
 
 class Light:
     """Engine with random requests, each of which holds a random number of blocks for a while."""
 
-    def __init__(self, slab: HostSlab, groups: BlockGroups, seed: int) -> None:
+    def __init__(self, slab: HostSlab | PlainSlab, groups: BlockGroups, seed: int) -> None:
         self.slab, self.groups = slab, groups
-        self.bytes = np.asarray(slab.mapping).view(np.uint64)
+        memory = slab.mapping if isinstance(slab, HostSlab) else slab
+        self.bytes = np.asarray(memory).view(np.uint64)
         self.words = slab.layout.block_bytes // 8
         self.choose = random.Random(seed)  # noqa: S311
         self.requests: dict[int, tuple[int, list[int]]] = {}
@@ -86,14 +122,27 @@ class LightWorker(Light):
     that :meth:`serve` begins.
     """
 
-    def __init__(self, blocks: int, terms: Terms, seed: int = 0, process: object = None) -> None:
-        slab = HostSlab.create(WORKER, 1 + blocks)
+    def __init__(
+        self,
+        blocks: int,
+        terms: Terms,
+        seed: int = 0,
+        process: object = None,
+        library: str | None = None,
+    ) -> None:
+        slab = slab_of(WORKER, 1 + blocks, library=library)
         super().__init__(slab, BlockGroups(blocks, page=WORKER.page, expected_tokens=1), seed)
-        self.memory = Lendable(slab.mapping, slab.fd, slab.name, 2 * WORKER.block_bytes, slab.size)
+        block, name = slab.layout.block_bytes, identity()
+        self.memory: Lendable | DeviceLendable
+        if isinstance(slab, HostSlab):
+            self.memory = Lendable(slab.mapping, slab.fd, slab.name, 2 * block, slab.size)
+        else:
+            self.memory = DeviceLendable(slab.mapping, 2 * block, slab.size, Streams(), slab.zero)
+            self.server = DescriptorServer(name.socket, self.memory.descriptor)
         options = {} if process is None else {"process": process}
         self.worker = Worker(
-            self.memory, self, terms, block=WORKER.block_bytes, page=WORKER.page, first=1,
-            memory_page=PAGE, identity=identity(), **options,
+            self.memory, self, terms, block=block, page=WORKER.page, first=1,
+            memory_page=slab.memory_page, identity=name, gpu=slab.gpu, **options,
         )  # fmt: skip
         self.wanted = 0
         """Number of blocks that the next request waits for; 0 if none waits."""
@@ -131,17 +180,24 @@ class LightMaster(Light):
     """
 
     def __init__(
-        self, blocks: int, beyond: int, lease: float, seed: int = 0, process: object = None
+        self,
+        blocks: int,
+        beyond: int,
+        lease: float,
+        seed: int = 0,
+        process: object = None,
+        library: str | None = None,
     ) -> None:
-        slab = HostSlab.create(MASTER, 1 + blocks, beyond=beyond)
+        slab = slab_of(MASTER, 1 + blocks, beyond, library)
         groups = BlockGroups(blocks + beyond, page=MASTER.page, expected_tokens=1, near=blocks)
         groups.withdraw(1 + blocks, 1 + blocks + beyond)
         super().__init__(slab, groups, seed)
-        regions = Regions(1 + blocks, slab.blocks, MASTER.block_bytes, PAGE)
+        block = slab.layout.block_bytes
+        regions = Regions(1 + blocks, slab.blocks, block, slab.memory_page)
         options = {} if process is None else {"process": process}
         self.master = Master(
-            self, self, regions, block=MASTER.block_bytes, capacity=beyond * MASTER.block_bytes,
-            lease=lease, identity=identity(), **options,
+            self, self, regions, block=block, capacity=beyond * block, lease=lease,
+            identity=identity(), gpu=slab.gpu, **options,
         )  # fmt: skip
         self.slow = False
         """True if requests stay in the blocks that are to be vacated."""
@@ -151,7 +207,10 @@ class LightMaster(Light):
         self.master.check_integrity()
 
     def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
-        map_memory(self.slab.mapping, region.offset, worker.pid, extents)
+        if isinstance(self.slab, HostSlab):
+            map_memory(self.slab.mapping, region.offset, worker.pid, extents)
+        else:
+            map_device_memory(self.slab.mapping, region.offset, worker.socket, extents)
 
     def unmap(self, region: Region) -> None:
         self.slab.mapping.drop(region.offset, region.size)

@@ -1,4 +1,6 @@
-"""Process with a light master or worker: ``python peer_process.py ROLE DIRECTORY SEED``.
+"""Process with a light master or worker: ``python peer_process.py ROLE DIRECTORY SEED [LIBRARY]``.
+
+With the library of a simulated CUDA device its memory is on that device.
 
 Prints its status (:class:`Said`) whenever it reads a line. Ends with an error if a request finds
 other data in its blocks than it has written.
@@ -15,6 +17,7 @@ from pathlib import Path
 import msgspec
 from peer_kit import LightMaster, LightWorker
 
+from sgl_ext.memory.slab import HostSlab
 from sgl_ext.peer import directory
 from sgl_ext.peer.link import Link
 from sgl_ext.peer.worker import Terms
@@ -31,7 +34,8 @@ class Said(msgspec.Struct):
     other: int
     """Blocks in memory of workers (master), or bytes that the master may be using (worker)."""
     files: list[str]
-    """Names of the files in memory: its own KV, and on a worker all that others can map."""
+    """Files in memory: its own KV, and on a worker all that others can map. On a device these are
+    the numbers of their inodes."""
     descriptors: int
     retired: int = 0
     """Bytes of replaced memory that others may still have mapped."""
@@ -54,14 +58,23 @@ def say(said: Said) -> None:
     print(msgspec.json.encode(said).decode(), flush=True)
 
 
+def files(light: LightMaster | LightWorker) -> list[str]:
+    """Returns the files in memory of a process's own slab."""
+    if isinstance(light.slab, HostSlab):
+        lent = light.memory.extents if isinstance(light, LightWorker) else ()
+        return [light.slab.name, *(extent.name for extent in lent)]
+    own = [piece for at, piece in light.slab.mapping.pieces.items() if at < light.slab.size]
+    return [str(os.fstat(piece._handle).st_ino) for piece in own]
+
+
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def master(path: Path, seed: int) -> None:
+def master(path: Path, seed: int, library: str | None) -> None:
     address = directory.address(path)
     with directory.lock(path):
-        light = LightMaster(40, 1000, TERMS.lease, seed)
+        light = LightMaster(40, 1000, TERMS.lease, seed, library=library)
         link = Link("master", address, beat=0.05)
         while True:
             now = time.monotonic()
@@ -74,12 +87,12 @@ def master(path: Path, seed: int) -> None:
             link.publish(light.master.messages())
             if asked():
                 borrowed = light.groups.blocks - 40
-                say(Said(light.served, borrowed, [light.slab.name], descriptors()))
+                say(Said(light.served, borrowed, files(light), descriptors()))
             time.sleep(0.002)
 
 
-def worker(path: Path, seed: int) -> None:
-    light = LightWorker(BLOCKS, TERMS, seed)
+def worker(path: Path, seed: int, library: str | None) -> None:
+    light = LightWorker(BLOCKS, TERMS, seed, library=library)
     large, waiting, before = 0, 0.0, time.monotonic()
     link = Link("worker", directory.address(path), beat=0.05)
     while True:
@@ -96,12 +109,12 @@ def worker(path: Path, seed: int) -> None:
         large += waits and not light.wanted
         link.publish([light.worker.message])
         if asked():
-            files = {light.slab.name, *(extent.name for extent in light.memory.extents)}
             lent, retired = light.worker.lent, light.memory.retired
-            say(Said(light.served, lent, list(files), descriptors(), retired, large, waiting))
+            say(Said(light.served, lent, files(light), descriptors(), retired, large, waiting))
         time.sleep(0.002)
 
 
 if __name__ == "__main__":
-    role, path, seed = sys.argv[1:]
-    (master if role == "master" else worker)(Path(path), int(seed))
+    role, path, seed, *libraries = sys.argv[1:]
+    run = master if role == "master" else worker
+    run(Path(path), int(seed), libraries[0] if libraries else None)

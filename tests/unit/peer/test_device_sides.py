@@ -160,7 +160,7 @@ def test_whole_pieces_change_hands(opened: Open, device: SimulatedDevice) -> Non
     here = slab.tensor()[region.first : region.first + 2]
     here[:] = torch.arange(here.numel()).view(here.shape)
     assert torch.equal(there, here)
-    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 50)]
+    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 34)]
     together([lender, borrower], lambda: worker.blocks == BLOCKS)
     assert master._master.borrowed == 0
     assert worker._worker.counts.replaced == 0
@@ -214,7 +214,7 @@ def test_nothing_is_lent_during_a_forward_that_uses_it(
 ) -> None:
     """A finished request is part of one more forward, which still writes its blocks."""
     lender, borrower = opened("worker"), opened("master")
-    worker, master = sides(lender, borrower)
+    _, master = sides(lender, borrower)
     ended = lender.begin("ended", BLOCKS * PAGE - 100)
     lender.step()
     lender.launch(*lender.blocks_of(ended))
@@ -246,7 +246,7 @@ def test_nothing_is_returned_during_a_forward_that_uses_it(
     if not waits:
         without_waiting(monkeypatch, "withdraw")
         monkeypatch.setattr(master, "_streams", Streams())
-    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 50)]
+    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 34)]
     together([lender, borrower], lambda: worker.blocks == BLOCKS)
     assert borrower.scheduler.waiting_queue == [req]
     lender.launch(*range(IN_A_PIECE, BLOCKS + 1))
@@ -263,7 +263,7 @@ def test_nothing_is_unmapped_during_a_forward_that_reads_it(
     opened: Open, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     lender, borrower = pair(opened)
-    worker, master = sides(lender, borrower)
+    _, master = sides(lender, borrower)
     (loan,) = master._master.loans
     assert loan.region is not None
     region = loan.region
@@ -288,7 +288,7 @@ def test_a_late_master_keeps_what_it_has_mapped(opened: Open, device: SimulatedD
     together([lender, borrower], lambda: master._master.borrowed == 2 * PIECE)
     req = borrower.begin("borrows", 50 * PAGE)
     borrower.launch(*borrower.blocks_of(req))
-    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 50)]
+    lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 34)]
     together([lender], lambda: worker.blocks == BLOCKS)
     assert worker._worker.counts.replaced == 1
     assert worker._memory.retired == 2 * PIECE
@@ -312,9 +312,9 @@ def test_freed_slots_that_have_not_landed_are_waited_for(opened: Open) -> None:
     """Slots freed on a device come to the host later; the blocks behind them count as free."""
     side = opened("worker").side
     allocator = side._resizer._allocator
-    allocator.device = "cuda"  # its tensors are the host's
     slots = allocator.alloc(BLOCKS * PAGE)
     assert slots is not None
+    allocator.device = "cuda"  # its tensors are the host's
     allocator.free_page_ids(slots[::PAGE] // PAGE)
     assert allocator.groups.tail_free == 0
     assert side._resizer.tail_free == BLOCKS
