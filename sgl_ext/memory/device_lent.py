@@ -1,8 +1,8 @@
 """Device memory that one process lends to another: the last pieces of a slab.
 
 This is the counterpart of :mod:`.lent` for a :class:`~.device_slab.SharedDeviceSlab`. An extent
-is a whole piece, because CUDA maps pieces only as a whole. A borrower receives the descriptors of pieces
-from a :class:`~.descriptors.DescriptorServer` of the owner.
+is a whole piece, because CUDA maps pieces only as a whole. A borrower receives the descriptors of
+pieces from a :class:`~.descriptors.DescriptorServer` of the owner.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class MasterSide(PeerSide):
             map_memory(self._mapping, region.offset, worker.pid, extents)
         else:
             map_device_memory(self._mapping, region.offset, worker.socket, extents)
+            self._zero(region.offset, region.size)
 
     def unmap(self, region: Region) -> None:
         if self.stream is not None:

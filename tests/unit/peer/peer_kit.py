@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.descriptors import DescriptorServer
 from sgl_ext.memory.device_lent import DeviceLendable, map_device_memory
-from sgl_ext.memory.device_slab import DeviceSlab
+from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.lent import Extent, Lendable, map_memory
 from sgl_ext.memory.slab import HostSlab, Layout
 from sgl_ext.memory.streams import Streams
@@ -34,7 +34,7 @@ PIECE = 2 << 20
 """Bytes of a piece of device memory"""
 
 
-class PlainSlab(DeviceSlab):
+class PlainSlab(SharedDeviceSlab):
     """Slab in a simulated device's memory, for processes that do without torch."""
 
     gpu = "GPU-simulated"

@@ -140,6 +140,7 @@ def sides(*engines: Engine) -> tuple[WorkerSide, MasterSide]:
 def pair(opened: Open) -> tuple[Engine, Engine]:
     """Returns a worker that has lent all it may, and its master, which uses that."""
     engines = opened("worker"), opened("master")
+    engines[0].scheduler.slab.tensor().fill_(float("nan"))
     worker, master = sides(*engines)
     together(
         [*engines],
@@ -158,12 +159,14 @@ def test_whole_pieces_change_hands(opened: Open, device: SimulatedDevice) -> Non
     region, slab = loan.region, borrower.scheduler.slab
     there = lender.scheduler.slab.tensor()[IN_A_PIECE : IN_A_PIECE + 2]
     here = slab.tensor()[region.first : region.first + 2]
+    assert not here.any()
     here[:] = torch.arange(here.numel()).view(here.shape)
     assert torch.equal(there, here)
     lender.scheduler.waiting_queue = [Req("large", BLOCKS * PAGE - 34)]
     together([lender, borrower], lambda: worker.blocks == BLOCKS)
     assert master._master.borrowed == 0
     assert worker._worker.counts.replaced == 0
+    assert not there.any()
     device.assert_no_races()
 
 
