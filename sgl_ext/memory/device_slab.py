@@ -23,13 +23,7 @@ of the granularity of devices, which is 2 MiB."""
 
 
 class DeviceSlab(Slab):
-    """Slab in device memory.
-
-    Attributes:
-        device: number of the CUDA device.
-    """
-
-    device: int
+    """Slab in device memory."""
 
     @property
     def gpu(self) -> str:
@@ -141,7 +135,7 @@ class SharedDeviceSlab(DeviceSlab):
     def _bytes(self) -> torch.Tensor:
         import torch
 
-        return torch.as_tensor(self.mapping, device=torch.device("cuda", self.device))
+        return torch.as_tensor(self.mapping, device=torch.device("cuda", self.mapping.device))
 
 
 def _too_large(layout: Layout, own: int, device: int, error: Exception) -> SlabError:
