@@ -20,8 +20,8 @@ from faked_cuda_kit import SIZE, journal, on_faked_cuda, small_llama
 from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 300.0
-CHANCE = random.Random(5)
-CONTEXT = [CHANCE.randrange(97, 123) for _ in range(700)]
+CHANCE = random.Random(5)  # noqa: S311
+CONTEXT = [CHANCE.randrange(97, 123) for _ in range(500)]
 QUESTIONS = [[CHANCE.randrange(97, 123) for _ in range(count)] for count in (9, 40, 150)]
 
 
@@ -45,10 +45,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         System("on_cpu", (*SIZE, *_arguments(folder / "cpu"))),
         on_faked_cuda("on_faked_cuda", folder, *_arguments(folder / "cuda")),
     ]
-    with serve(systems, small_llama(folder / "model"), folder) as (cpu, cuda):
+    with serve(systems, _brief(small_llama(folder / "model")), folder) as (cpu, cuda):
         yield Pair(cpu, cuda)
         faults = [line["what"] for line in journal(cuda) if line["kind"] in ("race", "refused")]
         assert not faults
+
+
+def _brief(model: Path) -> Path:
+    """Lets every token end an answer, unless the request says otherwise.
+
+    To store a context, a server answers six questions, and a decode step takes long in Triton's
+    interpreter.
+    """
+    config = json.loads((model / "config.json").read_text())
+    config["eos_token_id"] = [*range(config["vocab_size"])]
+    (model / "config.json").write_text(json.dumps(config))
+    return model
 
 
 def _arguments(folder: Path) -> tuple[str, ...]:

@@ -103,8 +103,7 @@ def reference(
     return out
 
 
-# A program computes the heads of one KV head for one row, which share its keys. Only the offsets of
-# slots and of lines of the table need int64.
+# A program computes the heads of one KV head for one row, which share its keys.
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_sums(  # type: ignore[no-untyped-def]
     query,
@@ -126,14 +125,12 @@ def _log_sums(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, group_tile)
     dim = tl.arange(0, head_tile)
-    at_head = (kv_head * group + head) * query_head_stride
+    at_head = row * query_stride + (kv_head * group + head) * query_head_stride
     in_query = (head[:, None] < group) & (dim[None, :] < head_dim)
-    q = tl.load(
-        query + row * query_stride + at_head[:, None] + dim[None, :], mask=in_query, other=0.0
-    )
+    q = tl.load(query + (at_head[:, None] + dim[None, :]), mask=in_query, other=0.0)
     slots = table + tl.load(requests + row).to(tl.int64) * pitch
     length = tl.load(lengths + row)
     top = tl.full([group_tile], float("-inf"), tl.float32)
@@ -142,11 +139,8 @@ def _log_sums(  # type: ignore[no-untyped-def]
         token = first + tl.arange(0, tile)
         slot = tl.load(slots + token, mask=token < length, other=0).to(tl.int64)
         in_keys = (token[None, :] < length) & (dim[:, None] < head_dim)
-        k = tl.load(
-            keys + slot[None, :] * key_stride + kv_head * head_dim + dim[:, None],
-            mask=in_keys,
-            other=0.0,
-        )
+        at_key = slot * key_stride + kv_head * head_dim
+        k = tl.load(keys + (at_key[None, :] + dim[:, None]), mask=in_keys, other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scale
         logits = tl.where(token[None, :] < length, logits, float("-inf"))
         now = tl.maximum(top, tl.max(logits, 1))
