@@ -153,7 +153,16 @@ def test_the_same_blocks_are_prefetched(
     query, keys = forwards.query()[forwards.host.followed], setup.pool[1, :, 0]
     forwards.host.prefetch(1, query, keys, 1.5)
     expected, asked[:] = [*asked], []
+    seen: list[int] = []
+
+    def noted(*given: Any) -> torch.Tensor:
+        seen.extend(given[4].tolist())
+        return compiled.reference(*given)
+
+    monkeypatch.setattr(sys.modules["sgl_ext_kernels"].log_sums, "log_sums", noted)
     forwards.device().prefetch(1, query, keys, 1.5)
+    before = [[context - new] * new for new, context in zip(*rows, strict=True)]
+    assert seen == [each for row in forwards.host.rows for each in before[row]]
     assert len(asked) == 2  # parts that do not read all blocks
     assert [each.tolist() for each in asked] == [each.tolist() for each in expected]
 
