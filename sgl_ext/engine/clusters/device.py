@@ -30,6 +30,8 @@ from sgl_ext.memory.slab import Layout
 class DeviceForward:
     """Rows of a forward that follow contexts, on a device.
 
+    An error ends the followers' requests; the other rows of the forward continue.
+
     Args:
         stored: registry of the contexts.
         followers: follower of each row; None for a row that follows no context.
@@ -77,10 +79,13 @@ class DeviceForward:
 
     def prefetch(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
         """See :meth:`StoredForward.prefetch`; the tensors are on the device."""
-        asked, beside = Download(query), Download(self._sums(query, keys, self._before))
-        # The second copy lands after the first one.
-        known = beside.tensor().numpy()
-        self._forward.prefetch(layer, asked.tensor(), self._nothing, times, known)
+        try:
+            asked, beside = Download(query), Download(self._sums(query, keys, self._before))
+            # The second copy lands after the first one.
+            known = beside.tensor().numpy()
+            self._forward.prefetch(layer, asked.tensor(), self._nothing, times, known)
+        except Exception as error:
+            self._forward.fail(error)
 
     def merge(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """Merges the attention of followers to their own tokens with that to their contexts.
@@ -93,6 +98,13 @@ class DeviceForward:
             out: output of SGLang's attention backend for these queries, of as many elements; only
                 the followers' rows are written.
         """
+        try:
+            self._merge(layer, query, out)
+        except Exception as error:
+            self._forward.fail(error)
+        self.missing -= 1
+
+    def _merge(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         shape = (-1, self._geometry.heads, self._geometry.head_dim)
         query, out = query.view(shape)[self.followed], out.view(shape)
         keys = self._pool.get_key_buffer(self._pool.start_layer + layer)
@@ -109,7 +121,6 @@ class DeviceForward:
         there = upload(found, out.device).float()
         merged = torch.lerp(out[self.followed].float(), there, share)
         out.index_copy_(0, self.followed, merged.to(out.dtype))
-        self.missing -= 1
 
     def _sums(self, query: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the log-sum-exps of the logits of own tokens, float32 ``[followed, heads]``."""

@@ -138,7 +138,7 @@ class StoredForward:
                     sums[at] = -torch.inf
         return out
 
-    def fail(self, error: ExtError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the requests of all followers with an error."""
         for key, part, _ in self._running(None):
             self._fail(key, part, error)

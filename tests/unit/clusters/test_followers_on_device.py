@@ -191,6 +191,29 @@ def test_rows_of_a_failed_context_keep_the_attention_to_their_own_tokens(
     assert [req.to_finish is None for req in forwards.reqs] == [True] * 4 + [False]
 
 
+def test_an_error_of_the_device_ends_the_followers_only(
+    engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(sys.modules["sgl_ext_kernels"].log_sums, "log_sums", broken)
+    setup = Setup(tmp_path, engine)
+    for call in ("merge", "prefetch"):
+        forwards = Forwards(setup, *DECODE)
+        on_device, query = forwards.device(), forwards.query()
+        out = forwards.own(0, query)
+        plain = out.clone()
+        if call == "prefetch":
+            on_device.prefetch(0, query[on_device.followed], setup.pool[0, :, 0], 1.0)
+        on_device.merge(0, query, out)
+        assert torch.equal(out, plain)
+        assert forwards.stored.given_up == {"0", "2", "3", "4"}
+        assert "no compiler" in forwards.reqs[0].to_finish.message
+        assert forwards.reqs[1].to_finish is None
+        setup.attention.failed = ""
+
+
 def test_own_attention_that_is_not_finite_is_an_error(
     engine: TransferEngine, tmp_path: Path
 ) -> None:
