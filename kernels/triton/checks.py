@@ -1,6 +1,7 @@
-"""Differential checks that compare every kernel with its torch reference, bit for bit.
+"""Differential checks that compare every kernel with its torch reference.
 
-The kernel and the reference run on equal memory. A check then compares all of this memory,
+Copies and rotations are compared bit for bit, sums up to rounding. The kernel and the reference of
+a copy run on equal memory. A check then compares all of this memory,
 including guard bytes around the slab and the staging tensor, and thus also finds writes outside the
 destination. The tests run the checks in Triton's interpreter, ``scripts/gpu_check.sh`` on a GPU.
 """
@@ -193,6 +194,63 @@ def check_rotation(kernels: ModuleType, case: Case, random: Random, device: torc
     finally:
         rotate.TILE_BYTES = shipped
     assert_same(f"{pairs} pairs rotated, interleaved={interleaved} {case}", *both)
+
+
+def check_log_sums(kernels: ModuleType, random: Random, device: torch.device) -> None:
+    """Compares log-sum-exps of queries over keys in a slab with those of the reference.
+
+    The slab and the table end in memory that no row sees, where keys are not finite and slots are
+    invalid. A CPU has no products of bfloat16 in Triton's interpreter.
+
+    Raises:
+        AssertionError: a sum differs by more than rounding.
+    """
+    kv_heads, group = random.choice([1, 2, 8]), random.choice([1, 3, 4, 8])
+    head_dim = random.choice([16, 48, 64, 80, 128])
+    dtype = random.choice([one for one in ROTATED if device.type != "cpu" or one.itemsize != 2])
+    dtype = random.choice([dtype, torch.float16])
+    generator = torch.Generator().manual_seed(random.randrange(2**32))
+    width, slots = random.choice([1, 70, 200]), 256
+    shape = (slots + 8, random.randint(1, 3), 2, kv_heads, head_dim)
+    slab = torch.randn(shape, generator=generator).to(dtype).to(device)
+    slab[slots:] = torch.nan
+    keys = slab[:, -1, 0]
+    table = torch.full((4, width + random.choice([0, 4])), slots, dtype=torch.int32)
+    for line in table:
+        line[:width] = torch.randperm(slots, generator=generator)[:width]
+    table = table.to(device)
+    rows = random.randint(0, 6)
+    query = 3 * torch.randn(rows, kv_heads * group, head_dim, generator=generator)
+    wide = torch.cat([query, query], 1).to(dtype).to(device)
+    requests = _int64([random.randrange(4) for _ in range(rows)]).to(device)
+    lengths = _int64([random.choice([0, 1, width, random.randint(0, width)]) for _ in range(rows)])
+    given = wide[:, : kv_heads * group], keys, table, requests, lengths.to(device)
+    scale = head_dim**-0.5
+    found = kernels.log_sums.log_sums(*given, scale)
+    expected = kernels.log_sums.reference(*given, scale)
+    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+        raise AssertionError(f"log-sum-exps over {lengths.tolist()} keys: {found}, not {expected}")
+
+
+def check_far_log_sums(kernels: ModuleType, memory: torch.Tensor) -> None:
+    """Computes a log-sum-exp over keys of which one begins beyond ``2**31`` elements.
+
+    Args:
+        memory: uint8 ``[far_bytes(2)]``. Only the keys are written and read.
+    """
+    *block, head_bytes = _far_block(2)
+    keys = memory.view(torch.float16).view(-1, *block, head_bytes // 2).flatten(0, 1)[:, -1, 0]
+    generator = torch.Generator().manual_seed(3)
+    places = torch.tensor([[len(keys) - 1, 0, len(keys) - 7]], dtype=torch.int32)
+    own = torch.randn(3, *keys.shape[1:], generator=generator).half().to(memory.device)
+    keys[places[0].long().to(memory.device)] = own
+    query = torch.randn(1, 4, keys.shape[2], generator=generator).half().to(memory.device)
+    where = (_int64([0]).to(memory.device), _int64([3]).to(memory.device))
+    near = torch.arange(3, dtype=torch.int32, device=memory.device)[None]
+    found = kernels.log_sums.log_sums(query, keys, places.to(memory.device), *where, 0.1)
+    expected = kernels.log_sums.reference(query, own, near, *where, 0.1)
+    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-5):
+        raise AssertionError(f"log-sum-exps beyond 2**31: {found}, not {expected}")
 
 
 def check_far_rotation(kernels: ModuleType, memory: torch.Tensor) -> None:

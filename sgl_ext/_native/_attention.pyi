@@ -104,13 +104,16 @@ class Attention:
         far_keys: int = ...,
         far_values: int = ...,
         far_stride: int = ...,
+        log_sums: int = ...,
     ) -> None:
         """Writes the attention of a batch to ``out``, contiguous ``[tokens, heads, head_dim]``.
 
         ``query`` is ``[tokens, heads, head_dim]``, keys and values are
         ``[slots, kv_heads, head_dim]``; all are contiguous except for the stride of their first
         dimension. If ``far_keys`` and ``far_values`` are given, they hold the keys and values of
-        the slots from ``far_slots`` on, with a stride of ``far_stride``. Runs without the GIL.
+        the slots from ``far_slots`` on, with a stride of ``far_stride``. If ``log_sums`` is given,
+        the natural log-sum-exp of each query's scaled logits is written there, contiguous float32
+        ``[tokens, heads]``. Runs without the GIL.
 
         Raises:
             ValueError: the batch has more queries than ``tokens`` or a slot that is not below

@@ -107,6 +107,7 @@ class Visible:
     Args:
         near: keys of which all rows see the first ``count``.
         own: keys of which row ``i`` sees those at ``lengths[i]`` of ``slots`` from ``starts[i]``.
+        sums: log-sum-exp of the logits of further keys, ``[rows, heads]``; None if there are none.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Visible:
         slots: NDArray[np.int64],
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
+        sums: NDArray[np.float32] | None = None,
     ) -> None: ...
 
 class Deal:

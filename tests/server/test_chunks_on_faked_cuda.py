@@ -10,12 +10,7 @@ import pytest
 import requests
 from faked_cuda_kit import SIZE, journal, on_faked_cuda, small_llama
 
-from sgl_ext.engine.core.served import READY
 from sgl_ext.serving.server import Server, System, serve
-
-pytestmark = pytest.mark.skipif(
-    "chunks" not in READY["cuda"], reason="chunks are not served on CUDA devices"
-)
 
 ARGUMENTS = (
     "--enable-ext", "--page-size", "16", "--max-total-tokens", "1280",

@@ -21,6 +21,7 @@ import pytest
 import torch
 import triton
 from test_triton_kernels import checks, compiled, long
+from test_triton_log_sums import compiled as log_sums
 from test_triton_rotate import compiled as rotate
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -231,6 +232,20 @@ def test_rotation_of_keys(
         )  # fmt: skip
     (launch,) = launches
     machine_code(compile_(launch, capability), capability)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_log_sums_of_logits(page: int, model: Model, capability: int, compile_: Compiler) -> None:
+    keys, _ = model.views(page, 1_000_000 // page, "meta")
+    query = torch.empty(4, model.heads, model.head_dim, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(8, 131_076, dtype=torch.int32, device="meta")
+    where = torch.empty(2, 4, dtype=torch.int64, device="meta")
+    with recorded(log_sums, "_log_sums") as launches:
+        log_sums.log_sums(query, keys, table, *where, model.head_dim**-0.5)
+    (launch,) = launches
+    asm = compile_(launch, capability)
+    machine_code(asm, capability)
+    wide_offsets(asm)
 
 
 def test_attention_reads_elements_beyond_2_to_the_31(tmp_path: Path) -> None:

@@ -146,8 +146,14 @@ inline T *row_of(char *base, std::ptrdiff_t stride, const Layer &layer, const Ta
   return reinterpret_cast<T *>(base + token * stride) + head * layer.head_dim;
 }
 
+// Writes the result of row `r` from its state: `top` is the largest logit, see Kernels::decode.
 template <class T>
-void write_row(const Layer &layer, const Task &task, int r, const float *acc, float sum) {
+void write_row(const Layer &layer, const Task &task, int r, const float *acc, float top,
+               float sum) {
+  if (layer.log_sums) {
+    const std::int64_t token = task.token + r / task.heads;
+    layer.log_sums[token * layer.heads + task.head + r % task.heads] = top + __builtin_logf(sum);
+  }
   T *out = row_of<T>(layer.out, layer.out_stride, layer, task, r);
   // A sum of 0 means that every logit was -inf.
   const vf factor = splat(sum > 0 || sum != sum ? 1.0f / sum : 0.0f);

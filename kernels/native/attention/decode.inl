@@ -106,7 +106,8 @@ class Decoder {
     }
     if (!final_) return;
     for (int r = 0; r < task_.heads; ++r)
-      write_row<T>(layer_, task_, r, state_.acc + r * head_dim, state_.sum[r]);
+      write_row<T>(layer_, task_, r, state_.acc + r * head_dim, state_.max[r],
+                   state_.sum[r]);
   }
 
  private:

@@ -131,7 +131,8 @@ class Extender {
     }
     if (!final_) return;
     for (int r = 0; r < rows_; ++r)
-      write_row<T>(layer_, task_, r, state_.acc + std::size_t(r) * head_dim, state_.sum[r]);
+      write_row<T>(layer_, task_, r, state_.acc + std::size_t(r) * head_dim, state_.max[r],
+                   state_.sum[r]);
   }
 
  private:

@@ -38,6 +38,8 @@ struct Layer {
   int head_dim;  // of keys and values; a multiple of 16
   float scale;
   int window;  // keys before its own that a query sees; kUnlimited: all of them
+  // Log-sum-exp of the scaled logits of each query, [tokens, heads]; null if it is not wanted.
+  float *log_sums = nullptr;
 };
 
 struct Task {

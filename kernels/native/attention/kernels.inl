@@ -25,7 +25,7 @@ void merge(const Layer &layer, const Task &task, const float *partials, int coun
       for (int d = 0; d < layer.head_dim; d += kWidth)
         store(acc + d, fma(weight, load(from + d), load(acc + d)));
     }
-    write_row<T>(layer, task, r, acc, sum);
+    write_row<T>(layer, task, r, acc, top, sum);
   }
 }
 

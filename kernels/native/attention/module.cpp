@@ -85,7 +85,7 @@ class Attention {
   void run(Batch &batch, std::uintptr_t query, std::int64_t query_stride, std::uintptr_t keys,
            std::int64_t key_stride, std::uintptr_t values, std::int64_t value_stride,
            std::int64_t slots, std::uintptr_t out, std::int64_t tokens, int threads,
-           const Far &far) const {
+           const Far &far, std::uintptr_t log_sums) const {
     check_slots(batch, slots);
     if (far.slots < 0 || far.slots > slots || far.slots >= INT32_MAX)
       throw std::invalid_argument("far_slots " + std::to_string(far.slots) + "; expected 0 to " +
@@ -103,7 +103,8 @@ class Attention {
                       shape_.kv_heads,
                       shape_.head_dim,
                       scale_,
-                      shape_.window};
+                      shape_.window,
+                      reinterpret_cast<float *>(log_sums)};
     batch.plan(shape_).run(layer, *kernels_, threads);
   }
 
@@ -172,14 +173,15 @@ NB_MODULE(_attention, m) {
              std::uintptr_t keys, std::int64_t key_stride, std::uintptr_t values,
              std::int64_t value_stride, std::int64_t slots, std::uintptr_t out,
              std::int64_t tokens, int threads, std::int64_t far_slots, std::uintptr_t far_keys,
-             std::uintptr_t far_values, std::int64_t far_stride) {
+             std::uintptr_t far_values, std::int64_t far_stride, std::uintptr_t log_sums) {
             self.run(batch, query, query_stride, keys, key_stride, values, value_stride, slots,
-                     out, tokens, threads, {far_slots, far_keys, far_values, far_stride});
+                     out, tokens, threads, {far_slots, far_keys, far_values, far_stride},
+                     log_sums);
           },
           nb::arg("batch"), nb::arg("query"), nb::arg("query_stride"), nb::arg("keys"),
           nb::arg("key_stride"), nb::arg("values"), nb::arg("value_stride"), nb::arg("slots"),
           nb::arg("out"), nb::arg("tokens"), nb::arg("threads"), nb::arg("far_slots") = 0,
-          nb::arg("far_keys") = 0, nb::arg("far_values") = 0, nb::arg("far_stride") = 0,
+          nb::arg("far_keys") = 0, nb::arg("far_values") = 0, nb::arg("far_stride") = 0, nb::arg("log_sums") = 0,
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("isa", &Attention::isa);
 }

@@ -35,11 +35,17 @@ struct Job {
   std::size_t count;
   const float *queries;
   float scale;
-  const float *beside;  // null if `seen` is given
-  const Seen *seen;
+  const float *beside;  // null if `seen` has all keys without codes
+  const Seen *seen;     // null if `beside` has them
   float *parts;  // [queries, kv_heads, entries]
   std::atomic<std::size_t> next{0};
 };
+
+// Returns log(exp(a) + exp(b)).
+[[gnu::always_inline]] inline float log_sum(float a, float b) {
+  const float top = std::max(a, b);
+  return top == -INFINITY ? top : top + std::log(std::exp(a - top) + std::exp(b - top));
+}
 
 // Some query heads of one KV head, for one row. They share the codes and keys of the KV head. Their
 // values are interleaved, one head per lane, so that a code costs one vector addition for all heads
@@ -136,12 +142,14 @@ template <class Lanes>
   float *logits = part.room.logits.get();
   turn<Lanes>(part);
   Lanes beside{};
-  if (part.job.seen) {
+  if (part.job.seen)
     beside = log_sums<Lanes>(*part.job.seen, part.row, part.kv_head, part.room.queries.get(),
                              part.room.near.get());
-  } else {
-    float each[lanes] = {};
+  if (part.job.beside) {
+    float each[lanes] = {}, seen[lanes];
     std::copy_n(part.job.beside + part.first, part.heads, each);
+    store(beside, seen);
+    for (std::size_t l = 0; part.job.seen && l < part.heads; ++l) each[l] = log_sum(each[l], seen[l]);
     beside = load<Lanes>(each);
   }
   fill_tables<Lanes>(part);
@@ -219,8 +227,8 @@ void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *
 }
 
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
-          float scale, const Seen &beside, int threads, float *out) {
-  mass(shape, keys, count, queries, scale, nullptr, &beside, threads, out);
+          float scale, const Seen &seen, const float *beside, int threads, float *out) {
+  mass(shape, keys, count, queries, scale, beside, &seen, threads, out);
 }
 
 }  // namespace sgl_ext::codes

@@ -42,8 +42,9 @@ struct Keys {
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
           float scale, const float *beside, int threads, float *out);
 
-// Does the same, but computes the log-sum-exp from the keys without codes in `beside`.
+// Does the same, but computes the log-sum-exp from the keys without codes in `seen`. Those of
+// `beside` are further keys; null if there are none.
 void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *queries,
-          float scale, const Seen &beside, int threads, float *out);
+          float scale, const Seen &seen, const float *beside, int threads, float *out);
 
 }  // namespace sgl_ext::codes

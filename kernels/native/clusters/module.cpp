@@ -146,6 +146,7 @@ struct Visible {
   std::size_t own_stride;
   bool bfloat16;
   Slots slots, starts, lengths;
+  std::optional<Of<float, 2>> sums;
 };
 
 struct Deal {
@@ -197,10 +198,14 @@ auto choose(const Codes &codes, const Of<float, 3> &queries, float scale, const 
                            visible.count,
                            {reinterpret_cast<const void *>(visible.own), visible.own_stride},
                            visible.slots.data(), visible.starts.data(), visible.lengths.data()};
+  if (visible.sums && (visible.sums->shape(0) != rows || visible.sums->shape(1) != shape.heads))
+    throw std::invalid_argument("expected one log-sum-exp per row and head");
+  const float *sums = visible.sums ? visible.sums->data() : nullptr;
   auto out = empty<Numbers>(rows, dealt.chosen());
   nb::gil_scoped_release release;
   const std::unique_ptr<float[]> scores(new float[rows * dealt.entries]);
-  sgl_ext::codes::mass(shape, keys, rows, queries.data(), scale, seen, threads, scores.get());
+  sgl_ext::codes::mass(shape, keys, rows, queries.data(), scale, seen, sums, threads,
+                       scores.get());
   sgl_ext::best_blocks(dealt, scores.get(), rows, out.data());
   return out;
 }
@@ -285,10 +290,10 @@ NB_MODULE(_clusters, m) {
            nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"), nb::arg("mean"));
   nb::class_<Visible>(m, "Visible")
       .def(nb::init<std::uintptr_t, std::size_t, std::size_t, std::uintptr_t, std::size_t, bool,
-                    Slots, Slots, Slots>(),
+                    Slots, Slots, Slots, std::optional<Of<float, 2>>>(),
            nb::arg("near"), nb::arg("near_stride"), nb::arg("count"), nb::arg("own"),
            nb::arg("own_stride"), nb::arg("bfloat16"), nb::arg("slots"), nb::arg("starts"),
-           nb::arg("lengths"));
+           nb::arg("lengths"), nb::arg("sums").none() = nb::none());
   nb::class_<Deal>(m, "Deal")
       .def(nb::init<std::size_t, std::size_t, std::size_t>(), nb::arg("block"),
            nb::arg("devices"), nb::arg("each"));

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from gpu.check import models
 from gpu.check.equal import judge
@@ -40,19 +42,32 @@ def _follow(setup: Setup, outcome: Outcome, server: Server) -> None:
     chance = random.Random(setup.options.seed)  # noqa: S311
     context = [chance.randrange(97, 123) for _ in range(setup.scale(6000, 700))]
     questions = [[chance.randrange(97, 123) for _ in range(30)] for _ in range(setup.scale(4, 1))]
-    answer = requests.post(f"{server.url}/ext/clusters", json={"input_ids": context}, timeout=60)
+    answer = requests.post(
+        f"{server.url}/ext/clusters", json={"input_ids": context}, timeout=setup.scale(60, 300)
+    )
     if not answer.ok:
         raise RuntimeError(f"/ext/clusters answered {answer.status_code}: {answer.text[:500]}")
-    new = setup.scale(20, 4)
-    follows = {"ext_stored": {"id": answer.json()["id"], "sparsity": 1.0}}
-    found = [ask(server, each, new, custom_params=follows) for each in questions]
+    new, id_ = setup.scale(20, 4), answer.json()["id"]
+
+    def follow(question: list[int], share: float) -> dict[str, Any]:
+        custom = {"ext_stored": {"id": id_, "sparsity": share}}
+        return ask(server, question, new, custom_params=custom)
+
     expected = [ask(server, [*context, *each], new) for each in questions]
+    with ThreadPoolExecutor(2 * len(questions)) as pool:  # forwards of both kinds of rows
+        beside = pool.map(lambda each: ask(server, [*context, *each], new), questions)
+        found = list(pool.map(lambda each: follow(each, 1.0), questions))
+        found += beside
+    expected += expected
+    sparse = follow(questions[0], 0.1)
     row = judge(expected, found, _TIE)
     told = [each for one in found for each in one["meta_info"].get("ext") or []]
     followed = sum(each["power"] == "clusters" for each in told)
     outcome.row(system="clusters", **row, acted=followed, state=_state(server))
     if row["different"]:
         outcome.fail(f"{row['different']} answers of followers differ, {row['first']}")
+    if len(sparse["output_ids"]) != new:
+        outcome.fail(f"a follower of a tenth answered {sparse}")
     if followed < len(questions):
         outcome.fail(f"{followed} of {len(questions)} requests followed the context")
     if held := leak(server):

@@ -23,10 +23,11 @@ Check = tuple[str, Callable[[], None]]
 
 def run(options: argparse.Namespace, outcome: Outcome) -> None:
     """Runs all checks of the kernels; measures nothing."""
-    # The kernels read it when they are imported.
-    os.environ["TRITON_INTERPRET"] = "1" if options.interpret else "0"
+    if not options.interpret:
+        os.environ["TRITON_INTERPRET"] = "0"  # the kernels read it when they are imported
     import checks
     import sgl_ext_kernels as kernels
+    import sgl_ext_kernels.log_sums
     import sgl_ext_kernels.rotate
     import torch
 
@@ -70,6 +71,7 @@ def listed_checks(
             case = checks.Case.random(chance)
             checks.check(kernels, case, chance, on)
             checks.check_rotation(kernels, checks.Case.random_rotation(chance), chance, on)
+            checks.check_log_sums(kernels, chance, on)
 
     def real(shape: tuple[int, ...]) -> None:
         case = checks.Case((9, *shape), torch.bfloat16, 0, kernels.copy_rows.TILE_BYTES, 0)
@@ -112,6 +114,14 @@ def listed_checks(
         (
             "rotation beyond 2**31 elements",
             lambda: checks.check_far_rotation(
+                kernels, torch.empty(checks.far_bytes(2), dtype=torch.uint8, device=device)
+            ),
+        )
+    )
+    listed.append(
+        (
+            "keys beyond 2**31 elements",
+            lambda: checks.check_far_log_sums(
                 kernels, torch.empty(checks.far_bytes(2), dtype=torch.uint8, device=device)
             ),
         )

@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
         environment.set_paths()
         parts.run_here(options)
         return 0
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton's own functions read it on import
     try:
         import torch
         import triton  # noqa: F401

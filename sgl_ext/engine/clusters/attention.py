@@ -2,7 +2,9 @@
 
 A row sees the context's sinks and window, the blocks that are selected for it, and its own tokens.
 The KV of the context is in separate memory, which the native attention reads as slots behind those
-of the pool.
+of the pool. If the pool is on a device, so is the attention to own tokens
+(:mod:`~sgl_ext.engine.clusters.device`); only the log-sum-exp of their logits is known here, which
+the selection of blocks depends on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ entry."""
 class Own(NamedTuple):
     """Requests' own tokens, which follow the context and whose KV is in the pool.
 
+    A row's tokens are given by their slots in a pool in host memory, or by ``sums``.
+
     Attributes:
         slots: slots of the tokens of all requests, int64 ``[tokens]``; rows of a request share
             them.
@@ -38,12 +42,15 @@ class Own(NamedTuple):
         lengths: number of tokens that each row sees, the last of which is the row's token, int64
             ``[rows]``.
         before: number of tokens before the forward of each row's request, int64 ``[rows]``.
+        sums: log-sum-exp of the logits of further tokens that each row sees, float32
+            ``[rows, heads]``; None if there are none.
     """
 
     slots: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     before: NDArray[np.int64]
+    sums: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, slots: Sequence[NDArray[np.int64]], new: Sequence[int]) -> Own:
@@ -61,9 +68,16 @@ class Own(NamedTuple):
             np.concatenate(slots), np.repeat(np.cumsum(ends) - ends, rows), before + at + 1, before
         )
 
+    @classmethod
+    def elsewhere(cls, rows: int) -> Own:
+        """Returns the own tokens of rows that see none in host memory."""
+        none = np.zeros(rows, np.int64)
+        return cls(none[:0], none, none, none)
+
     def only(self, some: slice) -> Own:
         """Returns the own tokens of some of the rows."""
-        return Own(self.slots, self.starts[some], self.lengths[some], self.before[some])
+        sums = None if self.sums is None else self.sums[some]
+        return Own(self.slots, self.starts[some], self.lengths[some], self.before[some], sums)
 
 
 class StoredAttention:
@@ -97,8 +111,11 @@ class StoredAttention:
         values: torch.Tensor,
         own: Own,
         share: float,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes the attention of rows, of one query each, to the context and their own tokens.
+
+        Own tokens without slots count in the selection of blocks only.
 
         Args:
             query: ``[rows, heads, head_dim]``, the rows of each request one after the other.
@@ -106,6 +123,8 @@ class StoredAttention:
             values: V of the pool in this layer, shaped as ``keys``.
             own: own tokens of the rows.
             share: share of the context's blocks that each row is given.
+            sums: tensor for the log-sum-exp of the logits that the output is computed from,
+                float32 ``[rows, heads]``; None if it is not wanted.
 
         Returns:
             The output, ``[rows, heads, head_dim]``.
@@ -117,6 +136,8 @@ class StoredAttention:
         """
         if self.failed:
             raise ExtError(self.failed)
+        if own.sums is not None:
+            self._require_finite(layer, torch.from_numpy(own.sums))
         blocks, memory = self._blocks, self.memory
         if (each := blocks_of(share, blocks.blocks, blocks.devices)) > memory.most:
             raise ExtError(
@@ -135,7 +156,7 @@ class StoredAttention:
             parts.append(
                 native.attend(
                     batch, query[some], keys, values, scale=self._about.geometry.scale,
-                    elsewhere=memory.slots, beyond=True,
+                    elsewhere=memory.slots, beyond=True, sums=None if sums is None else sums[some],
                 )
             )  # fmt: skip
             wanted_by_all.append(wanted)
@@ -143,12 +164,16 @@ class StoredAttention:
             # One step, even with several groups: only the last group's blocks are still in memory.
             memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._require_finite(layer, found)
+        return found
+
+    @staticmethod
+    def _require_finite(layer: int, found: torch.Tensor) -> None:
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
             raise ExtError(
                 f"the attention of layer {layer} to the context is not finite; store the context "
                 "again"
             )
-        return found
 
     def prefetch(
         self,
@@ -221,6 +246,7 @@ class StoredAttention:
             slots=own.slots,
             starts=own.starts,
             lengths=own.lengths,
+            sums=own.sums,
         )
         each = each_of(share, blocks.blocks, blocks.devices)
         return _clusters.choose(

@@ -26,6 +26,7 @@ from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.build import emulated
 
 if TYPE_CHECKING:
+    from sgl_ext.engine.clusters.device import DeviceForward
     from sgl_ext.engine.clusters.forward import StoredForward
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class StoredContexts:
         is to abort these requests."""
         self.given_up: set[str] = set()
         """Ids of requests whose latest forward gave no valid output."""
-        self.running: StoredForward | None = None
+        self.running: StoredForward | DeviceForward | None = None
         """Current forward if any of its rows follows a context, or else None."""
         self.stale = ""
         """Reason why no context can be followed any more; empty if contexts can be followed."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.clusters.attention import Own, StoredAttention
@@ -19,34 +21,36 @@ logger = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
-    """Rows that follow the same context with the same share of its blocks."""
+    """Rows that follow the same context with the same share of its blocks.
+
+    ``queries`` are the places of their queries among those of all followers.
+    """
 
     context: StoredAttention
     followers: list[Follower]
     own: Own
-    tokens: torch.Tensor
+    queries: slice
 
 
 class StoredForward:
     """Rows of a forward that follow contexts.
 
+    The queries of all followers, ``[followed, heads, head_dim]``, are in the order of
+    :attr:`followed` wherever they are an argument.
+
     Args:
         stored: registry of the contexts.
         followers: follower of each row; None for a row that follows no context.
-        table: KV slots, ``[requests, width]``.
-        requests: line of ``table`` of each row.
-        contexts: number of own tokens of each row's request, the new ones included.
         lengths: number of new tokens of each row.
+        own: function that returns the own tokens of some rows.
     """
 
     def __init__(
         self,
         stored: StoredContexts,
         followers: Sequence[Follower | None],
-        table: torch.Tensor,
-        requests: Sequence[int],
-        contexts: Sequence[int],
         lengths: Sequence[int],
+        own: Callable[[Sequence[int]], Own],
     ) -> None:
         self._stored = stored
         followed: dict[tuple[str, float], list[int]] = {}
@@ -63,37 +67,39 @@ class StoredForward:
                 followed.setdefault((follower.id, follower.share), []).append(row)
         self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
         """Indices of the queries of :attr:`plain` rows in the forward, int64 ``[tokens]``."""
+        self.rows = [row for some in followed.values() for row in some]
+        """Rows that follow contexts, in the order of :attr:`followed`."""
+        self.followed = torch.cat([tokens[row] for row in self.rows])
+        """Indices of the queries of :attr:`rows` in the forward, int64 ``[followed]``."""
         self._parts: dict[tuple[str, float], _Part] = {}
+        start = 0
         for key, some in followed.items():
             mine = [one for row in some if (one := followers[row]) is not None]
-            slots = [table[requests[row], : contexts[row]].long().numpy() for row in some]
-            own = Own.of(slots, [lengths[row] for row in some])
-            where = torch.cat([tokens[row] for row in some])
-            self._parts[key] = _Part(stored.context(mine[0]), mine, own, where)
+            queries = slice(start, start := start + sum(lengths[row] for row in some))
+            self._parts[key] = _Part(stored.context(mine[0]), mine, own(some), queries)
         self._failed: set[tuple[str, float]] = set()
 
-    @property
-    def followed(self) -> torch.Tensor:
-        """Indices of the queries of followers' rows in the forward, int64 ``[followed]``."""
-        return torch.cat([part.tokens for part in self._parts.values()])
-
-    def prefetch(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
+    def prefetch(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        times: float,
+        beside: NDArray[np.float32] | None = None,
+    ) -> None:
         """Starts to read the blocks that a layer will probably need.
 
         Args:
-            query: predicted queries, ``[followed, heads, head_dim]``, in the order of
-                :attr:`followed`.
+            query: predicted queries of all followers.
             keys: see :meth:`attend`.
             times: see :meth:`StoredAttention.prefetch`.
+            beside: see :meth:`attend`; of the tokens before the forward.
         """
-        start = 0
-        for key, part in self._parts.items():
-            asked = query[start : (start := start + len(part.tokens))]
-            if key not in self._failed:
-                try:
-                    part.context.prefetch(layer, asked, keys, part.own, key[1], times)
-                except Exception as error:
-                    self._fail(key, part, error)
+        for key, part, own in self._running(beside):
+            try:
+                part.context.prefetch(layer, query[part.queries], keys, own, key[1], times)
+            except Exception as error:
+                self._fail(key, part, error)
 
     def attend(
         self,
@@ -102,26 +108,49 @@ class StoredForward:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Computes the attention of the rows that follow contexts.
+        beside: NDArray[np.float32] | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the attention of followers, shaped as ``query``.
 
-        See :meth:`StoredAttention.attend` for the other arguments. The output of failed rows is 0.
+        See :meth:`StoredAttention.attend` for the other arguments. The output of failed rows is 0,
+        and their sum minus infinity.
 
         Args:
-            query: queries of all rows, ``[tokens, heads, head_dim]``.
-            out: output of all rows, shaped as ``query``; only these rows are written.
+            query: queries of all followers.
+            beside: log-sum-exp of the logits of own tokens that are not in host memory, float32
+                ``[followed, heads]``; None if there are none.
+            sums: tensor for those that the output is computed from, of the same shape, or None.
         """
+        out = torch.zeros_like(query)
+        if sums is not None:
+            sums.fill_(-torch.inf)
+        for key, part, own in self._running(beside):
+            at = part.queries
+            try:
+                out[at] = part.context.attend(
+                    native, layer, query[at], keys, values, own, key[1],
+                    None if sums is None else sums[at],
+                )  # fmt: skip
+            except Exception as error:
+                self._fail(key, part, error)
+                if sums is not None:
+                    sums[at] = -torch.inf
+        return out
+
+    def fail(self, error: Exception) -> None:
+        """Ends the requests of all followers with an error."""
+        for key, part, _ in self._running(None):
+            self._fail(key, part, error)
+
+    def _running(
+        self, beside: NDArray[np.float32] | None
+    ) -> Iterator[tuple[tuple[str, float], _Part, Own]]:
+        """Yields the parts that have not failed, with their own tokens."""
         for key, part in self._parts.items():
             if key not in self._failed:
-                try:
-                    out[part.tokens] = part.context.attend(
-                        native, layer, query[part.tokens], keys, values, part.own, key[1]
-                    )
-                    continue
-                except Exception as error:
-                    self._fail(key, part, error)
-            out[part.tokens] = 0
+                sums = None if beside is None else beside[part.queries]
+                yield key, part, part.own._replace(sums=sums)
 
     def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
         """Ends the requests of a part with an error. Other requests of the batch continue.

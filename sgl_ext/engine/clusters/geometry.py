@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.engine.core.attention_backends import require_own
@@ -11,11 +11,16 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
 
-def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
+def geometry_of(scheduler: Scheduler, layout: Layout, *, on_device: bool = False) -> Geometry:
     """Returns the geometry of the model that a scheduler serves.
 
+    Args:
+        layout: layout of the KV pool.
+        on_device: whether the KV pool is on a device. If it is not, the attention to it and to
+            contexts is one, which the running backend must be.
+
     Raises:
-        ExtError: clusters do not support the model.
+        ExtError: clusters do not support the model, or the attention backend.
     """
     model = scheduler.tp_worker.model_runner.model
     layers = [each for each in model.modules() if isinstance(each, RadixAttention)]
@@ -39,8 +44,16 @@ def geometry_of(scheduler: Scheduler, layout: Layout) -> Geometry:
             "clusters do not support sliding windows or capped attention logits, which this model "
             "has; remove the clusters section"
         )
+    if getattr(scheduler.model_config, "has_attention_sinks", False) or any(
+        each.attn_type != AttentionType.DECODER or each.xai_temperature_len > 0 for each in layers
+    ):
+        raise ExtError(
+            "clusters do not support attention with sinks, to later tokens or with a temperature, "
+            "which this model has; remove the clusters section"
+        )
     ((heads, kv_heads, head_dim, scale),) = shapes
-    require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
+    if not on_device:
+        require_own(scheduler.tp_worker.model_runner, layout, scale, "clusters")
     return Geometry(
         layout.layers, heads, kv_heads, head_dim, layout.dtype, scale, layout.fingerprint
     )

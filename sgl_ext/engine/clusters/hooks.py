@@ -1,10 +1,13 @@
-"""Hooks of the ``clusters`` power on the KV and the tokens that forwards give to requests."""
+"""Hooks of the ``clusters`` power on attention, and on the KV and tokens of requests."""
 
 from __future__ import annotations
 
+import torch
+
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.meta_info import tell
-from sgl_ext.engine.core.sglang_types import RadixTree, Req
+from sgl_ext.engine.core.sglang_types import RadixAttention, RadixTree, Req
 
 
 def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> None:
@@ -25,10 +28,29 @@ def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> 
         tell(req, {"power": power.name, "recorded": recorded})
 
 
+def _attended(
+    original: Original,
+    layer: RadixAttention,
+    q: torch.Tensor,
+    *args: object,
+    **kw: object,
+) -> object:
+    """Adds the attention of followers to their contexts on a device."""
+    out = original(layer, q, *args, **kw)
+    ext = runtime.current
+    if ext is not None and (power := ext.clusters) is not None and power.device is not None:
+        power.device.attended(layer.layer_id, q, out)
+    return out
+
+
 def _on_finish(req: Req, new_accepted_len: int = 1) -> None:
     """Removes the token of a forward that failed for the request."""
     ext = runtime.current
-    if ext is None or (power := ext.clusters) is None or req.rid not in power.stored.given_up:
+    if ext is None or (power := ext.clusters) is None:
+        return
+    if power.device is not None:
+        power.device.end()  # every forward that was launched has called all layers
+    if req.rid not in power.stored.given_up:
         return
     power.stored.given_up.discard(req.rid)
     if new_accepted_len and req.output_ids:
@@ -37,6 +59,13 @@ def _on_finish(req: Req, new_accepted_len: int = 1) -> None:
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 HOOKS = (
+    hooks.Hook(
+        "sglang.srt.layers.radix_attention.RadixAttention.forward",
+        "around",
+        _attended,
+        "SGLang's attention backends on CUDA read no KV outside of the pool, and each of them "
+        "returns its output here",
+    ),
     hooks.Hook(
         f"{_TREE}.checkpoint",
         "before",

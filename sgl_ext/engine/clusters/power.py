@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sgl_ext.engine.clusters.contexts import StoredContexts
+    from sgl_ext.engine.clusters.device import DeviceAttention
     from sgl_ext.engine.clusters.forward import StoredForward
     from sgl_ext.engine.clusters.recorder import Recorder
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -52,6 +53,8 @@ class ClustersPower(Power[Clusters]):
     Attributes:
         stored: open contexts and their followers.
         recorder: recorder of prompts that are being stored.
+        device: attention of followers if the KV pool is on a device; None if it is in host memory,
+            where the attention backend calls :meth:`following`.
     """
 
     name = "clusters"
@@ -67,10 +70,10 @@ class ClustersPower(Power[Clusters]):
 
     stored: StoredContexts
     recorder: Recorder
+    device: DeviceAttention | None = None
 
     def attention(self) -> dict[Property, str]:
-        own = (Property.OWN, Property.EAGER_DECODE)
-        return {**dict.fromkeys(own, self.name), **super().attention()}
+        return {**super().attention(), Property.FOLLOWERS: self.name}
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.clusters import api
@@ -92,19 +95,25 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.engine.clusters.contexts import StoredContexts
         from sgl_ext.engine.clusters.geometry import geometry_of
         from sgl_ext.engine.clusters.recorder import Recorder
+        from sgl_ext.memory.streams import streams_of
 
         slab = ext.require_slab(self.name)
         self._scheduler, config = scheduler, self.section
         folders = own_folders(config.directories)
         if left := sweep(folders):
             logger.info("removed files of contexts that were not completely stored: %s", left)
-        geometry = geometry_of(scheduler, slab.layout)
+        on_device, runner = slab.device is not None, scheduler.tp_worker.model_runner
+        geometry = geometry_of(scheduler, slab.layout, on_device=on_device)
         self.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
-        self.recorder = Recorder(slab, geometry, folders[0])
+        forwards = scheduler.forward_stream if scheduler.enable_overlap else None
+        self.recorder = Recorder(slab, geometry, folders[0], streams_of(slab.device, forwards))
+        if on_device:
+            from sgl_ext.engine.clusters.device import DeviceAttention
+
+            self.device = DeviceAttention(self.stored, self.recorder, runner, slab.layout, geometry)
         if config.prefetch:
             from sgl_ext.engine.clusters.prefetch import Prefetch
 
-            runner = scheduler.tp_worker.model_runner
             Prefetch(runner.model, runner.token_to_kv_pool, self.stored, config.prefetch)
         self._measured = bool(get_observability().enable_metrics)
 
@@ -160,6 +169,13 @@ class ClustersPower(Power[Clusters]):
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns the batch with the positions of followers shifted behind their contexts."""
+        lengths = (
+            [1] * batch.batch_size
+            if batch.forward_mode.is_decode_or_idle()
+            else batch.extend_seq_lens_cpu
+        )
+        if self.device is not None:
+            self.device.begin(batch, lengths)
         if not self.stored.any:
             return batch
         followers = [self.stored.follower(rid) for rid in batch.rids]
@@ -167,34 +183,45 @@ class ClustersPower(Power[Clusters]):
             return batch
         import torch
 
-        behind = torch.tensor([0 if each is None else each.tokens for each in followers])
+        from sgl_ext.engine.kv.indices import upload
+
         # Rows of beams, which follow no context, may come after the rows of requests.
-        behind = torch.nn.functional.pad(behind, (0, batch.batch_size - len(behind)))
-        if not batch.forward_mode.is_decode_or_idle():
-            behind = behind.repeat_interleave(torch.tensor(batch.extend_seq_lens_cpu))
+        behind = [0 if each is None else each.tokens for each in followers]
+        behind += [0] * (batch.batch_size - len(behind))
+        shift = torch.tensor(behind).repeat_interleave(torch.tensor(lengths))
         batch = copy.copy(batch)
-        batch.positions = batch.positions + behind.to(batch.positions)
+        shift = upload(shift.to(batch.positions.dtype), batch.positions.device)
+        batch.positions = batch.positions + shift
         return batch
 
+    def eager(self, batch: ForwardBatch) -> bool:
+        return self.device is not None and self.device.eager
+
     def following(self, rows: ForwardRows, rids: Sequence[str]) -> StoredForward | None:
-        """Returns the part of a forward whose rows follow stored contexts; None if no row does.
+        """Returns the part of a forward in host memory whose rows follow stored contexts.
 
         Args:
             rows: the rows of the forward.
             rids: ids of the requests of the first rows; the others are rows of beams, which follow
                 no context.
+
+        Returns:
+            None if no row follows one.
         """
         self.stored.running = None
         if not self.stored.any:
             return None
         followers = [self.stored.follower(rid) for rid in rids]
         if any(followers):
+            from sgl_ext.engine.clusters.attention import Own
             from sgl_ext.engine.clusters.forward import StoredForward
 
+            def own(some: Sequence[int]) -> Own:
+                slots = [rows.rows[row].slots.long().numpy() for row in some]
+                return Own.of(slots, [rows.lengths[row] for row in some])
+
             followers += [None] * (len(rows.requests) - len(followers))
-            self.stored.running = StoredForward(
-                self.stored, followers, rows.table, rows.requests, rows.contexts, rows.lengths
-            )
+            self.stored.running = StoredForward(self.stored, followers, rows.lengths, own)
         return self.stored.running
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:

@@ -51,7 +51,7 @@ class Prefetch:
         if running is None or len(inputs) < len(_ARGUMENTS):
             return
         positions, hidden, batch = inputs[: len(_ARGUMENTS)]
-        rows = running.followed
+        rows = running.followed  # on the device of the forward
         if len(rows) > _ROWS or batch.residual_stream is None:
             return
         given = batch.residual_stream.snapshot(hidden)[rows]

@@ -1,4 +1,9 @@
-"""Recorder of the KV and the queries of contexts that are to be stored."""
+"""Recorder of the KV and the queries of contexts that are to be stored.
+
+From a device, queries are copied to pinned memory without waiting, each layer's when it is
+computed. The KV is copied to pageable memory when the last prompt of the context has ended, which
+blocks the scheduler's thread: the slots are freed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,15 @@ from numpy.typing import NDArray
 from sgl_ext.clusters.files import failed_file, recorded_file, scratch_of
 from sgl_ext.clusters.recorded import Geometry, Recorded
 from sgl_ext.engine.clusters.parameters import IsRecorded
+from sgl_ext.engine.kv.indices import Download
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Slab
+from sgl_ext.memory.streams import Streams
 
 logger = logging.getLogger(__name__)
+
+_TOKENS = 4096
+"""Maximum number of tokens of a layer whose KV is gathered on a device at a time."""
 
 
 @dataclass
@@ -29,7 +39,7 @@ class _Queries:
 
     seen: list[int] = field(default_factory=list)
     """Number of the context's tokens that each query sees."""
-    layers: list[list[torch.Tensor]] = field(default_factory=list)
+    layers: list[list[Download]] = field(default_factory=list)
 
 
 class Recorder:
@@ -39,10 +49,12 @@ class Recorder:
         slab: memory that holds the KV.
         geometry: geometry of the model.
         directory: folder that records are written to.
+        streams: streams of the device that has the slab.
     """
 
-    def __init__(self, slab: Slab, geometry: Geometry, directory: Path) -> None:
+    def __init__(self, slab: Slab, geometry: Geometry, directory: Path, streams: Streams) -> None:
         self._slab, self._geometry, self._directory = slab, geometry, directory
+        self._streams = streams
         self.stale = ""
         """Reason why nothing can be recorded any more; empty if contexts can be recorded."""
         self._asked: dict[str, IsRecorded] = {}
@@ -68,6 +80,11 @@ class Recorder:
     def any(self) -> bool:
         """True if any request is recorded."""
         return bool(self._asked)
+
+    @property
+    def taking(self) -> bool:
+        """True if queries of the current forward are recorded."""
+        return bool(self._taking)
 
     def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
         """Determines which queries of the next forward are recorded.
@@ -102,7 +119,7 @@ class Recorder:
         for queries, start, end in self._taking:
             while len(queries.layers) <= layer:
                 queries.layers.append([])
-            queries.layers[layer].append(query[start:end].float())
+            queries.layers[layer].append(Download(query[start:end].float()))
 
     def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor | None) -> int:
         """Forgets a request that has ended, and writes the record after the context's last prompt.
@@ -141,8 +158,13 @@ class Recorder:
         tokens = self._slab.tensor().flatten(0, 1)
         shape = (tokens.shape[1], len(slots), *tokens.shape[2:])
         found = torch.empty(shape, dtype=tokens.dtype)
+        self._streams.follow()  # an overlapped forward may be the one that has written the KV
         for layer, kv in enumerate(found):
-            torch.index_select(tokens[:, layer], 0, slots, out=kv)
+            if slots.is_cpu:
+                torch.index_select(tokens[:, layer], 0, slots, out=kv)
+                continue
+            for into, some in zip(kv.split(_TOKENS), slots.split(_TOKENS), strict=True):
+                into.copy_(tokens[:, layer].index_select(0, some))
         bytes_: NDArray[np.uint8] = found.flatten(2).view(torch.uint8).numpy()
         return bytes_
 
@@ -156,7 +178,9 @@ class Recorder:
         path = recorded_file(self._directory, asked.id)
         scratch = scratch_of(path)
         try:
-            layers = torch.stack([torch.cat(each) for each in queries.layers]).numpy()
+            layers = torch.stack(
+                [torch.cat([one.tensor() for one in each]) for each in queries.layers]
+            ).numpy()
             seen = np.array(queries.seen, np.int64)
             Recorded(self._geometry, tokens, kv, layers, seen, asked.salt).save(scratch)
             scratch.rename(path)

@@ -8,7 +8,7 @@ backends before the server is ready, because models may wrap or replace the conf
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -117,13 +117,33 @@ def require_own(runner: ModelRunner, layout: Layout, scale: float, power: str) -
     """
     require_running(runner, {Property.OWN: power})
     for found in running(runner):
-        query = torch.empty(1, layout.kv_heads, layout.head_dim, dtype=runner.dtype)
-        keys = query.to(getattr(torch, layout.dtype))
-        if not found.is_native(query, keys, keys, scale):
-            asked = str(runner.dtype).removeprefix("torch.")
-            raise ExtError(
-                f"{power} requires the compiled CPU attention, but it is disabled or does not "
-                f"support queries of {asked} over KV of {layout.dtype} with head_dim "
-                f"{layout.head_dim} here; run sgl-ext doctor to see what is compiled, or remove "
-                f"{power}"
-            )
+        require_kernels(found.is_native, runner, layout, scale, power)
+
+
+def require_kernels(
+    serves: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], bool],
+    runner: ModelRunner,
+    layout: Layout,
+    scale: float,
+    power: str,
+) -> None:
+    """Checks that the compiled CPU kernels serve a model.
+
+    Args:
+        serves: function that returns whether they serve queries, keys and values with a scale.
+        layout: see :func:`require_own`.
+        scale: see :func:`require_own`.
+
+    Raises:
+        ExtError: they do not serve it.
+    """
+    query = torch.empty(1, layout.kv_heads, layout.head_dim, dtype=runner.dtype)
+    keys = query.to(getattr(torch, layout.dtype))
+    if not serves(query, keys, keys, scale):
+        asked = str(runner.dtype).removeprefix("torch.")
+        raise ExtError(
+            f"{power} requires the compiled CPU attention, but it is disabled or does not "
+            f"support queries of {asked} over KV of {layout.dtype} with head_dim "
+            f"{layout.head_dim} here; run sgl-ext doctor to see what is compiled, or remove "
+            f"{power}"
+        )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 READY: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"tiers", "restore", "swap", "chunks", "peer", "clusters"}),
-    "cuda": frozenset({"tiers", "restore", "swap", "chunks", "peer"}),
+    "cuda": frozenset({"tiers", "restore", "swap", "chunks", "peer", "clusters"}),
 }
 """Powers that are implemented for each type of device; other types of devices have none."""
 TRIED: Mapping[str, frozenset[str]] = {"cpu": READY["cpu"], "cuda": frozenset()}
@@ -37,12 +37,18 @@ class Property(Enum):
     """SGLang does not capture its decode in CUDA graphs, whose replay calls no Python."""
     OWN = auto()
     """Is the compiled CPU attention, which also reads K and V outside of the pool."""
+    FOLLOWERS = auto()
+    """Serves rows that also attend to K and V in host memory outside of the pool: it reads them
+    itself, or its output is a plain softmax over the row's tokens in the pool, which is merged with
+    theirs in a forward without CUDA graphs."""
 
 
-_PREFILL = frozenset({Property.STORES_FIRST, Property.STRIDED, Property.OWN})
-_DECODE = frozenset({Property.EAGER_DECODE, Property.STRIDED, Property.OWN})
+_BOTH = frozenset({Property.STRIDED, Property.OWN, Property.FOLLOWERS})
+_PREFILL = _BOTH | {Property.STORES_FIRST}
+_DECODE = _BOTH | {Property.EAGER_DECODE}
 _STRIDED, _EAGER = frozenset({Property.STRIDED}), frozenset({Property.EAGER_DECODE})
 _ROWS = frozenset({Property.STRIDED, Property.STORES_FIRST})
+_FOLLOWED = _ROWS | {Property.FOLLOWERS}
 
 
 class Backend(NamedTuple):
@@ -86,15 +92,15 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
         Backend("intel_amx", _AMX, _STRIDED),
     ),
     "cuda": (
-        Backend("triton", _TRITON, _ROWS),
-        Backend("fa3", _FLASH_ATTENTION, _ROWS, version=3),
+        Backend("triton", _TRITON, _FOLLOWED),
+        Backend("fa3", _FLASH_ATTENTION, _FOLLOWED, version=3),
         Backend(
             "fa4", _FLASH_ATTENTION, frozenset({Property.STORES_FIRST}), version=4,
             lacks={Property.STRIDED: "its kernels of head_dim 256 take K and V for contiguous"},
         ),
-        Backend("flashinfer", _FLASHINFER, _ROWS, paged_only=True),
-        Backend("trtllm_mha", _TRTLLM, _ROWS),
-        Backend("torch_native", _TORCH_NATIVE, _ROWS | _EAGER),
+        Backend("flashinfer", _FLASHINFER, _FOLLOWED, paged_only=True),
+        Backend("trtllm_mha", _TRTLLM, _FOLLOWED),
+        Backend("torch_native", _TORCH_NATIVE, _FOLLOWED | _EAGER),
     ),
 }  # fmt: skip
 """Backends whose properties are known, by type of device; others count as having none of them.
@@ -206,8 +212,8 @@ def _message(device: str, lacking: Property, by: str, phase: str, found: Found) 
             f"{phase} is not known to do so{because}; use --attention-backend {others}, or remove "
             f"{by}"
         )
-    own = lacking is Property.OWN
-    what = "the compiled CPU attention" if own else "a decode without CUDA graphs"
+    graphs = lacking is Property.EAGER_DECODE
+    what = "a decode without CUDA graphs" if graphs else "the compiled CPU attention"
     todo = f"use --attention-backend {others} for both phases" if others else "serve on the CPU"
     return f"{by} requires {what}, but {phase} runs {found.shown}; {todo}, or remove {by}"
 

@@ -277,7 +277,9 @@ class CpuAttnBackend(TorchNativeAttnBackend):
             out[stored.plain_tokens] = self._native.attend(
                 self._plain_rows.native, asked, keys, values, scale=scale
             )
-        stored.attend(self._native, number, query, keys, values, out)
+        out[stored.followed] = stored.attend(
+            self._native, number, query[stored.followed], keys, values
+        )
         return out
 
     def _gathered(

@@ -101,13 +101,13 @@ def batch_of(
     )  # fmt: skip
 
 
-def _far(elsewhere: torch.Tensor | None, slots: int) -> tuple[int, ...]:
+def _far(elsewhere: torch.Tensor | None, slots: int) -> tuple[int, int, int, int]:
     """Returns the first slot that lies elsewhere, its K and V addresses, and the slot stride.
 
-    The stride is in elements. Returns an empty tuple if no slot lies elsewhere.
+    The stride is in elements. All numbers are 0 if no slot lies elsewhere.
     """
     if elsewhere is None:
-        return ()
+        return 0, 0, 0, 0
     keys, values = elsewhere[:, 0], elsewhere[:, 1]
     return slots - len(elsewhere), keys.data_ptr(), values.data_ptr(), elsewhere.stride(0)
 
@@ -150,6 +150,7 @@ class NativeAttention:
         window: int | None = None,
         elsewhere: torch.Tensor | None = None,
         beyond: bool = False,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the attention of a batch's rows, whose K and V are in the pool.
 
@@ -162,6 +163,8 @@ class NativeAttention:
             elsewhere: K and V of the pool's last slots if they are not in the pool,
                 ``[slots, 2, kv_heads, head_dim]``.
             beyond: whether these slots come behind the pool's last slot instead.
+            sums: tensor for the natural log-sum-exp of each query's logits, contiguous float32
+                ``[tokens, heads]``; None if it is not wanted.
 
         Returns:
             ``[tokens, heads, head_dim]``; tokens behind the last row's are uninitialised.
@@ -185,6 +188,7 @@ class NativeAttention:
             batch, query.data_ptr(), query.stride(0), keys.data_ptr(), key_stride,
             values.data_ptr(), value_stride, slots, out.data_ptr(), tokens,
             torch.get_num_threads(), *_far(elsewhere, slots),
+            0 if sums is None else sums.data_ptr(),
         )  # fmt: skip
         return out
 

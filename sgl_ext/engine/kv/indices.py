@@ -1,4 +1,4 @@
-"""Slot indices between host and device, without waiting for kernels.
+"""Slot indices and other small tensors between host and device, without waiting for kernels.
 
 SGLang keeps slots in tensors on the KV pool's device, the block groups keep them on the host. A
 plain ``.cpu()`` or ``.to(device)`` of pageable memory waits for all earlier work on the current
@@ -22,7 +22,7 @@ def upload(values: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 
 
 class Download:
-    """Copy of a tensor of indices to the host, which is ordered on the current stream.
+    """Copy of a tensor to the host, which is ordered on the current stream.
 
     The tensor may be overwritten on this stream at once.
     """
@@ -45,12 +45,19 @@ class Download:
             self._landed = None
         return self._landed is None
 
-    def numpy(self) -> Slots:
-        """Returns the indices, int64; waits until they have landed."""
+    def tensor(self) -> torch.Tensor:
+        """Returns the copy, in pinned memory; waits until it has landed. Any thread may call it.
+
+        A tensor of the host is returned itself.
+        """
         if self._landed is not None:
             self._landed.synchronize()
             self._landed = None
-        slots: Slots = self._values.long().numpy()
+        return self._values
+
+    def numpy(self) -> Slots:
+        """Returns the copy of a tensor of indices, int64; waits until they have landed."""
+        slots: Slots = self.tensor().long().numpy()
         return slots
 
 

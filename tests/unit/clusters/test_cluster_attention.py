@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +100,18 @@ def own_tokens(rows: int, generator: torch.Generator) -> Own:
             slots.append(torch.randperm(POOL, generator=generator)[: begin + count - 1].numpy())
             new.append(count)
     return Own.of(slots, new)
+
+
+def in_pool(
+    table: torch.Tensor, contexts: Sequence[int], lengths: Sequence[int]
+) -> Callable[[Sequence[int]], Own]:
+    """Returns what gives the own tokens of some rows, each of which has a line of a table."""
+
+    def own(rows: Sequence[int]) -> Own:
+        slots = [table[row, : contexts[row]].long().numpy() for row in rows]
+        return Own.of(slots, [lengths[row] for row in rows])
+
+    return own
 
 
 def seen_by(own: Own) -> list[np.ndarray]:
@@ -325,13 +337,15 @@ def test_an_error_of_a_context_ends_only_its_own_requests(
     ]  # fmt: skip
     table = torch.arange(POOL, dtype=torch.int32).reshape(4, -1)
     lengths, contexts_ = [1, 2, 1, 1], [5, 6, 7, 8]
-    forward = StoredForward(stored, followers, table, range(4), contexts_, lengths)  # type: ignore[arg-type]
+    own_of = in_pool(table, contexts_, lengths)
+    forward = StoredForward(stored, followers, lengths, own_of)  # type: ignore[arg-type]
     query = setup.query(5)
     for layer in range(2):
         keys, values = setup.pool[layer].unbind(1)
         forward.prefetch(layer, query[forward.followed], keys, 1.0)
         out = torch.full_like(query, 7.0)
-        forward.attend(setup.native, layer, query, keys, values, out)
+        followed = query[forward.followed]
+        out[forward.followed] = forward.attend(setup.native, layer, followed, keys, values)
         own = Own.of([table[0, :5].long().numpy()], [1])
         alone = setup.attention.attend(setup.native, layer, query[:1], keys, values, own, 0.3)
         assert torch.equal(out[:1], alone)

@@ -168,13 +168,17 @@ def test_variance_is_balanced_over_subspaces() -> None:
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.sampled_from([16, 48, 64]), st.integers(0, 20),
-    st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 1.0, 10.0]), st.integers(0, 99),
+    st.integers(1, 4), st.booleans(), st.sampled_from([0.1, 1.0, 10.0]), st.booleans(),
+    st.integers(0, 99),
 )  # fmt: skip
 def test_chosen_blocks_account_for_tokens_that_are_seen_anyway(
     kv_heads: int, group: int, head_dim: int, near: int, rows: int, narrow: bool, spread: float,
-    seed: int,
+    summed: bool, seed: int,
 ) -> None:  # fmt: skip
-    """A head's attention to near tokens reduces its weight in the choice, so it must be exact."""
+    """A head's attention to near tokens reduces its weight in the choice, so it must be exact.
+
+    Own tokens are given by their keys, or by the log-sum-exp of their logits.
+    """
     chance = torch.Generator().manual_seed(seed)
     dtype = torch.bfloat16 if narrow else torch.float32
     queries = spread * torch.randn(rows, kv_heads * group, head_dim, generator=chance)
@@ -185,18 +189,19 @@ def test_chosen_blocks_account_for_tokens_that_are_seen_anyway(
     keys = torch.randn(near + 1, kv_heads, head_dim, generator=chance).to(dtype)
     coded = torch.randn(60, kv_heads, head_dim, generator=chance).numpy()
     codes = Codes.of(coded, queries.numpy(), 4)
-    visible = _clusters.Visible(
-        keys.data_ptr(), keys.stride(0), near, pool.data_ptr(), pool.stride(0), narrow,
-        slots.numpy(), starts.numpy(), lengths.numpy(),
-    )  # fmt: skip
-    deal = _clusters.Deal(block=3, devices=2, each=2)
-    found = _clusters.choose(codes.native, queries.numpy(), 0.3, visible, deal, threads=2)
-    beside = np.empty((rows, kv_heads * group), np.float32)
+    beside, own = np.empty((2, rows, kv_heads * group), np.float32)
     for row in range(rows):
         mine = slots[starts[row] : starts[row] + lengths[row]]
         seen = torch.cat([keys[:near], pool[mine]]).double().repeat_interleave(group, dim=1)
         logits = 0.3 * torch.einsum("hd,nhd->hn", queries[row].double(), seen)
         beside[row] = logits.logsumexp(1).numpy()
+        own[row] = logits[:, near:].logsumexp(1).numpy()
+    visible = _clusters.Visible(
+        keys.data_ptr(), keys.stride(0), near, pool.data_ptr(), pool.stride(0), narrow,
+        slots.numpy(), starts.numpy(), lengths.numpy() * (not summed), own if summed else None,
+    )  # fmt: skip
+    deal = _clusters.Deal(block=3, devices=2, each=2)
+    found = _clusters.choose(codes.native, queries.numpy(), 0.3, visible, deal, threads=2)
     scores = codes.mass(queries.numpy(), 0.3, beside)
     sums = scores.reshape(rows, 20, 3).sum(axis=2)
     best = _clusters.best_blocks(scores, deal)
@@ -220,9 +225,9 @@ def test_choose_refuses_invalid_shapes_slots_and_blocks() -> None:
 
     def choose(
         queries: np.ndarray = queries, starts: np.ndarray = starts, lengths: np.ndarray = lengths,
-        block: int = 3,
+        block: int = 3, sums: np.ndarray | None = None,
     ) -> np.ndarray:  # fmt: skip
-        visible = _clusters.Visible(0, 0, 0, 0, 0, False, slots, starts, lengths)
+        visible = _clusters.Visible(0, 0, 0, 0, 0, False, slots, starts, lengths, sums)
         deal = _clusters.Deal(block, devices=2, each=2)
         return _clusters.choose(codes.native, queries, 1.0, visible, deal, threads=1)
 
@@ -237,6 +242,8 @@ def test_choose_refuses_invalid_shapes_slots_and_blocks() -> None:
         choose(starts=starts + 2, lengths=lengths + 2)
     with pytest.raises(ValueError, match="slots that do not exist"):
         choose(starts=starts - 1)
+    with pytest.raises(ValueError, match="one log-sum-exp per row and head"):
+        choose(sums=np.zeros((2, 3), np.float32))
     with pytest.raises(ValueError, match="must be at least 1"):
         choose(block=0)
 

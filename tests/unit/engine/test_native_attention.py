@@ -409,6 +409,47 @@ def test_slots_outside_the_pool_give_bitwise_equal_outputs(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("contexts", "queries"),
+    [([1], [1]), ([900, 3], [1, 1]), ([900, 40], [300, 7])],  # several ranges of keys are merged
+)
+def test_log_sum_exps_are_those_of_torch(
+    isa: str, dtype: torch.dtype, contexts: list[int], queries: list[int]
+) -> None:
+    heads, kv_heads, head_dim, scale = 6, 2, 64, 0.125
+    keys, values = torch.randn(2, 1000, kv_heads, head_dim).to(dtype)
+    table = torch.stack([torch.randperm(1000)[:900] for _ in contexts]).to(torch.int32)
+    rows = batch_of(table, range(len(contexts)), contexts, queries)
+    query = (3 * torch.randn(sum(queries), heads, head_dim)).to(dtype)
+    attention, sums = NativeAttention(isa), torch.full((sum(queries), heads), math.nan)
+    out = attention.attend(rows, query, keys, values, scale=scale, sums=sums)
+    assert torch.equal(out, attention.attend(rows, query, keys, values, scale=scale))
+    expected, start = [], 0
+    for line, context, new in zip(table.long(), contexts, queries, strict=True):
+        seen = keys[line[:context]].double().repeat_interleave(heads // kv_heads, 1)
+        asked = query[start : (start := start + new)].double()
+        logits = torch.einsum("qhd,khd->qhk", asked, seen) * scale
+        hidden = torch.arange(context) > torch.arange(context - new, context)[:, None]
+        expected.append(logits.masked_fill(hidden[:, None], -math.inf).logsumexp(-1))
+    error = 1e-5 if dtype == torch.float32 else 3e-3  # weights may be rounded to bfloat16
+    torch.testing.assert_close(sums.double(), torch.cat(expected), atol=error, rtol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("context", "new"), [(300, 1), (300, 40), (700, 1)])
+def test_the_log_sum_exp_of_logits_of_minus_infinity_is_minus_infinity(
+    isa: str, context: int, new: int
+) -> None:
+    table = torch.arange(context, dtype=torch.int32)[None]
+    keys, sums = torch.full((context, 1, 16), -math.inf), torch.zeros(new, 2)
+    rows, query = batch_of(table, [0], [context], [new]), torch.ones(new, 2, 16)
+    out = NativeAttention(isa).attend(rows, query, keys, torch.ones_like(keys), scale=1, sums=sums)
+    assert (sums == -math.inf).all()
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_torch_on_the_same_thread_is_not_disturbed(isa: str) -> None:
     """Interleaves with torch's products, which may keep their own tile configuration (AMX)."""
     torch.set_num_threads(1)

@@ -216,9 +216,8 @@ def test_kv_pools_are_not_sized_after_graph_capture_unless_asked_for() -> None:
     )
 
 
-def test_every_power_is_implemented_on_the_cpu_and_some_on_cuda() -> None:
-    assert READY["cpu"] == set(SECTIONS)
-    assert READY["cuda"] < set(SECTIONS)
+def test_every_power_is_implemented_on_the_cpu_and_on_cuda() -> None:
+    assert dict(READY) == {"cpu": set(SECTIONS), "cuda": set(SECTIONS)}
     assert dict(served.TRIED) == {"cpu": READY["cpu"], "cuda": set()}
     assert set(SECTIONS) == {kind.name for kind in ORDER}
     assert set(served.SLAB_DEVICES) == {"cpu", "cuda"}
@@ -226,12 +225,12 @@ def test_every_power_is_implemented_on_the_cpu_and_some_on_cuda() -> None:
 
 LISTED = runpy.run_path(str(ROOT / "scripts" / "list_served.py"))
 PREFILL = ("restore", "chunks")
-ALL, OWN = tuple(LISTED["POWERS"]), ("peer.stream layer", "clusters")
+ALL, OWN = tuple(LISTED["POWERS"]), ("peer.stream layer",)
 REFUSED = {
     ("cpu", "torch_native"): (),
-    ("cpu", "triton"): OWN,
-    ("cpu", "flex_attention"): (*PREFILL, *OWN),
-    ("cpu", "intel_amx"): (*PREFILL, *OWN),
+    ("cpu", "triton"): (*OWN, "clusters"),
+    ("cpu", "flex_attention"): (*PREFILL, *OWN, "clusters"),
+    ("cpu", "intel_amx"): (*PREFILL, *OWN, "clusters"),
     ("cuda", "triton"): OWN,
     ("cuda", "fa3"): OWN,
     ("cuda", "fa4"): ALL,
@@ -263,6 +262,7 @@ def test_requirements_are_those_of_the_power_that_is_listed() -> None:
     page = LISTED["page"]()
     assert f"## cuda (implemented: {', '.join(sorted(READY['cuda']))})" in page
     assert "| triton | yes | yes | yes | yes | yes | no | no |" in page
+    assert "| triton | yes | yes | yes | yes | yes | no | yes |" in page
 
 
 def test_refusals_say_what_was_asked_what_was_found_and_what_to_do() -> None:
@@ -285,9 +285,9 @@ def test_refusals_say_what_was_asked_what_was_found_and_what_to_do() -> None:
         "peer.stream layer requires the compiled CPU attention, but prefill runs triton; serve on "
         "the CPU, or remove peer.stream layer"
     )
-    assert texts["cuda", "triton", "clusters"] == (
-        "clusters requires the compiled CPU attention, but prefill runs triton; serve on the CPU, "
-        "or remove clusters"
+    assert texts["cpu", "triton", "clusters"] == (
+        "clusters requires the compiled CPU attention, but prefill runs triton; use "
+        "--attention-backend torch_native for both phases, or remove clusters"
     )
     both = served.Phases(served.configured("cuda", "triton"), served.configured("cuda", "triton"))
     eager = {Property.EAGER_DECODE: "clusters"}
@@ -295,9 +295,9 @@ def test_refusals_say_what_was_asked_what_was_found_and_what_to_do() -> None:
         "clusters requires a decode without CUDA graphs, but decode runs triton; use "
         "--attention-backend torch_native or flex_attention for both phases, or remove clusters"
     )
-    assert served.refusal("cuda", both, "clusters", {}) == (
-        "clusters is not implemented for the device cuda; serve on the CPU "
-        "(SGLANG_PLATFORM=sgl_ext_cpu), or remove clusters"
+    assert served.refusal("rocm", both, "peer", {}) == (
+        "peer is not implemented for the device rocm; serve on the CPU "
+        "(SGLANG_PLATFORM=sgl_ext_cpu), or remove peer"
     )
     assert served.refusal("cpu", both, "tiers", {Property.STRIDED: "tiers"}) is None
 

@@ -228,9 +228,7 @@ def test_backends_on_cuda_are_served_or_refused_by_their_properties(
     model.hf_config.architectures = ["LlamaForCausalLM"]
     view = arguments(device="cuda", attention_backend=backend)
     refused = None
-    if power == "clusters":
-        refused = f"clusters requires the compiled CPU attention, but prefill runs {backend}; serve"
-    elif backend == "hpc_ops" and power in ("restore", "chunks"):
+    if backend == "hpc_ops" and power in ("restore", "chunks"):
         refused = "computes parts of a prompt .* hpc_ops is not known .*backend triton, fa3, fla"
     elif backend in ("fa4", "hpc_ops"):
         refused = f"and {backend} in prefill is not known .*; use --attention-backend triton, fa3,"
