@@ -35,22 +35,20 @@ POOL = ("--max-total-tokens", "16384")
 
 LONGEST = (
     "start", "swaps", "exactness", "triton_backend", "faked_cuda_powers", "cpu_serving",
-    "peer_servers", "peers_on_faked_cuda",
-    "serving", "tiers", "tier_server", "native_sanitizers", "links",
-    "cluster_server", "layouts", "other_pools", "remote_servers", "faked_cuda", "serve_script",
-    "engine", "chunk_server", "chunks_on_faked_cuda", "swap_server", "device_scenarios", "beams",
-    "restores", "setup",
+    "peer_servers", "peers_on_faked_cuda", "serving", "tiers", "tier_server", "native_sanitizers",
+    "links", "cluster_server", "layouts", "other_pools", "remote_servers", "faked_cuda", "serve_script",
+    "engine", "chunk_server", "chunks_on_faked_cuda", "clusters_on_faked_cuda", "swap_server",
+    "device_scenarios", "beams", "restores", "setup",
     "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
 )  # fmt: skip
 """Names of test files that take half a minute or more, the longest one first"""
 
 
 SLOW = (
-    "block_groups", "chaos", "cluster_fuzz", "device_scenarios", "device_sides",
-    "doctor", "faked_device", "fuzz",
-    "harness", "kv_allocator", "loan", "races", "remote", "secrets", "ssd_crash", "ssd_stalls",
-    "ssd_start", "torchvision_bridge", "triton_compile", "triton_kernels", "triton_rotate",
-    "unserved",
+    "block_groups", "chaos", "cluster_fuzz", "device_scenarios", "device_sides", "doctor",
+    "faked_device", "followers_on_device", "fuzz", "harness", "kv_allocator", "loan", "races",
+    "remote", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "torchvision_bridge",
+    "triton_compile", "triton_kernels", "triton_log_sums", "triton_rotate", "unserved",
 )  # fmt: skip
 """Names of unit test files that take seconds or more"""
 

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
@@ -183,6 +183,34 @@ def test_stored_contexts_require_the_compiled_cpu_attention() -> None:
                 stored_geometry.geometry_of(scheduler, LAYOUT)
         else:
             assert stored_geometry.geometry_of(scheduler, LAYOUT).heads == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("sliding_window_size", 64, "sliding windows or capped"),
+        ("logit_cap", 30.0, "sliding windows or capped"),
+        ("attn_type", AttentionType.DECODER_BIDIRECTIONAL, "sinks, to later tokens"),
+        ("xai_temperature_len", 8, "with a temperature"),
+        (None, None, "attention with sinks"),
+    ],
+)
+def test_attention_that_is_no_plain_softmax_over_earlier_tokens_is_refused(
+    field: str | None, value: object, named: str
+) -> None:
+    model = torch.nn.Module()
+    model.layer = RadixAttention(4, 64, 0.125, 2, 0)
+    config = SimpleNamespace(has_attention_sinks=False)
+    scheduler: Any = SimpleNamespace(
+        model_config=config, tp_worker=SimpleNamespace(model_runner=runner(TRITON, model=model))
+    )
+    assert stored_geometry.geometry_of(scheduler, LAYOUT, on_device=True).kv_heads == 2
+    if field is None:
+        config.has_attention_sinks = True
+    else:
+        setattr(model.layer, field, value)
+    with pytest.raises(ExtError, match=named):
+        stored_geometry.geometry_of(scheduler, LAYOUT, on_device=True)
 
 
 @pytest.mark.parametrize("name", ["ours", "gathering", "stock"])
