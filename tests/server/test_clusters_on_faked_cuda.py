@@ -143,4 +143,4 @@ def test_only_forwards_with_followers_wait_for_the_device(pair: Pair) -> None:
     since = time.monotonic()
     pair.ask(pair.cuda, [*QUESTIONS[0], 101], 0.1)
     wait = "Event.synchronize"
-    assert _waits(pair, since) == {(wait, "DeviceForward.merge"), (wait, "DeviceForward.prefetch")}
+    assert _waits(pair, since) == {(wait, "DeviceForward._merge"), (wait, "DeviceForward.prefetch")}
