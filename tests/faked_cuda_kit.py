@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
+import requests
 from conftest import ROOT
 from transfer_kit import fake_cuda
 
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving.server import Server, System
 
+DEADLINE_S = 300.0
 TOKENS = 2048
 SIZE = ("--max-total-tokens", str(TOKENS), "--dtype", "float32")
 ARGUMENTS = (
@@ -85,3 +89,64 @@ def small_llama(folder: Path, *, layers: int = 2, longest: int = 4096) -> Path:
         LlamaForCausalLM(config).save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
+
+
+def post(server: Server, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer to a request, which must succeed."""
+    response = requests.post(f"{server.url}{route}", json=body, timeout=DEADLINE_S)
+    assert response.ok, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def ask(
+    server: Server,
+    prompt: object,
+    tokens: int = 4,
+    custom_params: Mapping[str, object] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Returns a server's greedy answer to a text, a list of texts and contexts, or token ids."""
+    ids = isinstance(prompt, list) and isinstance(prompt[0], int)
+    parameters = {
+        "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True,
+        "custom_params": custom_params or {},
+    }  # fmt: skip
+    body = {"sampling_params": parameters, "return_logprob": True, **more}
+    return post(server, "/generate", {"input_ids" if ids else "text": prompt, **body})
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Asserts that two answers have the same tokens, of which the logprobs differ by rounding."""
+    assert found["output_ids"] == expected["output_ids"]
+    logprobs = [
+        [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        for answer in (found, expected)
+    ]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+
+def entry(answer: dict[str, Any], power: str) -> dict[str, Any]:
+    """Returns what a power has told of an answer."""
+    (found,) = [each for each in answer["meta_info"].get("ext") or () if each["power"] == power]
+    return dict(found)
+
+
+def waits(server: Server, since: float, where: str) -> set[str]:
+    """Returns the functions in a part of the plugin in which the faked device was waited for.
+
+    Args:
+        since: time on the monotonic clock from which waits count.
+        where: part of the path of their modules.
+    """
+    found = set()
+    for line in journal(server):
+        if line["at"] >= since and line["kind"] in ("sync", "read", "upload"):
+            inside = (place for place in line["places"] if where in place)
+            found |= {place.split(":")[1].split()[1] for place in islice(inside, 1)}
+    return found
+
+
+def faults(server: Server) -> list[str]:
+    """Returns the races and the misuses that the faked device has found."""
+    return [line["what"] for line in journal(server) if line["kind"] in ("race", "refused")]

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
-from faked_cuda_kit import SIZE, journal, on_faked_cuda, small_llama
+from faked_cuda_kit import SIZE, ask, entry, faults, on_faked_cuda, post, same, small_llama, waits
 
 from sgl_ext.serving.server import Server, System, serve
 
-DEADLINE_S = 300.0
+CLUSTERS = "sgl_ext/engine/clusters/"
 CHANCE = random.Random(5)  # noqa: S311
 CONTEXT = [CHANCE.randrange(97, 123) for _ in range(500)]
 QUESTIONS = [[CHANCE.randrange(97, 123) for _ in range(count)] for count in (9, 40, 150)]
@@ -30,12 +29,13 @@ class Pair:
 
     def __init__(self, cpu: Server, cuda: Server) -> None:
         self.cpu, self.cuda = cpu, cuda
-        self.ids = {server.url: _store(server) for server in (cpu, cuda)}
+        body = {"input_ids": CONTEXT}
+        self.ids = {each.url: post(each, "/ext/clusters", body)["id"] for each in (cpu, cuda)}
 
     def ask(self, server: Server, prompt: list[int], share: float | None = None) -> dict[str, Any]:
         """Returns a server's answer to a prompt, which follows the context with a share if any."""
-        follows = {} if share is None else {"id": self.ids[server.url], "sparsity": share}
-        return _ask(server, prompt, {"ext_stored": follows} if follows else {})
+        follows = {"ext_stored": {"id": self.ids[server.url], "sparsity": share}}
+        return ask(server, prompt, custom_params={} if share is None else follows)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ]
     with serve(systems, _brief(small_llama(folder / "model")), folder) as (cpu, cuda):
         yield Pair(cpu, cuda)
-        faults = [line["what"] for line in journal(cuda) if line["kind"] in ("race", "refused")]
-        assert not faults
+        assert not faults(cuda)
 
 
 def _brief(model: Path) -> Path:
@@ -68,51 +67,24 @@ def _arguments(folder: Path) -> tuple[str, ...]:
     for each in directories:
         each.mkdir(parents=True)
     section = {"directories": [*map(str, directories)], "largest": 1.0, "prefetch": 2.0}
-    config = json.dumps({"clusters": section})
+    tiers = {"host": {"capacity": "64MiB"}}
+    config = json.dumps({"clusters": section, "tiers": tiers, "swap": {"capacity": "8MiB"}})
     return (
         "--enable-ext", "--ext-config", config, "--page-size", "16", "--chunked-prefill-size", "128"
     )  # fmt: skip
-
-
-def _store(server: Server) -> str:
-    body = {"input_ids": CONTEXT}
-    answer = requests.post(f"{server.url}/ext/clusters", json=body, timeout=DEADLINE_S)
-    assert answer.ok, answer.text
-    id_: str = answer.json()["id"]
-    return id_
-
-
-def _ask(server: Server, prompt: list[int], custom: dict[str, Any]) -> dict[str, Any]:
-    params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "custom_params": custom}
-    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
-    assert response.ok, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Asserts that two answers have the same tokens, of which the logprobs differ by rounding."""
-    assert found["output_ids"] == expected["output_ids"]
-    logprobs = [
-        [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-        for answer in (found, expected)
-    ]
-    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])
 def test_answers_are_those_of_the_cpu(pair: Pair, share: float) -> None:
     for question in QUESTIONS:
         found, expected = (pair.ask(server, question, share) for server in (pair.cuda, pair.cpu))
-        _same(found, expected)
-        (entry,) = found["meta_info"]["ext"]
-        assert entry["exact"] == (share == 1)
+        same(found, expected)
+        assert entry(found, "clusters")["exact"] == (share == 1)
 
 
 def test_a_share_of_one_is_the_prompt_behind_the_context(pair: Pair) -> None:
     for question in QUESTIONS:
-        _same(pair.ask(pair.cuda, question, 1.0), pair.ask(pair.cuda, [*CONTEXT, *question]))
+        same(pair.ask(pair.cuda, question, 1.0), pair.ask(pair.cuda, [*CONTEXT, *question]))
 
 
 def test_followers_and_plain_requests_share_forwards(pair: Pair) -> None:
@@ -122,25 +94,13 @@ def test_followers_and_plain_requests_share_forwards(pair: Pair) -> None:
     with ThreadPoolExecutor(len(kinds)) as threads:
         futures = [threads.submit(pair.ask, pair.cuda, *kind) for kind in kinds]
         for future, other in zip(futures, expected, strict=True):
-            _same(future.result(), other)
-
-
-def _waits(pair: Pair, since: float) -> set[tuple[str, str]]:
-    """Returns where the plugin has waited for the device: what, and the function that did so."""
-    return {
-        (line["what"], place.split(" ")[1])
-        for line in journal(pair.cuda)
-        if line["at"] >= since and line["kind"] in ("sync", "read", "upload")
-        for place in line["places"][:2]
-        if "sgl_ext/engine/clusters/" in place
-    }
+            same(future.result(), other)
 
 
 def test_only_forwards_with_followers_wait_for_the_device(pair: Pair) -> None:
     since = time.monotonic()
     pair.ask(pair.cuda, [*QUESTIONS[0], 100])
-    assert not _waits(pair, since)
+    assert not waits(pair.cuda, since, CLUSTERS)
     since = time.monotonic()
     pair.ask(pair.cuda, [*QUESTIONS[0], 101], 0.1)
-    wait = "Event.synchronize"
-    assert _waits(pair, since) == {(wait, "DeviceForward._merge"), (wait, "DeviceForward.prefetch")}
+    assert waits(pair.cuda, since, CLUSTERS) == {"DeviceForward._merge", "DeviceForward.prefetch"}
