@@ -37,8 +37,8 @@ LONGEST = (
     "start", "swaps", "exactness", "triton_backend", "faked_cuda_powers", "cpu_serving",
     "peer_servers", "peers_on_faked_cuda", "serving", "tiers", "tier_server", "native_sanitizers",
     "links", "cluster_server", "layouts", "other_pools", "remote_servers", "faked_cuda",
-    "serve_script", "engine", "chunk_server", "chunks_on_faked_cuda", "clusters_on_faked_cuda", "swap_server",
-    "device_scenarios", "beams", "restores", "setup",
+    "serve_script", "engine", "chunk_server", "chunks_on_faked_cuda", "clusters_on_faked_cuda",
+    "swap_server", "device_scenarios", "beams", "restores", "setup",
     "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
 )  # fmt: skip
 """Names of test files that take half a minute or more, the longest one first"""
