@@ -75,7 +75,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, after the connection that it serves."""
+        """Ends the thread, after the request that it serves."""
         self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -96,7 +96,7 @@ class DescriptorServer:
     def _serve(self, client: socket.socket) -> None:
         """Answers the requests of a client until it closes the connection."""
         client.settimeout(self._deadline)
-        while request := client.recv(_LARGEST):
+        while not self._closed.is_set() and (request := client.recv(_LARGEST)):
             with ExitStack() as opened:
                 descriptors: list[int] = []
                 reply = _Reply()

@@ -88,6 +88,8 @@ class Link:
         self.refused = ""
         """Reason why the master cannot decode the messages of this worker; empty if it can"""
         self._latest: dict[bytes, Message] = {}
+        self._repeated: dict[bytes, tuple[bytes, Message]] = {}
+        """Latest data of each sender and its message, because most messages are repetitions."""
         self._address = address
         with ExitStack() as undo:
             try:
@@ -204,7 +206,7 @@ class Link:
             except zmq.Again:
                 return
             try:
-                message = decode(data)
+                message = self._decoded(b"".join(sender), data)
             except ProtocolError as error:
                 self._reject(sender, error)
                 continue
@@ -215,6 +217,15 @@ class Link:
                 if sender == self._error.sender:
                     self._error = _NO_ERROR
                 self._accept(message)
+
+    def _decoded(self, sender: bytes, data: bytes) -> Message:
+        before, message = self._repeated.pop(sender, (b"", None))
+        if message is None or data != before:
+            message = decode(data)
+        self._repeated[sender] = data, message
+        if len(self._repeated) > _SIDES:
+            del self._repeated[next(iter(self._repeated))]
+        return message
 
     def _accept(self, message: Message) -> None:
         with self._lock:

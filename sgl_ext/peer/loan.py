@@ -53,6 +53,7 @@ class Lender:
     def _begin(self, memory: tuple[Extent, ...]) -> None:
         self._session += 1
         self._memory = memory
+        self._message: Lend | None = None
         self.master = b""
         self.granted = self.bound = 0
         self.latest: Keep | None = None
@@ -77,11 +78,16 @@ class Lender:
 
     @property
     def message(self) -> Lend:
-        """The message with the full state of this side."""
-        return Lend(
-            self.worker, self._session, self.master, self._number, self.granted, self._pid,
-            self._memory, self.busy, self._gpu,
-        )  # fmt: skip
+        """The message with the full state of this side; the same object while nothing changes."""
+        state = self.master, self._number, self.granted, self.busy
+        last = self._message
+        # Memory of a device has thousands of extents, which a new message checks one by one.
+        if last is None or state != (last.master, last.number, last.size, last.busy):
+            self._message = last = Lend(
+                self.worker, self._session, self.master, self._number, self.granted, self._pid,
+                self._memory, self.busy, self._gpu,
+            )  # fmt: skip
+        return last
 
     def grant(self, size: int) -> None:
         """Grants ``size`` bytes in total.

@@ -61,6 +61,7 @@ CudaRuntime::CudaRuntime(const std::string& path, int device) {
     throw Refused("there is no CUDA device " + std::to_string(device) + "; " + library +
                   " finds " + std::to_string(devices) + " devices");
   }
+  find_batches(handle, device);
 }
 
 void CudaRuntime::load(void* handle) {
@@ -86,10 +87,24 @@ void CudaRuntime::load(void* handle) {
   find(host_unregister, "cudaHostUnregister");
   find(error_string, "cudaGetErrorString");
   find(get_last_error, "cudaGetLastError");
+}
+
+void CudaRuntime::find_batches(void* handle, int device) {
+  const auto find = [&](auto& function, const char* name) {
+    void* symbol = ::dlsym(handle, name);
+    std::memcpy(&function, &symbol, sizeof function);
+    return symbol != nullptr;
+  };
   int (*runtime_version)(int*);
-  find(runtime_version, "cudaRuntimeGetVersion");
-  int version = 0;
-  runtime_version(&version);
+  int (*device_attribute)(int*, int attribute, int device);
+  if (!find(runtime_version, "cudaRuntimeGetVersion") ||
+      !find(device_attribute, "cudaDeviceGetAttribute")) {
+    return;
+  }
+  int version = 0, usable = 0;
+  const int error = device_attribute(&usable, kCanUseHostPointerForRegisteredMem, device);
+  if (error != 0) get_last_error();
+  if (error != 0 || usable == 0 || runtime_version(&version) != 0) return;
   if (version >= 12080 && version < 13000) find(batch_12_, "cudaMemcpyBatchAsync");
   if (version >= 13000 && version < 14000) find(batch_13_, "cudaMemcpyBatchAsync");
 }

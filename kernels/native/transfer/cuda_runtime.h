@@ -35,7 +35,8 @@ struct CudaRuntime {
   int (*memcpy_async)(void* dst, const void* src, std::size_t, int kind, Stream);
   int (*memcpy_2d_async)(void* dst, std::size_t dst_pitch, const void* src, std::size_t src_pitch,
                          std::size_t width, std::size_t height, int kind, Stream);
-  // Whether copy_all() is available: from CUDA 12.8 on.
+  // Whether copy_all() is available: from CUDA 12.8 on, where the device uses the addresses of
+  // registered host memory. Elsewhere only the older calls translate them.
   bool copies_batches() const { return batch_12_ || batch_13_; }
   // Has `stream`, which is not the legacy stream, copy sizes[i] bytes from srcs[i] to dsts[i], in
   // any order among themselves.
@@ -61,7 +62,10 @@ struct CudaRuntime {
     unsigned flags = 0;
   };
 
+  static constexpr int kCanUseHostPointerForRegisteredMem = 91;  // cudaDeviceAttr
+
   void load(void* handle);
+  void find_batches(void* handle, int device);
 
   // cudaMemcpyBatchAsync of CUDA 12 and of CUDA 13; at most one is not null.
   int (*batch_12_)(void* const* dsts, const void* const* srcs, const std::size_t* sizes,

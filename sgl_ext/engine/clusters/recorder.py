@@ -116,10 +116,16 @@ class Recorder:
         Args:
             query: queries of all rows, ``[tokens, heads, head_dim]``.
         """
-        for queries, start, end in self._taking:
-            while len(queries.layers) <= layer:
-                queries.layers.append([])
-            queries.layers[layer].append(Download(query[start:end].float()))
+        try:
+            for queries, start, end in self._taking:
+                while len(queries.layers) <= layer:
+                    queries.layers.append([])
+                queries.layers[layer].append(Download(query[start:end].float()))
+        except RuntimeError:  # for example, too little memory
+            logger.exception("the queries of a context cannot be recorded")
+            taking = [id(queries) for queries, _, _ in self._taking]
+            self._spoilt |= {name for name, each in self._queries.items() if id(each) in taking}
+            self._taking = []
 
     def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor | None) -> int:
         """Forgets a request that has ended, and writes the record after the context's last prompt.
@@ -131,7 +137,8 @@ class Recorder:
             slots: slots of these tokens; None if the request was not computed to its end.
 
         Returns:
-            The number of queries in the record that is written; 0 if none is.
+            The number of queries in the record that is written; 0 if none is, also because there
+            is too little memory for a copy of the KV.
         """
         if (asked := self._asked.pop(rid, None)) is None:
             return 0
@@ -142,7 +149,11 @@ class Recorder:
             self._queries.pop(asked.id, None)
         elif asked.last and (queries := self._queries.pop(asked.id, None)) is not None:
             # The slots are freed when this method returns; only the KV must be copied before.
-            kv = self._kv(slots[: asked.tokens])
+            try:
+                kv = self._kv(slots[: asked.tokens])
+            except RuntimeError:
+                logger.exception("the KV of a context cannot be recorded")
+                return 0
             context = np.array(tokens[: asked.tokens], np.int32)
             self._threads.submit(self._write, asked, context, kv, queries)
             return len(queries.seen)

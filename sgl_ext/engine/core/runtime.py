@@ -40,6 +40,8 @@ class ExtRuntime:
     """Prefill plans by request id; requests without one are computed as usual."""
     split: Split | None = None
     """Rows of the running forward; None if it follows no plans."""
+    eager: bool = False
+    """True while a forward follows plans; its parts are not computed by captured CUDA graphs."""
     timer: ForwardTimer = field(default_factory=lambda: ForwardTimer(None))
     prefill_seconds: float = 0.0
     """Total duration of all prefill forwards so far, in seconds."""

@@ -136,6 +136,8 @@ def forward(
             power.fill(batch.rids[at], start, end, slots)
     parts = rows.rows_of(plans, planned.prefixes, planned.ends)
     with ExitStack() as surrounding:
+        surrounding.callback(setattr, ext, "eager", False)
+        ext.eager = True
         surrounding.enter_context(rows.any_number(runner, sum(batch.extend_seq_lens_cpu)))
         for power in ext.outside_in:
             parts = surrounding.enter_context(power.within(planned, parts))

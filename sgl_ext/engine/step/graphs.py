@@ -13,7 +13,7 @@ from sgl_ext.engine.core.sglang_types import ForwardBatch
 
 def _can_run_graph(original: Original, runner: object, batch: ForwardBatch) -> bool:
     ext = runtime.current
-    if ext is not None and (ext.split is not None or any(p.eager(batch) for p in ext.inside_out)):
+    if ext is not None and (ext.eager or any(power.eager(batch) for power in ext.inside_out)):
         return False
     return bool(original(runner, batch))
 

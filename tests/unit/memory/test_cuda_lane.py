@@ -95,6 +95,18 @@ def test_single_rows_are_copied_in_one_call_where_the_runtime_has_it(
     assert device.fake.fake_batched_copies() == batched
 
 
+def test_no_batch_names_host_memory_by_addresses_that_the_device_does_not_use(
+    engine: TransferEngine, cudart: Path, device: SimulatedDevice
+) -> None:
+    usable = ctypes.c_int.in_dll(device.fake, "fake_host_pointers")
+    usable.value = 0
+    try:
+        moved(engine, engine.cuda_lane(library=cudart, dispatches=32))
+    finally:
+        usable.value = 1
+    assert device.fake.fake_batched_copies() == 0
+
+
 @pytest.mark.parametrize("error", [1, 36, 801])
 def test_copies_go_one_by_one_after_a_batch_was_refused(
     engine: TransferEngine, cudart: Path, device: SimulatedDevice, error: int

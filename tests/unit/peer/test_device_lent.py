@@ -512,6 +512,30 @@ def test_silent_clients_delay_others_by_their_deadline_only(
     assert wait_until(lambda: psutil.Process().num_fds() == files, 5)
 
 
+def test_a_server_closes_although_a_client_goes_on_asking(owner: Owner) -> None:
+    request = msgspec.msgpack.encode(owner.lendable.extents[:1])
+    with connect(owner) as channel:
+
+        def ask() -> None:
+            with suppress(OSError):
+                while True:
+                    channel.send(request)
+                    data, descriptors, *_ = socket.recv_fds(channel, 100, 1)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    if not data:
+                        return
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        closing = threading.Thread(target=owner.server.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        asking.join(10)
+        assert not asking.is_alive()
+
+
 @pytest.mark.parametrize("refuses", ["owner", "borrower"])
 def test_processes_of_other_users_are_refused(
     owner: Owner, borrower: Borrower, monkeypatch: pytest.MonkeyPatch, refuses: str

@@ -44,6 +44,8 @@ def _copy(value: Any) -> Any:
 
 
 def _fixed(value: object) -> object:
+    if isinstance(value, Lend):  # the latest message, which follows from the other attributes
+        return None
     return tuple(value) if isinstance(value, deque) else value
 
 
@@ -209,6 +211,28 @@ def test_bound_covers_all_grants_until_the_latest_is_kept() -> None:
     borrower.used = PAGE
     assert not lender.receive(borrower.message)
     assert lender.settled
+
+
+def test_a_message_is_made_when_something_changes_only() -> None:
+    lender = Lender(b"worker", 1, memory(0))
+
+    def changed() -> bool:
+        before, before_that = lender.message, seen[-1]
+        seen.append(before)
+        assert lender.message is before
+        return before != before_that
+
+    seen = [lender.message]
+    assert not changed()
+    lender.receive(Borrower(b"master", 2, 1, lender.message).message)
+    assert changed()
+    lender.grant(PAGE)
+    assert changed()
+    lender.busy = True
+    assert changed()
+    lender.end(memory(1))
+    assert changed()
+    assert (lender.message.session, lender.message.memory) == (2, memory(1))
 
 
 def test_invalid_grants_and_uses_are_refused() -> None:

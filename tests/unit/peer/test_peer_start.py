@@ -225,6 +225,26 @@ def test_a_link_survives_invalid_and_misattributed_messages(
     until(lambda: master.received() == [LEND])
 
 
+def test_a_link_decodes_repeated_messages_once(
+    private: Path, ends: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+
+    def noted(data: bytes) -> object:
+        decoded.append(data)
+        return decode(data)
+
+    monkeypatch.setattr(peer_link, "decode", noted)
+    address = directory.address(private)
+    master, worker = Link("master", address, beat=0.02), Link("worker", address, beat=0.02)
+    ends += [master.close, worker.close]
+    for number, lend in enumerate((LEND, replace(LEND, busy=True), LEND), 1):
+        worker.publish([lend])
+        for _ in range(4):
+            until(lambda lend=lend: master.received() == [lend])
+        assert len(decoded) == number
+
+
 def test_a_link_keeps_only_the_latest_messages(
     private: Path, ends: list[Callable[[], object]]
 ) -> None:

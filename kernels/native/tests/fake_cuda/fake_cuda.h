@@ -91,6 +91,6 @@ int fake_handles();
 
 // --- Facts that a test may change ---
 
-extern int fake_devices, fake_version;
+extern int fake_devices, fake_version, fake_host_pointers;
 extern std::size_t fake_free_bytes;
 }

@@ -11,7 +11,7 @@ using fake::Record;
 using fake::Stream;
 using Lock = Device::Lock;
 
-int fake_devices = 1, fake_version = 13000;
+int fake_devices = 1, fake_version = 13000, fake_host_pointers = 1;
 
 namespace {
 
@@ -43,6 +43,13 @@ int cudaGetDeviceCount(int* count) {
 }
 int cudaSetDevice(int device) {
   return device < fake_devices ? fake::kSuccess : fake::kInvalidDevice;
+}
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  constexpr int kCanUseHostPointerForRegisteredMem = 91;
+  if (device < 0 || device >= fake_devices) return fake::kInvalidDevice;
+  if (attribute != kCanUseHostPointerForRegisteredMem) return fake::kInvalidValue;
+  *value = fake_host_pointers;
+  return fake::kSuccess;
 }
 int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
