@@ -39,6 +39,9 @@ class Addresses(Protocol):
 class Blocks(Protocol):
     """The engine's KV blocks; ranges are ``[start, end)``."""
 
+    def clear(self, start: int, end: int) -> None:
+        """Clears blocks that their worker may have used since this engine did."""
+
     def restore(self, start: int, end: int) -> None:
         """Makes the blocks available for allocation."""
 
@@ -255,6 +258,8 @@ class Master:
             return
         wanted = self._wanted(loan)
         first = region.blocks(wanted, self._block)
+        if first < loan.first:
+            self._blocks.clear(first, loan.first)
         self._blocks.restore(first, region.end)
         loan.first, loan.returning = first, False
         borrower.used = wanted

@@ -65,6 +65,9 @@ class SimulatedMaster:
         self._waits.synchronize()
         self.mapping.drop(region.offset, region.size)
 
+    def clear(self, start: int, end: int) -> None:
+        """Does nothing: what forwards read is written by forwards before."""
+
     def restore(self, start: int, end: int) -> None:
         self._resizer.restore(start, end)
 

@@ -62,13 +62,15 @@ class MasterSide(PeerSide):
             map_memory(self._mapping, region.offset, worker.pid, extents)
         else:
             map_device_memory(self._mapping, region.offset, worker.socket, extents)
-            self._zero(region.offset, region.size)
 
     def unmap(self, region: Region) -> None:
         if self.stream is not None:
             self.stream.settle()
         self._streams.synchronize()  # a forward that meets unmapped memory ends the process
         self._mapping.drop(region.offset, region.size)
+
+    def clear(self, start: int, end: int) -> None:
+        self._clear(start, end)
 
     def restore(self, start: int, end: int) -> None:
         self._resizer.restore(start, end)

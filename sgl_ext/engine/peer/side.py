@@ -116,13 +116,14 @@ class PeerSide:
         if blocks > before:
             running.batch_is_full = False
 
-    def _zero(self, offset: int, size: int) -> None:
-        """Clears memory of a device that another process has used.
+    def _clear(self, start: int, end: int) -> None:
+        """Clears blocks of a device that another process has used.
 
-        Some attention kernels multiply masked values by zero, and its bits may be those of NaN.
+        Some attention kernels multiply masked values by zero, and their bits may be those of NaN.
         """
         if isinstance(self._slab, SharedDeviceSlab):
-            self._slab.zero(offset, size)
+            block = self._slab.layout.block_bytes
+            self._slab.zero(start * block, (end - start) * block)
 
     def _connect(self) -> None:
         """Opens the link; called when all other parts of this side exist."""

@@ -86,8 +86,8 @@ class WorkerSide(PeerSide):
         return self._resizer.shrink(blocks)
 
     def grow(self, blocks: int) -> None:
-        block = self._slab.layout.block_bytes
-        self._zero((self._first + self.blocks) * block, blocks * block)
+        start = self._first + self.blocks
+        self._clear(start, start + blocks)
         self._resizer.grow(blocks)
 
     def step(self, running: ScheduleBatch) -> None:

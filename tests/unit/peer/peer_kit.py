@@ -215,6 +215,10 @@ class LightMaster(Light):
     def unmap(self, region: Region) -> None:
         self.slab.mapping.drop(region.offset, region.size)
 
+    def clear(self, start: int, end: int) -> None:
+        block = self.slab.layout.block_bytes // self.bytes.itemsize
+        self.bytes[start * block : end * block] = 0
+
     def restore(self, start: int, end: int) -> None:
         self.groups.restore(start, end)
 

@@ -170,6 +170,23 @@ def test_whole_pieces_change_hands(opened: Open, device: SimulatedDevice) -> Non
     device.assert_no_races()
 
 
+def test_memory_that_is_mapped_but_not_lent_keeps_the_workers_kv(opened: Open) -> None:
+    """A master maps all pieces that a worker may lend, and uses those that it is granted."""
+    lender, borrower = opened("worker"), opened("master")
+    _, master = sides(lender, borrower)
+    kept = lender.begin("kept", (IN_A_PIECE + 10) * PAGE)
+    blocks = lender.blocks_of(kept)
+    assert max(blocks) > IN_A_PIECE  # the first piece that may be lent is in use
+    kv = lender.scheduler.slab.tensor()[blocks]
+    kv.fill_(7)
+    lender.scheduler.slab.tensor()[blocks] = kv
+    together([lender, borrower], lambda: master._master.borrowed >= PIECE)
+    (loan,) = master._master.loans
+    assert loan.region is not None
+    assert loan.region.size == 2 * PIECE
+    assert (lender.scheduler.slab.tensor()[blocks] == 7).all()
+
+
 def test_a_worker_lends_what_its_capacity_allows(opened: Open) -> None:
     side = opened("worker", capacity=PIECE).side
     assert isinstance(side, WorkerSide)
