@@ -72,7 +72,8 @@ def lines(folder: Path) -> Iterator[dict[str, Any]]:
 def small_llama(folder: Path, *, layers: int = 2, longest: int = 4096) -> Path:
     """Writes a Llama of random weights whose heads fit Triton's kernels, and returns its folder.
 
-    It has 4 query heads and 2 KV heads of dimension 64, and SmolLM2's tokenizer.
+    It has 4 query heads and 2 KV heads of dimension 64, and SmolLM2's tokenizer. With the default
+    ``initializer_range`` of 0.02 it would repeat the last token of any prompt, whatever its KV.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -81,7 +82,7 @@ def small_llama(folder: Path, *, layers: int = 2, longest: int = 4096) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=256, intermediate_size=512, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=longest,
-        tie_word_embeddings=True, bos_token_id=tokens.bos_token_id,
+        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=tokens.bos_token_id,
         eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng():
