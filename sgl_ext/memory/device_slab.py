@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sgl_ext.memory.cuda_mapping import CudaMapping, CudaMemory, CudaMemoryError
+from sgl_ext.memory.gpus import uuid_of
 from sgl_ext.memory.slab import Layout, Slab, SlabError, check
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ class DeviceSlab(Slab):
 
     @property
     def gpu(self) -> str:
-        import torch
-
-        return str(torch.cuda.get_device_properties(self.device).uuid)
+        return "" if self.device is None else uuid_of(self.device)
 
     def zero(self, offset: int, size: int) -> None:
         """Fills ``size`` bytes with zeros, on the current stream."""

@@ -29,6 +29,13 @@ _WORKERS = 64
 class Addresses(Protocol):
     """Addresses at which the memory of workers is mapped."""
 
+    def refusal(self, gpu: str) -> str:
+        """Returns why memory of a GPU cannot be mapped; an empty string if it can.
+
+        Args:
+            gpu: UUID of the GPU; empty for host memory.
+        """
+
     def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
         """Maps memory of a worker in ``region``; raises ExtError if that fails."""
 
@@ -92,7 +99,6 @@ class Master:
         lease: silence of a worker after which its memory is returned, in seconds, because the
             worker may need it.
         identity: identity of this process.
-        gpu: UUID of the GPU that has the engine's KV; empty for host memory.
         process: constructor of an object that tells whether a pid is alive.
     """
 
@@ -106,13 +112,12 @@ class Master:
         capacity: int,
         lease: float,
         identity: Identity,
-        gpu: str = "",
         process: Callable[[int], Process] = Process,
     ) -> None:
         self._addresses, self._blocks, self._regions = addresses, blocks, regions
         self._block, self._capacity, self._lease = block, capacity, lease
         self._process_of = process
-        self._identity, self._gpu = identity, gpu
+        self._identity = identity
         self._loans: dict[bytes, Loan] = {}
         self._closed = False
         self._crowded = False
@@ -222,12 +227,9 @@ class Master:
         most = max(min(self._regions.largest, self._capacity - taken), 0)
         borrower.most = most // self._regions.page * self._regions.page
         full = "this master has borrowed as much as it can; raise its peer.capacity to borrow more"
-        if borrower.gpu != self._gpu:
+        if refusal := self._addresses.refusal(borrower.gpu):
             borrower.most = 0
-            borrower.refused = (
-                f"the worker lends {_named(borrower.gpu)}, but this master has its KV in "
-                f"{_named(self._gpu)}; run both on the same device"
-            )
+            borrower.refused = refusal
         elif not borrower.most:
             borrower.refused = full
         elif borrower.refused == full:
@@ -266,7 +268,7 @@ class Master:
 
     def _map(self, loan: Loan) -> Region | None:
         borrower = loan.borrower
-        if borrower.gpu != self._gpu or loan.tried == borrower.size:
+        if not borrower.most or loan.tried == borrower.size:
             return None
         loan.tried = borrower.size
         memory = _last(borrower.memory, borrower.most)
@@ -291,10 +293,6 @@ class Master:
         self._addresses.unmap(region)
         self._regions.free(region)
         loan.region = None
-
-
-def _named(gpu: str) -> str:
-    return f"memory of the GPU {gpu}" if gpu else "host memory"
 
 
 def _last(memory: Sequence[Extent], size: int) -> list[Extent]:

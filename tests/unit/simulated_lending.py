@@ -55,8 +55,11 @@ class SimulatedMaster:
         self._resizer = resizer(allocator, self._waits)
         self.master = Master(
             self, self, Regions(_OWN, _OWN + _BEYOND, _BLOCK, PIECE), block=_BLOCK,
-            capacity=4 * PIECE, lease=1e6, identity=identity(), gpu="gpu",
+            capacity=4 * PIECE, lease=1e6, identity=identity(),
         )  # fmt: skip
+
+    def refusal(self, gpu: str) -> str:
+        return "" if gpu == "gpu" else "memory of another GPU"
 
     def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
         map_device_memory(self.mapping, region.offset, worker.socket, extents)

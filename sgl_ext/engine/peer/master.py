@@ -13,6 +13,7 @@ from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide, SharedSlab
 from sgl_ext.engine.peer.stream import LayerStream
 from sgl_ext.memory.device_lent import map_device_memory
+from sgl_ext.memory.gpus import unreachable
 from sgl_ext.memory.lent import Extent, map_memory
 from sgl_ext.memory.mapping import Mapping
 from sgl_ext.peer import directory
@@ -39,11 +40,13 @@ class MasterSide(PeerSide):
         self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._waiting.patience)
-        self._mapping = slab.mapping
+        self._mapping, self._gpu = slab.mapping, slab.gpu
+        self._refusals: dict[str, str] = {}
+        """Answers of :meth:`refusal`, which do not change."""
         block = slab.layout.block_bytes
         self._master = Master(
             self, self, Regions(slab.own, slab.blocks, block, slab.memory_page), block=block,
-            capacity=config.capacity or 0, lease=config.lease, identity=identity(), gpu=slab.gpu,
+            capacity=config.capacity or 0, lease=config.lease, identity=identity(),
         )  # fmt: skip
         self.retracted = 0
         self._now = time.monotonic()
@@ -56,6 +59,24 @@ class MasterSide(PeerSide):
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)
         self._connect()
+
+    def refusal(self, gpu: str) -> str:
+        if gpu not in self._refusals:
+            self._refusals[gpu] = self._refusal(gpu)
+        return self._refusals[gpu]
+
+    def _refusal(self, gpu: str) -> str:
+        if gpu == self._gpu:
+            return ""
+        if gpu and self._gpu and self._slab.device is not None:
+            return unreachable(self._slab.device, gpu)
+        lent, own = (
+            f"memory of the GPU {each}" if each else "host memory" for each in (gpu, self._gpu)
+        )
+        return (
+            f"the worker lends {lent}, but this master has its KV in {own}; run both on GPUs, or "
+            "both on the CPU"
+        )
 
     def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
         if isinstance(self._mapping, Mapping):

@@ -197,7 +197,7 @@ class LightMaster(Light):
         options = {} if process is None else {"process": process}
         self.master = Master(
             self, self, regions, block=block, capacity=beyond * block, lease=lease,
-            identity=identity(), gpu=slab.gpu, **options,
+            identity=identity(), **options,
         )  # fmt: skip
         self.slow = False
         """True if requests stay in the blocks that are to be vacated."""
@@ -205,6 +205,9 @@ class LightMaster(Light):
     def check_integrity(self) -> None:
         self.groups.check_integrity()
         self.master.check_integrity()
+
+    def refusal(self, gpu: str) -> str:
+        return "" if gpu == self.slab.gpu else "memory of another kind"
 
     def map(self, region: Region, worker: Identity, extents: Sequence[Extent]) -> None:
         if isinstance(self.slab, HostSlab):

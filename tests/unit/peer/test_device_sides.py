@@ -21,6 +21,7 @@ from transfer_kit import fake_cuda
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.kv.resize import KVResizer
+from sgl_ext.engine.peer import master as peer_master
 from sgl_ext.engine.peer import side as peer_side
 from sgl_ext.engine.peer.master import MasterSide
 from sgl_ext.engine.peer.power import open_side
@@ -201,8 +202,8 @@ def test_memory_of_another_kind_is_refused(opened: Open, host: str) -> None:
     gpu, ram = "memory of the GPU GPU-simulated", "host memory"
     lends, has = (ram, gpu) if host == "worker" else (gpu, ram)
     reason = (
-        f"the worker lends {lends}, but this master has its KV in {has}; run both on the same "
-        "device"
+        f"the worker lends {lends}, but this master has its KV in {has}; run both on GPUs, or "
+        "both on the CPU"
     )
     together(engines, lambda: worker.describe()["refused"] == reason)
     (loan,) = master.describe()["workers"]  # type: ignore[misc]
@@ -212,6 +213,28 @@ def test_memory_of_another_kind_is_refused(opened: Open, host: str) -> None:
         for engine in engines:
             engine.step()
     assert (worker._worker.lent, master._master.borrowed) == (0, 0)
+
+
+@pytest.mark.parametrize("reason", ["", "no path between the GPUs"])
+def test_memory_of_another_gpu_is_used_if_it_can_be_accessed(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    asked = []
+
+    def unreachable(device: int, uuid: str) -> str:
+        asked.append((device, uuid))
+        return reason
+
+    monkeypatch.setattr(peer_master, "unreachable", unreachable)
+    engines = [opened("worker"), opened("master")]
+    worker, master = sides(*engines)
+    worker._worker._lender._gpu = "GPU-other"
+    if reason:
+        together(engines, lambda: worker.describe()["refused"] == reason)
+        assert master._master.borrowed == 0
+    else:
+        together(engines, lambda: master._master.borrowed == 2 * PIECE)
+    assert asked == [(0, "GPU-other")]
 
 
 def without_waiting(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
