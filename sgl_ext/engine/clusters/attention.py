@@ -30,6 +30,13 @@ _ROWS = 32
 entry."""
 
 
+class OwnTokensError(ExtError):
+    """Error raised when the attention of a row to its own tokens is not finite.
+
+    The context is not at fault.
+    """
+
+
 class Own(NamedTuple):
     """Requests' own tokens, which follow the context and whose KV is in the pool.
 
@@ -131,13 +138,16 @@ class StoredAttention:
 
         Raises:
             DeviceError: a block cannot be read, is late, or is damaged.
+            OwnTokensError: the attention to own tokens without slots is not finite.
             ExtError: the share is too large, the output is not finite, or the context has failed
                 before.
         """
         if self.failed:
             raise ExtError(self.failed)
-        if own.sums is not None:
-            self._require_finite(layer, torch.from_numpy(own.sums))
+        if own.sums is not None and not np.isfinite(own.sums).all():
+            raise OwnTokensError(
+                f"the attention of layer {layer} to the request's own tokens is not finite"
+            )
         blocks, memory = self._blocks, self.memory
         if (each := blocks_of(share, blocks.blocks, blocks.devices)) > memory.most:
             raise ExtError(
@@ -164,16 +174,12 @@ class StoredAttention:
             # One step, even with several groups: only the last group's blocks are still in memory.
             memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._require_finite(layer, found)
-        return found
-
-    @staticmethod
-    def _require_finite(layer: int, found: torch.Tensor) -> None:
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
             raise ExtError(
                 f"the attention of layer {layer} to the context is not finite; store the context "
                 "again"
             )
+        return found
 
     def prefetch(
         self,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.reader import DeviceError
-from sgl_ext.engine.clusters.attention import Own, StoredAttention
+from sgl_ext.engine.clusters.attention import Own, OwnTokensError, StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.follower import Follower, end_request
 from sgl_ext.engine.cpu.native_attention import NativeAttention
@@ -139,9 +139,9 @@ class StoredForward:
         return out
 
     def fail(self, error: Exception) -> None:
-        """Ends the requests of all followers with an error."""
+        """Ends the requests of all followers with an error, which is not one of their contexts."""
         for key, part, _ in self._running(None):
-            self._fail(key, part, error)
+            self._end(key, part, f"the attention to context {key[0]} has failed: {error}", error)
 
     def _running(
         self, beside: NDArray[np.float32] | None
@@ -153,15 +153,19 @@ class StoredForward:
                 yield key, part, part.own._replace(sums=sums)
 
     def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
-        """Ends the requests of a part with an error. Other requests of the batch continue.
-
-        The requests end when SGLang processes the output of the forward, which is not kept.
-        """
+        """Ends the requests of a part with an error, and disables the context if it is at fault."""
         message = str(error)
-        if not isinstance(error, DeviceError):
+        if not isinstance(error, DeviceError | OwnTokensError):
             # The memory of the context may be inconsistent.
             message = part.context.failed or f"context {key[0]} is disabled after an error: {error}"
             part.context.failed = message
+        self._end(key, part, message, error)
+
+    def _end(self, key: tuple[str, float], part: _Part, message: str, error: Exception) -> None:
+        """Ends the requests of a part. Other requests of the batch continue.
+
+        The requests end when SGLang processes the output of the forward, which is not kept.
+        """
         logger.error("%s", message, exc_info=not isinstance(error, ExtError))
         self._failed.add(key)
         for follower in part.followers:

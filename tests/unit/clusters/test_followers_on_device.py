@@ -211,7 +211,7 @@ def test_an_error_of_the_device_ends_the_followers_only(
         assert forwards.stored.given_up == {"0", "2", "3", "4"}
         assert "no compiler" in forwards.reqs[0].to_finish.message
         assert forwards.reqs[1].to_finish is None
-        setup.attention.failed = ""
+        assert not setup.attention.failed
 
 
 def test_own_attention_that_is_not_finite_is_an_error(
@@ -224,7 +224,9 @@ def test_own_attention_that_is_not_finite_is_an_error(
     query[0] = torch.nan
     forwards.device().merge(0, query, out)
     assert {"0"} <= forwards.stored.given_up
-    assert "of layer 0 to the context is not finite" in forwards.reqs[0].to_finish.message
+    message = forwards.reqs[0].to_finish.message
+    assert message == "the attention of layer 0 to the request's own tokens is not finite"
+    assert not setup.attention.failed  # others follow the context on
 
 
 class Recorded:
