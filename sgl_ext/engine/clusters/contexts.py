@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -107,6 +107,22 @@ class StoredContexts:
     def follower(self, rid: str) -> Follower | None:
         """Returns the follower with a request id; None if the request follows no context."""
         return self._followers.get(rid)
+
+    def followers(self, rids: Sequence[str], rows: int) -> list[Follower | None]:
+        """Returns the follower of each row of a forward, None for rows that follow no context.
+
+        Args:
+            rids: ids of the requests of the first rows; the others are rows of beams, which follow
+                no context.
+            rows: number of rows.
+
+        Returns:
+            An empty list if no row follows a context.
+        """
+        if not self._followers:
+            return []
+        found = [self._followers.get(rid) for rid in rids]
+        return [*found, *[None] * (rows - len(found))] if any(found) else []
 
     @property
     def any(self) -> bool:

@@ -179,22 +179,23 @@ class DeviceAttention:
         """True if the current forward has to call :meth:`attended`, which a CUDA graph does not."""
         return self._running is not None or self._recorder.taking
 
-    def begin(self, batch: ForwardBatch, lengths: Sequence[int]) -> None:
+    def begin(
+        self,
+        batch: ForwardBatch,
+        followers: Sequence[Follower | None],
+        lengths: Sequence[int],
+    ) -> None:
         """Begins a forward.
 
         Args:
             batch: SGLang's batch.
+            followers: see :meth:`StoredContexts.followers`.
             lengths: number of new tokens of each row.
         """
         self.end()
         contexts = batch.seq_lens_cpu.tolist() if self._recorder.any else ()
         self._recorder.begin(batch.rids, contexts, lengths)
-        if not self._stored.any:
-            return
-        followers = [self._stored.follower(rid) for rid in batch.rids]
-        if any(followers):
-            # Rows of beams, which follow no context, may come after the rows of requests.
-            followers += [None] * (len(lengths) - len(followers))
+        if followers:
             runner = self._runner
             self._running = self._stored.running = DeviceForward(
                 self._stored, followers, lengths, batch,

@@ -174,20 +174,16 @@ class ClustersPower(Power[Clusters]):
             if batch.forward_mode.is_decode_or_idle()
             else batch.extend_seq_lens_cpu
         )
+        followers = self.stored.followers(batch.rids, len(lengths))
         if self.device is not None:
-            self.device.begin(batch, lengths)
-        if not self.stored.any:
-            return batch
-        followers = [self.stored.follower(rid) for rid in batch.rids]
-        if not any(followers):
+            self.device.begin(batch, followers, lengths)
+        if not followers:
             return batch
         import torch
 
         from sgl_ext.engine.kv.indices import upload
 
-        # Rows of beams, which follow no context, may come after the rows of requests.
         behind = [0 if each is None else each.tokens for each in followers]
-        behind += [0] * (batch.batch_size - len(behind))
         shift = torch.tensor(behind).repeat_interleave(torch.tensor(lengths))
         batch = copy.copy(batch)
         shift = upload(shift.to(batch.positions.dtype), batch.positions.device)
@@ -209,10 +205,7 @@ class ClustersPower(Power[Clusters]):
             None if no row follows one.
         """
         self.stored.running = None
-        if not self.stored.any:
-            return None
-        followers = [self.stored.follower(rid) for rid in rids]
-        if any(followers):
+        if followers := self.stored.followers(rids, len(rows.requests)):
             from sgl_ext.engine.clusters.attention import Own
             from sgl_ext.engine.clusters.forward import StoredForward
 
@@ -220,7 +213,6 @@ class ClustersPower(Power[Clusters]):
                 slots = [rows.rows[row].slots.long().numpy() for row in some]
                 return Own.of(slots, [rows.lengths[row] for row in some])
 
-            followers += [None] * (len(rows.requests) - len(followers))
             self.stored.running = StoredForward(self.stored, followers, rows.lengths, own)
         return self.stored.running
 

@@ -60,7 +60,7 @@ class Recorder:
         self._asked: dict[str, IsRecorded] = {}
         self._spoilt: set[str] = set()
         self._queries: dict[str, _Queries] = {}
-        self._taking: list[tuple[_Queries, int, int]] = []
+        self._taking: list[tuple[str, _Queries, int, int]] = []
         self._threads = ThreadPoolExecutor(1, "sgl_ext-recorder")
 
     def ask(self, rid: str, asked: IsRecorded) -> None:
@@ -107,7 +107,7 @@ class Recorder:
                     queries = self._queries.setdefault(asked.id, _Queries())
                     queries.seen += [min(at + 1, asked.tokens) for at in range(first, end)]
                     begin = start + first - (end - new)
-                    self._taking.append((queries, begin, start + new))
+                    self._taking.append((asked.id, queries, begin, start + new))
             start += new
 
     def take(self, layer: int, query: torch.Tensor) -> None:
@@ -117,14 +117,13 @@ class Recorder:
             query: queries of all rows, ``[tokens, heads, head_dim]``.
         """
         try:
-            for queries, start, end in self._taking:
+            for _, queries, start, end in self._taking:
                 while len(queries.layers) <= layer:
                     queries.layers.append([])
                 queries.layers[layer].append(Download(query[start:end].float()))
         except RuntimeError:  # for example, too little memory
             logger.exception("the queries of a context cannot be recorded")
-            taking = [id(queries) for queries, _, _ in self._taking]
-            self._spoilt |= {name for name, each in self._queries.items() if id(each) in taking}
+            self._spoilt.update(id_ for id_, *_ in self._taking)
             self._taking = []
 
     def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor | None) -> int:

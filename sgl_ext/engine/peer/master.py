@@ -90,9 +90,6 @@ class MasterSide(PeerSide):
         self._streams.synchronize()  # a forward that meets unmapped memory ends the process
         self._mapping.drop(region.offset, region.size)
 
-    def clear(self, start: int, end: int) -> None:
-        self._clear(start, end)
-
     def restore(self, start: int, end: int) -> None:
         self._resizer.restore(start, end)
 

@@ -116,7 +116,7 @@ class PeerSide:
         if blocks > before:
             running.batch_is_full = False
 
-    def _clear(self, start: int, end: int) -> None:
+    def clear(self, start: int, end: int) -> None:
         """Clears blocks of a device that another process has used.
 
         Some attention kernels multiply masked values by zero, and their bits may be those of NaN.

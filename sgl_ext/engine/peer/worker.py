@@ -87,7 +87,7 @@ class WorkerSide(PeerSide):
 
     def grow(self, blocks: int) -> None:
         start = self._first + self.blocks
-        self._clear(start, start + blocks)
+        self.clear(start, start + blocks)
         self._resizer.grow(blocks)
 
     def step(self, running: ScheduleBatch) -> None:

@@ -22,6 +22,7 @@ from test_triton_log_sums import compiled
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.clusters import device, hooks
 from sgl_ext.engine.clusters.attention import StoredAttention
+from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.device import DeviceAttention, DeviceForward
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
@@ -73,9 +74,8 @@ class Forwards:
         ]
         opened = opened or {}
         self.stored: Any = SimpleNamespace(
-            given_up=set(), any=True, running=None,
+            given_up=set(), running=None,
             context=lambda one: opened.get(one.id, setup.attention),
-            follower=lambda rid: self.followers[int(rid)],
         )  # fmt: skip
         self.pool: Any = SimpleNamespace(
             start_layer=2, get_key_buffer=lambda layer: setup.pool[layer - 2, :, 0]
@@ -269,11 +269,20 @@ def attention(engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.Monkey
     return Attention(Forwards(Setup(tmp_path, engine), *PREFILL), monkeypatch)
 
 
+def test_rows_of_beams_follow_no_context() -> None:
+    one: Any = object()
+    stored: Any = SimpleNamespace(_followers={"a": one})
+    assert StoredContexts.followers(stored, ["b", "a"], 4) == [None, one, None, None]
+    assert StoredContexts.followers(stored, ["b"], 2) == []
+    stored._followers = {}
+    assert StoredContexts.followers(stored, ["a"], 1) == []
+
+
 def test_a_forward_with_followers_is_eager_until_its_last_layer(attention: Attention) -> None:
     on_device, forwards = attention.device, attention.forwards
     assert not on_device.eager
     for _ in range(2):
-        on_device.begin(forwards.batch, forwards.lengths)
+        on_device.begin(forwards.batch, forwards.followers, forwards.lengths)
         assert on_device.eager
         assert forwards.stored.running is not None
         for layer in range(GEOMETRY.layers):
@@ -281,12 +290,11 @@ def test_a_forward_with_followers_is_eager_until_its_last_layer(attention: Atten
             attention.layer(layer)
         assert not on_device.eager
         assert forwards.stored.running is None
-    forwards.followers[:] = [None] * len(SHARES)
-    on_device.begin(forwards.batch, forwards.lengths)
+    on_device.begin(forwards.batch, [], forwards.lengths)
     assert not on_device.eager
     assert not attention.recorder.taken
     attention.recorder.any = True
-    on_device.begin(forwards.batch, forwards.lengths)
+    on_device.begin(forwards.batch, [], forwards.lengths)
     assert on_device.eager
     attention.layer(1)
     assert attention.recorder.taken == [1]
@@ -298,12 +306,11 @@ def test_a_model_that_skips_attention_layers_ends_its_followers(
     how: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device, forwards = attention.device, attention.forwards
-    on_device.begin(forwards.batch, forwards.lengths)
+    on_device.begin(forwards.batch, forwards.followers, forwards.lengths)
     for layer in range(GEOMETRY.layers - 1):
         attention.layer(layer)
     if how == "next forward":
-        forwards.stored.any = False
-        on_device.begin(forwards.batch, forwards.lengths)
+        on_device.begin(forwards.batch, [], forwards.lengths)
     else:
         power = SimpleNamespace(device=on_device, stored=forwards.stored)
         monkeypatch.setattr(runtime, "current", SimpleNamespace(clusters=power))
