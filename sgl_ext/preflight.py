@@ -21,7 +21,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.limits import available_memory
 from sgl_ext.packages import cache_dir
 from sgl_ext.peer.directory import DirectoryError, address, lock, socket_path
-from sgl_ext.restore.profile import PROFILES, known
+from sgl_ext.planning.profile import PROFILES, known
 
 Verdict = Literal["ok", "note", "fail"]
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from sgl_ext.restore.profile import Curve
+from sgl_ext.planning.profile import Curve
 from sgl_ext.serving import server
 from sgl_ext.serving.http import generate
 

@@ -16,8 +16,8 @@ from sgl_ext.calibration.crossover import POOL, WAYS, crossover_of, host_curves,
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
-from sgl_ext.restore.costs import LoadCost, fit
-from sgl_ext.restore.profile import PROFILES, Profile, Subject, devices, save
+from sgl_ext.planning.costs import LoadCost, fit
+from sgl_ext.planning.profile import PROFILES, Profile, Subject, devices, save
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, generate, live, model_info, wait_until_stored
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
 
 LEAD = -1
 """Chunk number that stands for the KV of another prompt with the same prefix."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_ext.clock import Clock
-from sgl_ext.plan import Compute, LoadOrCompute, PrefillPlan, Span
-from sgl_ext.restore.strategy import Strategy
+from sgl_ext.planning.plan import Compute, LoadOrCompute, PrefillPlan, Span
+from sgl_ext.planning.strategy import Strategy
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgl_ext.errors import ExtError
-from sgl_ext.plan import Compute, Span
-from sgl_ext.restore.request import Restored
-from sgl_ext.restore.restorer import Restorer
+from sgl_ext.planning.plan import Compute, Span
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.request import Restored
 from sgl_ext.tiers.arena import Key, Pages
 
 _STEP_S = 1e-3
@@ -54,7 +54,7 @@ class Arrivals:
 
 
 def restore(
-    restorer: Restorer,
+    restorer: Planner,
     keys: Sequence[Key],
     inputs: Arrivals,
     compute: Callable[[int, int], None],
@@ -63,7 +63,7 @@ def restore(
 ) -> Restored | None:
     """Restores a prefix in the layers of this stage: computes its front while its back loads.
 
-    Both pointers move as in :class:`~sgl_ext.restore.restorer.Restorer`, but a token can be
+    Both pointers move as in :class:`~sgl_ext.planning.planner.Planner`, but a token can be
     computed only when its activations have arrived at the stage. Until then the stage loads.
 
     Args:
@@ -109,7 +109,7 @@ def restore(
         restorer.release(_RID)
 
 
-def _next_span(restorer: Restorer, at: int, end: int) -> Span | None:
+def _next_span(restorer: Planner, at: int, end: int) -> Span | None:
     """Returns the next tokens to compute or to adopt; None if lookups or loads are awaited."""
     if restorer.asked(_RID) and not restorer.restores(_RID):
         return None
@@ -118,7 +118,7 @@ def _next_span(restorer: Restorer, at: int, end: int) -> Span | None:
     return next(plan.between(at, end if plan.stop is None else plan.stop))
 
 
-def _await_inputs(restorer: Restorer, inputs: Arrivals, at: int) -> None:
+def _await_inputs(restorer: Planner, inputs: Arrivals, at: int) -> None:
     """Waits a step for the activations of token ``at``, or for loads that make them unnecessary.
 
     Raises:

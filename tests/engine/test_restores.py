@@ -23,7 +23,7 @@ own = []  # how the restorer decides where a forward ends
 def probe(self, path, seed=0, policy="shortest"):
     from sgl_ext.engine.core import runtime
     from sgl_ext.restore import restorer as module
-    from sgl_ext.restore.policies import POLICIES, Shortest
+    from sgl_ext.planning.policies import POLICIES, Shortest
 
     class Last(Shortest):  # who comes interrupts who is there
         def rank(self, one):

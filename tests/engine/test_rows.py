@@ -21,7 +21,7 @@ split = 0  # requests that were computed in rows
 unplanned = []  # SGLang's own
 
 def plan_of(ids, choose):
-    from sgl_ext.plan import Compute, PrefillPlan, Span
+    from sgl_ext.planning.plan import Compute, PrefillPlan, Span
     cuts = sorted(choose.sample(range(1, len(ids)), min(choose.randrange(9), len(ids) - 1)))
     bounds = [0, *cuts, len(ids)]
     return PrefillPlan([Span(a, b, Compute()) for a, b in zip(bounds, bounds[1:])])

@@ -34,7 +34,7 @@ forget = lambda: split.update({"aliased": 0, "holes": 0, "rows": 0, "between lay
 forget()
 
 def in_sevens(ids):
-    from sgl_ext.plan import Compute, PrefillPlan, Span
+    from sgl_ext.planning.plan import Compute, PrefillPlan, Span
     bounds = [*range(0, len(ids), 7), len(ids)]
     return PrefillPlan([Span(a, b, Compute()) for a, b in zip(bounds, bounds[1:])])
 

@@ -1,4 +1,4 @@
-"""Restorer over real host memory, with a lower tier whose I/O the test controls."""
+"""Planner over real host memory, with a lower tier whose I/O the test controls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.plan import Compute, Load, PrefillPlan
-from sgl_ext.restore.costs import COMPUTE, ComputeCost, Costs, LoadCost
-from sgl_ext.restore.policies import Shortest
-from sgl_ext.restore.restorer import Restorer
+from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.plan import Compute, Load, PrefillPlan
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.policies import Shortest
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.threaded import ThreadedTier
 
@@ -38,7 +38,7 @@ class Believed(Costs):
 
 
 class Machine:
-    """Restorer, the arena of its host memory, and a lower tier."""
+    """Planner, the arena of its host memory, and a lower tier."""
 
     def __init__(self, places: int = 64) -> None:
         self.engine = TransferEngine()
@@ -53,7 +53,7 @@ class Machine:
             chunk=8,
             measured=frozenset({COMPUTE, "shelf"}),
         )
-        self.restorer = Restorer(
+        self.restorer = Planner(
             self.host, [self.tier], Shortest(0.0), self.costs,  # no ageing while a thread waits
             page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
             clock=time.monotonic, lock=threading.Lock(),

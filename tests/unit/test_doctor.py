@@ -19,8 +19,8 @@ from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 from sgl_ext.peer import directory
-from sgl_ext.restore.costs import ComputeCost
-from sgl_ext.restore.profile import PROFILES, VERSION, Profile, Subject, save
+from sgl_ext.planning.costs import ComputeCost
+from sgl_ext.planning.profile import PROFILES, VERSION, Profile, Subject, save
 from sgl_ext.tiers.arena import Arena
 
 

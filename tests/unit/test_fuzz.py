@@ -39,8 +39,8 @@ from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.peer.messages import Keep, Lend, ProtocolError, Refusal, decode, encode
-from sgl_ext.restore.costs import ComputeCost, LoadCost
-from sgl_ext.restore.profile import Profile, Subject, find, known, path_of, save
+from sgl_ext.planning.costs import ComputeCost, LoadCost
+from sgl_ext.planning.profile import Profile, Subject, find, known, path_of, save
 from sgl_ext.tiers.arena import TRAILER, Arena, seals
 from sgl_ext.tiers.folder import Folder
 from sgl_ext.tiers.ssd import SsdTier

@@ -15,11 +15,11 @@ from conftest import ROOT
 PACKAGE = ROOT / "sgl_ext"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 POWERS = {"chunks", "restore", "swap", "peer", "clusters"}
-POLICY = {"plan", "config"}
+POLICY = {"planning", "config"}
 POLICY |= {"restore", "swap", "peer", "clusters"}
 POLICY |= {f"memory/{module}" for module in ("block_groups", "free_groups")}
 """Modules and packages of policy, whose input and output are plain data."""
-PURE = {"plan", "memory/tickets", "memory/block_groups", "memory/free_groups"}
+PURE = {"memory/tickets", "memory/block_groups", "memory/free_groups"}
 PURE |= {f"chunks/{name}" for name in (
     "compose", "composition", "contexts", "divergence", "methods", "split",
 )}  # fmt: skip
@@ -28,10 +28,10 @@ PURE |= {
     f"peer/{name}"
     for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
 }
-PURE |= {f"restore/{name}" for name in (
-    "boundaries", "channels", "costs", "host_prefixes", "parts", "pointers", "policies", "request",
-    "restorer", "strategy",
+PURE |= {f"planning/{name}" for name in (
+    "channels", "costs", "parts", "plan", "planner", "pointers", "policies", "request", "strategy",
 )}  # fmt: skip
+PURE |= {f"restore/{name}" for name in ("boundaries", "host_prefixes")}
 PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
 PURE |= {f"tiers/{name}" for name in (
     "demotion", "holds", "host", "loads", "lower", "slots", "stack", "staging", "statistics",

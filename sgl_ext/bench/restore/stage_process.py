@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from sgl_ext.engine.restore.stage_model import PAGE, Inputs, StageModel
 from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
+from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.policies import Shortest
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
-from sgl_ext.restore.policies import Shortest
-from sgl_ext.restore.restorer import Restorer
 from sgl_ext.restore.stage import Arrivals, restore
 from sgl_ext.tiers.arena import Arena, Key, Pages
 from sgl_ext.tiers.host import HostPages
@@ -196,7 +196,7 @@ class Stage:
             mode, Costs(ComputeCost(), {self._tier.tier.name: LoadCost()}, CHUNK)
         )
         host = HostPages(self._arena.pages)
-        restorer = Restorer(
+        restorer = Planner(
             host, [self._tier], Shortest(0.2), known, page=PAGE, unit=_UNIT, wait=DEADLINE_S,
             hits=Counter(), clock=time.monotonic, lock=threading.Lock(),
         )  # fmt: skip

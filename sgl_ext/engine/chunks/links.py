@@ -23,7 +23,7 @@ from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams, streams_of
-from sgl_ext.plan import Link, PrefillPlan, Span
+from sgl_ext.planning.plan import Link, PrefillPlan, Span
 
 _LEADS = 4
 """Maximum number of earlier turns of a conversation that are searched for a lead."""

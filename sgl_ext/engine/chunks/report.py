@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from sgl_ext.chunks.composition import LEAD, Composition
-from sgl_ext.plan import Link, PrefillPlan
+from sgl_ext.planning.plan import Link, PrefillPlan
 
 
 class Linked(TypedDict):

@@ -11,7 +11,7 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
 from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.memory.slab import Slab
-from sgl_ext.plan import PrefillPlan
+from sgl_ext.planning.plan import PrefillPlan
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower

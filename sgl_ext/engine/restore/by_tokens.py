@@ -15,7 +15,7 @@ from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
 from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
-from sgl_ext.restore.channels import LOAD_TOKENS
+from sgl_ext.planning.channels import LOAD_TOKENS
 from sgl_ext.tiers.stack import TierStack
 
 if TYPE_CHECKING:

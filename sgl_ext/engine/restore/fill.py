@@ -12,8 +12,8 @@ from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.engine.restore import by_layers, by_tokens
 from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.step import cached_tokens
-from sgl_ext.plan import LoadOrCompute
-from sgl_ext.restore.strategy import Strategy, computed_share
+from sgl_ext.planning.plan import LoadOrCompute
+from sgl_ext.planning.strategy import Strategy, computed_share
 
 if TYPE_CHECKING:
     from sgl_ext.engine.restore.power import RestorePower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
-from sgl_ext.restore.request import Restored
+from sgl_ext.planning.request import Restored
 
 
 class RestoreMetrics:

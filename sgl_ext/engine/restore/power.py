@@ -25,10 +25,10 @@ from sgl_ext.engine.core.unserved import LORA
 from sgl_ext.engine.restore import interruption, setup
 from sgl_ext.engine.restore.prompt import Prompt, prompt_of
 from sgl_ext.engine.step import cached_tokens
-from sgl_ext.plan import Load
+from sgl_ext.planning.plan import Load
+from sgl_ext.planning.request import Restored
+from sgl_ext.planning.strategy import choose_strategy
 from sgl_ext.restore.host_prefixes import Held, HostPrefixes
-from sgl_ext.restore.request import Restored
-from sgl_ext.restore.strategy import choose_strategy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.restore.metrics import RestoreMetrics
     from sgl_ext.engine.step.forward import PlannedForward
     from sgl_ext.engine.step.rows import Row
-    from sgl_ext.restore.restorer import Restorer
+    from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.arena import Key
     from sgl_ext.tiers.stack import TierStack
 
@@ -69,7 +69,7 @@ class RestorePower(Power[Restore]):
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
     )
 
-    restorer: Restorer
+    restorer: Planner
     prefixes: HostPrefixes
     stack: TierStack
     batch: ScheduleBatch

@@ -14,11 +14,11 @@ from sgl_ext.config import Restore, Tiers
 from sgl_ext.engine.core import hooks
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
-from sgl_ext.restore.channels import LOAD_TOKENS
-from sgl_ext.restore.costs import ComputeCost, Costs, LoadCost
-from sgl_ext.restore.policies import POLICIES
-from sgl_ext.restore.profile import HOST, PROFILES, Subject, devices, find
-from sgl_ext.restore.restorer import Restorer
+from sgl_ext.planning.channels import LOAD_TOKENS
+from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.policies import POLICIES
+from sgl_ext.planning.profile import HOST, PROFILES, Subject, devices, find
 from sgl_ext.tiers.stack import TierStack
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def open_restorer(
     config: Restore, tiers: Tiers, stack: TierStack, chunked_prefill_size: int | None
-) -> Restorer:
+) -> Planner:
     """Returns a new restorer for a scheduler whose tiers are open.
 
     Raises:
@@ -36,7 +36,7 @@ def open_restorer(
     page, size = stack.layout.page, chunked_prefill_size
     require_parts(config, page, size)
     chunk = config.chunk if size is None else min(config.chunk, size // page * page)
-    return Restorer(
+    return Planner(
         stack.host,
         stack.lower,
         POLICIES[config.policy](config.ageing),
@@ -82,7 +82,7 @@ def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
     replace.
 
     Args:
-        now: current :func:`~sgl_ext.restore.profile.devices` of the tiers.
+        now: current :func:`~sgl_ext.planning.profile.devices` of the tiers.
         chunk: tokens of a forward that restores.
     """
     tiers = [lower.tier.name for lower in stack.lower]
@@ -107,7 +107,7 @@ def _device() -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def describe(restorer: Restorer, stack: TierStack) -> dict[str, object]:
+def describe(restorer: Planner, stack: TierStack) -> dict[str, object]:
     """Returns the estimated costs and recent observations, for ``/server_info``."""
     costs = restorer.costs
     return {

@@ -10,7 +10,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
-from sgl_ext.plan import PrefillPlan
+from sgl_ext.planning.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that is true if the step continues a chunked prompt."""

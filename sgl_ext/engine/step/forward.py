@@ -17,7 +17,7 @@ from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
-from sgl_ext.plan import PrefillPlan
+from sgl_ext.planning.plan import PrefillPlan
 
 
 @dataclass

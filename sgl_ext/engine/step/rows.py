@@ -20,7 +20,7 @@ import torch
 from sgl_ext.engine.core import attention_backends, hooks
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.kv.indices import upload
-from sgl_ext.plan import Compute, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 _PADDING_SLOT = 0
 """Padding slot of SGLang's pools; KV that is written there is never read."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk, Selection
-from sgl_ext.plan import Compute, Link, Span
+from sgl_ext.planning.plan import Compute, Link, Span
 
 
 @st.composite

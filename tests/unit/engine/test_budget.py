@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.step.budget import _charge, _continue, _log, _select
-from sgl_ext.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
 
 PAGE = 16
 PLAN = PrefillPlan([Span(0, 50, Compute()), Span(50, 350, Link(0, 50)), Span(350, 480, Compute())])

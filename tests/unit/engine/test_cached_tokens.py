@@ -15,11 +15,11 @@ from sgl_ext.engine.restore import fill
 from sgl_ext.engine.restore.by_layers import Coming
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.step import cached_tokens
-from sgl_ext.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.pointers import Pointers, Stretch
+from sgl_ext.planning.strategy import Strategy
 from sgl_ext.restore.host_prefixes import Held
-from sgl_ext.restore.pointers import Pointers, Stretch
-from sgl_ext.restore.restorer import Restorer
-from sgl_ext.restore.strategy import Strategy
 
 PAGE = 16
 
@@ -37,7 +37,7 @@ def power(*stretches: Stretch) -> RestorePower:
     assert config.restore is not None
     found = RestorePower(config, config.restore)
     found._ext = ExtRuntime(config, plans={"r": PLAN})
-    found.restorer = Restorer.__new__(Restorer)
+    found.restorer = Planner.__new__(Planner)
     found.restorer.page = PAGE
     found.restorer._opened = {"r": SimpleNamespace(pointers=Pointers(0, stretches))}  # type: ignore[dict-item]
     return found

@@ -24,7 +24,7 @@ from sgl_ext.engine.front import dispatch as front
 from sgl_ext.engine.launch import launcher
 from sgl_ext.engine.restore import fill, interruption
 from sgl_ext.engine.step import forward
-from sgl_ext.plan import Compute, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 NAMES = tuple(kind.name for kind in ORDER)
 

@@ -14,7 +14,7 @@ from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.step import forward, graphs, rows
 from sgl_ext.engine.step.forward import PlannedForward
-from sgl_ext.plan import Compute, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 
 def replays(batch: Any = None, *, captured: bool = True) -> bool:

@@ -14,9 +14,9 @@ from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.plan import Compute, LoadOrCompute, Span
+from sgl_ext.planning.plan import Compute, LoadOrCompute, Span
+from sgl_ext.planning.strategy import Strategy
 from sgl_ext.restore.host_prefixes import HostPrefixes
-from sgl_ext.restore.strategy import Strategy
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
 

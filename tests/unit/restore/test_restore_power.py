@@ -18,15 +18,15 @@ from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.restore.prompt import prompt_of
 from sgl_ext.engine.tiers.linker import TierLinker
 from sgl_ext.memory.slab import Layout
-from sgl_ext.plan import Compute, Load, PrefillPlan, Span
-from sgl_ext.restore.costs import ComputeCost, Costs
-from sgl_ext.restore.strategy import Strategy, choose_strategy
+from sgl_ext.planning.costs import ComputeCost, Costs
+from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.planning.strategy import Strategy, choose_strategy
 from sgl_ext.tiers.throughput import Traffic
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
 
-class Restorer:
+class Planner:
     """Stand-in for a restorer that answers as the test sets it."""
 
     page = 16
@@ -66,7 +66,7 @@ def power(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert CONFIG.restore is not None
     ext = runtime.ExtRuntime(CONFIG)
     power: Any = RestorePower(CONFIG, CONFIG.restore)
-    power._ext, power.restorer, power.prefixes = ext, Restorer(), {}
+    power._ext, power.restorer, power.prefixes = ext, Planner(), {}
     ext.add(power)
     monkeypatch.setattr(runtime, "current", ext)
     scheduled(monkeypatch)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.restore.costs import COMPUTE, ComputeCost, Costs, LoadCost
-from sgl_ext.restore.parts import next_part
-from sgl_ext.restore.pointers import Pointers, Stretch
+from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.parts import next_part
+from sgl_ext.planning.pointers import Pointers, Stretch
 
 PAGE = 16
 UNIT = 8

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_ext.plan import Compute, Link, PrefillPlan, Source, Span
+from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Source, Span
 
 CHUNKS = (0, 1)
 

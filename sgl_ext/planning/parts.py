@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sgl_ext.plan import Compute, Load, PrefillPlan, Span
-from sgl_ext.restore.costs import Costs
-from sgl_ext.restore.pointers import Pointers
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.planning.pointers import Pointers
 
 
 def next_part(

@@ -1,7 +1,7 @@
 """Compute and I/O pointers of one request: computing goes up from the front, loading down.
 
 All positions are pages of the prompt. The module holds state only;
-:mod:`sgl_ext.restore.restorer` moves the bytes.
+:mod:`sgl_ext.planning.planner` moves the bytes.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from sgl_ext.restore.channels import Restoration
-from sgl_ext.restore.pointers import Pointers, Stretch
+from sgl_ext.planning.channels import Restoration
+from sgl_ext.planning.pointers import Pointers, Stretch
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, Pending, result_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sgl_ext.restore.policies import POLICIES, Cake, Longest, Policy, Shortest, soonest
+from sgl_ext.planning.policies import POLICIES, Cake, Longest, Policy, Shortest, soonest
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sgl_ext.config import Tiers
-from sgl_ext.restore.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
 
 VERSION = 3
 """Version of the file and of the meaning of its figures."""

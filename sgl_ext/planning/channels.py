@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clock import Clock
-from sgl_ext.restore.costs import Costs
-from sgl_ext.restore.pointers import Pointers
-from sgl_ext.restore.policies import Policy
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.pointers import Pointers
+from sgl_ext.planning.policies import Policy
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.lower import LowerTier
 
@@ -26,7 +26,7 @@ _PATIENCE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class Restoration:
-    """Request that is being restored; implements :class:`~sgl_ext.restore.policies.Candidate`.
+    """Request that is being restored; implements :class:`~sgl_ext.planning.policies.Candidate`.
 
     Pages are numbered by their position in the prompt.
     """

@@ -1,4 +1,4 @@
-"""Restorer with real host memory and the threads of a tier that the test controls."""
+"""Planner with real host memory and the threads of a tier that the test controls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from restore_kit import PAGE, UNIT, Machine, until
 from tier_kit import keys
 
-from sgl_ext.plan import Compute, Load
-from sgl_ext.restore.policies import Cake, Longest, Policy
+from sgl_ext.planning.plan import Compute, Load
+from sgl_ext.planning.policies import Cake, Longest, Policy
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from sgl_ext.calibration.crossover import crossover_of
 from sgl_ext.calibration.profile import calibrate
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
-from sgl_ext.restore.costs import CROSSOVER, ComputeCost, LoadCost, fit
-from sgl_ext.restore.profile import Profile, Subject, devices, find, known, path_of, save
+from sgl_ext.planning.costs import CROSSOVER, ComputeCost, LoadCost, fit
+from sgl_ext.planning.profile import Profile, Subject, devices, find, known, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
 PROFILE = Profile(

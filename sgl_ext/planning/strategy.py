@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from sgl_ext.restore.costs import Costs
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.throughput import Traffic
 
 

@@ -1,4 +1,4 @@
-"""Restorer: restores the KV of prompts whose prefix lower tiers have, for one scheduler."""
+"""Planner: restores the KV of prompts whose prefix lower tiers have, for one scheduler."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from sgl_ext.clock import Clock
-from sgl_ext.plan import PrefillPlan
-from sgl_ext.restore.channels import Channels, Restoration
-from sgl_ext.restore.costs import Costs
-from sgl_ext.restore.parts import next_part, plan_of
-from sgl_ext.restore.policies import Policy, soonest
-from sgl_ext.restore.request import Request, Restored
+from sgl_ext.planning.channels import Channels, Restoration
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.parts import next_part, plan_of
+from sgl_ext.planning.plan import PrefillPlan
+from sgl_ext.planning.policies import Policy, soonest
+from sgl_ext.planning.request import Request, Restored
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, result_of
@@ -27,7 +27,7 @@ _FOLLOWS = 0.5
 """Share of a request's pages from which on it waits for another request that restores them."""
 
 
-class Restorer:
+class Planner:
     """Restorations of the requests of a scheduler.
 
     Only the scheduler's thread calls it, and no method waits for a device.
@@ -37,7 +37,7 @@ class Restorer:
         page: tokens of a page.
         unit: maximum pages of one load.
         wait: seconds within which tiers have to answer a lookup.
-        hits: counter of loaded pages by tier, which the restorer updates.
+        hits: counter of loaded pages by tier, which the planner updates.
         clock: clock of arrivals, leases and loads.
         lock: lock of the state that the threads of the tiers change, too.
     """
