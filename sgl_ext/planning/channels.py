@@ -1,4 +1,4 @@
-"""I/O channels of the tiers, which load pages for the requests that are being restored."""
+"""I/O channels of the tiers, which load the pages of wants."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sgl_ext.clock import Clock
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.pointers import Pointers
 from sgl_ext.planning.policies import Policy
+from sgl_ext.planning.want import Name, Positions
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.lower import LowerTier
 
@@ -26,25 +27,28 @@ _PATIENCE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class Restoration:
-    """Request that is being restored; implements :class:`~sgl_ext.planning.policies.Candidate`.
+    """Want whose pages are loaded; implements :class:`~sgl_ext.planning.policies.Candidate`."""
 
-    Pages are numbered by their position in the prompt.
-    """
-
-    rid: str
+    name: Name
     arrived: float
     prompt_tokens: int
     """Tokens of the prompt."""
     pointers: Pointers
-    first: int
-    """First page that the restoration covers."""
-    begin: int
-    """First page of :attr:`keys` and :attr:`places`."""
+    at: Positions
+    """Positions of the pages in the prompt."""
     keys: Sequence[Key]
     places: Pages
-    """Places in host memory that are held for the loads."""
+    """Places in host memory that are held for the pages, -1 for those that are not loaded."""
     precedence: int
-    """Precedence over the policy: a request with a smaller value goes first."""
+    """Precedence over the policy: a want with a smaller value goes first."""
+    unit: int
+    """Maximum pages of one load."""
+    whole: bool = False
+    """Whether all pages are loaded before anything is computed."""
+    position: int = 0
+    """First token of the prompt that is not computed or about to be."""
+    first: int = 0
+    """First page that the restoration covers."""
     remaining: float = 0.0
     recomputing: float = 0.0
     rank: tuple[int, float] = (0, 0.0)
@@ -55,15 +59,15 @@ class Restoration:
     """Tokens of the prompt that are computed or loaded; 0 until a first part is planned."""
     gone: bool = False
 
-    def estimate(self, costs: Costs, page: int) -> None:
+    def estimate(self, costs: Costs) -> None:
         """Updates :attr:`remaining` and :attr:`recomputing`, from which policies choose."""
-        free, front = [*self.pointers.free], self.pointers.front * page
-        back = free[-1].end * page if free else front
+        free, front = [*self.pointers.free], self.position
+        back = self.at.end(free[-1].end) if free else front
         # Tiers load in parallel: the tier with the most pages left determines the time.
         tiers = [each.tier for each in free] or [self.pointers.stretches[0].tier]
         tier = max(tiers, key=self.pointers.left)
         self.recomputing = costs.recomputing(front, back)
-        end = max(self.pointers.end * page, self.reached)
+        end = max(self.at.end(self.pointers.end), self.reached)
         self.remaining = costs.remaining(front, back, end, self.prompt_tokens, tier)
 
 
@@ -75,13 +79,13 @@ class Channels:
 
     Args:
         page: tokens of a page.
-        unit: maximum pages of one load; with a smaller one pointers meet more closely.
         clock: clock of the start of each load.
         lock: protects the state of this object and the pointers of the requests; never held while
             waiting.
 
     Attributes:
-        computing: request whose prompt is being computed.
+        computing: want of the request whose prompt is being computed.
+        ended: whole wants of which all pages have landed or failed, until they are taken out.
     """
 
     def __init__(
@@ -91,19 +95,18 @@ class Channels:
         costs: Costs,
         *,
         page: int,
-        unit: int,
         clock: Clock,
         lock: AbstractContextManager[object],
     ) -> None:
         self._clock = clock
         self.lock = lock
         self.computing: Restoration | None = None
+        self.ended: list[Restoration] = []
         self._tiers = {tier.tier.name: tier for tier in tiers}
         self._policy = policy
         self._costs = costs
         self._page = page
-        self._unit = unit
-        self._able: dict[str, dict[str, Restoration]] = {name: {} for name in self._tiers}
+        self._able: dict[str, dict[Name, Restoration]] = {name: {} for name in self._tiers}
         self._loading: dict[str, Restoration] = {}
         self._closed = False
 
@@ -130,6 +133,8 @@ class Channels:
         self._note(one)
         if self.computing is one:
             self.computing = None
+        if one in self.ended:
+            self.ended.remove(one)
 
     def flying(self, one: Restoration) -> bool:
         """Returns whether a load may still write to the request's places.
@@ -145,13 +150,14 @@ class Channels:
         next. The caller holds the lock.
         """
         able = self._able[tier]
-        if able.get(one.rid) is not one:
+        if able.get(one.name) is not one:
             return inf
         if self._policy.load(able.values(), self.computing) is not one:
             return inf
         if (current := self._loading.get(tier)) is None:
             return 0.0
-        (stretch,) = (each for each in current.pointers.stretches if each.tier == tier)
+        if (stretch := current.pointers.load(tier)) is None:
+            return 0.0
         expected = self._costs.loads[tier].seconds(stretch.flying * self._page)
         late = self._clock() - stretch.began - expected
         # A device that is this late may hang, so its next load is not waited for.
@@ -182,17 +188,19 @@ class Channels:
             }  # fmt: skip
             if flying != self._loading:
                 raise AssertionError(
-                    f"channels load for {_rids(self._loading)}, by the pointers for {_rids(flying)}"
+                    f"channels load for {_names(self._loading)}, pointers for {_names(flying)}"
                 )
             for name, able in self._able.items():
-                wanted = {one.rid: one for one in every if not one.gone and one.pointers.left(name)}
+                wanted = {
+                    one.name: one for one in every if not one.gone and one.pointers.left(name)
+                }
                 if able != wanted and not self._closed:
                     raise AssertionError(f"{name} loads for {[*able]}, not for {[*wanted]}")
             for one in every:
                 landed = sum(map(one.pointers.came, range(one.pointers.end)))
                 if not landed <= sum(one.loaded.values()) <= len(one.keys):
                     raise AssertionError(
-                        f"{one.rid} has {landed} landed pages of {len(one.keys)}, and counts "
+                        f"{one.name} has {landed} landed pages of {len(one.keys)}, and counts "
                         f"{one.loaded}"
                     )
 
@@ -204,12 +212,12 @@ class Channels:
         able = self._able[name]
         while able and name not in self._loading and not self._closed:
             one = self._policy.load(able.values(), self.computing)
-            taken = one.pointers.take(name, self._unit, self._clock())
+            taken = one.pointers.take(name, one.unit, self._clock())
             self._note(one)
             if taken is None:
-                able.pop(one.rid, None)
+                able.pop(one.name, None)
                 continue
-            begin, end = (page - one.begin for page in taken)
+            begin, end = taken
             self._loading[name] = one
             then = partial(self._landed, name, one)
             self._tiers[name].load_then(one.keys[begin:end], one.places[begin:end], then)
@@ -223,19 +231,21 @@ class Channels:
                 self._costs.loaded(name, len(good) * self._page, seconds)
                 one.loaded[name] = one.loaded.get(name, 0) + int(np.count_nonzero(good))
             self._note(one)
+            if one.whole and not one.gone and one.pointers.settled:
+                self.ended.append(one)
             self._next(name)
 
     def _note(self, one: Restoration) -> None:
         """Updates the request's estimates and rank, and the tiers that can load pages for it."""
-        one.estimate(self._costs, self._page)
+        one.estimate(self._costs)
         one.rank = one.precedence, self._policy.rank(one)
         for stretch in one.pointers.stretches:
             able = self._able[stretch.tier]
             if not one.gone and one.pointers.left(stretch.tier):
-                able[one.rid] = one
-            elif able.get(one.rid) is one:  # not a later request with the same id
-                del able[one.rid]
+                able[one.name] = one
+            elif able.get(one.name) is one:  # not a later request with the same id
+                del able[one.name]
 
 
-def _rids(loading: Mapping[str, Restoration]) -> dict[str, str]:
-    return {tier: one.rid for tier, one in loading.items()}
+def _names(loading: Mapping[str, Restoration]) -> dict[str, Name]:
+    return {tier: one.name for tier, one in loading.items()}

@@ -3,62 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.planning.pointers import Pointers
+from sgl_ext.planning.want import Positions
+
+_GAP = 64
+"""Least tokens before the first page that may be loaded for which a forward ends at that page: with
+fewer, the forward costs more than it gains."""
+
+
+class Part(NamedTuple):
+    """What is known of a want's pages when its next forward is planned."""
+
+    loaded: tuple[tuple[int, int], ...]
+    """Runs ``(first, end)`` of loaded pages, in order."""
+    stop: int | None
+    """Position that the forward must not pass; None if it may go to the end of the prompt."""
 
 
 def next_part(
-    pointers: Pointers, costs: Costs, page: int, *, flying_for: float, busy: float
+    pointers: Pointers,
+    at: Positions,
+    costs: Costs,
+    position: int,
+    *,
+    flying_for: float,
+    busy: float,
 ) -> int | None:
-    """Returns the page that the next forward ends before.
+    """Returns the position that the next forward ends before.
 
     The forward computes the pages that would not be loaded sooner: up to the position where both
     pointers meet at the estimated rates, and at most a chunk.
 
     Args:
-        page: tokens of a page.
+        at: positions of the pages.
+        position: first token that is not computed.
         flying_for: seconds since the load in flight for the request began.
         busy: seconds until the channel begins to load its next pages; infinite if it does not.
 
     Returns:
-        ``pointers.end`` if nothing is left to load: the forward goes to the end of the prompt, as
-        far as its budget allows. None if waiting for pages in flight is better than computing.
+        The end of all pages if nothing is left to load: the forward goes to the end of the prompt,
+        as far as its budget allows. None if waiting for pages in flight is better than computing.
     """
-    free, flying, chunk = pointers.next_free, pointers.flying, costs.chunk // page
+    free, flying = pointers.next_free, pointers.flying
+    coming = [] if free is None else [free.begin]
+    coming += [] if flying is None else [flying.end]
+    if not coming:
+        return at.end(pointers.end)
+    first = max(min(coming), pointers.front)
+    # Tokens before the first page that may be loaded, and are not loaded.
+    gap = max(at.start(first) - position - pointers.landed(first) * at.page, 0)
+    begin = at.start(first) - gap
+    if gap >= _GAP:
+        return min(at.start(first), begin + costs.chunk)
     if free is not None and (flying is None or free.end <= flying.end):
-        if pointers.front < free.begin:  # no tier loads the pages before
-            return min(free.begin, pointers.front + chunk)
-        begin = pointers.front
-        meeting = costs.meeting(begin * page, free.end * page, free.tier, busy)
-        end = min(round(meeting / page), begin + chunk)
-        return end if end > begin else None
-    if flying is None:
-        return pointers.end
-    begin = max(flying.end, pointers.front)
-    end = min(flying.end + flying.flying, begin + chunk)
-    late = flying_for - costs.loads[flying.tier].seconds(flying.flying * page)
+        meeting = costs.meeting(begin, at.end(free.end), free.tier, busy)
+        number = at.nearest(meeting)
+        return min(at.start(number), begin + costs.chunk) if number > first else None
+    assert flying is not None  # noqa: S101  # else nothing is coming
+    begin = max(at.start(max(flying.end, pointers.front)), position)
+    end = min(at.end(flying.end + flying.flying), begin + costs.chunk)
+    late = flying_for - costs.loads[flying.tier].seconds(flying.flying * at.page)
     # If the load does not end, waiting has cost at most twice as much as computing at once.
-    return end if abs(late) > costs.compute.seconds(begin * page, end * page) else None
+    return end if abs(late) > costs.compute.seconds(begin, end) else None
 
 
-def plan_of(
-    loaded: Iterable[tuple[int, int]], end: int, page: int, *, stop: int | None = None
-) -> PrefillPlan:
-    """Returns the plan that computes everything that was not loaded.
+def plan_of(loaded: Iterable[range], end: int, *, stop: int | None = None) -> PrefillPlan:
+    """Returns the plan of a prompt that computes everything that was not loaded.
 
     Args:
-        loaded: runs ``(first, end)`` of pages, in order.
+        loaded: positions of loaded tokens, in order.
         end: tokens of the prompt.
-        page: tokens of a page.
-        stop: page that the forward does not go beyond; None if it may go to the end.
+        stop: position that the forward does not go beyond; None if it may go to the end.
     """
     spans, at = [], 0
-    for first, last in loaded:
-        if at < first * page:
-            spans.append(Span(at, first * page, Compute()))
-        spans.append(Span(first * page, last * page, Load()))
-        at = last * page
+    for tokens in loaded:
+        if at < tokens.start:
+            spans.append(Span(at, tokens.start, Compute()))
+        spans.append(Span(tokens.start, tokens.stop, Load()))
+        at = tokens.stop
     spans.append(Span(at, end, Compute()))
-    return PrefillPlan(spans, stop=None if stop is None else stop * page)
+    return PrefillPlan(spans, stop=stop)

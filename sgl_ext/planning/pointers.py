@@ -7,7 +7,7 @@ All positions are pages of the prompt. The module holds state only;
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 
@@ -23,37 +23,41 @@ class Stretch:
     """Pages from :attr:`end` on that are being loaded."""
     began: float = 0.0
     """Start of the current load on the monotonic clock, in seconds."""
+    last: int = field(init=False)
+    """End of the pages that the tier has."""
+
+    def __post_init__(self) -> None:
+        self.last = self.end
 
 
 class Pointers:
-    """State of the pages of a prefix: computed, loaded, in flight or free (§3.1).
+    """State of the pages of a want: computed, loaded, in flight or free (CacheFlow §3.1).
 
     A page is taken once: by computing, which goes forward from :attr:`front`, or by a load of its
-    tier, which goes backward. Pages whose load fails are computed.
+    tier, which goes backward. Pages that no tier has, or whose load fails, are computed.
 
     Args:
-        front: first page that is not resident.
-        stretches: consecutive stretches, the first of which begins at ``front`` or later.
+        front: first page that computing can take.
+        stretches: stretches in order, the first of which begins at ``front`` or later.
 
     Raises:
-        ValueError: there are no stretches, there is a gap between them, or the first begins
-            before ``front``.
+        ValueError: there are no stretches, two overlap, or the first begins before ``front``.
     """
 
     def __init__(self, front: int, stretches: Sequence[Stretch]) -> None:
-        if any(one.end != next_.begin for one, next_ in pairwise(stretches)):
-            raise ValueError(f"the stretches have gaps: {stretches}")
+        if any(one.end > next_.begin for one, next_ in pairwise(stretches)):
+            raise ValueError(f"the stretches overlap: {stretches}")
         if not stretches or stretches[0].begin < front:
             raise ValueError(f"expected pages to load from page {front} on, found {stretches}")
         self.front = front
         """Compute pointer: pages before it are computed, loaded or about to be computed."""
         self.stretches = tuple(stretches)
         self.end = stretches[-1].end
-        """End of the prefix."""
+        """End of the pages."""
         self._landed = bytearray(self.end)
 
     def take(self, tier: str, most: int, now: float = 0.0) -> tuple[int, int] | None:
-        """Takes the next pages for a load of ``tier``.
+        """Takes the next pages for a load of ``tier``, from its last stretch that has any left.
 
         Args:
             most: maximum number of pages.
@@ -62,15 +66,19 @@ class Pointers:
         Returns:
             ``(begin, end)``; None if the tier has no pages left or its last load has not ended.
         """
-        for stretch in self.stretches:
-            if stretch.tier == tier:
-                begin = max(stretch.begin, self.front, stretch.end - most)
-                if stretch.flying or begin >= stretch.end:
-                    return None
+        if self.load(tier) is not None:
+            return None
+        for stretch in reversed(self.stretches):
+            begin = max(stretch.begin, self.front, stretch.end - most)
+            if stretch.tier == tier and begin < stretch.end:
                 stretch.flying = stretch.end - begin
                 stretch.end, stretch.began = begin, now
                 return begin, begin + stretch.flying
         return None
+
+    def load(self, tier: str) -> Stretch | None:
+        """Returns the stretch of which ``tier`` loads pages; None if it loads none."""
+        return next((each for each in self.stretches if each.flying and each.tier == tier), None)
 
     def land(self, tier: str, good: Sequence[bool]) -> None:
         """Records the end of the load of ``tier``.
@@ -81,11 +89,9 @@ class Pointers:
         Raises:
             ValueError: the load was of another number of pages.
         """
-        (stretch,) = (each for each in self.stretches if each.tier == tier)
-        if len(good) != stretch.flying:
-            raise ValueError(
-                f"a load of {stretch.flying} pages reported the results of {len(good)} pages"
-            )
+        stretch = self.load(tier)
+        if stretch is None or len(good) != stretch.flying:
+            raise ValueError(f"{tier} reported the results of {len(good)} pages, loads {stretch}")
         for page, came in enumerate(good, stretch.end):
             self._landed[page] = bool(came) and page >= self.front
         stretch.flying = 0
@@ -130,15 +136,18 @@ class Pointers:
         """Returns whether nothing more will be loaded, so that missing pages must be computed."""
         return self.next_free is None and self.flying is None
 
+    def landed(self, end: int) -> int:
+        """Returns the number of loaded pages from :attr:`front` to page ``end``."""
+        return self._landed.count(1, self.front, end)
+
     def came(self, page: int) -> bool:
         """Returns whether the page was loaded before it was computed."""
         return bool(self._landed[page])
 
     def regions(self) -> Iterator[tuple[str, int, int]]:
         """Yields ``(tier, first page, end)`` of the pages that each tier has, taken or not."""
-        ends = [*(each.begin for each in self.stretches[1:]), self.end]
-        for each, end in zip(self.stretches, ends, strict=True):
-            yield each.tier, each.begin, end
+        for each in self.stretches:
+            yield each.tier, each.begin, each.last
 
     def loaded(self) -> Iterator[tuple[int, int]]:
         """Yields runs ``(begin, end)`` of landed pages from :attr:`front` on."""

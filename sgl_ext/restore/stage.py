@@ -10,11 +10,12 @@ from sgl_ext.errors import ExtError
 from sgl_ext.planning.plan import Compute, Span
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.request import Restored
+from sgl_ext.planning.want import Run, Want
 from sgl_ext.tiers.arena import Key, Pages
 
 _STEP_S = 1e-3
 _RID = "stage"
-"""Id of the only request of the stage's restorer."""
+"""Id of the only request of the stage's planner."""
 
 
 class Arrivals:
@@ -54,7 +55,7 @@ class Arrivals:
 
 
 def restore(
-    restorer: Planner,
+    planner: Planner,
     keys: Sequence[Key],
     inputs: Arrivals,
     compute: Callable[[int, int], None],
@@ -79,46 +80,46 @@ def restore(
     Raises:
         ExtError: the deadline has passed, or no more activations arrive and some are missing.
     """
-    at, end = 0, len(keys) * restorer.page
+    at, end = 0, len(keys) * planner.page
     give_up = time.monotonic() + deadline
-    restorer.ask(_RID, keys, here=0, first=0, prompt_tokens=end + 1)
+    planner.restore(Want(_RID, (Run(keys, 0),), end + 1))
     try:
         while at < end:
             if time.monotonic() > give_up:
                 raise ExtError(f"a stage restored only {at} of {end} tokens within {deadline:g} s")
-            restorer.advance()
-            if (span := _next_span(restorer, at, end)) is None:
+            planner.advance()
+            if (span := _next_span(planner, at, end)) is None:
                 time.sleep(_STEP_S)
                 continue
             until = span.end
             if isinstance(span.source, Compute):
-                until = min(until, inputs.end, at + restorer.costs.chunk)
+                until = min(until, inputs.end, at + planner.costs.chunk)
                 if until <= at:
-                    _await_inputs(restorer, inputs, at)
+                    _await_inputs(planner, inputs, at)
                     continue
-            restorer.computing(_RID, until)
+            planner.computing(_RID, until)
             if isinstance(span.source, Compute):
                 began = time.monotonic()
                 compute(at, until)
-                restorer.costs.computed(at, until, time.monotonic() - began)
+                planner.costs.computed(at, until, time.monotonic() - began)
             else:
-                adopt(at, until, restorer.places(_RID, at, until))
+                adopt(at, until, planner.places(_RID, at, until))
             at = until
-        return restorer.report(_RID)
+        return planner.report(_RID)
     finally:
-        restorer.release(_RID)
+        planner.release(_RID)
 
 
-def _next_span(restorer: Planner, at: int, end: int) -> Span | None:
+def _next_span(planner: Planner, at: int, end: int) -> Span | None:
     """Returns the next tokens to compute or to adopt; None if lookups or loads are awaited."""
-    if restorer.asked(_RID) and not restorer.restores(_RID):
+    if _RID in planner.wants and not planner.restores(_RID):
         return None
-    if (plan := restorer.plan(_RID, at, end + 1)) is None:
+    if (plan := planner.plan(_RID, at, end + 1)) is None:
         return None
     return next(plan.between(at, end if plan.stop is None else plan.stop))
 
 
-def _await_inputs(restorer: Planner, inputs: Arrivals, at: int) -> None:
+def _await_inputs(planner: Planner, inputs: Arrivals, at: int) -> None:
     """Waits a step for the activations of token ``at``, or for loads that make them unnecessary.
 
     Raises:
@@ -126,7 +127,7 @@ def _await_inputs(restorer: Planner, inputs: Arrivals, at: int) -> None:
     """
     if not inputs.ended:
         inputs.wait(at, _STEP_S)
-    elif restorer.loads(_RID):
+    elif planner.loads(_RID):
         time.sleep(_STEP_S)
     else:
         raise ExtError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -23,10 +22,6 @@ from sgl_ext.tiers.threaded import ThreadedTier
 from sgl_ext.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
-
-_SPARE = 8
-"""Divisor of host memory. The quotient is the most that loads for waiting requests leave free for
-preempted requests: pages that are being loaded cannot be evicted before they have landed."""
 
 
 def emulated(
@@ -60,14 +55,12 @@ def open_stack(
     streams: Streams | None = None,
     *,
     by_layer: bool = False,
-    swapped: int = 0,
 ) -> TierStack:
     """Opens the tiers of ``config`` and returns the stack of a scheduler process.
 
     Args:
         streams: Streams on which the slab is used.
         by_layer: See :class:`~sgl_ext.tiers.copies.DeviceCopies`.
-        swapped: Pages of host memory that preempted requests may use.
 
     Raises:
         ExtError: A tier cannot be opened. The message says what was asked for, what was found and
@@ -102,10 +95,7 @@ def open_stack(
             copies,
             LayerLoads(copies.groups, COPY_DEADLINE_S, copies.streams),
             lower,
-            wait=config.wait,
             wake=wake,
-            clock=time.monotonic,
-            spare=min(swapped, arena.pages // _SPARE),
             closing=[engine.close],
         )
         undo.pop_all()

@@ -10,7 +10,6 @@ from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.demotion import Demotions
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.waiting import Waiting
 
 
 class Holds:
@@ -24,25 +23,20 @@ class Holds:
         self,
         host: HostPages,
         copies: DeviceCopies,
-        waiting: Waiting,
         demotions: Demotions,
         hits: Counter[str],
     ) -> None:
         self._host = host
         self._copies = copies
-        self._waiting = waiting
         self._demotions = demotions
         self._hits = hits
 
-    def hold(self, rid: str, keys: Sequence[Key]) -> Pages:
+    def hold(self, keys: Sequence[Key]) -> Pages:
         """Pins the leading ``keys`` that are in host memory until :meth:`let_go`.
-
-        The request does not wait for lower tiers any more.
 
         Returns:
             The slots of these pages; empty if the tiers are disabled.
         """
-        self._waiting.leave(rid)
         here = keys[: self._host.lookup(keys)]
         pages = self._host.use(here)
         self._host.pin(pages)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sgl_ext.clock import Clock
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
@@ -20,7 +19,6 @@ from sgl_ext.tiers.loads import Loads
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stores import Stores
 from sgl_ext.tiers.throughput import running_rate
-from sgl_ext.tiers.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +42,7 @@ class TierStack:
 
     Args:
         lower: Lower tiers, the nearest first.
-        wait: Seconds that a request is held back, at most, while its pages come from lower tiers.
         wake: Set by the threads of lower tiers when they have finished something.
-        spare: Slots of host memory that these pages leave free.
-        clock: Clock of deadlines and leases of waiting requests.
         closing: Called by :meth:`close`, in order, after all tiers are closed.
     """
 
@@ -58,10 +53,7 @@ class TierStack:
         layers: LayerLoads,
         lower: Sequence[LowerTier],
         *,
-        wait: float,
         wake: Wake,
-        clock: Clock,
-        spare: int = 0,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.host = host
@@ -75,62 +67,37 @@ class TierStack:
         self._copies = copies
         self._wake = wake
         self._closing = closing
-        self._waiting = Waiting(host, lower, wait, spare=spare, clock=clock)
-        self.keepers: list[Callable[[], bool]] = [self._waiting.give_up_one]
+        self.keepers: list[Callable[[], bool]] = []
         """Functions that unpin the pages kept for one waiting request; each returns False if it
         keeps no pages."""
         self._demotions = Demotions(lower, host, copies.layout.block_bytes)
         self.loads = Loads(host, copies, layers, self.hits)
         self.stores = Stores(host, copies, self._demotions)
-        self.holds = Holds(host, copies, self._waiting, self._demotions, self.hits)
+        self.holds = Holds(host, copies, self._demotions, self.hits)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def lookup(self, rid: str, keys: Sequence[Key]) -> int:
-        """Returns the number of leading ``keys`` that can be loaded now.
-
-        Starts to load the pages that follow from lower tiers; :meth:`ready` tells when they have
-        landed.
-        """
-        here = self.host.lookup(keys)
-        if self.enabled:
-            self._waiting.ask(rid, keys, here, self.computed_pages_per_second)
-        return here
-
-    def ready(self, rid: str) -> bool:
-        """Returns whether the request need not be held back for pages from lower tiers.
-
-        True if it does not wait, its load has ended, or it was held back for the longest time
-        allowed. Call it when the request is considered for admission: the first call starts this
-        time.
-        """
-        return self._waiting.ready(rid)
-
-    def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
+    def load(
+        self,
+        rid: str,
+        keys: Sequence[Key],
+        blocks: Pages,
+        landed: Mapping[str, int] | None = None,
+        seconds: float = 0.0,
+    ) -> bool:
         """Queues a load of ``keys`` into ``blocks`` of the device for :meth:`Loads.start`.
+
+        Args:
+            landed: Pages of ``keys`` that came from each lower tier for this request, by its name.
+            seconds: Seconds that they took.
 
         Returns:
             False, with nothing queued, if a page is not in host memory or the tiers are disabled.
         """
         if not self.enabled or self.host.lookup(keys) < len(keys):
             return False
-        staging = self._waiting.leave(rid)
-        landed, seconds = ({}, 0.0) if staging is None else (staging.landed, staging.seconds)
-        self._demotions.offer(keys, self.loads.queue(rid, keys, blocks, landed, seconds))
+        self._demotions.offer(keys, self.loads.queue(rid, keys, blocks, landed or {}, seconds))
         return True
-
-    def cancel(self, rid: str) -> bool:
-        """Forgets a request and cancels its queued load; returns whether a load was queued.
-
-        A load that has started is not cancelled.
-        """
-        self._waiting.leave(rid)
-        return self.loads.cancel(rid)
-
-    def forget(self, rid: str) -> None:
-        """Forgets that a request waits; loads from lower tiers that have begun still land."""
-        self._waiting.leave(rid)
-        self.loads.forget(rid)
 
     def used(self, keys: Sequence[Key], times: int) -> None:
         """Records that ``keys``, which are also on the device, have been used ``times`` times.
@@ -157,7 +124,6 @@ class TierStack:
         The scheduler calls it at least once in each step.
         """
         self.stores.poll()
-        self._waiting.advance()
         self._demotions.advance()
 
     @property
@@ -185,24 +151,19 @@ class TierStack:
         rate = tokens / self.layout.page / seconds
         self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 
-    def pending(self) -> bool:
-        """Returns whether a request waits for a lower tier."""
-        return self._waiting.pending()
-
     def wait(self, timeout: float) -> None:
         """Sleeps until a thread of a lower tier has finished something, ``timeout`` s at most."""
         self._wake.wait(timeout)
         self._wake.clear()
 
     def clear(self) -> None:
-        """Forgets all requests and removes the unpinned pages from host memory.
+        """Cancels queued loads and removes the unpinned pages from host memory.
 
         Cancels stores, and waits until no load or store accesses the device.
 
         Raises:
             TimeoutError: A load is still in progress.
         """
-        self._waiting.leave_all()
         self.loads.clear()
         self.stores.clear()
         self.host.clear()
@@ -212,7 +173,6 @@ class TierStack:
         if self.enabled:
             logger.warning("the tiers are disabled from now on: %s", reason)
             # Copies in progress are not cancelled: SGLang expects a result for each.
-            self._waiting.leave_all()
             self.host.disable()
 
     def close(self) -> None:
@@ -225,18 +185,15 @@ class TierStack:
             close()
 
     def check_integrity(self) -> None:
-        """Checks host memory, waiting requests, demotions, loads and stores. O(capacity).
+        """Checks host memory, demotions, loads and stores. O(capacity).
 
         Raises:
             AssertionError: one of them contradicts itself, or host memory has fewer pins or
                 reservations than they own.
         """
-        for part in (self._waiting, self._demotions, self.loads, self.stores):
+        for part in (self._demotions, self.loads, self.stores):
             part.check_integrity()
         self.host.check_integrity(
-            [
-                *self._waiting.pinned, *self._demotions.pinned, *self.loads.pinned,
-                *self.stores.pinned,
-            ],
-            [*self._waiting.reserved, *self.stores.reserved],
-        )  # fmt: skip
+            [*self._demotions.pinned, *self.loads.pinned, *self.stores.pinned],
+            self.stores.reserved,
+        )

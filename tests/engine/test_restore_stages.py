@@ -71,7 +71,7 @@ def test_a_stage_computes_arrived_tokens_and_loads_the_rest() -> None:
     come = threading.Timer(0.02, stage.inputs.come, (5 * PAGE,))
     come.start()
     restored = restore(
-        machine.restorer, names, stage.inputs, stage.compute, stage.adopt, deadline=30
+        machine.planner, names, stage.inputs, stage.compute, stage.adopt, deadline=30
     )
     assert restored is not None
     assert all(stage.did)
@@ -86,14 +86,14 @@ def test_a_stage_without_tiers_computes_all_and_without_input_fails() -> None:
     machine, names = Machine(), keys(*range(4))
     stage = Stage(4 * PAGE)
     stage.inputs.come(4 * PAGE)
-    assert restore(machine.restorer, names, stage.inputs, stage.compute, stage.adopt, 30) is None
+    assert restore(machine.planner, names, stage.inputs, stage.compute, stage.adopt, 30) is None
     assert stage.did == ["computed"] * (4 * PAGE)
 
     stage = Stage(4 * PAGE)
     stage.inputs.come(PAGE)
     stage.inputs.close()
     with pytest.raises(ExtError, match=f"a stage received no inputs after token {PAGE}"):
-        restore(machine.restorer, names, stage.inputs, stage.compute, stage.adopt, 30)
+        restore(machine.planner, names, stage.inputs, stage.compute, stage.adopt, 30)
 
 
 def test_two_processes_restore_half_of_the_layers_each(trained_model: Path, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 
-own = []  # how the restorer decides where a forward ends
+own = []  # how the planner decides where a forward ends
 
 def probe(self, path, seed=0, policy="shortest"):
     from sgl_ext.engine.core import runtime
-    from sgl_ext.restore import restorer as module
+    from sgl_ext.planning import planner as module
     from sgl_ext.planning.policies import POLICIES, Shortest
 
     class Last(Shortest):  # who comes interrupts who is there
@@ -30,25 +30,25 @@ def probe(self, path, seed=0, policy="shortest"):
             return -one.arrived
 
     ext = runtime.current
-    restorer, host = ext.restore.restorer, ext.tiers.stack.host
-    restorer._channels._policy = {**POLICIES, "last": Last}[policy](0.2)
+    planner, host = ext.tiers.planner, ext.tiers.stack.host
+    planner._channels._policy = {**POLICIES, "last": Last}[policy](0.2)
     if not own:
         own.append(module.next_part)
     choose = random.Random(seed)
 
-    def anywhere(pointers, costs, page, **known):
+    def anywhere(pointers, at, costs, position, **known):
         free, flying = pointers.next_free, pointers.flying
         if free is None or (flying and free.end > flying.end) or choose.random() < 0.2:
-            return own[0](pointers, costs, page, **known)
+            return own[0](pointers, at, costs, position, **known)
         begin = max(free.begin, pointers.front)
-        return begin + choose.randint(1, free.end - begin)
+        return at.end(begin + choose.randint(1, free.end - begin))
 
     module.next_part = anywhere if seed else own[0]
     self.token_to_kv_pool_allocator.groups.check_integrity()
     host.check_integrity()
     ssd = ext.tiers.stack.lower[0]
-    json.dump({"plans": len(ext.plans), "restoring": len(restorer._requests),
-               "leaving": len(restorer._leaving), "interrupted": restorer.interrupted,
+    json.dump({"plans": len(ext.plans), "restoring": len(planner.wants.requests),
+               "leaving": len(planner.wants.leaving), "interrupted": planner.interrupted,
                "pinned": host._pinned,
                "protected": self.tree_cache.protected_size(),
                "places": host.capacity - host.free - len(host),

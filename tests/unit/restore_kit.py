@@ -15,6 +15,7 @@ from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Shortest
+from sgl_ext.planning.want import Run, Want
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.threaded import ThreadedTier
 
@@ -53,11 +54,18 @@ class Machine:
             chunk=8,
             measured=frozenset({COMPUTE, "shelf"}),
         )
-        self.restorer = Planner(
+        self.planner = Planner(
             self.host, [self.tier], Shortest(0.0), self.costs,  # no ageing while a thread waits
             page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
             clock=time.monotonic, lock=threading.Lock(),
         )  # fmt: skip
+
+    def ask(
+        self, rid: str, names: list[bytes], here: int, first: int, tokens: int, precedence: int = 0
+    ) -> None:
+        """Wants the pages of a prefix, of which host memory has the first ``here``."""
+        run = Run(names, first * PAGE, here)
+        self.planner.restore(Want(rid, (run,), tokens, precedence))
 
     def keep(self, names: list[bytes]) -> None:
         for name in names:
@@ -67,10 +75,10 @@ class Machine:
             self.shelf.pages[name] = page.tobytes()
 
     def right(self, rid: str, names: list[bytes], plan: PrefillPlan) -> bool:
-        """Returns whether the restorer's places hold the pages that the plan loads."""
+        """Returns whether the planner's places hold the pages that the plan loads."""
         for span in plan.spans:
             if isinstance(span.source, Load):
-                places = self.restorer.places(rid, span.start, span.end)
+                places = self.planner.places(rid, span.start, span.end)
                 wanted = names[span.start // PAGE : span.end // PAGE]
                 for name, place in zip(wanted, places, strict=True):
                     block = content(name, LAYOUTS[PAGE]).reshape(-1).view(np.uint8)
@@ -87,17 +95,17 @@ class Machine:
         plans = []
         at = begin
         while at < tokens:
-            self.restorer.advance()
-            self.restorer.check_integrity()
-            plan = self.restorer.plan(rid, at, tokens)
-            self.restorer.check_integrity()
+            self.planner.advance()
+            self.planner.check_integrity()
+            plan = self.planner.plan(rid, at, tokens)
+            self.planner.check_integrity()
             if plan is None:
                 time.sleep(1e-3)
                 continue
             end = plan.reach(at, tokens)
             came = self._came(rid)
-            self.restorer.computing(rid, end)
-            self.restorer.check_integrity()
+            self.planner.computing(rid, end)
+            self.planner.check_integrity()
             part = [*plan.between(at, end)]
             assert self.right(rid, names, PrefillPlan(plan.spans))
             plans.append(plan)
@@ -105,7 +113,7 @@ class Machine:
             if any(isinstance(span.source, Compute) for span in part):
                 until(
                     lambda came=came: (
-                        not (self.shelf.open.is_set() and self.restorer.loads(rid))
+                        not (self.shelf.open.is_set() and self.planner.loads(rid))
                         or self._came(rid) > came
                     )
                 )
@@ -113,13 +121,13 @@ class Machine:
 
     def _came(self, rid: str) -> int:
         """Returns the number of the request's tokens that were loaded so far."""
-        report = self.restorer.report(rid)
+        report = self.planner.report(rid)
         return 0 if report is None else sum(report["loaded"].values())
 
     def settle(self) -> None:
         def settled() -> bool:
-            self.restorer.advance()
-            self.restorer.check_integrity()
-            return not self.restorer._leaving
+            self.planner.advance()
+            self.planner.check_integrity()
+            return not self.planner.wants.leaving
 
         until(settled)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from simulated_device import Range, SimulatedDevice, checksum, pattern
 from simulated_streams import SimulatedStreams, SimulatedTransfers
+from stack_kit import planner_of
 from tier_kit import Shelf
 
 from sgl_ext.config import SwapExperiment, Tiers
@@ -28,6 +29,7 @@ from sgl_ext.memory.cuda_mapping import CudaMemory
 from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
+from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers import build
 from sgl_ext.tiers.arena import Arena, Key, Pages, stride_of
@@ -147,7 +149,9 @@ class SimulatedEngine:
             patch.object(build, "TransferEngine", SimulatedTransfers),
             patch.object(build, "_lower_tiers", lower_tiers),
         ):
-            self.stack = build.open_stack(config, self.slab, self.streams, swapped=self.swap)
+            self.stack = build.open_stack(config, self.slab, self.streams)
+            self.planner = planner_of(self.stack, wait=config.wait, spare=self.swap)
+            self.prefixes = Prefixes(self.stack, self.planner)
         self.arena = self.stack._copies._arena
         self.device.fake.fake_name(self.arena.address, self.arena.size, b"arena")
         self.manager = SwapManager(self.stack, self.swap, SwapExperiment())
@@ -221,11 +225,13 @@ class SimulatedEngine:
 
     def check_integrity(self) -> None:
         self.stack.check_integrity()
+        self.planner.check_integrity()
         self.manager.check_integrity()
         self.allocator.groups.check_integrity()
 
     def close(self) -> None:
         """Closes the stack, and frees host memory."""
+        self.planner.close()
         self.stack.close()
         self.device.fake.fake_free(self.arena.address, self.arena.size)
         self.streams.close()

@@ -49,6 +49,7 @@ class Scheduler:
     # --- the loop -------------------------------------------------------------------------------
 
     def step(self) -> None:
+        self.engine.planner.advance()
         self.stack.poll()
         self.engine.manager.advance()
         self.tree.commit(self.stack.stores.completed())
@@ -138,7 +139,9 @@ class Scheduler:
         prompt = len(prefix) * PAGE + chance.randint(1, 5)
         request = Request(rid, prefix, prompt, chance.randint(1, 6))
         self.waiting.append(request)
-        self.stack.lookup(rid, [key(page) for page in request.pages((prompt - 1) // PAGE)])
+        self.engine.prefixes.lookup(
+            rid, [key(page) for page in request.pages((prompt - 1) // PAGE)]
+        )
 
     def _extend(self) -> Batch | None:
         """Returns a forward over parts of prompts; None if there is none."""
@@ -153,7 +156,7 @@ class Scheduler:
                 break
             if request.rid in self.engine.manager or self.chance.random() < 0.2:
                 continue
-            if not self.stack.ready(request.rid):
+            if not self.engine.prefixes.ready(request.rid):
                 self.counts["deferred"] += 1
                 continue
             part = self._admit(request)
@@ -183,9 +186,10 @@ class Scheduler:
         keys = [key(page) for page in pages[cached:most]]
         held = NO_PAGES
         if way == "load":
-            coming = self.stack.lookup(request.rid, keys)
+            coming = self.engine.prefixes.lookup(request.rid, keys)
         else:
-            held = self.stack.holds.hold(request.rid, keys)
+            self.engine.prefixes.forget(request.rid)
+            held = self.stack.holds.hold(keys)
             coming = len(held)
         self.rows.begin(request, pages[:cached])
         end = min(total, (cached + coming) * PAGE + self.chunk)
@@ -194,7 +198,7 @@ class Scheduler:
             queued = way == "load" and coming > 0
             if queued:
                 blocks = request.blocks[cached:]
-                assert self.stack.load(request.rid, keys[:coming], blocks)
+                assert self.engine.prefixes.load(request.rid, keys[:coming], blocks)
             if self.rows.take(request, end):
                 self.waiting.remove(request)
                 request.loading = queued
@@ -204,7 +208,7 @@ class Scheduler:
                     self.counts[way] += 1
                 return part
         if queued:
-            self.stack.cancel(request.rid)
+            self.engine.prefixes.cancel(request.rid)
         self.stack.holds.let_go(held)
         self.rows.give_back(request)
         return None
@@ -223,7 +227,7 @@ class Scheduler:
     def _withdraw(self, part: Part) -> None:
         """Gives up a request whose load is queued."""
         request = part.request
-        assert self.stack.cancel(request.rid)
+        assert self.engine.prefixes.cancel(request.rid)
         if self.chunked is request:
             self.chunked = None
         else:
@@ -274,7 +278,7 @@ class Scheduler:
     def _abort_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
         self.swaps.forget(request)
-        self.stack.forget(request.rid)
+        self.engine.prefixes.forget(request.rid)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -297,6 +301,7 @@ class Scheduler:
         self.drain()
         self.swaps.clear()
         self.tree.clear()
+        self.engine.planner.clear()
         self.stack.clear()
         self.engine.allocator.clear()
         self.done.clear()

@@ -14,6 +14,10 @@ from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 from sgl_ext.memory.lanes import Lane
 from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.policies import Cake
+from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -21,6 +25,18 @@ from sgl_ext.tiers.stack import TierStack
 from sgl_ext.tiers.threaded import ThreadedTier
 
 BLOCKS = 64
+
+
+def planner_of(stack: TierStack, *, wait: float, spare: int = 0) -> Planner:
+    """Returns a planner that loads wants as a whole, the first that came first."""
+    loads = {tier.tier.name: LoadCost() for tier in stack.lower}
+    planner = Planner(
+        stack.host, stack.lower, Cake(), Costs(ComputeCost(), loads, chunk=512),
+        page=stack.layout.page, unit=8, wait=wait, spare=spare, hits=stack.hits,
+        clock=time.monotonic, lock=threading.Lock(),
+    )  # fmt: skip
+    stack.keepers.append(planner.give_up_one)
+    return planner
 
 
 class Machine:
@@ -63,12 +79,11 @@ class Machine:
             copies,
             LayerLoads(copies.groups, DEADLINE_S),
             [ThreadedTier(self.shelf, keep_after=keep_after, wake=wake.set)],
-            wait=wait,
             wake=wake,
-            clock=time.monotonic,
-            spare=spare,
             closing=[self.engine.close],
         )
+        self.planner = planner_of(self.stack, wait=wait, spare=spare)
+        self.prefixes = Prefixes(self.stack, self.planner)
 
     def compute(self, keys: Sequence[Key], blocks: Pages) -> None:
         for key, block in zip(keys, blocks, strict=True):
@@ -87,7 +102,7 @@ class Machine:
 
     def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
         self.blocks[blocks] = 0xDD
-        if not self.stack.load(rid, keys, blocks):
+        if not self.prefixes.load(rid, keys, blocks):
             return False
         self.stack.check_integrity()
         index = self.stack.loads.start()
@@ -122,8 +137,25 @@ class Machine:
             self.poll()
 
     def poll(self) -> None:
+        self.planner.advance()
         self.stack.poll()
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        self.planner.check_integrity()
         self.stack.check_integrity()
 
+    def clear(self) -> None:
+        self.planner.clear()
+        self.stack.clear()
+
+    def disable(self, reason: str) -> None:
+        self.planner.clear()
+        self.stack.disable(reason)
+
+    def close(self) -> None:
+        self.planner.close()
+        self.stack.close()
+
     def settle(self, rid: str) -> None:
-        self.until(lambda: self.stack.ready(rid))
+        self.until(lambda: self.prefixes.ready(rid))

@@ -29,13 +29,14 @@ PURE |= {
     for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
 }
 PURE |= {f"planning/{name}" for name in (
-    "channels", "costs", "parts", "plan", "planner", "pointers", "policies", "request", "strategy",
+    "channels", "costs", "parts", "plan", "planner", "pointers", "policies", "prefixes", "request",
+    "strategy", "want", "wants",
 )}  # fmt: skip
 PURE |= {f"restore/{name}" for name in ("boundaries", "host_prefixes")}
 PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
 PURE |= {f"tiers/{name}" for name in (
-    "demotion", "holds", "host", "loads", "lower", "slots", "stack", "staging", "statistics",
-    "stores", "throughput", "tier", "waiting",
+    "demotion", "holds", "host", "loads", "lower", "slots", "stack", "statistics",
+    "stores", "throughput", "tier",
 )}  # fmt: skip
 """Policy that a simulator drives: it has no clock, thread or I/O of its own."""
 AROUND_SGLANG = {

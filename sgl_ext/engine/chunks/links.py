@@ -281,9 +281,10 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     """
     slab, runner = ext.require_slab("chunks"), scheduler.tp_worker.model_runner
     stack = None if ext.tiers is None else ext.tiers.stack
+    planner = None if ext.tiers is None else ext.tiers.planner
     rope, holds = verified_rope(runner.model, slab.layout), None if stack is None else stack.holds
     return ChunkLinks(
-        ChunkSearch(scheduler.tree_cache, stack),
+        ChunkSearch(scheduler.tree_cache, stack, planner),
         runner.token_to_kv_pool,
         slab,
         moves_of(slab.layout, rope, slab.tensor(), holds),

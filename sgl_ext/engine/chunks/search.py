@@ -14,10 +14,12 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sgl_ext.chunks.composition import path_of
 from sgl_ext.engine.core.sglang_types import MatchResult, RadixTree, TreeLock
+from sgl_ext.planning.want import Run, Want
 
 if TYPE_CHECKING:
     import torch
 
+    from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.arena import Key, Pages
     from sgl_ext.tiers.stack import TierStack
 
@@ -64,11 +66,13 @@ class ChunkSearch:
     Args:
         tree: SGLang's radix cache.
         tiers: tiers beyond the device; None if there are none.
+        planner: planner of the loads from lower tiers; None if there are no tiers.
     """
 
-    def __init__(self, tree: RadixTree, tiers: TierStack | None) -> None:
+    def __init__(self, tree: RadixTree, tiers: TierStack | None, planner: Planner | None) -> None:
         self._tree = tree
         self._tiers = tiers
+        self._planner = planner
 
     @property
     def waits(self) -> bool:
@@ -94,17 +98,19 @@ class ChunkSearch:
         Args:
             name: name of the search.
         """
-        if self._tiers is not None:
+        if self._tiers is not None and self._planner is not None:
             _, _, keys = self._match(wanted)
             if keys:
-                self._tiers.lookup(name, keys)
+                here = self._tiers.host.lookup(keys)
+                want = Want(("chunk", name), (Run(keys, 0, here),))
+                self._planner.load(want, self._tiers.computed_pages_per_second)
 
     def ready(self, name: str) -> bool:
         """Returns whether a search need not wait any longer, on every rank.
 
         All ranks must call it together.
         """
-        return self._tiers is None or self._agreed(self._tiers.ready(name)) > 0
+        return self._planner is None or self._agreed(self._planner.ready(("chunk", name))) > 0
 
     def find(self, name: str, wanted: Wanted) -> Found:
         """Returns the KV of a text that is on the device or in host memory, and keeps it there.
@@ -117,8 +123,9 @@ class ChunkSearch:
         lock = self._tree.lock(node)
         start, end = len(wanted.before), len(wanted.before) + len(wanted.tokens)
         pages = places = np.empty(0, np.int64)
-        if self._tiers is not None:
-            pages = self._tiers.holds.hold(name, keys)
+        if self._tiers is not None and self._planner is not None:
+            self._planner.take(("chunk", name))
+            pages = self._tiers.holds.hold(keys)
             shared = self._agreed(len(pages))
             self._tiers.holds.let_go(pages[shared:])  # not in the host memory of every rank
             pages = pages[:shared]
@@ -134,8 +141,8 @@ class ChunkSearch:
 
     def forget(self, name: str) -> None:
         """Stops a search."""
-        if self._tiers is not None:
-            self._tiers.forget(name)
+        if self._planner is not None:
+            self._planner.take(("chunk", name))
 
     def _match(self, wanted: Wanted) -> tuple[MatchResult, int, Sequence[Key]]:
         """Returns SGLang's match, the position behind it at which the text's other pages begin, and

@@ -81,7 +81,7 @@ def _by_strategy(
         by = power.prefixes[forward.rids[at]].by if layered else Strategy.TOKENS
         ways[by][at] = each
     if tokens := ways[Strategy.TOKENS]:
-        costs = power.restorer.costs
+        costs = power.planner.costs
         share = computed_share(costs, power.stack.loads.traffic, power.stack.layout.page)
         computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
         for at, count in computed.items():

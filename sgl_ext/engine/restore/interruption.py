@@ -23,14 +23,14 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
     from sglang.srt.mem_cache.common import release_kv_cache
 
     req = scheduler.chunked_req
-    if req is None or not power.restorer.computes(req.rid) or not _keeps(req):
+    if req is None or not power.planner.computes(req.rid) or not _keeps(req):
         return None
-    if (rid := power.restorer.preferred()) is None:
+    if (rid := power.planner.preferred()) is None:
         return None
     first = next((one for one in scheduler.waiting_queue if one.rid == rid), None)
     if first is None or not _room(scheduler, running, req, first):
         return None
-    power.restorer.interrupt()
+    power.planner.interrupt()
     scheduler.chunked_req, power.interrupted = None, req.rid
     try:
         release_kv_cache(req, scheduler.tree_cache, checkpoint=False)

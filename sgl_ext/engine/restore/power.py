@@ -28,6 +28,7 @@ from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Load
 from sgl_ext.planning.request import Restored
 from sgl_ext.planning.strategy import choose_strategy
+from sgl_ext.planning.want import Run, Want
 from sgl_ext.restore.host_prefixes import Held, HostPrefixes
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class RestorePower(Power[Restore]):
     """Restoration of prefixes: first tokens are computed while the last ones are loaded.
 
     Attributes:
-        restorer: restorations of prefixes that lower tiers have.
+        planner: planner of the loads from lower tiers.
         prefixes: prefixes that host memory has, each restored within one forward.
         stack: the tiers.
         batch: SGLang's batch of the current or last forward.
@@ -69,7 +70,7 @@ class RestorePower(Power[Restore]):
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
     )
 
-    restorer: Planner
+    planner: Planner
     prefixes: HostPrefixes
     stack: TierStack
     batch: ScheduleBatch
@@ -95,17 +96,15 @@ class RestorePower(Power[Restore]):
         from sglang.srt.runtime_context import get_observability, get_schedule
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
-        if ext.tiers is None or self.config.tiers is None:
+        if ext.tiers is None:
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
-        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page, time.monotonic)
-        self.restorer = setup.open_restorer(
-            self.section, self.config.tiers, self.stack, get_schedule().chunked_prefill_size
+        self.planner = ext.tiers.planner
+        setup.require_parts(
+            self.section, self.stack.layout.page, get_schedule().chunked_prefill_size
         )
-        self.stack.keepers += [
-            lambda: self.prefixes.give_up_one(ext.plans),
-            self.restorer.give_up_one,
-        ]
+        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page, time.monotonic)
+        self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         ext.tiers.linker.restoring = self
         if get_observability().enable_metrics:
             from sgl_ext.engine.restore.metrics import RestoreMetrics
@@ -120,7 +119,7 @@ class RestorePower(Power[Restore]):
         self.prefixes.release(req.rid)
         self._asking = None
         if self._ext.owner(req) is None:
-            self._asking = prompt_of(req, prefix, self.restorer.page)
+            self._asking = prompt_of(req, prefix, self.planner.page)
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
         """Implements :class:`~sgl_ext.engine.tiers.linker.Restoring`."""
@@ -129,12 +128,13 @@ class RestorePower(Power[Restore]):
             return None
         keys = keys[: prompt.most]
         pages = self.stack.host.lookup(keys)
-        self.restorer.ask(rid, keys, pages, prompt.first, prompt.tokens, prompt.precedence)
-        if self.restorer.asked(rid):
+        run = Run(keys, prompt.first * self.planner.page, pages)
+        self.planner.restore(Want(rid, (run,), prompt.tokens, prompt.precedence))
+        if rid in self.planner.wants:
             return pages
         by = choose_strategy(
-            self.section.host, self.restorer.costs, self.stack.loads.traffic,
-            first=prompt.first, pages=pages, page=self.restorer.page,
+            self.section.host, self.planner.costs, self.stack.loads.traffic,
+            first=prompt.first, pages=pages, page=self.planner.page,
             layers=self.stack.layout.layers,
         )  # fmt: skip
         if by is None:
@@ -143,12 +143,8 @@ class RestorePower(Power[Restore]):
         return 0  # for SGLang these pages are computed
 
     def poll(self) -> None:
-        self.restorer.advance()
         # SGLang does not look requests up while it has no room: a long queue would pin all pages.
         self.prefixes.expire(time.monotonic() - _HELD_S, self._ext.plans)
-
-    def pending(self) -> bool:
-        return self.restorer.pending()
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -156,18 +152,18 @@ class RestorePower(Power[Restore]):
         if continuing and req.rid in self.prefixes:
             return False  # SGLang chunks one prompt only, and would admit none after this one
         # SGLang would count the chunked prompt, which waits, as part of a batch of other requests.
-        return self._parked is not adder and self.restorer.turn(req.rid, continuing)
+        return self._parked is not adder and self.planner.turn(req.rid, continuing)
 
     def plan(self, adder: PrefillAdder, req: Req) -> bool:
         rid, end, plans = req.rid, len(req.full_untruncated_fill_ids), self._ext.plans
         if rid in self.prefixes:
             plans[rid] = self.prefixes.plan(rid, end)
             return True
-        if not self.restorer.restores(rid):
+        if not self.planner.restores(rid):
             return True
-        computes = self.restorer.computes(rid)
+        computes = self.planner.computes(rid)
         begin = req.prefix_len if computes else req.prefix_len + req.host_hit_length
-        if (plan := self.restorer.plan(rid, begin, end)) is None:
+        if (plan := self.planner.plan(rid, begin, end)) is None:
             if computes:
                 self._parked = adder
             return False
@@ -182,13 +178,13 @@ class RestorePower(Power[Restore]):
 
     def deferred(self, req: Req) -> None:
         """Drops the plan; admission makes a new one, as the request may not be restored by then."""
-        if self._restores(req.rid) and not self.restorer.computes(req.rid):
+        if self._restores(req.rid) and not self.planner.computes(req.rid):
             self._ext.plans.pop(req.rid, None)
 
     def continued(self, req: Req) -> None:
         if not self._restores(rid := req.rid):
             return
-        self.restorer.computing(rid, req.extend_end)
+        self.planner.computing(rid, req.extend_end)
         within = rid in self.prefixes
         if not within:
             self._count_loaded(req)
@@ -199,12 +195,12 @@ class RestorePower(Power[Restore]):
             seconds = time.monotonic() - held.since
             held.told = {"power": self.name, "exact": True, "seconds": seconds}
             tell(req, held.told)  # the sources of the KV are known when the forward has ended
-        elif (found := self.restorer.report(rid)) is not None:
+        elif (found := self.planner.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
             self._count(found)
 
     def _restores(self, rid: str) -> bool:
-        return rid in self.prefixes or self.restorer.restores(rid)
+        return rid in self.prefixes or self.planner.restores(rid)
 
     def before_step(self, running: ScheduleBatch) -> None:
         self._queued = interruption.interrupt(self, self._scheduler, running)
@@ -235,15 +231,15 @@ class RestorePower(Power[Restore]):
         while self._alone and any(one is batch for one, _ in self._alone):
             one, begin = self._alone.popleft()
             if one is batch and tokens is not None and tokens >= LEAST_TOKENS:
-                self.restorer.costs.computed(begin, begin + tokens, seconds)
+                self.planner.costs.computed(begin, begin + tokens, seconds)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        if not self.restorer.restores(rid):
+        if not self.planner.restores(rid):
             return
-        page = self.restorer.page
+        page = self.planner.page
         for span in self._ext.plans[rid].between(start, end):
             if isinstance(span.source, Load):
-                places = self.restorer.places(rid, span.start, span.end)
+                places = self.planner.places(rid, span.start, span.end)
                 blocks = slots[span.start - start : span.end - start : page] // page
                 self.stack.holds.fill(places, blocks.copy())
 
@@ -261,7 +257,7 @@ class RestorePower(Power[Restore]):
         if self._restores(rid):
             self._ext.plans.pop(rid, None)
         self.prefixes.release(rid)
-        self.restorer.release(rid)
+        self.planner.release(rid)
 
     def _ended_within(self, held: Held) -> None:
         """Reports a restored prefix in host memory, if its last forward was admitted."""
@@ -281,18 +277,18 @@ class RestorePower(Power[Restore]):
 
     def reset(self) -> None:
         """Gives up all restorations, so that their prompts are computed."""
-        for rid in (*self.restorer.clear(), *self.prefixes.clear()):
-            self._ext.plans.pop(rid, None)
+        for name in (*self.planner.clear(), *self.prefixes.clear()):
+            if isinstance(name, str):
+                self._ext.plans.pop(name, None)
 
     def weights_changed(self) -> None:
         self.reset()
 
     def describe(self) -> Mapping[str, object]:
-        return setup.describe(self.restorer, self.stack)
+        return setup.describe(self.planner, self.stack)
 
     def close(self) -> None:
         self.reset()
-        self.restorer.close()
 
     def _count(self, restored: Restored) -> None:
         if self._metrics is not None:
@@ -304,7 +300,7 @@ class RestorePower(Power[Restore]):
         if begin < end:
             for span in self._ext.plans[req.rid].between(begin, end):
                 if isinstance(span.source, Load):
-                    loaded = self.restorer.tiers(req.rid, span.start, span.end)
+                    loaded = self.planner.tiers(req.rid, span.start, span.end)
                     for tier, tokens in loaded.items():
                         cached_tokens.count(req, tier, tokens)
         cached_tokens.reach(req, req.extend_end)

@@ -10,14 +10,17 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_schedule
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
 from sgl_ext.engine.kv.indices import Download
+from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.streams import streams_of
-from sgl_ext.tiers.arena import Key, stride_of
+from sgl_ext.planning.prefixes import Prefixes
+from sgl_ext.tiers.arena import Key
 from sgl_ext.tiers.build import open_stack
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ class TierLinker(UnifiedCacheLinker):
     SGLang's tree keeps a node locked from :meth:`offload` until its completion is popped, and keeps
     the slots of a load private to the request. The bytes in both do not change during a copy. An
     offload begins when its slots are known on the host, in the order of the calls.
+
+    Attributes:
+        planner: planner of the loads from lower tiers.
+        prefixes: prefixes that SGLang loads.
     """
 
     def __init__(
@@ -76,10 +83,12 @@ class TierLinker(UnifiedCacheLinker):
                 slab,
                 streams_of(slab.device, forward_stream),
                 by_layer=swap is not None and swap.experiment.by_layer,
-                swapped=0 if swap is None else swap.capacity // stride_of(slab.layout),
             )
+            planner = open_planner(ext.config, self.stack, get_schedule().chunked_prefill_size)
         except ExtError as error:
             refuse(error)
+        self.planner = planner
+        self.prefixes = Prefixes(self.stack, planner)
         self._allocator.in_flight = self.stack.in_flight
         self._allocator.streams = self.stack.streams
         self.restoring: Restoring | None = None
@@ -98,7 +107,7 @@ class TierLinker(UnifiedCacheLinker):
         if self.restoring is not None and self.stack.enabled:
             pages = self.restoring.lookup(rid, keys)
         if pages is None:
-            pages = self.stack.lookup(rid, keys)
+            pages = self.prefixes.lookup(rid, keys)
         # Every length up to this one can be restored. Only the longest one that all ranks have is
         # returned, because SGLang examines each length.
         return [self.agreed(pages)]
@@ -114,7 +123,7 @@ class TierLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = transfers[0]
         slots = self._allocator.known.on_host(transfer.device_indices)
-        return self.stack.load(rid, _keys(transfer), slots[:: self._page] // self._page)
+        return self.prefixes.load(rid, _keys(transfer), slots[:: self._page] // self._page)
 
     def start_layer_wise_loading(self) -> int:
         return self.stack.loads.start()
@@ -123,7 +132,7 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.loads.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
-        return self.stack.cancel(rid)
+        return self.prefixes.cancel(rid)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
         # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
@@ -155,10 +164,12 @@ class TierLinker(UnifiedCacheLinker):
         if (ext := runtime.current) is not None:
             ext.reset()
         self._offloads.clear()
+        self.planner.clear()
         self.stack.clear()
 
     def close(self) -> None:
         self._offloads.clear()
+        self.planner.close()
         self.stack.close()
 
     def used_in_device(self, tree: TreeCore, node: object) -> None:

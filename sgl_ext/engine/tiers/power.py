@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.tiers.linker import TierLinker
     from sgl_ext.engine.tiers.metrics import TierMetrics
+    from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.stack import TierStack
     from sgl_ext.tiers.statistics import TierReport
 
@@ -28,6 +29,7 @@ class TiersPower(Power[Tiers]):
     Attributes:
         linker: the external cache of SGLang's radix tree.
         stack: the tiers.
+        planner: planner of the loads from lower tiers.
     """
 
     name = "tiers"
@@ -42,6 +44,7 @@ class TiersPower(Power[Tiers]):
 
     linker: TierLinker
     stack: TierStack
+    planner: Planner
     _metrics: TierMetrics | None = None
 
     def declare(self, server_args: ServerArgs) -> None:
@@ -71,7 +74,8 @@ class TiersPower(Power[Tiers]):
         page_hash.prepare()
         self._wrapper = scheduler.tree_cache.linker
         self.linker = self._wrapper.cache_linker
-        self.stack = self.linker.stack
+        self.stack, self.planner = self.linker.stack, self.linker.planner
+        self.stack.keepers.append(self.planner.give_up_one)
         if get_observability().enable_metrics:
             from sgl_ext.engine.tiers.metrics import TierMetrics
 
@@ -85,21 +89,22 @@ class TiersPower(Power[Tiers]):
         """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
         if not self.stack.lower:
             return True
-        return bool(self.linker.agreed(int(self.stack.ready(req.rid))))
+        return bool(self.linker.agreed(int(self.linker.prefixes.ready(req.rid))))
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if restored := self.stack.loads.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
         if admitted:
-            self.stack.forget(req.rid)  # it no longer waits, whether or not it loads KV
+            self.linker.prefixes.forget(req.rid)  # it no longer waits, whether or not it loads KV
             self.linker.used_in_device(adder.tree_cache.tree_core, req.last_node)
 
     def poll(self) -> None:
+        self.planner.advance()
         if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.describe())
 
     def pending(self) -> bool:
-        return self.stack.pending()
+        return self.planner.pending()
 
     def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
         """Records the speed of computing, to which loads are compared."""
@@ -107,10 +112,11 @@ class TiersPower(Power[Tiers]):
             self.stack.computed(tokens, seconds)
 
     def forget(self, rid: str) -> None:
-        self.stack.forget(rid)
+        self.linker.prefixes.forget(rid)
 
     def weights_changed(self) -> None:
         """Disables the tiers, whose pages belong to the weights that the server started with."""
+        self.planner.clear()
         self.stack.disable(
             "an update of the model's weights has started; restart the server to use the tiers "
             "again"

@@ -61,7 +61,7 @@ class Memory:
         for each in (self.slab, self.pages):
             each.copy_(torch.randn(each.shape, generator=chance))
         copies = DeviceCopies(self.engine, self.engine.host_lane(), slab, self.host)
-        holds = Holds(HostPages(PAGES), copies, None, None, Counter())  # type: ignore[arg-type]
+        holds = Holds(HostPages(PAGES), copies, None, Counter())  # type: ignore[arg-type]
         how = rope(head_dim // 2, interleaved=interleaved)
         self.native = HostMoves(self.layout, how, self.slab, holds)
         self.device = DeviceMoves(self.layout, how, self.slab, holds)

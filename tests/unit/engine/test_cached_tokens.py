@@ -19,6 +19,7 @@ from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.pointers import Pointers, Stretch
 from sgl_ext.planning.strategy import Strategy
+from sgl_ext.planning.want import Positions
 from sgl_ext.restore.host_prefixes import Held
 
 PAGE = 16
@@ -37,9 +38,11 @@ def power(*stretches: Stretch) -> RestorePower:
     assert config.restore is not None
     found = RestorePower(config, config.restore)
     found._ext = ExtRuntime(config, plans={"r": PLAN})
-    found.restorer = Planner.__new__(Planner)
-    found.restorer.page = PAGE
-    found.restorer._opened = {"r": SimpleNamespace(pointers=Pointers(0, stretches))}  # type: ignore[dict-item]
+    found.planner = Planner.__new__(Planner)
+    pointers = Pointers(0, stretches)
+    at = Positions(range(0, pointers.end * PAGE, PAGE), PAGE)
+    opened = {"r": SimpleNamespace(pointers=pointers, at=at, whole=False)}
+    found.planner.wants = SimpleNamespace(opened=opened)  # type: ignore[assignment]
     return found
 
 

@@ -17,7 +17,7 @@ from sgl_ext.planning.policies import Cake, Longest, Policy
 def machine() -> Iterator[Machine]:
     machine = Machine()
     yield machine
-    machine.restorer.close()
+    machine.planner.close()
     machine.tier.close()
     machine.engine.close()
 
@@ -25,19 +25,19 @@ def machine() -> Iterator[Machine]:
 def test_a_prefix_is_partly_computed_and_partly_loaded(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
-    machine.restorer.ask("a", names, 0, 0, 83)
-    assert machine.restorer.turn("a", continuing=False)
+    machine.ask("a", names, 0, 0, 83)
+    assert machine.planner.turn("a", continuing=False)
     plans = machine.run("a", names, 83)
-    report = machine.restorer.report("a")
+    report = machine.planner.report("a")
     assert report is not None
     loaded = sum(span.end - span.start for span in plans[-1].spans if isinstance(span.source, Load))
     assert report["loaded"]["shelf"] >= loaded > 0
     # A page in flight may land between a plan that computes it and the forward.
     came = 80 - report["computed"]
     assert loaded <= came <= loaded + UNIT * PAGE
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()
-    assert not machine.restorer.pending()
+    assert not machine.planner.pending()
     assert len(machine.host) == came // PAGE  # landed pages are in the index
     assert machine.hits["shelf"] >= came // PAGE
     assert machine.host.free == 64 - came // PAGE
@@ -47,13 +47,13 @@ def test_pages_that_do_not_land_are_computed(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.lost = {names[19], names[17], names[12]}
-    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.ask("a", names, 0, 0, 83)
     plans = machine.run("a", names, 83)
     spans = plans[-1].spans
     holes = [span for span in spans if isinstance(span.source, Compute)]
     assert any(span.start <= 17 * PAGE < span.end for span in holes)
     assert any(span.start <= 19 * PAGE < span.end for span in holes)
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()
     assert not set(machine.host.present(names)) & machine.shelf.lost
 
@@ -62,10 +62,10 @@ def test_places_of_a_released_request_stay_held_until_its_load_ends(machine: Mac
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
-    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.ask("a", names, 0, 0, 83)
     until(lambda: machine.shelf.loads == 1)
-    machine.restorer.release("a")
-    machine.restorer.advance()
+    machine.planner.release("a")
+    machine.planner.advance()
     machine.host.check_integrity()
     assert machine.host.free == 64 - 20  # a load may still write to them
     machine.shelf.open.set()
@@ -77,15 +77,15 @@ def test_places_of_a_released_request_stay_held_until_its_load_ends(machine: Mac
 def test_the_same_prefix_is_restored_once(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
-    machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.ask("b", names, 0, 0, 90)
-    assert not machine.restorer.turn("b", continuing=False)
-    assert machine.restorer.turn("a", continuing=False)
+    machine.ask("a", names, 0, 0, 83)
+    machine.ask("b", names, 0, 0, 90)
+    assert not machine.planner.turn("b", continuing=False)
+    assert machine.planner.turn("a", continuing=False)
     machine.run("a", names, 83)
-    machine.restorer.release("a")
-    machine.restorer.ask("b", names, len(names), 0, 90)  # host memory has all pages now
-    assert machine.restorer.turn("b", continuing=False)
-    assert not machine.restorer.restores("b")
+    machine.planner.release("a")
+    machine.ask("b", names, len(names), 0, 90)  # host memory has all pages now
+    assert machine.planner.turn("b", continuing=False)
+    assert not machine.planner.restores("b")
 
 
 def test_requests_that_share_few_pages_are_restored_separately(machine: Machine) -> None:
@@ -93,17 +93,17 @@ def test_requests_that_share_few_pages_are_restored_separately(machine: Machine)
     system, own, other = keys(0, 1), keys(*range(2, 30)), keys(*range(30, 36))
     machine.keep(system + own + other)
     machine.shelf.open.clear()  # otherwise the longer one becomes the shorter once it has landed
-    machine.restorer.ask("long", system + own, 0, 0, 123)
-    machine.restorer.ask("short", system + other, 0, 0, 35)
-    assert not machine.restorer.turn("long", continuing=False)
-    assert machine.restorer.turn("short", continuing=False)
+    machine.ask("long", system + own, 0, 0, 123)
+    machine.ask("short", system + other, 0, 0, 35)
+    assert not machine.planner.turn("long", continuing=False)
+    assert machine.planner.turn("short", continuing=False)
     machine.shelf.open.set()
     machine.run("short", system + other, 35)
-    machine.restorer.release("short")
-    machine.restorer.advance()
-    assert machine.restorer.turn("long", continuing=False)
+    machine.planner.release("short")
+    machine.planner.advance()
+    assert machine.planner.turn("long", continuing=False)
     machine.run("long", system + own, 123)
-    machine.restorer.release("long")
+    machine.planner.release("long")
     machine.settle()
     machine.host.check_integrity()
     assert machine.host.free == 64 - len(machine.host)
@@ -113,16 +113,16 @@ def test_the_shortest_request_is_computed_first_and_alone(machine: Machine) -> N
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
     machine.shelf.open.clear()
-    machine.restorer.ask("long", long, 0, 0, 130)
-    machine.restorer.ask("short", short, 0, 0, 45)
-    assert not machine.restorer.turn("long", continuing=False)
-    assert not machine.restorer.turn("short", continuing=True)
-    assert machine.restorer.turn("short", continuing=False)
-    machine.restorer.plan("short", 0, 45)
-    machine.restorer.computing("short", 8)
-    assert not machine.restorer.turn("long", continuing=False)
-    machine.restorer.release("short")
-    assert machine.restorer.turn("long", continuing=False)
+    machine.ask("long", long, 0, 0, 130)
+    machine.ask("short", short, 0, 0, 45)
+    assert not machine.planner.turn("long", continuing=False)
+    assert not machine.planner.turn("short", continuing=True)
+    assert machine.planner.turn("short", continuing=False)
+    machine.planner.plan("short", 0, 45)
+    machine.planner.computing("short", 8)
+    assert not machine.planner.turn("long", continuing=False)
+    machine.planner.release("short")
+    assert machine.planner.turn("long", continuing=False)
     machine.shelf.open.set()
 
 
@@ -131,94 +131,94 @@ def test_a_shorter_request_interrupts_a_longer_one(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 34))
     machine.keep(long + short)
     machine.shelf.open.clear()  # otherwise the longer one becomes the shorter once it has landed
-    machine.restorer.ask("long", long, 0, 0, 130)
-    assert machine.restorer.turn("long", continuing=False)
-    plan = machine.restorer.plan("long", 0, 130)
+    machine.ask("long", long, 0, 0, 130)
+    assert machine.planner.turn("long", continuing=False)
+    plan = machine.planner.plan("long", 0, 130)
     assert plan is not None
     done = plan.reach(0, 130)
-    machine.restorer.computing("long", done)
-    machine.restorer.advance()
-    assert machine.restorer.preferred() is None  # there is no other request
-    machine.restorer.ask("short", short, 0, 0, 18)
-    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
-    assert not machine.restorer.turn("short", continuing=True)
-    assert machine.restorer.preferred() == "short"
-    machine.restorer.interrupt()
-    assert not machine.restorer.computes("long")
-    assert not machine.restorer.turn("long", continuing=False)
-    assert machine.restorer.turn("short", continuing=False)
+    machine.planner.computing("long", done)
+    machine.planner.advance()
+    assert machine.planner.preferred() is None  # there is no other request
+    machine.ask("short", short, 0, 0, 18)
+    until(lambda: machine.planner.advance() or machine.planner.restores("short"))
+    assert not machine.planner.turn("short", continuing=True)
+    assert machine.planner.preferred() == "short"
+    machine.planner.interrupt()
+    assert not machine.planner.computes("long")
+    assert not machine.planner.turn("long", continuing=False)
+    assert machine.planner.turn("short", continuing=False)
     machine.shelf.open.set()
     machine.run("short", short, 18)
-    machine.restorer.advance()
-    assert machine.restorer.preferred() is None  # the other request is longer
-    machine.restorer.release("short")
-    machine.restorer.advance()
-    assert machine.restorer.turn("long", continuing=False)
+    machine.planner.advance()
+    assert machine.planner.preferred() is None  # the other request is longer
+    machine.planner.release("short")
+    machine.planner.advance()
+    assert machine.planner.turn("long", continuing=False)
     plans = machine.run("long", long, 130, done)
     assert any(isinstance(span.source, Load) for span in plans[-1].spans)
-    report = machine.restorer.report("long")
+    report = machine.planner.report("long")
     assert report is not None
     assert sum(report["loaded"].values()) + report["computed"] == len(long) * PAGE
-    machine.restorer.release("long")
+    machine.planner.release("long")
     machine.settle()
-    assert machine.restorer.interrupted == 1
+    assert machine.planner.interrupted == 1
 
 
 def test_a_nearly_finished_request_is_not_interrupted(machine: Machine) -> None:
     """Includes positions after the restored prefix, where only computing is left."""
     long, short = keys(*range(8)), keys(*range(30, 34))
     machine.keep(long + short)
-    machine.restorer.ask("long", long, 0, 0, 400)
+    machine.ask("long", long, 0, 0, 400)
     plans = machine.run("long", long, 36)
     assert plans
-    machine.restorer.ask("short", short, 0, 0, 18)
-    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
+    machine.ask("short", short, 0, 0, 18)
+    until(lambda: machine.planner.advance() or machine.planner.restores("short"))
     for reached, other in ((100, "short"), (390, None), (398, None)):
-        machine.restorer.computing("long", reached)
-        machine.restorer.advance()
-        assert not machine.restorer.turn("short", continuing=True)
-        assert machine.restorer.preferred() == other
-    machine.restorer.ask("short", short, 0, 0, 18, -1)
-    assert machine.restorer.preferred() == "short"  # it is more urgent
+        machine.planner.computing("long", reached)
+        machine.planner.advance()
+        assert not machine.planner.turn("short", continuing=True)
+        assert machine.planner.preferred() == other
+    machine.ask("short", short, 0, 0, 18, -1)
+    assert machine.planner.preferred() == "short"  # it is more urgent
 
 
 @pytest.mark.parametrize("policy", [Longest(), Cake()])
 def test_longest_and_cake_do_not_interrupt(machine: Machine, policy: Policy) -> None:
-    machine.restorer._channels._policy = policy
+    machine.planner._channels._policy = policy
     long, short = keys(*range(30)), keys(*range(30, 34))
     machine.keep(long + short)
-    machine.restorer.ask("long", long, 0, 0, 130)
-    machine.restorer.ask("short", short, 0, 0, 18, -1)
-    until(lambda: machine.restorer.advance() or machine.restorer.restores("short"))
-    machine.restorer.plan("long", 0, 130)
-    machine.restorer.computing("long", 8)
-    assert machine.restorer.preferred() is None
+    machine.ask("long", long, 0, 0, 130)
+    machine.ask("short", short, 0, 0, 18, -1)
+    until(lambda: machine.planner.advance() or machine.planner.restores("short"))
+    machine.planner.plan("long", 0, 130)
+    machine.planner.computing("long", 8)
+    assert machine.planner.preferred() is None
 
 
 def test_a_more_urgent_request_goes_before_a_shorter_one(machine: Machine) -> None:
     long, short = keys(*range(30)), keys(*range(30, 40))
     machine.keep(long + short)
-    machine.restorer.ask("long", long, 0, 0, 130, -1)
-    machine.restorer.ask("short", short, 0, 0, 45)
-    assert not machine.restorer.turn("short", continuing=False)
-    assert machine.restorer.turn("long", continuing=False)
-    machine.restorer.ask("short", short, 0, 0, 45, -2)  # its priority has changed
-    machine.restorer.advance()
-    assert not machine.restorer.turn("long", continuing=False)
-    assert machine.restorer.turn("short", continuing=False)
+    machine.ask("long", long, 0, 0, 130, -1)
+    machine.ask("short", short, 0, 0, 45)
+    assert not machine.planner.turn("short", continuing=False)
+    assert machine.planner.turn("long", continuing=False)
+    machine.ask("short", short, 0, 0, 45, -2)  # its priority has changed
+    machine.planner.advance()
+    assert not machine.planner.turn("long", continuing=False)
+    assert machine.planner.turn("short", continuing=False)
 
 
 def test_wait_of_a_former_follower_counts_from_its_arrival(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
-    machine.restorer.ask("a", names, 0, 0, 83)
+    machine.ask("a", names, 0, 0, 83)
     begin = time.monotonic()
-    machine.restorer.ask("b", names, 0, 0, 90)
+    machine.ask("b", names, 0, 0, 90)
     time.sleep(0.05)
-    machine.restorer.release("a")
-    machine.restorer.ask("b", names, 0, 0, 90)
-    until(lambda: machine.restorer.advance() or machine.restorer.restores("b"))
-    report, waited = machine.restorer.report("b"), time.monotonic() - begin
+    machine.planner.release("a")
+    machine.ask("b", names, 0, 0, 90)
+    until(lambda: machine.planner.advance() or machine.planner.restores("b"))
+    report, waited = machine.planner.report("b"), time.monotonic() - begin
     assert report is not None
     assert 0.05 <= report["seconds"] <= waited
 
@@ -228,16 +228,16 @@ def test_a_prefix_larger_than_host_memory_is_loaded_in_part() -> None:
     machine = Machine(places=24)
     one, other = keys(*range(20)), keys(*range(20, 50))
     machine.keep(one + other)
-    machine.restorer.ask("one", one, 0, 0, 83)
-    machine.restorer.ask("other", other, 0, 0, 123)
+    machine.ask("one", one, 0, 0, 83)
+    machine.ask("other", other, 0, 0, 123)
     for _ in range(2):
-        machine.restorer.advance()
-        assert not machine.restorer.turn("other", continuing=False)
-        assert machine.restorer.turn("one", continuing=False)
+        machine.planner.advance()
+        assert not machine.planner.turn("other", continuing=False)
+        assert machine.planner.turn("one", continuing=False)
     machine.run("one", one, 83)
-    machine.restorer.release("one")
+    machine.planner.release("one")
     machine.settle()
-    assert machine.restorer.turn("other", continuing=False)
+    assert machine.planner.turn("other", continuing=False)
     plans = machine.run("other", other, 123)
     assert all(
         span.start >= (30 - 24) * PAGE
@@ -245,17 +245,17 @@ def test_a_prefix_larger_than_host_memory_is_loaded_in_part() -> None:
         for span in plan.spans
         if isinstance(span.source, Load)
     )
-    machine.restorer.release("other")
+    machine.planner.release("other")
     machine.settle()
-    machine.restorer.close()
+    machine.planner.close()
     machine.tier.close()
     machine.engine.close()
 
 
 def test_a_prefix_that_no_tier_has_is_not_restored(machine: Machine) -> None:
-    machine.restorer.ask("a", keys(*range(20)), 0, 0, 83)
-    assert machine.restorer.turn("a", continuing=False)
-    assert not machine.restorer.restores("a")
+    machine.ask("a", keys(*range(20)), 0, 0, 83)
+    assert machine.planner.turn("a", continuing=False)
+    assert not machine.planner.restores("a")
     assert machine.host.free == 64
 
 
@@ -264,14 +264,14 @@ def test_a_request_can_return_while_its_last_load_is_in_flight(machine: Machine)
     names = keys(*range(2 * UNIT))
     machine.keep(names)
     machine.shelf.open.clear()
-    machine.restorer.ask("a", names, 0, 0, 4 * UNIT * PAGE)
+    machine.ask("a", names, 0, 0, 4 * UNIT * PAGE)
     until(lambda: machine.shelf.loads == 1)
-    machine.restorer.release("a")
-    machine.restorer.ask("a", names, 0, 0, 4 * UNIT * PAGE)
+    machine.planner.release("a")
+    machine.ask("a", names, 0, 0, 4 * UNIT * PAGE)
     machine.shelf.open.set()
-    assert machine.restorer.turn("a", continuing=False)
+    assert machine.planner.turn("a", continuing=False)
     machine.run("a", names, 4 * UNIT * PAGE)
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()
     assert machine.host.free == 64 - len(machine.host)
 
@@ -280,14 +280,14 @@ def test_pages_evicted_from_the_device_before_admission_are_loaded(machine: Mach
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
-    machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.plan("a", 80, 83)  # the device had all pages, but the request was not admitted
+    machine.ask("a", names, 0, 0, 83)
+    machine.planner.plan("a", 80, 83)  # the device had all pages, but the request was not admitted
     machine.shelf.open.set()
     time.sleep(0.05)
-    assert machine.restorer.turn("a", continuing=False)
+    assert machine.planner.turn("a", continuing=False)
     plans = machine.run("a", names, 83)
     assert any(isinstance(span.source, Load) for span in plans[-1].spans)
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()
 
 
@@ -295,11 +295,11 @@ def test_a_hung_load_is_not_waited_for(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
     machine.shelf.open.clear()
-    machine.restorer.ask("a", names, 0, 0, 83)
-    assert machine.restorer.turn("a", continuing=False)
+    machine.ask("a", names, 0, 0, 83)
+    assert machine.planner.turn("a", continuing=False)
     plans = machine.run("a", names, 83)
     assert not any(isinstance(span.source, Load) for plan in plans for span in plan.spans)
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.shelf.open.set()
     machine.settle()
     assert machine.host.free == 64
@@ -309,23 +309,23 @@ def test_a_prefix_that_another_request_has_computed_is_not_computed(machine: Mac
     """Begins after the pages that the tier has: the device has more pages now."""
     names = keys(*range(20))
     machine.keep(names[:10])
-    machine.restorer.ask("a", names, 0, 0, 83)
-    assert machine.restorer.turn("a", continuing=False)
+    machine.ask("a", names, 0, 0, 83)
+    assert machine.planner.turn("a", continuing=False)
     machine.run("a", names, 83, begin=60)
-    report = machine.restorer.report("a")
+    report = machine.planner.report("a")
     assert report is not None
     assert report["computed"] == 0
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()
 
 
 def test_a_request_waits_for_one_that_restores_its_missing_pages(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
-    machine.restorer.ask("a", names, 0, 0, 83)
-    machine.restorer.ask("b", names[8:], 0, 8, 90)  # the device has a's first pages now
-    assert not machine.restorer.turn("b", continuing=False)
-    machine.restorer.release("a")
+    machine.ask("a", names, 0, 0, 83)
+    machine.ask("b", names[8:], 0, 8, 90)  # the device has a's first pages now
+    assert not machine.planner.turn("b", continuing=False)
+    machine.planner.release("a")
     machine.settle()
 
 
@@ -339,15 +339,15 @@ def test_a_waiting_request_gives_up_its_pinned_pages() -> None:
         pages = machine.host.reserve(1)
         assert pages is not None
         machine.host.publish([names[at]], pages)
-    machine.restorer.ask("a", names[:10], 1, 0, 43)
-    until(lambda: machine.restorer.restores("a") or machine.restorer.turn("a", continuing=False))
-    machine.restorer.ask("b", names[10:], 1, 10, 83)
+    machine.ask("a", names[:10], 1, 0, 43)
+    until(lambda: machine.planner.restores("a") or machine.planner.turn("a", continuing=False))
+    machine.ask("b", names[10:], 1, 10, 83)
     assert machine.host.room == 0
-    assert machine.restorer.give_up_one()
-    assert not machine.restorer.give_up_one()
+    assert machine.planner.give_up_one()
+    assert not machine.planner.give_up_one()
     assert machine.host.room == 1
-    assert machine.restorer.restores("a")
-    assert not machine.restorer.asked("b")
+    assert machine.planner.restores("a")
+    assert "b" not in machine.planner.wants
     machine.shelf.open.set()
-    machine.restorer.release("a")
+    machine.planner.release("a")
     machine.settle()

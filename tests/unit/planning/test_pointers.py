@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
 from sgl_ext.planning.parts import next_part
 from sgl_ext.planning.pointers import Pointers, Stretch
+from sgl_ext.planning.want import Positions
 
 PAGE = 16
 UNIT = 8
 """Maximum size of a load, in pages."""
+AT = Positions(range(0, 20 * PAGE, PAGE), PAGE)
+"""Positions of 20 pages at the front of a prompt."""
 
 
 class Clock:
@@ -50,15 +53,18 @@ class Clock:
         """Returns the seconds until the prefix is restored."""
         pointers = self.pointers
         self.begin_loads()
+        at = Positions(range(0, pointers.end * PAGE, PAGE), PAGE)
         while True:
             flying = pointers.flying
-            until = next_part(
+            position = next_part(
                 pointers,
+                at,
                 self.believed,
-                PAGE,
+                pointers.front * PAGE,
                 flying_for=self.now - self._began[flying.tier] if flying else 0.0,
                 busy=0.0,
             )
+            until = None if position is None else position // PAGE
             if until is None:
                 self.land(min(self._landing.values()), lost)
                 continue
@@ -149,10 +155,10 @@ def test_pages_of_a_hung_load_are_computed() -> None:
     expected = believed.loads["ssd"].seconds(8 * PAGE)
     patience = believed.compute.seconds(0, 8 * PAGE)
     waits = {
-        late: next_part(pointers, believed, PAGE, flying_for=expected + late, busy=0.0)
+        late: next_part(pointers, AT, believed, 0, flying_for=expected + late, busy=0.0)
         for late in (0.0, 0.9 * patience, 1.1 * patience)
     }
-    assert [*waits.values()] == [None, None, 8]
+    assert [*waits.values()] == [None, None, 8 * PAGE]
     pointers.compute(8)
     pointers.land("ssd", [True] * 8)  # too late: the pages are computed already
     assert not any(map(pointers.came, range(8)))
@@ -161,15 +167,16 @@ def test_pages_of_a_hung_load_are_computed() -> None:
 def test_a_channel_that_serves_other_requests_is_not_waited_for() -> None:
     believed = costs(5e-3, 2e-4, 1e-8, 1e-6)
     pointers = Pointers(0, [Stretch("ssd", 0, 20)])
-    assert next_part(pointers, believed, PAGE, flying_for=0.0, busy=float("inf")) == 20
+    stop = next_part(pointers, AT, believed, 0, flying_for=0.0, busy=float("inf"))
+    assert stop == 20 * PAGE
 
 
 @pytest.mark.parametrize(
     "stretches",
-    [[], [Stretch("ssd", 2, 5)], [Stretch("ssd", 3, 5), Stretch("remote", 6, 8)]],
+    [[], [Stretch("ssd", 2, 5)], [Stretch("ssd", 3, 5), Stretch("remote", 4, 8)]],
 )
 def test_invalid_stretches_are_rejected(stretches: list[Stretch]) -> None:
-    with pytest.raises(ValueError, match=r"gaps|expected pages to load"):
+    with pytest.raises(ValueError, match=r"overlap|expected pages to load"):
         Pointers(3, stretches)
 
 

@@ -13,7 +13,7 @@ from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.restore.power import RestorePower
 
 
-class _Restorer:
+class _Planner:
     def __init__(self) -> None:
         self.first: str | None = "short"
         self.interrupted = 0
@@ -47,12 +47,12 @@ class Setup:
     """Scheduler that continues one prompt while another request waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.restorer = _Restorer()
+        self.planner = _Planner()
         tiers = {"ssd": {"directories": ["/ssd"], "capacity": "1GiB"}}
         config = load({"tiers": tiers, "restore": {}})
         assert config.restore is not None
         self.power = RestorePower(config, config.restore)
-        self.power.restorer = self.restorer  # type: ignore[assignment]
+        self.power.planner = self.planner  # type: ignore[assignment]
         ext = ExtRuntime(config)
         ext.add(self.power)
         monkeypatch.setattr(runtime, "current", ext)
@@ -101,7 +101,7 @@ def test_an_interrupted_request_is_queued_like_a_retracted_one(setup: Setup) -> 
     assert setup.scheduler.waiting_queue == [setup.short, setup.long]
     assert setup.counts == [1]  # the limit of queued requests does not apply
     assert setup.long.retraction_count == 0
-    assert setup.restorer.interrupted == 1
+    assert setup.planner.interrupted == 1
     assert not setup.running.batch_is_full
 
 
@@ -112,7 +112,7 @@ def test_an_interrupted_request_is_queued_like_a_retracted_one(setup: Setup) -> 
 def test_a_prompt_is_not_interrupted_without_benefit(setup: Setup, why: str) -> None:
     match why:
         case "nobody comes first":
-            setup.restorer.first = None
+            setup.planner.first = None
         case "it is not in the queue":
             setup.scheduler.waiting_queue = []
         case "no room":
@@ -126,4 +126,4 @@ def test_a_prompt_is_not_interrupted_without_benefit(setup: Setup, why: str) -> 
     assert setup.scheduler.chunked_req is setup.long
     assert setup.scheduler.waiting_queue == before
     assert not setup.released
-    assert setup.restorer.interrupted == 0
+    assert setup.planner.interrupted == 0

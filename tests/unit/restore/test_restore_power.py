@@ -17,17 +17,19 @@ from sgl_ext.engine.restore import setup
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.restore.prompt import prompt_of
 from sgl_ext.engine.tiers.linker import TierLinker
+from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.memory.slab import Layout
 from sgl_ext.planning.costs import ComputeCost, Costs
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.planning.strategy import Strategy, choose_strategy
+from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.throughput import Traffic
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
 
 class Planner:
-    """Stand-in for a restorer that answers as the test sets it."""
+    """Stand-in for a planner that answers as the test sets it."""
 
     page = 16
 
@@ -36,13 +38,11 @@ class Planner:
         self.next: PrefillPlan | None = PLAN
         self.going_on = False
         self.begins: list[int] = []
+        self.wants = {"r"}
         self.costs = SimpleNamespace(computed=lambda *one: self.asked_for.append(one))
 
-    def ask(self, *one: Any) -> None:
-        self.asked_for.append(one)
-
-    def asked(self, _rid: str) -> bool:
-        return True
+    def restore(self, want: Any) -> None:
+        self.asked_for.append(want)
 
     def restores(self, rid: str) -> bool:
         return rid == "r"
@@ -66,7 +66,7 @@ def power(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert CONFIG.restore is not None
     ext = runtime.ExtRuntime(CONFIG)
     power: Any = RestorePower(CONFIG, CONFIG.restore)
-    power._ext, power.restorer, power.prefixes = ext, Planner(), {}
+    power._ext, power.planner, power.prefixes = ext, Planner(), {}
     ext.add(power)
     monkeypatch.setattr(runtime, "current", ext)
     scheduled(monkeypatch)
@@ -92,15 +92,15 @@ def request(rid: str = "r", **more: Any) -> Any:
 
 def test_the_first_part_begins_after_the_host_memory_hit(power: Any) -> None:
     assert power.plan(SimpleNamespace(), request())
-    power.restorer.going_on = True
+    power.planner.going_on = True
     assert power.plan(SimpleNamespace(), request())
-    assert power.restorer.begins == [48, 16]
+    assert power.planner.begins == [48, 16]
     assert power._ext.plans == {"r": PLAN}
 
 
 def test_no_request_is_admitted_while_a_chunked_prompt_waits(power: Any) -> None:
     """Checks that nothing joins: SGLang would count the waiting prompt as part of the batch."""
-    power.restorer.next, power.restorer.going_on = None, True
+    power.planner.next, power.planner.going_on = None, True
     adder = SimpleNamespace()
     assert power.ready(adder, request("plain"), False)
     assert not power.plan(adder, request())
@@ -109,7 +109,7 @@ def test_no_request_is_admitted_while_a_chunked_prompt_waits(power: Any) -> None
 
 
 def test_a_request_that_waits_for_its_first_part_defers_no_other(power: Any) -> None:
-    power.restorer.next = None
+    power.planner.next = None
     adder = SimpleNamespace()
     assert not power.plan(adder, request())
     assert power.ready(adder, request("plain"), False)
@@ -122,10 +122,10 @@ def test_a_deferred_request_loses_its_plan_unless_partly_computed(power: Any) ->
     The first continues with its plan. The second may not be restored any more when it is admitted.
     """
     assert power.plan(SimpleNamespace(), request())
-    power.restorer.going_on = True
+    power.planner.going_on = True
     power.deferred(request())
     assert power._ext.plans == {"r": PLAN}
-    power.restorer.going_on = False
+    power.planner.going_on = False
     power.deferred(request())
     assert power._ext.plans == {}
 
@@ -149,15 +149,14 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
     """Looks up tiers that are disabled because their pages were computed with other weights."""
     linker = TierLinker.__new__(TierLinker)
     linker.stack = power.stack = SimpleNamespace(
-        enabled=enabled,
-        lookup=lambda _rid, _keys: 0,
-        host=SimpleNamespace(lookup=lambda _keys: 0),
+        enabled=enabled, host=SimpleNamespace(lookup=lambda _keys: 0)
     )
+    linker.prefixes = SimpleNamespace(lookup=lambda _rid, _keys: 0)  # type: ignore[assignment]
     linker.restoring, linker._ranks = power, None
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
     power.matching(request(), 16)
     assert linker.lookup("r", [SimpleNamespace(keys=["00" * 32])]) == [0]
-    assert bool(power.restorer.asked_for) is enabled
+    assert bool(power.planner.asked_for) is enabled
 
 
 @pytest.mark.parametrize("owned", [True, False])
@@ -179,7 +178,7 @@ def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) ->
         tokens = power._ext.computed_tokens(batch)
         power.forwarding(batch, tokens)
         power.forwarded(batch, tokens, 0.5)
-        return bool(power.restorer.asked_for)
+        return bool(power.planner.asked_for)
 
     assert not measured()  # the forward also waits for host memory
     batch.hicache_consumer_index = -1
@@ -199,7 +198,7 @@ def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) ->
     assert not measured()
     power.prefixes = {}
     assert measured()
-    assert power.restorer.asked_for == [(48, 112, 0.5)]
+    assert power.planner.asked_for == [(48, 112, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -244,10 +243,10 @@ def test_restore_requires_parts_of_whole_pages(
     config = load({**CONFIG.resolved(), "restore": {"chunk": chunk}})
     assert config.restore is not None and config.tiers is not None
     layout = Layout(16, 2, 1, 8, "float32", "a model")
-    stack: Any = SimpleNamespace(layout=layout, lower=[], host=None, hits=Counter())
+    stack: Any = SimpleNamespace(layout=layout, lower=[], host=HostPages(8), hits=Counter())
     if message is None:
-        restorer = setup.open_restorer(config.restore, config.tiers, stack, size)
-        assert restorer.costs.chunk == chunk
+        setup.require_parts(config.restore, layout.page, size)
+        assert open_planner(config, stack, size).costs.chunk == chunk
     else:
         with pytest.raises(ActivationError, match=re.escape(message)):
-            setup.open_restorer(config.restore, config.tiers, stack, size)
+            setup.require_parts(config.restore, layout.page, size)

@@ -22,7 +22,7 @@ def machine() -> Iterator[Machine]:
     machine = Machine(PAGE, 16)
     yield machine
     machine.stack.host.check_integrity()
-    machine.stack.close()
+    machine.close()
 
 
 def manager_of(machine: Machine, capacity: int = 16) -> SwapManager:
@@ -83,7 +83,7 @@ def test_no_page_is_readable_after_the_weights_have_changed(machine: Machine) ->
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
     machine.until(lambda: swap.readable(swapped, 0))
-    machine.stack.disable("the weights have changed")
+    machine.disable("the weights have changed")
     # The radix tree may still have the whole pages on the device.
     assert [swap.readable(swapped, first) for first in (0, 3)] == [False, False]
 
@@ -115,7 +115,7 @@ def test_no_page_is_readable_before_it_is_copied(by_layer: bool) -> None:
     assert machine.right([key(1009)], places(BLOCKS - 1))
     swap.clear()
     settle(machine, swap)
-    machine.stack.close()
+    machine.close()
 
 
 def test_pages_within_the_budget_are_not_evicted(machine: Machine) -> None:
@@ -201,7 +201,7 @@ def test_pages_stay_pinned_until_they_are_copied_again() -> None:
     delayed.let_happen(1)
     machine.stack.poll()
     assert machine.stack.host._pinned == 0
-    machine.stack.close()
+    machine.close()
 
 
 def test_a_request_without_room_for_its_partial_page_is_lost(machine: Machine) -> None:

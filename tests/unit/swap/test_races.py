@@ -228,4 +228,4 @@ def test_requests_keep_their_kv_while_copies_are_late_or_fail(
     assert host.capacity - host.free == len(host)
     assert scheduler.groups.available == BLOCKS
     assert scheduler.swap._used == 0
-    machine.stack.close()
+    machine.close()

@@ -24,8 +24,8 @@ def page(request: pytest.FixtureRequest) -> int:
 def machine(page: int) -> Iterator[Machine]:
     machine = Machine(page, 16)
     yield machine
-    machine.stack.check_integrity()
-    machine.stack.close()
+    machine.check_integrity()
+    machine.close()
 
 
 def given(machine: Machine, rid: str) -> dict[str, int]:
@@ -92,7 +92,7 @@ def test_layer_groups_grow_and_cover_all_layers() -> None:
 def test_stored_pages_are_loaded_into_other_blocks_layer_by_layer(machine: Machine) -> None:
     names = keys(*range(9))
     assert machine.store(names, places(3, 4, 5, 20, 21, 8, 40, 39, 10))
-    assert machine.stack.lookup("r", [*names, *keys(99)]) == 9
+    assert machine.prefixes.lookup("r", [*names, *keys(99)]) == 9
     assert machine.load("r", names, places(50, 51, 52, 53, 7, 6, 30, 31, 1))
     assert given(machine, "r") == {"host": 9}
     assert machine.stack.loads.take_restored("r") == {}
@@ -100,11 +100,11 @@ def test_stored_pages_are_loaded_into_other_blocks_layer_by_layer(machine: Machi
 
 def test_loads_of_one_batch_start_as_one_load(machine: Machine) -> None:
     machine.store(keys(1, 2, 3), places(1, 2, 3))
-    assert machine.stack.load("a", keys(1, 2), places(11, 12))
-    assert machine.stack.load("b", keys(1, 3), places(13, 14))
-    assert machine.stack.load("c", keys(1), places(15))
-    assert machine.stack.cancel("c")
-    assert not machine.stack.cancel("c")
+    assert machine.prefixes.load("a", keys(1, 2), places(11, 12))
+    assert machine.prefixes.load("b", keys(1, 3), places(13, 14))
+    assert machine.prefixes.load("c", keys(1), places(15))
+    assert machine.prefixes.cancel("c")
+    assert not machine.prefixes.cancel("c")
     assert machine.stack.loads.finish(machine.stack.loads.start())
     assert machine.right(keys(1, 2, 1, 3), places(11, 12, 13, 14))
     assert machine.stack.loads.start() == -1
@@ -115,13 +115,13 @@ def test_a_request_waits_for_pages_of_lower_tiers(machine: Machine) -> None:
     machine.store(names[:3], places(1, 2, 3))
     machine.shelve(names[2:6])
     machine.shelf.open.clear()
-    assert machine.stack.lookup("r", names) == 3
-    assert machine.stack.lookup("r", names) == 3  # a second lookup starts no second load
-    assert not machine.stack.ready("r")
-    assert machine.stack.pending()
+    assert machine.prefixes.lookup("r", names) == 3
+    assert machine.prefixes.lookup("r", names) == 3  # a second lookup starts no second load
+    assert not machine.prefixes.ready("r")
+    assert machine.planner.pending()
     machine.shelf.open.set()
     machine.settle("r")
-    assert machine.stack.lookup("r", names) == 6
+    assert machine.prefixes.lookup("r", names) == 6
     assert machine.load("r", names[:6], places(*range(40, 46)))
     assert given(machine, "r") == {"host": 3, "shelf": 3}
     assert machine.shelf.loads == 1
@@ -146,15 +146,15 @@ def test_waiting_requests_leave_room_for_preempted_ones() -> None:
     first, second = keys(*range(6)), keys(*range(20, 40))
     machine.shelve([*first, *second])
     for rid, names in (("a", first), ("b", second)):
-        machine.stack.lookup(rid, names)
-        machine.until(lambda: not machine.stack.pending())
+        machine.prefixes.lookup(rid, names)
+        machine.until(lambda: not machine.planner.pending())
     assert machine.stack.host.room == 2
     machine.stack.make_room(2)
-    assert (machine.stack.lookup("a", first), machine.stack.host.room) == (6, 2)
+    assert (machine.prefixes.lookup("a", first), machine.stack.host.room) == (6, 2)
     machine.stack.make_room(3)
     assert machine.stack.host.room == 10  # b's eight pages may be evicted, a's six stay
-    assert machine.stack.lookup("b", second) == 8
-    machine.until(lambda: not machine.stack.pending())
+    assert machine.prefixes.lookup("b", second) == 8
+    machine.until(lambda: not machine.planner.pending())
     machine.stack.make_room(16)
     assert machine.stack.host.room == 16
     assert machine.stack.stores.save(places(1)) is not None
@@ -165,9 +165,9 @@ def test_a_request_does_not_wait_for_slots_that_it_pins_itself() -> None:
     names = keys(*range(18))
     machine.store(names[:14], places(*range(14)))
     machine.shelve(names[14:])
-    assert machine.stack.lookup("r", names) == 14
-    machine.until(lambda: not machine.stack.pending())
-    assert machine.stack.lookup("r", names) == 16
+    assert machine.prefixes.lookup("r", names) == 14
+    machine.until(lambda: not machine.planner.pending())
+    assert machine.prefixes.lookup("r", names) == 16
 
 
 def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
@@ -176,38 +176,38 @@ def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
     machine.store(names[:2], places(1, 2))
     machine.shelve(names)
     machine.shelf.open.clear()
-    waiting = machine.stack._waiting
-    machine.stack.lookup("r", names)
-    assert not machine.stack.ready("r")
-    deadline = waiting._requests["r"].deadline
-    assert deadline is not None
-    assert waiting.give_up_one()
-    assert machine.stack.ready("r")
-    machine.stack.lookup("r", names)
-    assert waiting._requests["r"].deadline == deadline
-    waiting.give_up_one()
-    machine.stack.forget("r")
-    machine.stack.lookup("r", names)
-    assert waiting._requests["r"].deadline is None
+    planner, name = machine.planner, ("prefix", "r")
+    machine.prefixes.lookup("r", names)
+    assert not machine.prefixes.ready("r")
+    deadline = planner._deadlines[name]
+    assert planner.give_up_one()
+    assert machine.prefixes.ready("r")
+    machine.prefixes.lookup("r", names)
+    assert not machine.prefixes.ready("r")
+    assert planner._deadlines[name] == deadline
+    planner.give_up_one()
+    machine.prefixes.forget("r")
+    machine.prefixes.lookup("r", names)
+    assert name not in planner._deadlines
     machine.shelf.open.set()
 
 
 def test_a_request_does_not_wait_if_lower_tiers_have_no_pages(machine: Machine) -> None:
-    assert machine.stack.lookup("r", keys(1, 2)) == 0
-    assert machine.stack.ready("r")
+    assert machine.prefixes.lookup("r", keys(1, 2)) == 0
+    assert machine.prefixes.ready("r")
 
 
 def test_a_page_that_fails_to_load_ends_the_loadable_prefix(machine: Machine) -> None:
     names = keys(*range(6))
     machine.shelve(names)
     machine.shelf.lost = {names[3]}
-    machine.stack.lookup("r", names)
+    machine.prefixes.lookup("r", names)
     machine.settle("r")
-    assert machine.stack.lookup("r", names) == 3  # pages after a gap are of no use
-    assert machine.stack.ready("r")  # it does not wait a second time
+    assert machine.prefixes.lookup("r", names) == 3  # pages after a gap are of no use
+    assert machine.prefixes.ready("r")  # it does not wait a second time
     assert machine.load("r", names[:3], places(1, 2, 3))
     assert machine.shelf.loads == 1
-    machine.stack.check_integrity()
+    machine.check_integrity()
     assert machine.stack.host.free == 13
 
 
@@ -218,9 +218,9 @@ def test_a_tier_that_raises_is_a_miss(machine: Machine, monkeypatch: pytest.Monk
         raise RuntimeError("a fault of the tier's own")
 
     monkeypatch.setattr(machine.shelf, "load", fail)
-    machine.stack.lookup("r", keys(1))
+    machine.prefixes.lookup("r", keys(1))
     machine.settle("r")
-    assert machine.stack.lookup("r", keys(1)) == 0
+    assert machine.prefixes.lookup("r", keys(1)) == 0
     assert machine.stack.host.free == 16
 
 
@@ -228,15 +228,15 @@ def test_two_requests_for_the_same_pages_load_them_once(machine: Machine) -> Non
     names = keys(*range(6))
     machine.shelve(names)
     machine.shelf.open.clear()
-    machine.stack.lookup("a", names[:4])
-    machine.stack.lookup("b", names)
-    assert not machine.stack.ready("b")
+    machine.prefixes.lookup("a", names[:4])
+    machine.prefixes.lookup("b", names)
+    assert not machine.prefixes.ready("b")
     machine.shelf.open.set()
     machine.settle("a")
     machine.settle("b")
-    assert machine.stack.lookup("b", names) == 4  # the load of the rest begins
+    assert machine.prefixes.lookup("b", names) == 4  # the load of the rest begins
     machine.settle("b")
-    assert machine.stack.lookup("b", names) == 6
+    assert machine.prefixes.lookup("b", names) == 6
     assert machine.load("a", names[:4], places(1, 2, 3, 4))
     assert machine.load("b", names, places(5, 6, 7, 8, 9, 10))
     assert machine.shelf.loads == 2
@@ -246,36 +246,36 @@ def test_a_request_is_held_back_for_a_limited_time(page: int) -> None:
     machine = Machine(page, 16, wait=0.05)
     machine.shelve(keys(1, 2))
     machine.shelf.open.clear()
-    machine.stack.lookup("r", keys(1, 2))
+    machine.prefixes.lookup("r", keys(1, 2))
     machine.settle("r")
-    assert machine.stack.lookup("r", keys(1, 2)) == 0
-    assert not machine.stack.load("r", keys(1, 2), places(1, 2))
+    assert machine.prefixes.lookup("r", keys(1, 2)) == 0
+    assert not machine.prefixes.load("r", keys(1, 2), places(1, 2))
     machine.shelf.open.set()
     machine.until(lambda: machine.stack.host.lookup(keys(1, 2)) == 2)  # for later requests
-    machine.stack.close()
+    machine.close()
 
 
 def test_landed_pages_of_a_waiting_request_are_not_evicted(machine: Machine) -> None:
     """Keeps landed pages of one request while pages of another one are loaded."""
     mine, others = keys(*range(8)), keys(*range(100, 112))
     machine.shelve([*mine, *others])
-    machine.stack.lookup("mine", mine)
+    machine.prefixes.lookup("mine", mine)
     machine.settle("mine")
-    machine.stack.lookup("other", others)
+    machine.prefixes.lookup("other", others)
     machine.until(lambda: machine.stack.host.room == 0)
-    assert machine.stack.lookup("mine", mine) == 8
-    machine.stack.forget("mine")
-    machine.stack.forget("other")
+    assert machine.prefixes.lookup("mine", mine) == 8
+    machine.prefixes.forget("mine")
+    machine.prefixes.forget("other")
     machine.until(lambda: machine.stack.host.room == 16)
 
 
 def test_a_forgotten_request_leaves_no_pinned_pages(machine: Machine) -> None:
     machine.shelve(keys(1, 2, 3))
     machine.shelf.open.clear()
-    machine.stack.lookup("r", keys(1, 2, 3))
+    machine.prefixes.lookup("r", keys(1, 2, 3))
     assert machine.stack.host.free == 13
-    machine.stack.forget("r")
-    assert machine.stack.ready("r")
+    machine.prefixes.forget("r")
+    assert machine.prefixes.ready("r")
     machine.shelf.open.set()
     machine.until(lambda: machine.stack.host.lookup(keys(1, 2, 3)) == 3)
     assert machine.stack.host.room == 16
@@ -291,16 +291,16 @@ def test_pages_are_demoted_after_the_configured_number_of_uses(page: int, keep_a
     for key, stored in machine.shelf.pages.items():
         size = machine.layout.block_bytes
         assert stored[:size] == content(key, machine.layout).tobytes()
-    machine.stack.close()
+    machine.close()
 
 
 def test_uses_before_a_flush_count_for_demotion(page: int) -> None:
     machine = Machine(page, 32, keep_after=2)
     machine.store(keys(1, 2), places(1, 2))
-    machine.stack.clear()
+    machine.clear()
     machine.store(keys(1, 2, 3), places(4, 5, 6))
     machine.until(lambda: set(machine.shelf.pages) == set(keys(1, 2)))
-    machine.stack.close()
+    machine.close()
 
 
 def test_a_store_without_room_for_all_pages_fails(machine: Machine) -> None:
@@ -310,17 +310,17 @@ def test_a_store_without_room_for_all_pages_fails(machine: Machine) -> None:
     assert machine.store(keys(1, 2), places(1, 2))  # nothing needs to be copied
     machine.stack.host.unpin(np.arange(16))
     assert not machine.store(keys(*range(50, 90)), places(*range(20, 60)))  # not all of them fit
-    assert machine.stack.lookup("r", keys(*range(50, 90))) == 16
+    assert machine.prefixes.lookup("r", keys(*range(50, 90))) == 16
 
 
 def test_clear_waits_for_copies_and_removes_all_pages(machine: Machine) -> None:
     machine.compute(keys(1, 2), places(1, 2))
     machine.stack.stores.store(keys(1, 2), places(1, 2))
-    machine.stack.load("r", keys(1), places(5))
-    machine.stack.clear()
+    machine.prefixes.load("r", keys(1), places(5))
+    machine.clear()
     machine.blocks[:] = 0
     assert machine.stack.stores.completed() == 0
-    assert machine.stack.lookup("r", keys(1)) == 0
+    assert machine.prefixes.lookup("r", keys(1)) == 0
     assert machine.stack.host.free == 16
 
 
@@ -329,28 +329,28 @@ def test_a_disabled_stack_finds_and_stores_nothing(machine: Machine) -> None:
     machine.shelve(keys(2))
     machine.compute(keys(5), places(5))
     machine.stack.stores.store(keys(5), places(5))
-    machine.stack.disable("of a test")
+    machine.disable("of a test")
     # SGLang holds a lock for each store.
     machine.until(lambda: machine.stack.stores.completed() == 1)
     machine.stack.stores.pop()
-    assert machine.stack.lookup("r", keys(1)) == 0
-    assert machine.stack.lookup("q", keys(2)) == 0
+    assert machine.prefixes.lookup("r", keys(1)) == 0
+    assert machine.prefixes.lookup("q", keys(2)) == 0
     assert not machine.store(keys(3), places(3))
-    assert machine.stack.lookup("r", keys(3)) == 0
+    assert machine.prefixes.lookup("r", keys(3)) == 0
 
 
 def test_a_slow_tier_is_not_waited_for(machine: Machine) -> None:
     machine.shelve(keys(1, 2))
-    machine.stack.lookup("r", keys(1))
+    machine.prefixes.lookup("r", keys(1))
     machine.settle("r")
     machine.stack.computed_pages_per_second = 1e12
-    machine.stack.lookup("q", keys(2))
-    assert machine.stack.ready("q")
+    machine.prefixes.lookup("q", keys(2))
+    assert machine.prefixes.ready("q")
     assert machine.shelf.loads == 1
     machine.stack.computed_pages_per_second = 1e-12
-    machine.stack.lookup("p", keys(2))
+    machine.prefixes.lookup("p", keys(2))
     machine.settle("p")
-    assert machine.stack.lookup("p", keys(2)) == 1
+    assert machine.prefixes.lookup("p", keys(2)) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -369,36 +369,36 @@ def test_random_requests_load_the_stored_pages(page: int, seed: int) -> None:
         prompt = prompt[: choose.randrange(1, len(prompt) + 1)]
         (machine.shelf.open.clear if choose.random() < 0.2 else machine.shelf.open.set)()
         machine.shelf.lost = {key for key in prompt if choose.random() < 0.05}
-        machine.stack.lookup(rid, prompt)
+        machine.prefixes.lookup(rid, prompt)
         if choose.random() < 0.1:
-            machine.stack.forget(rid)
+            machine.prefixes.forget(rid)
             continue
         machine.shelf.open.set()
         machine.settle(rid)
-        found = machine.stack.lookup(rid, prompt)
+        found = machine.prefixes.lookup(rid, prompt)
         blocks = np.array(choose.sample(range(BLOCKS), len(prompt)))
         if found:
             assert machine.load(rid, prompt[:found], blocks[:found])
             for name, count in given(machine, rid).items():
                 loaded[name] += count
         else:
-            machine.stack.forget(rid)
+            machine.prefixes.forget(rid)
         machine.store(prompt, blocks)
         if choose.random() < 0.5:  # otherwise the next request meets copies in progress
             machine.until(lambda: not machine.stack.lower[0].under_way)
-        machine.stack.check_integrity()
+        machine.check_integrity()
     assert min(loaded.values()) > 50
     for rid in range(300):
-        machine.stack.forget(f"{rid}")
+        machine.prefixes.forget(f"{rid}")
     machine.until(lambda: machine.stack.host.room == 24)
-    machine.stack.close()
+    machine.close()
 
 
 def test_pages_beyond_one_batch_are_demoted_in_turn(page: int) -> None:
     machine = Machine(page, 16, keep_after=1)
     machine.store(keys(*range(16)), places(*range(16)))
     machine.until(lambda: len(machine.shelf.pages) == machine.stack.host.room == 16)
-    machine.stack.close()
+    machine.close()
 
 
 def test_no_load_is_queued_behind_a_hung_one(
@@ -407,13 +407,13 @@ def test_no_load_is_queued_behind_a_hung_one(
     monkeypatch.setattr("sgl_ext.tiers.throughput._HANGS_S", 0.0)
     machine.shelve(keys(*range(12)))
     machine.shelf.open.clear()
-    machine.stack.lookup("a", keys(1, 2))
+    machine.prefixes.lookup("a", keys(1, 2))
     assert machine.stack.host.free == 14
     machine.until(
         lambda: not machine.stack.lower[0].throughput.worthwhile(None)
     )  # the load has begun
-    machine.stack.lookup("b", keys(3, 4))
-    assert machine.stack.ready("b")
+    machine.prefixes.lookup("b", keys(3, 4))
+    assert machine.prefixes.ready("b")
     machine.shelf.open.set()
     machine.settle("a")
 
@@ -421,16 +421,16 @@ def test_no_load_is_queued_behind_a_hung_one(
 def test_a_queued_load_is_cancelled_with_its_request(machine: Machine) -> None:
     machine.shelve(keys(*range(12)))
     machine.shelf.open.clear()
-    machine.stack.lookup("a", keys(1, 2))
-    machine.stack.lookup("b", keys(3, 4))
+    machine.prefixes.lookup("a", keys(1, 2))
+    machine.prefixes.lookup("b", keys(3, 4))
     assert machine.stack.host.free == 12
     machine.until(lambda: machine.shelf.loads == 1)
-    machine.stack.forget("b")
+    machine.prefixes.forget("b")
     machine.until(lambda: machine.stack.host.free == 14)
     machine.shelf.open.set()
     machine.settle("a")
     assert machine.shelf.loads == 1
-    machine.stack.forget("a")
+    machine.prefixes.forget("a")
     assert machine.stack.host.room == 16
 
 
@@ -438,30 +438,31 @@ def test_the_wait_begins_when_admission_is_first_considered(page: int) -> None:
     machine = Machine(page, 16, wait=0.05)
     machine.shelve(keys(1))
     machine.shelf.open.clear()
-    machine.stack.lookup("r", keys(1))
+    machine.prefixes.lookup("r", keys(1))
     time.sleep(0.1)  # the request is in the queue, after others
-    assert not machine.stack.ready("r")
+    assert not machine.prefixes.ready("r")
     machine.settle("r")
     machine.shelf.open.set()
-    machine.stack.close()
+    machine.close()
 
 
 def test_check_integrity_detects_lost_pins_and_slots_with_two_owners(page: int) -> None:
     machine = Machine(page, 16)
     machine.shelve(keys(1, 2))
     machine.shelf.open.clear()
-    machine.stack.lookup("r", keys(1, 2))
-    slots = machine.stack._waiting.reserved
+    machine.prefixes.lookup("r", keys(1, 2))
+    (restoration,) = machine.planner.wants.opened.values()
+    slots = [restoration.places]
     with pytest.raises(AssertionError, match="share places"):
         machine.stack.host.check_integrity(reserved=[*slots, *slots])
     machine.shelf.open.set()
     machine.settle("r")
-    assert machine.stack.lookup("r", keys(1, 2)) == 2
-    machine.stack.check_integrity()
+    assert machine.prefixes.lookup("r", keys(1, 2)) == 2
+    machine.check_integrity()
     machine.stack.host.unpin(machine.stack.host.places(keys(1)))
     with pytest.raises(AssertionError, match="more owners than pins"):
-        machine.stack.check_integrity()
+        machine.check_integrity()
     machine.stack.host.pin(machine.stack.host.places(keys(1)))
     with pytest.raises(AssertionError, match="is free"):
         machine.stack.host.check_integrity(reserved=[places(15)])
-    machine.stack.close()
+    machine.close()

@@ -1,0 +1,69 @@
+"""Prefixes of waiting requests that SGLang loads from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_ext.planning.planner import Planner
+from sgl_ext.planning.want import Name, Run, Want
+from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.stack import TierStack
+
+
+class Prefixes:
+    """Loads of prefixes: from lower tiers into host memory as a whole, and from there by SGLang.
+
+    Not thread-safe: only the scheduler's thread calls it. No method waits for a device.
+    """
+
+    def __init__(self, stack: TierStack, planner: Planner) -> None:
+        self._stack = stack
+        self._planner = planner
+
+    def lookup(self, rid: str, keys: Sequence[Key]) -> int:
+        """Returns the number of leading ``keys`` that can be loaded from host memory now.
+
+        Starts to load the pages that follow from lower tiers; :meth:`ready` tells when they have
+        landed.
+        """
+        here = self._stack.host.lookup(keys)
+        if self._stack.enabled:
+            want = Want(_name(rid), (Run(keys, 0, here),))
+            self._planner.load(want, self._stack.computed_pages_per_second)
+        return here
+
+    def ready(self, rid: str) -> bool:
+        """Returns whether a request need not be held back for its prefix; see
+        :meth:`Planner.ready`."""
+        return self._planner.ready(_name(rid))
+
+    def load(self, rid: str, keys: Sequence[Key], blocks: Pages) -> bool:
+        """Queues a load of ``keys`` into ``blocks`` of the device.
+
+        Returns:
+            False, with nothing queued, if a page is not in host memory or the tiers are disabled.
+        """
+        stack = self._stack
+        if not stack.enabled or stack.host.lookup(keys) < len(keys):
+            return False
+        landed, seconds = {}, 0.0
+        if (request := self._planner.take(_name(rid))) is not None:
+            landed, seconds = request.landed, request.seconds
+        return stack.load(rid, keys, blocks, landed, seconds)
+
+    def cancel(self, rid: str) -> bool:
+        """Forgets a request and cancels its queued load; returns whether a load was queued.
+
+        A load that has started is not cancelled.
+        """
+        self._planner.take(_name(rid))
+        return self._stack.loads.cancel(rid)
+
+    def forget(self, rid: str) -> None:
+        """Forgets that a request waits; loads from lower tiers that have begun still land."""
+        self._planner.take(_name(rid))
+        self._stack.loads.forget(rid)
+
+
+def _name(rid: str) -> Name:
+    return "prefix", rid
