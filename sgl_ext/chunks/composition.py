@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -104,9 +105,9 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def computed_from(self) -> int:
         """Position from which on all tokens are computed. Tokens before it may be linked; linked
         tokens have no logits."""
-        every = [chunk.length for chunk in self.chunks]
+        every = [[range(chunk.length)] for chunk in self.chunks]
         end = self.chunks[-1].at + self.chunks[-1].length
-        spans = self._spans(end, every, self.chunks[0].at)
+        spans = self._spans(end, every, [range(self.chunks[0].at)] if self.chunks[0].at else [])
         return max((span.end for span in spans if isinstance(span.source, Link)), default=0)
 
     def check_logprobs(self, start: int) -> None:
@@ -123,33 +124,46 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def plan(
-        self, length: int, available: Sequence[int], lead: int = 0, *, blend_share: float = 0.0
+        self,
+        length: int,
+        available: Sequence[Sequence[range]],
+        lead: Sequence[range] = (),
+        *,
+        blend_share: float = 0.0,
+        stop: int | None = None,
     ) -> PrefillPlan:
         """Returns the prefill plan of a prompt of ``length`` tokens.
 
         Args:
-            available: leading tokens of each chunk whose KV is available; the others are computed.
-            lead: leading tokens of the prompt whose KV comes from another prompt.
+            available: offsets of the tokens of each chunk whose KV is available, as ascending
+                ranges; the others are computed.
+            lead: positions of the tokens whose KV comes from another prompt, in the same form.
             blend_share: share of the model's layers that CacheBlend computes for all tokens.
+            stop: see :class:`~sgl_ext.planning.plan.PrefillPlan`.
         """
-        return PrefillPlan(self._spans(length, available, lead, blend_share))
+        return PrefillPlan(self._spans(length, available, lead, blend_share), stop=stop)
 
     def _spans(
-        self, length: int, available: Sequence[int], lead: int, blend_share: float = 0.0
+        self,
+        length: int,
+        available: Sequence[Sequence[range]],
+        lead: Sequence[range],
+        blend_share: float = 0.0,
     ) -> Iterator[Span]:
-        if lead:
-            yield Span(0, lead, Link(LEAD, 0))
-        at = lead  # tokens before it have a span
+        spans = [Span(one.start, one.stop, Link(LEAD, 0)) for one in lead]
         for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
             blend = chunk.blend / 100
             work = blend + (1 - blend) * blend_share if chunk.blend else 0.0
+            link = Link(number, chunk.at, work)
             for start, end in _gaps(chunk.recompute, found):
-                if chunk.at + end <= at:
-                    continue
-                if (begin := max(chunk.at + start, at)) > at:
-                    yield Span(at, begin, Compute())
-                at = chunk.at + end
-                yield Span(begin, at, Link(number, chunk.at, work))
+                every = _without(chunk.at + start, chunk.at + end, lead)
+                spans += [Span(begin, stop, link) for begin, stop in every]
+        at = 0
+        for span in sorted(spans, key=lambda one: one.start):
+            if span.start > at:
+                yield Span(at, span.start, Compute())
+            yield span
+            at = span.end
         yield Span(at, length, Compute())
 
 
@@ -191,14 +205,25 @@ def path_of(before: Sequence[int], chunk: Sequence[int], page: int) -> array[int
     return path
 
 
-def _gaps(recompute: Sequence[int], found: int) -> Iterator[tuple[int, int]]:
-    """Yields runs ``(start, end)`` of a chunk's first ``found`` tokens that are not recomputed."""
-    start = 0
-    for offset in recompute:
-        if offset >= found:
-            break
-        if offset > start:
-            yield start, offset
-        start = offset + 1
-    if start < found:
-        yield start, found
+def _gaps(recompute: Sequence[int], found: Sequence[range]) -> Iterator[tuple[int, int]]:
+    """Yields runs ``(start, end)`` of a chunk's ``found`` tokens that are not recomputed."""
+    for each in found:
+        start = each.start
+        for offset in recompute[bisect_left(recompute, start) :]:
+            if offset >= each.stop:
+                break
+            if offset > start:
+                yield start, offset
+            start = offset + 1
+        if start < each.stop:
+            yield start, each.stop
+
+
+def _without(start: int, end: int, taken: Sequence[range]) -> Iterator[tuple[int, int]]:
+    """Yields the parts of ``start .. end - 1`` outside of ascending ranges."""
+    for each in taken:
+        if each.start > start and start < end:
+            yield start, min(each.start, end)
+        start = max(start, each.stop)
+    if start < end:
+        yield start, end

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.clock import Clock
 from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.parts import Part
 from sgl_ext.planning.pointers import Pointers
 from sgl_ext.planning.policies import Policy
 from sgl_ext.planning.want import Name, Positions
@@ -57,6 +58,8 @@ class Restoration:
     """Loaded pages, by tier."""
     reached: int = 0
     """Tokens of the prompt that are computed or loaded; 0 until a first part is planned."""
+    part: Part | None = None
+    """Part that was planned last; None if none was, or waiting was better."""
     gone: bool = False
 
     def estimate(self, costs: Costs) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sgl_ext.clock import Clock
 from sgl_ext.planning.channels import Channels, Restoration
@@ -13,11 +17,22 @@ from sgl_ext.planning.parts import Part, next_part, plan_of
 from sgl_ext.planning.plan import PrefillPlan
 from sgl_ext.planning.policies import Policy, soonest
 from sgl_ext.planning.request import Request, Restored
-from sgl_ext.planning.want import Name, Want
+from sgl_ext.planning.want import Name, Run, Want
 from sgl_ext.planning.wants import Wants
 from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
+
+
+class Landed(NamedTuple):
+    """Loaded pages of a run."""
+
+    run: Run
+    numbers: NDArray[np.int64]
+    """Numbers of the pages in the run, ascending, int64 ``[pages]``."""
+    places: Pages
+    """Their places in host memory."""
+
 
 _SEEN_S = 5.0
 """Time for which a request that the scheduler no longer considers blocks others, in seconds."""
@@ -116,7 +131,7 @@ class Planner:
         pages itself.
         """
         self._deadlines.pop(name, None)
-        return self.wants.release(name)
+        return self.release(name)
 
     # --- wants of which a part is computed --------------------------------------------------------
 
@@ -199,6 +214,7 @@ class Planner:
         if (active := self.wants.opened.get(name)) is None:
             return Part((), None)
         pointers, at, now = active.pointers, active.at, self._clock()
+        active.part = None
         with self._channels.lock:
             active.position = begin
             if self._channels.computing is not active:
@@ -218,7 +234,27 @@ class Planner:
             if until is None:
                 return None
             loaded = (*pointers.loaded(),)
-        return Part(loaded, until if until < at.end(pointers.end) else None)
+        active.part = Part(loaded, until if until < at.end(pointers.end) else None)
+        return active.part
+
+    def planned(self, name: Name) -> tuple[Part, list[Landed]]:
+        """Returns the latest :meth:`part` of a want, and the loaded pages of each of its runs.
+
+        Nothing is loaded, and nothing has to be awaited, of a want that is not being restored.
+        """
+        if (active := self.wants.opened.get(name)) is None or active.part is None:
+            return Part((), None), []
+        request = self.wants.requests[name]
+        numbers = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(*run) for run in active.part.loaded)]
+        )
+        firsts = [first for first, _ in request.lookups]
+        cuts = np.searchsorted(numbers, [*firsts, len(request.keys)])
+        each = zip(request.want.runs, firsts, cuts, cuts[1:], strict=False)
+        return active.part, [
+            Landed(run, numbers[a:b] - first + run.here, active.places[numbers[a:b]])
+            for run, first, a, b in each
+        ]
 
     def computing(self, name: Name, until: int) -> None:
         """Records that the next batch has a forward of the request up to token ``until``."""
@@ -269,11 +305,19 @@ class Planner:
         Args:
             end: tokens of the prompt.
         """
-        if (part := self.part(name, begin)) is None:
-            return None
+        part = self.part(name, begin)
+        return None if part is None else self.prefix_plan(name, part, end)
+
+    def prefix_plan(self, name: Name, part: Part, end: int) -> PrefillPlan:
+        """Returns the plan of a prompt of ``end`` tokens, a part of whose prefix is loaded."""
         active = self.wants.opened.get(name)
         loaded = [] if active is None else [active.at.tokens(*run) for run in part.loaded]
         return plan_of(loaded, end, stop=part.stop)
+
+    def linked(self, name: Name) -> bool:
+        """Returns whether a want has the pages of chunks, which a plan links."""
+        request = self.wants.requests.get(name)
+        return request is not None and request.want.linked
 
     def places(self, name: Name, begin: int, end: int) -> Pages:
         """Returns the places in host memory of the pages at positions ``begin .. end - 1``."""
@@ -303,11 +347,11 @@ class Planner:
 
     # --- all wants --------------------------------------------------------------------------------
 
-    def release(self, name: Name) -> None:
+    def release(self, name: Name) -> Request | None:
         """Ends a want whose request is restored or gone; see :meth:`Wants.release`."""
         if self._first is not None and self.wants.opened.get(name) is self._first:
             self._first, self._chosen = None, False
-        self.wants.release(name)
+        return self.wants.release(name)
 
     def give_up_one(self) -> bool:
         """Releases a want that keeps pages in host memory and is not being computed.

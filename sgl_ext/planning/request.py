@@ -44,7 +44,8 @@ class Request:
     """Positions of these pages."""
     lookups: list[tuple[int, list[tuple[LowerTier, Pending[int]]]]]
     """For each run the number of its first lacking page, and the lookups of the tiers, the nearest
-    first; each returns how many leading pages of the run its tier has."""
+    first; each returns how many leading pages of the run its tier has. Empty lookups of a run that
+    lacks none."""
     pinned: Pages
     """Pinned pages in host memory that precede the lacking pages of their runs."""
     arrived: float

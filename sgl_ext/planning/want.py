@@ -19,10 +19,14 @@ class Run(NamedTuple):
     keys: Sequence[Key]
     """Keys of the pages in tiers, in the order of the text."""
     start: int
-    """Position in the prompt of the first token of the first page; negative if the prompt begins
-    with a later token of the page."""
+    """Position in the prompt of the first token of the first page. It is before :attr:`least` if
+    the run begins within the page."""
     here: int = 0
     """Number of leading pages that are in host memory."""
+    least: int = 0
+    """Position in the prompt of the first token of the run."""
+    text: int = 0
+    """Number of the text for whoever wants it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Want:
     """Tokens of the prompt."""
     precedence: int = 0
     """A want with a smaller value goes first, before any policy."""
+    linked: bool = False
+    """Whether the pages are those of chunks, so that a plan links them."""
 
 
 class Positions:

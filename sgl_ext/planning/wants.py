@@ -100,8 +100,8 @@ class Wants:
                 self._precede(request, want)
             return
         _, arrived = self._followers.pop(name, (None, now))
-        runs = [(run, run.keys[run.here :]) for run in want.runs if run.here < len(run.keys)]
-        for _, lacking in runs:
+        runs = [run.keys[run.here :] for run in want.runs]
+        for lacking in filter(None, runs):
             # A want that shares little, such as a system prompt, loads that part again.
             if (other := self._owners.get(lacking[0])) is not None and self._loads(other):
                 shared = sum(self._owners.get(key) == other for key in lacking)
@@ -110,9 +110,9 @@ class Wants:
                     return
         keys: list[Key] = []
         lookups = []
-        for _, lacking in runs:
-            asked = [(tier, tier.lookup(lacking)) for tier in tiers or self._tiers]
-            lookups.append((len(keys), asked))
+        for lacking in runs:
+            asked = (tiers or self._tiers) if lacking else ()
+            lookups.append((len(keys), [(tier, tier.lookup(lacking)) for tier in asked]))
             keys += lacking
         if all(one.done() and not result_of(one, 0) for _, each in lookups for _, one in each):
             return
@@ -129,15 +129,16 @@ class Wants:
             self.open(request)
 
     def _positions(self, want: Want) -> Positions:
+        page = self.page
         starts = [
-            range(
-                run.start + run.here * self.page, run.start + len(run.keys) * self.page, self.page
-            )
+            range(run.start + run.here * page, run.start + len(run.keys) * page, page)
             for run in want.runs
-            if run.here < len(run.keys)
         ]
-        one = starts[0] if len(starts) == 1 else [start for run in starts for start in run]
-        return Positions(one, self.page)
+        if len(starts) == 1:
+            return Positions(starts[0], page)
+        # The pages of two runs may overlap where one ends and the other begins.
+        every = zip(want.runs, starts, strict=True)
+        return Positions([max(start, run.least) for run, pages in every for start in pages], page)
 
     def _precede(self, request: Request, want: Want) -> None:
         request.want = replace(request.want, precedence=want.precedence)

@@ -276,14 +276,15 @@ def test_reported_numbers_of_tokens_add_up(
         chunks.append(LinkedChunk(at, length + 1, 0, recompute, blend))
         at += length + 3
     composition = Composition("any", "ns", ((),), tuple(chunks))
-    plan = composition.plan(at + 7, [chunk.length for chunk in chunks], 4)
+    every = [[range(chunk.length)] for chunk in chunks]
+    plan = composition.plan(at + 7, every, [range(4)])
     told = report(composition, plan, prefix)
     numbers = [told["linked"], told["recomputed"], told["missing"], told["prefix"]]
     assert min(numbers) >= 0
     assert told["missing"] == 0
     behind = sum(max(one.at + one.length - max(one.at, prefix), 0) for one in chunks)
     assert told["linked"] + told["recomputed"] == behind
-    none = report(composition, composition.plan(at + 7, [0] * len(chunks)), prefix)
+    none = report(composition, composition.plan(at + 7, [[]] * len(chunks)), prefix)
     assert none["linked"] == 0
     assert none["recomputed"] + none["missing"] == behind
 

@@ -18,12 +18,15 @@ from sgl_ext.engine.chunks.parameters import composition_of
 from sgl_ext.engine.chunks.report import Linked, report
 from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
+from sgl_ext.engine.core.requests import precedence
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams, streams_of
-from sgl_ext.planning.plan import Link, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.planning.planner import Landed
+from sgl_ext.planning.want import Name, Want
 
 _LEADS = 4
 """Maximum number of earlier turns of a conversation that are searched for a lead."""
@@ -34,10 +37,14 @@ class LinkedRequest:
     """Request whose prompt has chunks, from the attempt to admit it to the end of its prefill."""
 
     composition: Composition
-    plan: PrefillPlan
+    tokens: int
+    """Tokens of the prompt."""
     found: dict[int, Found]
     """KV of the chunks behind the prefix that the request already has, by chunk number.
     :data:`LEAD` stands for the KV of another prompt with the same prefix."""
+    plan: PrefillPlan
+    prefix: int
+    """Tokens that the request had when it was admitted."""
 
 
 class ChunkLinks:
@@ -50,6 +57,8 @@ class ChunkLinks:
         move: copies KV to other positions.
         streams: streams of the device that has the slab.
         plans: plans by request id; receives the plan of each request that is acquired.
+        divides: whether a part of the chunks in lower tiers is computed while the others load;
+            else they are loaded before the request is admitted.
     """
 
     def __init__(
@@ -60,7 +69,10 @@ class ChunkLinks:
         move: Moves,
         streams: Streams,
         plans: dict[str, PrefillPlan],
+        *,
+        divides: bool,
     ) -> None:
+        self._divides = divides
         self._search = search
         self._plans = plans
         self._slab = slab
@@ -68,41 +80,47 @@ class ChunkLinks:
         self._move = move
         self._streams = streams
         self._requests: dict[str, LinkedRequest] = {}
-        self._asked: dict[str, list[str]] = {}
-        """Names of the searches for the chunks of waiting requests, by request id."""
+        self._asked: set[str] = set()
+        """Ids of the requests for whose chunks lower tiers were asked."""
         self._had_turn: set[str] = set()
         """Ids of the waiting requests that were considered for admission."""
 
     def ask(self, req: Req) -> None:
         """Starts to load the chunks of SGLang's ``req`` from lower tiers, if there are any."""
-        if not self._search.waits or composition_of(req) is None:
+        if not self._search.waits or (composition := composition_of(req)) is None:
             return
-        self._asked[req.rid] = _names(req)
+        texts = [*_chunks(req, 0)]
         if (lead := self._lead(req, 0)) is not None:
-            self._search.ask(_name(req, LEAD), lead)
-        for number, wanted in _chunks(req, 0):
-            self._search.ask(_name(req, number), wanted)
+            texts.insert(0, (LEAD, lead))
+        runs = [
+            self._search.run(wanted, _start(composition, number), number)
+            for number, wanted in texts
+        ]
+        self._asked.add(req.rid)
+        if found := tuple(run for run in runs if run is not None):
+            name = req.rid if self._divides else _name(req.rid)
+            want = Want(name, found, len(req.origin_input_ids), precedence(req), linked=True)
+            self._search.load(want, whole=not self._divides)
 
     def ready(self, req: Req) -> bool:
         """Returns whether the request need not wait for its chunks any longer.
 
         Call it when the request is considered for admission.
         """
-        if (names := self._asked.get(req.rid)) is None:
+        if req.rid not in self._asked:
             return True
         if req.rid not in self._had_turn:
             self._had_turn.add(req.rid)
             self.ask(req)  # the lease of loaded pages may have expired while the request waited
-        # All chunks are queried, even if the first is not ready: each query is a collective
-        # operation, and all ranks must make the same ones.
-        waiting = [name for name in names if not self._search.ready(name)]
-        return not waiting
+        return self._divides or self._search.ready(_name(req.rid))
 
     def forget(self, rid: str) -> None:
-        """Stops the searches of a request that no longer waits."""
+        """Forgets that a request waits; what it waited for is not loaded as a whole any more."""
         self._had_turn.discard(rid)
-        for name in self._asked.pop(rid, ()):
-            self._search.forget(name)
+        if rid in self._asked:
+            self._asked.remove(rid)
+            if not self._divides:  # else the power that restores prefixes ends the want
+                self._search.forget(_name(rid))
 
     def acquire(self, req: Req, *, computing: bool = False) -> Linked | None:
         """Finds and keeps the chunks behind the prefix that ``req`` has, and makes its plan.
@@ -122,24 +140,57 @@ class ChunkLinks:
         have = req.prefix_len
         if not computing:
             if (wanted := self._lead(req, have)) is not None:
-                found[LEAD] = self._search.find(_name(req, LEAD), wanted)
-                have = max(have, found[LEAD].tokens)
+                found[LEAD] = self._search.find(wanted)
+                have = max(have, found[LEAD].leading)
             for number, wanted in _chunks(req, have):
-                found[number] = self._search.find(_name(req, number), wanted)
-        self.forget(req.rid)
+                found[number] = self._search.find(wanted)
+        if not self._divides:
+            self.forget(req.rid)
+        elif computing:
+            self._search.forget(req.rid)
+        tokens = len(req.origin_input_ids)
+        plan = PrefillPlan([Span(0, tokens, Compute())])
+        self._requests[req.rid] = LinkedRequest(composition, tokens, found, plan, req.prefix_len)
+        self.plan(req.rid)
+        return self.report(req)
+
+    def plan(self, rid: str) -> None:
+        """Makes the plan of an acquired request's next forward, with all KV that is here by now."""
+        if (request := self._requests.get(rid)) is None:
+            return
+        part, loaded = self._search.planned(rid)
+        for landed in loaded:
+            if (found := request.found.get(landed.run.text)) is not None:
+                self._place(found, landed, _start(request.composition, landed.run.text))
         available = [
-            found[number].tokens if number in found else 0
-            for number in range(len(composition.chunks))
+            request.found[number].available if number in request.found else []
+            for number in range(len(request.composition.chunks))
         ]
-        plan = composition.plan(
-            len(req.origin_input_ids),
-            available,
-            found[LEAD].tokens if LEAD in found else 0,
-            blend_share=BLEND_LAYERS / self._slab.layout.layers,
+        lead = request.found[LEAD].available if LEAD in request.found else []
+        share = BLEND_LAYERS / self._slab.layout.layers
+        request.plan = self._plans[rid] = request.composition.plan(
+            request.tokens, available, lead, blend_share=share, stop=part.stop
         )
-        self._requests[req.rid] = LinkedRequest(composition, plan, found)
-        self._plans[req.rid] = plan
-        return report(composition, plan, req.prefix_len)
+
+    def _place(self, found: Found, landed: Landed, at: int) -> None:
+        """Records where the loaded pages of a text lie in host memory.
+
+        Args:
+            at: position in the prompt of the text's first token.
+        """
+        page = self._slab.layout.page
+        within = np.arange(page)
+        offsets = ((landed.run.start - at + landed.numbers * page)[:, None] + within).ravel()
+        places = (landed.places[:, None] * page + within).ravel()
+        offsets -= len(found.slots)
+        there = (offsets >= 0) & (offsets < len(found.places))
+        found.places[offsets[there]] = places[there]
+
+    def report(self, req: Req) -> Linked | None:
+        """Returns the report of an acquired request's plan; None if the prompt has no chunks."""
+        if (request := self._requests.get(req.rid)) is None:
+            return None
+        return report(request.composition, request.plan, request.prefix)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         """Copies the linked KV of tokens ``start .. end - 1`` to the ``slots`` of these tokens.
@@ -191,7 +242,7 @@ class ChunkLinks:
         ways = []
         for before in (selection.preparation, selection.other):
             wanted = Wanted(selection.namespace, req.cache_salt, before, tokens)
-            found = self._search.find(req.rid, wanted)
+            found = self._search.find(wanted)
             self._search.let_go(found)  # nothing is evicted before this method returns
             if len(found.slots) < len(tokens):
                 return None
@@ -247,9 +298,14 @@ class ChunkLinks:
         )
 
 
-def _name(req: Req, number: int) -> str:
-    """Returns the name of the search for a chunk of the request."""
-    return f"{req.rid}#{number}"
+def _name(rid: str) -> Name:
+    """Returns the name of the want of a request's chunks, if they are loaded as a whole."""
+    return "chunks", rid
+
+
+def _start(composition: Composition, number: int) -> int:
+    """Returns the position in the prompt of a chunk's first token."""
+    return 0 if number == LEAD else composition.chunks[number].at
 
 
 def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
@@ -265,12 +321,6 @@ def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
             before = composition.preparations[chunk.preparation]
             tokens = req.origin_input_ids[chunk.at : end]
             yield number, Wanted(composition.namespace, req.cache_salt, before, tokens)
-
-
-def _names(req: Req) -> list[str]:
-    if (composition := composition_of(req)) is None:
-        return []
-    return [_name(req, number) for number in range(LEAD, len(composition.chunks))]
 
 
 def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
@@ -290,4 +340,5 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
         moves_of(slab.layout, rope, slab.tensor(), holds),
         streams_of(slab.device, None),
         ext.plans,
+        divides=ext.restore is not None,
     )

@@ -121,7 +121,10 @@ class ChunksPower(Power[Chunks]):
         """Returns whether the chunks are here. They are asked for when no other power defers the
         request any more: waiting for them is limited, and so is the time that they are kept."""
         owner = self._ext.owner(req)
-        return (owner is not None and owner is not self) or self.links.ready(req)
+        if owner is not None and owner is not self:
+            return True
+        self.links.plan(req.rid)  # of a prompt that goes on: more may have been loaded since
+        return self.links.ready(req)
 
     def acquire(self, req: Req) -> None:
         self._linked = self.links.acquire(req)
@@ -134,15 +137,23 @@ class ChunksPower(Power[Chunks]):
         return True
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
-        if (linked := self._linked) is None:
+        if self._linked is None:
             return
         self._linked = None
-        if not admitted:
+        if admitted:
+            self.continued(req)
+        else:
             self.links.release(req.rid)
-        elif not told(req, self.name):  # reported once, not again after a retraction
-            tell(req, linked)
-            if self._metrics is not None:
-                self._metrics.count(linked)
+
+    def continued(self, req: Req) -> None:
+        """Reports the links of a prompt when its last part is admitted, as they are known then."""
+        last = req.extend_end >= len(req.full_untruncated_fill_ids)
+        # Reported once, not again after a retraction.
+        if not last or told(req, self.name) or (linked := self.links.report(req)) is None:
+            return
+        tell(req, linked)
+        if self._metrics is not None:
+            self._metrics.count(linked)
 
     def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
         self.links.fill(rid, start, end, slots)
@@ -164,6 +175,7 @@ class ChunksPower(Power[Chunks]):
 
     def prefilled(self, rid: str) -> None:
         self.links.release(rid)
+        self.links.forget(rid)
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         from sgl_ext.engine.chunks.parameters import selection_of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+import numpy as np
+
 from sgl_ext.chunks.composition import LEAD, Composition
 from sgl_ext.planning.plan import Link, PrefillPlan
 
@@ -31,21 +33,25 @@ def report(composition: Composition, plan: PrefillPlan, prefix: int) -> Linked:
         prefix: number of tokens that the request already has. After a retraction it may exceed
             the length of the prompt.
     """
-    first = plan.spans[0]
-    is_lead = isinstance(first.source, Link) and first.source.chunk == LEAD
-    lead = max(first.end - prefix, 0) if is_lead else 0
-    begin = min(prefix + lead, len(plan))
+    lead = np.zeros(max(len(plan) - prefix, 0), bool)
     linked = share = 0
-    for start, end, source in plan.between(begin, len(plan)):
-        if isinstance(source, Link):
+    for start, end, source in plan.between(min(prefix, len(plan)), len(plan)):
+        if not isinstance(source, Link):
+            continue
+        if source.chunk == LEAD:
+            lead[start - prefix : end - prefix] = True
+        else:
             linked += end - start
             share += composition.chunks[source.chunk].blend * (end - start)
-    tokens = sum(max(one.at + one.length - max(one.at, begin), 0) for one in composition.chunks)
-    wanted = sum(
-        chunk.at + offset >= begin for chunk in composition.chunks for offset in chunk.recompute
-    )
+    tokens = wanted = 0
+    for chunk in composition.chunks:
+        at = chunk.at - prefix
+        tokens += int(np.count_nonzero(~lead[max(at, 0) : max(at + chunk.length, 0)]))
+        offsets = at + np.array(chunk.recompute, np.int64)
+        wanted += int(np.count_nonzero(~lead[offsets[offsets >= 0]]))
     blended = share // 100
     return Linked(
         power="chunks", exact=False, method=composition.method, linked=linked - blended,
-        recomputed=wanted + blended, missing=tokens - wanted - linked, prefix=lead,
+        recomputed=wanted + blended, missing=tokens - wanted - linked,
+        prefix=int(np.count_nonzero(lead)),
     )  # fmt: skip

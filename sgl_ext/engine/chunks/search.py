@@ -14,12 +14,14 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sgl_ext.chunks.composition import path_of
 from sgl_ext.engine.core.sglang_types import MatchResult, RadixTree, TreeLock
-from sgl_ext.planning.want import Run, Want
+from sgl_ext.planning.parts import Part
+from sgl_ext.planning.want import Name, Run, Want
+from sgl_ext.tiers.tier import leading
 
 if TYPE_CHECKING:
     import torch
 
-    from sgl_ext.planning.planner import Planner
+    from sgl_ext.planning.planner import Landed, Planner
     from sgl_ext.tiers.arena import Key, Pages
     from sgl_ext.tiers.stack import TierStack
 
@@ -46,8 +48,8 @@ class Found:
     slots: torch.Tensor
     """Slots of the leading tokens, whose KV is on the device, int64 ``[tokens]`` there."""
     places: NDArray[np.int64]
-    """Places in host memory of the tokens behind them, int64 ``[tokens]``: the page times the
-    tokens of a page, plus the offset in the page."""
+    """Places in host memory of all tokens behind them, int64 ``[tokens]``: the page times the
+    tokens of a page, plus the offset in the page; -1 for tokens whose KV is not there."""
     origin: int
     """Position at which the first token was computed."""
     lock: TreeLock
@@ -55,9 +57,16 @@ class Found:
     """Pinned slots of host memory."""
 
     @property
-    def tokens(self) -> int:
+    def leading(self) -> int:
         """Number of leading tokens whose KV is available."""
-        return len(self.slots) + len(self.places)
+        return len(self.slots) + leading(self.places >= 0)
+
+    @property
+    def available(self) -> list[range]:
+        """Offsets of the tokens whose KV is available, as ascending ranges."""
+        there = np.concatenate((np.ones(len(self.slots), bool), self.places >= 0))
+        edges = np.flatnonzero(np.diff(there, prepend=False, append=False)).tolist()
+        return [range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 
 class ChunkSearch:
@@ -92,27 +101,46 @@ class ChunkSearch:
 
         return max(texts, key=on_device, default=None)
 
-    def ask(self, name: str, wanted: Wanted) -> None:
-        """Starts to load a text's KV from lower tiers; :meth:`ready` tells when it has landed.
+    def run(self, wanted: Wanted, at: int, number: int) -> Run | None:
+        """Returns the pages of a text that are not on the device; None if there are none.
 
         Args:
-            name: name of the search.
+            at: position in the prompt of the first token of the text.
+            number: number of the text in the prompt.
         """
-        if self._tiers is not None and self._planner is not None:
-            _, _, keys = self._match(wanted)
-            if keys:
-                here = self._tiers.host.lookup(keys)
-                want = Want(("chunk", name), (Run(keys, 0, here),))
-                self._planner.load(want, self._tiers.computed_pages_per_second)
+        if self._tiers is None:
+            return None
+        _, begin, keys = self._match(wanted)
+        if not keys:
+            return None
+        start = at + begin - len(wanted.before)
+        return Run(keys, start, self._tiers.host.lookup(keys), max(start, at), number)
 
-    def ready(self, name: str) -> bool:
-        """Returns whether a search need not wait any longer, on every rank.
+    def load(self, want: Want, *, whole: bool) -> None:
+        """Starts to load texts from lower tiers.
+
+        Args:
+            whole: whether they are loaded before the request is admitted, which :meth:`ready`
+                tells. Else the power that restores prefixes decides.
+        """
+        if self._tiers is not None and self._planner is not None and self._tiers.enabled:
+            if whole:
+                self._planner.load(want, self._tiers.computed_pages_per_second)
+            else:
+                self._planner.restore(want)
+
+    def planned(self, name: Name) -> tuple[Part, list[Landed]]:
+        """Returns what is known of the loads of a want; see :meth:`Planner.planned`."""
+        return (Part((), None), []) if self._planner is None else self._planner.planned(name)
+
+    def ready(self, name: Name) -> bool:
+        """Returns whether texts need not be awaited any longer, on every rank.
 
         All ranks must call it together.
         """
-        return self._planner is None or self._agreed(self._planner.ready(("chunk", name))) > 0
+        return self._planner is None or self._agreed(self._planner.ready(name)) > 0
 
-    def find(self, name: str, wanted: Wanted) -> Found:
+    def find(self, wanted: Wanted) -> Found:
         """Returns the KV of a text that is on the device or in host memory, and keeps it there.
 
         All ranks must call it together.
@@ -122,27 +150,28 @@ class ChunkSearch:
         slots = self._tree.tree_core.collect_full_device_indices(node, root)
         lock = self._tree.lock(node)
         start, end = len(wanted.before), len(wanted.before) + len(wanted.tokens)
-        pages = places = np.empty(0, np.int64)
-        if self._tiers is not None and self._planner is not None:
-            self._planner.take(("chunk", name))
+        slots, pages = slots[start:end], np.empty(0, np.int64)
+        places = np.full(len(wanted.tokens) - len(slots), -1, np.int64)
+        if self._tiers is not None:
             pages = self._tiers.holds.hold(keys)
             shared = self._agreed(len(pages))
             self._tiers.holds.let_go(pages[shared:])  # not in the host memory of every rank
             pages = pages[:shared]
             page = self._tree.page_size
             every = (pages[:, None] * page + np.arange(page)).ravel()
-            places = every[max(start - begin, 0) : end - begin]
-        return Found(slots[start:end], places, start, lock, pages)
+            here = every[max(start - begin, 0) : end - begin]
+            places[: len(here)] = here
+        return Found(slots, places, start, lock, pages)
 
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)
         if self._tiers is not None:
             self._tiers.holds.let_go(found.pages)
 
-    def forget(self, name: str) -> None:
-        """Stops a search."""
+    def forget(self, name: Name) -> None:
+        """Stops to load texts."""
         if self._planner is not None:
-            self._planner.take(("chunk", name))
+            self._planner.take(name)
 
     def _match(self, wanted: Wanted) -> tuple[MatchResult, int, Sequence[Key]]:
         """Returns SGLang's match, the position behind it at which the text's other pages begin, and

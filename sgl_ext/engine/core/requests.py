@@ -75,3 +75,17 @@ def refuse_waiting(scheduler: Scheduler, req: Req, message: str) -> None:
     scheduler.send_abort_output(
         AbortReq(rid=req.rid, abort_message=message, finished_reason=reason), req
     )
+
+
+def precedence(req: Req) -> int:
+    """Returns the precedence of a request over policies: a smaller one goes first.
+
+    It follows from SGLang's priority if SGLang schedules by priority, else it is 0.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    if not schedule.enable_priority_scheduling or req.priority is None:
+        return 0
+    priority: int = req.priority
+    return priority if schedule.schedule_low_priority_values_first else -priority

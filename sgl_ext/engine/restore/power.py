@@ -163,11 +163,12 @@ class RestorePower(Power[Restore]):
             return True
         computes = self.planner.computes(rid)
         begin = req.prefix_len if computes else req.prefix_len + req.host_hit_length
-        if (plan := self.planner.plan(rid, begin, end)) is None:
+        if (part := self.planner.part(rid, begin)) is None:
             if computes:
                 self._parked = adder
             return False
-        plans[rid] = plan
+        if not self.planner.linked(rid):
+            plans[rid] = self.planner.prefix_plan(rid, part, end)
         return True
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:

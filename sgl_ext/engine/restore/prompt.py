@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sgl_ext.engine.core.requests import precedence
 from sgl_ext.engine.core.sglang_types import Req
 
 
@@ -31,14 +32,4 @@ def prompt_of(req: Req, prefix: int, page: int) -> Prompt | None:
         return None
     tokens = len(req.full_untruncated_fill_ids)
     first, most = prefix // page, req._compute_max_prefix_len(tokens) // page
-    return Prompt(first, most - first, tokens, _precedence(req)) if most > first else None
-
-
-def _precedence(req: Req) -> int:
-    from sglang.srt.runtime_context import get_schedule
-
-    schedule = get_schedule()
-    if not schedule.enable_priority_scheduling or req.priority is None:
-        return 0
-    priority: int = req.priority
-    return priority if schedule.schedule_low_priority_values_first else -priority
+    return Prompt(first, most - first, tokens, precedence(req)) if most > first else None

@@ -35,8 +35,10 @@ def test_kv_of_another_prompt_is_linked_as_the_lead(
     chunks = [msgspec.structs.replace(chunk, blend=blend) for chunk in composition.chunks]
     composition = msgspec.structs.replace(composition, chunks=tuple(chunks))
     lead = min(lead, length - 1)
-    plan = composition.plan(length, found, lead, blend_share=0.1)
-    without = composition.plan(length, found)
+    available = [[range(count)] if count else [] for count in found]
+    leads = [range(lead)] if lead else []
+    plan = composition.plan(length, available, leads, blend_share=0.1)
+    without = composition.plan(length, available)
     assert list(plan.between(0, lead)) == ([Span(0, lead, Link(LEAD, 0))] if lead else [])
     expected = [(type(span.source), span[:2]) for span in without.between(lead, length)]
     assert [(type(span.source), span[:2]) for span in plan.between(lead, length)] == expected
@@ -51,10 +53,16 @@ def test_available_tokens_are_linked_and_the_rest_is_computed(
     composition, length, found = prompt
     composition.check(length, composition.extra_key)
     composition.check(length, f"{composition.extra_key}:user")
-    plan = composition.plan(length, found)
+    # The last tokens of a chunk may be here while its first ones are not.
+    available = [
+        [range(count - count // 3)] * (count > 0) + [range(count, chunk.length)] * (count % 2)
+        for chunk, count in zip(composition.chunks, found, strict=True)
+    ]
+    available = [[one for one in each if one] for each in available]
+    plan = composition.plan(length, available)
     expected: list[object] = [Compute()] * length
-    for number, (chunk, count) in enumerate(zip(composition.chunks, found, strict=True)):
-        for offset in set(range(count)) - set(chunk.recompute):
+    for number, (chunk, here) in enumerate(zip(composition.chunks, available, strict=True)):
+        for offset in {at for one in here for at in one} - set(chunk.recompute):
             expected[chunk.at + offset] = Link(number, chunk.at)
     assert len(plan) == length
     spans = plan.between(0, length)
