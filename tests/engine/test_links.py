@@ -352,6 +352,38 @@ def test_chunks_evicted_from_the_device_are_linked_from_other_tiers(
         assert found["hits"] == of_chunk + lead // page
 
 
+def test_chunks_on_a_slow_ssd_are_partly_computed_while_the_rest_loads(
+    model: Path, texts: list[list[int]], tmp_path: Path
+) -> None:
+    """Links a chunk at the position that it was computed at, in parts of any size."""
+    page = 16
+    prefix, text, question = texts[0][:50], sum(texts[1:5], [])[:1000], texts[5][:40]
+    prompt, whole = prefix + text + question, [LinkedChunk(len(prefix), len(text), 0)]
+    prepare = {"ids": list(path_of(prefix, text, page)), "extra_key": "chunks", "new": 0}
+    script: list[list[Step]] = [[{"ids": prompt, "extra_key": "stock"}]]
+    for again in range(3):
+        script += [
+            [prepare],
+            *([{"ids": [number, *texts[4] * 5], "new": 1}] for number in range(2)),
+            [linked(prompt, whole, [prefix], f"user-{again}")],
+        ]
+    (tmp_path / "ssd").mkdir()
+    ssd = {
+        "directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1,
+        "emulate": {"bytes_per_second": "40MB"},
+    }  # fmt: skip
+    config = {"tiers": {"ssd": ssd, "staging": "16MiB"}, "restore": {"chunk": 128}}
+    answers = play(script, model, page, 256, tmp_path, pool=2000, config=config)
+    parts = []
+    for found in answers[4::4]:
+        same(found, answers[0])
+        assert (found["plans"], found["held"], found["protected"]) == (0, 0, 0)
+        told = {one["power"]: one for one in found["answers"][0][3]}
+        assert told["chunks"]["linked"] + told["chunks"]["missing"] == len(text)
+        parts.append((told["chunks"]["linked"], told["chunks"]["missing"]))
+    assert any(min(each) > 0 for each in parts), parts
+
+
 def test_retracted_aborted_and_flushed_requests_leave_no_state(
     model: Path, texts: list[list[int]], tmp_path: Path
 ) -> None:
