@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,7 @@ def test_chunks_on_a_slow_ssd_are_partly_computed_while_the_rest_loads(
 ) -> None:
     """Links a chunk at the position that it was computed at, in parts of any size."""
     page = 16
-    prefix, text, question = texts[0][:50], sum(texts[1:5], [])[:1000], texts[5][:40]
+    prefix, text, question = texts[0][:50], [*chain(*texts[1:5])][:1000], texts[5][:40]
     prompt, whole = prefix + text + question, [LinkedChunk(len(prefix), len(text), 0)]
     prepare = {"ids": list(path_of(prefix, text, page)), "extra_key": "chunks", "new": 0}
     script: list[list[Step]] = [[{"ids": prompt, "extra_key": "stock"}]]

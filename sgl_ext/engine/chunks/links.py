@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -192,19 +192,20 @@ class ChunkLinks:
             return None
         return report(request.composition, request.plan, request.prefix)
 
-    def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        """Copies the linked KV of tokens ``start .. end - 1`` to the ``slots`` of these tokens.
+    def fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
+        """Copies linked KV to the slots of its tokens; see
+        :data:`~sgl_ext.engine.core.power.Filler`.
 
-        The KV is in place for the calling thread's next work on the device.
+        Raises:
+            RuntimeError: the KV of a span was not looked up.
         """
-        if (request := self._requests.get(rid)) is None:
-            return
-        spans: dict[Link, list[Span]] = {}
-        for span in request.plan.between(start, end):
+        request = self._requests[rid]
+        links: dict[Link, list[Span]] = {}
+        for span in spans:
             if isinstance(span.source, Link):
-                spans.setdefault(span.source, []).append(span)
+                links.setdefault(span.source, []).append(span)
         moves = []
-        for link, parts in spans.items():
+        for link, parts in links.items():
             if (chunk := request.found.get(link.chunk)) is None:
                 raise RuntimeError(
                     f"{rid}: {link} has tokens from {start} on, but its KV was not looked up"
@@ -213,8 +214,7 @@ class ChunkLinks:
             delta = link.at - chunk.origin
             targets = slots[positions - start]
             moves.append(Move(chunk.slots, chunk.places, positions - link.at, targets, delta))
-        if moves:
-            self._move(moves)
+        self._move(moves)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
         """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.

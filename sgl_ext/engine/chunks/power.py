@@ -11,7 +11,7 @@ from sgl_ext.engine.chunks import warmup
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell, told
-from sgl_ext.engine.core.power import Front, Power
+from sgl_ext.engine.core.power import Filler, Front, Power
 from sgl_ext.engine.core.sglang_types import (
     ModelConfig,
     PrefillAdder,
@@ -22,11 +22,10 @@ from sgl_ext.engine.core.sglang_types import (
     TokenizerManager,
 )
 from sgl_ext.engine.core.unserved import LORA
+from sgl_ext.planning.plan import Link, Source
 
 if TYPE_CHECKING:
-    import numpy as np
     from fastapi import FastAPI
-    from numpy.typing import NDArray
 
     from sgl_ext.engine.chunks.links import ChunkLinks
     from sgl_ext.engine.chunks.metrics import ChunksMetrics
@@ -155,8 +154,9 @@ class ChunksPower(Power[Chunks]):
         if self._metrics is not None:
             self._metrics.count(linked)
 
-    def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        self.links.fill(rid, start, end, slots)
+    @property
+    def fillers(self) -> Mapping[type[Source], Filler]:
+        return {Link: self.links.fill}
 
     @contextmanager
     def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:

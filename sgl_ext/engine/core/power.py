@@ -8,7 +8,7 @@ its reverse. A place that only one power needs is hooked in the power's own pack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -30,6 +30,7 @@ from sgl_ext.engine.core.sglang_types import (
     TokenizerManager,
 )
 from sgl_ext.engine.core.unserved import COMMON, Unserved, require_served
+from sgl_ext.planning.plan import Source, Span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +50,11 @@ Watch = Callable[[Answer], None]
 LEAST_TOKENS = 64
 """Minimum tokens of a forward whose speed is recorded; that of shorter ones says little about long
 prompts."""
+
+Filler = Callable[[str, "Sequence[Span]", int, "NDArray[np.int64]"], None]
+"""Function that copies existing KV into slots of a request: its id, spans of one type of source,
+the first token of the forward, and the slots from this token on, int64 ``[tokens]``. The KV is in
+place for the calling thread's next work on the device."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -88,6 +94,14 @@ class Power(Generic[SectionT]):
         """
         rows = {Property.STORES_FIRST: self.name} if self.plans_rows else {}
         return {**rows, Property.STRIDED: self.name}
+
+    @property
+    def fillers(self) -> Mapping[type[Source], Filler]:
+        """Returns the function that fills the spans of each type of source that the power plans.
+
+        A type has one filler.
+        """
+        return {}
 
     # --- in the launcher -------------------------------------------------------------------------
 
@@ -274,9 +288,6 @@ class Power(Generic[SectionT]):
         """Returns whether the power changes the attention of a forward, so that no captured CUDA
         graph can compute it."""
         return False
-
-    def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        """Copies KV that exists already into the ``slots`` of tokens ``start .. end - 1``."""
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
         """Surrounds a forward that follows plans. Yields the rows with which the forward begins."""

@@ -11,12 +11,12 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
 from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.memory.slab import Slab
-from sgl_ext.planning.plan import PrefillPlan
+from sgl_ext.planning.plan import PrefillPlan, Source
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower
     from sgl_ext.engine.clusters.power import ClustersPower
-    from sgl_ext.engine.core.power import Power
+    from sgl_ext.engine.core.power import Filler, Power
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower
     from sgl_ext.engine.step.rows import Split
@@ -38,6 +38,8 @@ class ExtRuntime:
     """Reason for which there is no slab."""
     plans: dict[str, PrefillPlan] = field(default_factory=dict)
     """Prefill plans by request id; requests without one are computed as usual."""
+    fillers: dict[type[Source], Filler] = field(default_factory=dict)
+    """Function that carries out the spans of each type of source of plans."""
     split: Split | None = None
     """Rows of the running forward; None if it follows no plans."""
     eager: bool = False
@@ -59,6 +61,7 @@ class ExtRuntime:
         """Adds an open power outside of the powers that are open already."""
         setattr(self, power.name, power)
         self.inside_out.append(power)
+        self.fillers |= power.fillers
 
     def require_slab(self, section: str) -> Slab:
         """Returns the KV pool.

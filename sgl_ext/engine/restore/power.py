@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sgl_ext.config import ExtConfig, Restore
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
-from sgl_ext.engine.core.power import LEAST_TOKENS, Power
+from sgl_ext.engine.core.power import LEAST_TOKENS, Filler, Power
 from sgl_ext.engine.core.sglang_types import (
     ModelConfig,
     PrefillAdder,
@@ -25,7 +25,7 @@ from sgl_ext.engine.core.unserved import LORA
 from sgl_ext.engine.restore import interruption, setup
 from sgl_ext.engine.restore.prompt import Prompt, prompt_of
 from sgl_ext.engine.step import cached_tokens
-from sgl_ext.planning.plan import Load
+from sgl_ext.planning.plan import Load, LoadOrCompute, Source, Span
 from sgl_ext.planning.request import Restored
 from sgl_ext.planning.strategy import choose_strategy
 from sgl_ext.planning.want import Run, Want
@@ -234,15 +234,16 @@ class RestorePower(Power[Restore]):
             if one is batch and tokens is not None and tokens >= LEAST_TOKENS:
                 self.planner.costs.computed(begin, begin + tokens, seconds)
 
-    def fill(self, rid: str, start: int, end: int, slots: NDArray[np.int64]) -> None:
-        if not self.planner.restores(rid):
-            return
+    @property
+    def fillers(self) -> Mapping[type[Source], Filler]:
+        return {Load: self._fill, LoadOrCompute: _within_the_forward}
+
+    def _fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
         page = self.planner.page
-        for span in self._ext.plans[rid].between(start, end):
-            if isinstance(span.source, Load):
-                places = self.planner.places(rid, span.start, span.end)
-                blocks = slots[span.start - start : span.end - start : page] // page
-                self.stack.holds.fill(places, blocks.copy())
+        for span in spans:
+            places = self.planner.places(rid, span.start, span.end)
+            blocks = slots[span.start - start : span.end - start : page] // page
+            self.stack.holds.fill(places, blocks.copy())
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
         from sgl_ext.engine.restore.fill import restoring
@@ -305,3 +306,7 @@ class RestorePower(Power[Restore]):
                     for tier, tokens in loaded.items():
                         cached_tokens.count(req, tier, tokens)
         cached_tokens.reach(req, req.extend_end)
+
+
+def _within_the_forward(*_: object) -> None:
+    """Leaves spans to :meth:`RestorePower.within`."""

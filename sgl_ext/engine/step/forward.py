@@ -17,7 +17,7 @@ from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
-from sgl_ext.planning.plan import PrefillPlan
+from sgl_ext.planning.plan import Compute, PrefillPlan, Source, Span
 
 
 @dataclass
@@ -130,10 +130,7 @@ def forward(
         ext, original, runner, batch, batch.rids, plans,
         batch.extend_prefix_lens_cpu, batch.seq_lens_cpu.tolist(),
     )  # fmt: skip
-    for at, _, start, end in planned.planned():
-        slots = planned.slots(at)
-        for power in ext.inside_out:
-            power.fill(batch.rids[at], start, end, slots)
+    _fill(planned)
     parts = rows.rows_of(plans, planned.prefixes, planned.ends)
     with ExitStack() as surrounding:
         surrounding.callback(setattr, ext, "eager", False)
@@ -150,6 +147,26 @@ def forward(
         if end >= len(plan):
             ext.prefilled(batch.rids[at])
     return output
+
+
+def _fill(planned: PlannedForward) -> None:
+    """Copies the KV that exists already into the slots of the forward's tokens.
+
+    Raises:
+        RuntimeError: a plan has a source that no power fills.
+    """
+    for at, plan, start, end in planned.planned():
+        by_source: dict[type[Source], list[Span]] = {}
+        for span in plan.between(start, end):
+            by_source.setdefault(type(span.source), []).append(span)
+        by_source.pop(Compute, None)
+        if not by_source:
+            continue
+        slots = planned.slots(at)
+        for source, spans in by_source.items():
+            if (fill := planned.ext.fillers.get(source)) is None:
+                raise RuntimeError(f"{planned.rids[at]}: no power fills {spans[0]}")
+            fill(planned.rids[at], spans, start, slots)
 
 
 def _logits(metadata: object, _class: object, batch: ForwardBatch) -> object:
