@@ -21,6 +21,8 @@ from sgl_ext.tiers.stack import TierStack
 from sgl_ext.tiers.stores import Saved
 
 _NOT_PINNED = -1
+_PRESSURE = 0.5
+"""Share of the budget from which on pages of swapped requests are stored in lower tiers, too."""
 
 
 @dataclass(eq=False)
@@ -209,6 +211,24 @@ class SwapManager:
             if swapped in those:
                 those.remove(swapped)
 
+    def give_up_one(self) -> bool:
+        """Unpins the pages of the newest swapped request whose pages lower tiers have, too.
+
+        Returns:
+            False if there is no such request.
+        """
+        for swapped in reversed(self._swapped.values()):
+            pinned = swapped.places != _NOT_PINNED
+            places = swapped.places[pinned]
+            if swapped.coming is None and len(places) and self.stack.host.copied(places).all():
+                self.stack.holds.let_go(places)
+                swapped.places[pinned] = _NOT_PINNED
+                self._used -= len(places)
+                if swapped in self._landing:
+                    self._landing.remove(swapped)
+                return True
+        return False
+
     def clear(self) -> None:
         for rid in list(self._swapped):
             self.drop(rid)
@@ -257,8 +277,12 @@ class SwapManager:
         room = self._capacity - self._used
         lacking = np.flatnonzero(swapped.places == _NOT_PINNED).tolist()
         here = {swapped.keys[at]: at for at in lacking}
-        keys = self.stack.host.present(here)[:room]
+        present = self.stack.host.present(here)
+        keys = present[:room]
         places = self.stack.host.places(keys)
         self.stack.host.pin(places)
         swapped.places[[here[key] for key in keys]] = places
         self._used += len(keys)
+        if self._used > _PRESSURE * self._capacity:
+            # The request will read them, unless it is aborted; host memory may lack room before.
+            self.stack.keep(present)

@@ -196,6 +196,11 @@ class HostPages:
         worth: NDArray[np.bool_] = (self._uses[pages] >= uses) & ~there
         return worth
 
+    def copied(self, pages: Pages) -> NDArray[np.bool_]:
+        """Returns a mask of ``pages`` that a tier holds or is about to store."""
+        there: NDArray[np.bool_] = self._copied[pages] != 0
+        return there
+
     def mark_copied(self, pages: Pages, tier: int, copied: bool) -> None:
         """Records whether a tier holds ``pages`` or is about to store them.
 

@@ -107,6 +107,12 @@ class TierStack:
         keys = self.host.present(keys)
         self._demotions.offer(keys, self.host.use(keys, times))
 
+    def keep(self, keys: Sequence[Key]) -> None:
+        """Stores those of ``keys`` that are in host memory in all lower tiers, however often they
+        were used before: they will be used again."""
+        if self.lower:
+            self.used(keys, max(tier.keep_after for tier in self.lower))
+
     def make_room(self, count: int) -> None:
         """Unpins pages kept for waiting requests until host memory has room for ``count`` pages.
 

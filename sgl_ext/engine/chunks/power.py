@@ -156,7 +156,7 @@ class ChunksPower(Power[Chunks]):
 
     @property
     def fillers(self) -> Mapping[type[Source], Filler]:
-        return {Link: self.links.fill}
+        return {Link: lambda *request: self.links.fill(*request)}
 
     @contextmanager
     def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:

@@ -2,8 +2,8 @@
 
 Each place is hooked once and calls the powers. Methods that come in pairs, before and after a call
 of SGLang, are called from the outside in before it and from the inside out after it. Single calls,
-such as ``poll``, ``matching``, ``forget``, ``ready`` and ``plan``, go from the inside out. The
-exceptions are ``positioned``, ``released``, ``weights_changed``
+such as ``poll``, ``forget``, ``ready`` and ``plan``, go from the inside out. The exceptions are
+``positioned``, ``matching``, ``released``, ``weights_changed``
 (:mod:`~sgl_ext.engine.core.weight_updates`), ``reset`` and ``close``, which go from the outside in.
 """
 
@@ -154,7 +154,7 @@ def _release(tree: RadixTree, req: Req, *, checkpointed: bool) -> None:
 
 def _match(_wrapper: object, _key: object, req: Req, result: MatchResult) -> None:
     if (ext := runtime.current) is not None:
-        for power in ext.inside_out:
+        for power in ext.outside_in:
             power.matching(req, result.device_prefix_len)
 
 

@@ -121,6 +121,7 @@ class SwapPower(Power[Swap]):
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
         capacity = self.section.capacity // stride_of(ext.slab.layout)
         self.manager = SwapManager(stack, capacity, self.section.experiment)
+        stack.keepers.append(self.manager.give_up_one)
         self.ahead = SwapAhead(stack, Adaptive())
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []
@@ -132,6 +133,18 @@ class SwapPower(Power[Swap]):
 
     def owns(self, req: Req) -> bool:
         return req.rid in self.manager
+
+    def matching(self, req: Req, prefix: int) -> None:
+        """Leaves a request to restoration if host memory has not all of its KV any more.
+
+        Without restoration, lower tiers load the missing pages into host memory as a whole.
+        """
+        swapped = self.manager.get(req.rid)
+        if swapped is None or self.ext.restore is None or req.rid in self.ahead:
+            return
+        page = self.manager.stack.layout.page
+        if self.manager.readable(swapped, prefix // page) is False:
+            self.lost(req.rid, req)
 
     def joining(self) -> int:
         return len(self.resuming) + len(self.ahead)

@@ -193,7 +193,9 @@ class Forward:
             power.fill = lambda *_: None
             ext.add(power)
         chunks: Any = ext.chunks
-        chunks.links = SimpleNamespace(blended=lambda *_: "candidates", release=lambda _rid: None)
+        chunks.links = SimpleNamespace(
+            blended=lambda *_: "candidates", release=lambda _rid: None, forget=lambda _rid: None
+        )
         restore: Any = ext.restore
         restore.prefixes = {"r": SimpleNamespace(computed=0)}
         restore.batch = SimpleNamespace(reqs=["request"])

@@ -79,6 +79,33 @@ def back(machine: Machine, swap: SwapManager, swapped: Swapped, first: int) -> N
     assert machine.right(swapped.keys[first:], whole)
 
 
+def test_pages_go_on_to_lower_tiers_when_the_budget_is_nearly_used(machine: Machine) -> None:
+    """Stores pages that were used once only, and unpins them when room is needed."""
+    swap = manager_of(machine, 6)
+    machine.stack.keepers.append(swap.give_up_one)
+    out(machine, swap, "a", [1, 2, 3])
+    settle(machine, swap)
+    machine.until(lambda: True)
+    assert not machine.shelf.pages
+    assert not swap.give_up_one()
+    out(machine, swap, "b", [4, 5, 6, 7], at=8)  # one page exceeds the budget
+    settle(machine, swap)
+    machine.until(lambda: len(machine.shelf.pages) == 4)
+    machine.until(lambda: machine.stack.host._pinned == 6)  # the stores have ended
+    machine.stack.make_room(12)
+    assert machine.stack.host.room == 13  # those of the first request stay
+    swap.check_integrity()
+    pages = machine.stack.host.reserve(13)
+    assert pages is not None
+    machine.stack.host.release(pages)
+    one, other = swap.get("a"), swap.get("b")
+    assert one is not None and other is not None
+    assert (swap.readable(one, 0), swap.readable(other, 0)) == (True, False)
+    back(machine, swap, one, 0)
+    swap.drop("a")
+    swap.drop("b")
+
+
 def test_no_page_is_readable_after_the_weights_have_changed(machine: Machine) -> None:
     swap = manager_of(machine)
     swapped = out(machine, swap, "one", [1, 2, 3], tail=9)
