@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.requests import release, reserved, retractable
 from sgl_ext.engine.core.sglang_types import (
     Allocator,
@@ -30,11 +31,12 @@ from sgl_ext.peer import vacating
 def evict(tree: RadixTree, start: int, end: int) -> None:
     """Evicts all nodes of the radix tree that need slots ``[start, end)`` and are not locked.
 
-    A node is evicted together with the nodes behind it.
+    A node is evicted together with the nodes behind it. Their KV goes to host memory if there are
+    tiers and it is not there.
     """
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-    core = tree.tree_core
+    core, ext = tree.tree_core, runtime.current
 
     within: dict[Node, bool] = {}
 
@@ -56,6 +58,8 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
             return
         tracker = dict.fromkeys(tree.tree_components, 0)
         for leaf in evicted:
+            if ext is not None and ext.tiers is not None:
+                ext.tiers.linker.leave(core, leaf)
             tree._evict_device_leaf(leaf, tracker)
 
 

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_schedule
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
-from sgl_ext.engine.kv.indices import Download
+from sgl_ext.engine.kv.indices import Download, on_host
 from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.streams import streams_of
@@ -171,6 +171,19 @@ class TierLinker(UnifiedCacheLinker):
         self._offloads.clear()
         self.planner.close()
         self.stack.close()
+
+    def leave(self, tree: TreeCore, node: Node) -> None:
+        """Stores the pages of a node that has to leave the device, as far as host memory lacks them.
+
+        Host memory has evicted them since it received them, while the device still used them. The
+        next owner of their blocks waits for the copies.
+        """
+        keys = _bytes(tree.get_hash_values(node))
+        if not self.stack.enabled or not self.stack.host.missing(keys):
+            return
+        slots = tree.get_component_device_value(node, ComponentType.FULL)
+        if slots is not None:
+            self.stack.stores.store_lost(keys, on_host(slots[:: self._page]) // self._page)
 
     def used_in_device(self, tree: TreeCore, node: object) -> None:
         """Counts a use of the pages on the path to ``node``, which a request has on the device."""
