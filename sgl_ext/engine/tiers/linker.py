@@ -173,7 +173,7 @@ class TierLinker(UnifiedCacheLinker):
         self.stack.close()
 
     def leave(self, tree: TreeCore, node: Node) -> None:
-        """Stores the pages of a node that has to leave the device, as far as host memory lacks them.
+        """Stores the pages of a node that has to leave the device and that host memory lacks.
 
         Host memory has evicted them since it received them, while the device still used them. The
         next owner of their blocks waits for the copies.
