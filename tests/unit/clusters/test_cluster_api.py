@@ -26,9 +26,10 @@ from sgl_ext.engine.clusters.api import install
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.creation import BusyError
-from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored
+from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
+from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 

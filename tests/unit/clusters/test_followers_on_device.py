@@ -92,7 +92,7 @@ class Forwards:
     def device(self) -> DeviceForward:
         return DeviceForward(
             self.stored, self.followers, self.lengths, self.batch, table=TABLE, pool=self.pool,
-            geometry=GEOMETRY, native=self.setup.native,
+            geometry=GEOMETRY, native=self.setup.native, missing=GEOMETRY.layers,
         )  # fmt: skip
 
     def query(self) -> torch.Tensor:
@@ -233,12 +233,8 @@ class Recorded:
     """Recorder that notes queries."""
 
     def __init__(self) -> None:
-        self.any = self.taking = False
+        self.taking = False
         self.taken: list[int] = []
-
-    def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
-        self.taking = self.any
-        assert not self.any or (len(contexts) == len(lengths) == len(rids))
 
     def take(self, layer: int, query: torch.Tensor) -> None:
         assert query.shape[1:] == (GEOMETRY.heads, GEOMETRY.head_dim)
@@ -293,7 +289,7 @@ def test_a_forward_with_followers_is_eager_until_its_last_layer(attention: Atten
     on_device.begin(forwards.batch, [], forwards.lengths)
     assert not on_device.eager
     assert not attention.recorder.taken
-    attention.recorder.any = True
+    attention.recorder.taking = True
     on_device.begin(forwards.batch, [], forwards.lengths)
     assert on_device.eager
     attention.layer(1)
