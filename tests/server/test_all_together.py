@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from conftest import until
-from faked_cuda_kit import DEADLINE_S, ask, entry, post, same, small_llama
+from faked_cuda_kit import ask, post, same, small_llama
 from transformers import AutoTokenizer
 
 from sgl_ext.serving.http import live
@@ -42,7 +41,9 @@ def words(count: int) -> list[int]:
 
 
 STORED = words(CONTEXT)
-TEXTS = [f"Report {at}: " + " ".join(f"{at}{n % 17} ran on{n}," for n in range(40)) for at in range(3)]
+TEXTS = [
+    f"Report {at}: " + " ".join(f"{at}{n % 17} ran on{n}," for n in range(20)) for at in range(3)
+]
 
 
 @dataclass
@@ -53,13 +54,11 @@ class Asked:
         kind: ``plain``, ``follower``, ``linked`` or ``blended``.
         ids: token ids of the equivalent prompt of stock SGLang.
         prompt: prompt of the request: token ids, or texts and contexts.
-        priority: priority of the request.
     """
 
     kind: str
     ids: list[int]
     prompt: list[Any]
-    priority: int
 
 
 class Side:
@@ -72,55 +71,62 @@ class Side:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._exact = self._contexts("full")
         self._blended = self._contexts("blend-20")
-        self.told: Counter[str] = Counter()
-        """Number of answers that a power has worked on, by power, and by power and kind."""
+        self.told: Counter[tuple[str, str]] = Counter()
+        """Number of answers that a power has worked on, by power and kind."""
 
     def _contexts(self, method: str) -> list[dict[str, str]]:
         found = post(self.server, "/ext/chunks", {"chunks": TEXTS, "method": method})["contexts"]
         return [{"type": "ext_context", "id": each["id"]} for each in found]
 
-    def plain(self, ids: list[int], priority: int = 0) -> Asked:
-        return Asked("plain", ids, ids, priority)
+    def plain(self, ids: list[int]) -> Asked:
+        return Asked("plain", ids, ids)
 
-    def follower(self, ids: list[int], priority: int = 0) -> Asked:
-        return Asked("follower", [*STORED, *ids], ids, priority)
+    def follower(self, ids: list[int]) -> Asked:
+        return Asked("follower", [*STORED, *ids], ids)
 
     def linked(self, first: int, second: int, question: str, *, blend: bool = False) -> Asked:
         contexts = self._blended if blend else self._exact
         texts = ["Read this. ", TEXTS[first], TEXTS[second], question]
         ids = [token for text in texts for token in self._encode(text)]
         prompt = [texts[0], contexts[first], contexts[second], question]
-        return Asked("blended" if blend else "linked", ids, prompt, 0)
+        return Asked("blended" if blend else "linked", ids, prompt)
 
-    def answer(self, asked: Asked) -> dict[str, Any]:
+    def answer(self, asked: Asked, tokens: int, priority: int) -> dict[str, Any]:
         follows = {"ext_stored": {"id": self._stored, "sparsity": 1.0}}
         custom = follows if asked.kind == "follower" else {}
-        found = ask(self.server, asked.prompt, TOKENS, custom, priority=asked.priority)
+        found = ask(self.server, asked.prompt, tokens, custom, priority=priority)
         for each in found["meta_info"].get("ext", ()):
-            self.told[each["power"]] += 1
-            self.told[f"{each['power']} {asked.kind}"] += 1
+            self.told[each["power"], asked.kind] += 1
+            for tier, loaded in (
+                each.get("loaded", {}).items() if each["power"] == "restore" else ()
+            ):
+                self.told[tier, asked.kind] += loaded
+                self.told["computed", asked.kind] += each["computed"]
         return found
 
-    def same(self, groups: Sequence[Sequence[Asked]]) -> list[dict[str, Any]]:
-        """Asserts that all answers are those of stock SGLang; returns them.
+    def same(self, *groups: Sequence[Asked], pause: float, tokens: int = TOKENS) -> None:
+        """Asserts that all answers are those of stock SGLang; approximate ones are only requested.
 
-        Approximate ones are only requested. The groups are sent shortly after each other, so that
-        requests of later ones preempt others.
+        Args:
+            groups: requests that are sent together, those of later groups with higher priorities.
+            pause: seconds between groups.
+            tokens: number of new tokens.
         """
-        every = [asked for group in groups for asked in group]
-        with ThreadPoolExecutor(2 * len(every)) as threads:
-            expected = [threads.submit(ask, self.stock, asked.ids, TOKENS) for asked in every]
-            for one in expected:
-                one.result()
+        every = [(asked, level) for level, group in enumerate(groups) for asked in group]
+        with ThreadPoolExecutor(len(every)) as threads:
+            right = [
+                None if asked.kind == "blended" else ask(self.stock, asked.ids, tokens)
+                for asked, _ in every
+            ]
             found = []
-            for group in groups:
-                found += [threads.submit(self.answer, asked) for asked in group]
-                time.sleep(0.3)
-            for asked, ours, right in zip(every, found, expected, strict=True):
-                answer = ours.result()
-                if asked.kind != "blended":
-                    same(answer, right.result())
-        return [ours.result() for ours in found]
+            for level, group in enumerate(groups):
+                found += [threads.submit(self.answer, asked, tokens, level) for asked in group]
+                time.sleep(pause)
+            for (asked, _), answer, expected in zip(every, found, right, strict=True):
+                if expected is None:
+                    answer.result()
+                else:
+                    same(answer.result(), expected)
 
     def state(self) -> dict[str, Any]:
         return live(self.server.url)
@@ -133,19 +139,19 @@ def arguments(folder: Path, tokens: int, host: str, **peer: Any) -> tuple[str, .
         each.mkdir(parents=True)
     config = {
         "tiers": {
-            "host": {"capacity": f"{1024 * TOKEN_BYTES}B"},
+            "host": {"capacity": f"{6144 * TOKEN_BYTES}B"},
             "ssd": {"directories": [str(folder / "ssd")], "capacity": "256MiB", "keep_after": 1},
         },
         "chunks": {"largest_divergence": 100},
         "restore": {"chunk": 128, "host": host},
-        "swap": {"capacity": f"{512 * TOKEN_BYTES}B", "policy": "static"},
+        "swap": {"capacity": f"{2048 * TOKEN_BYTES}B", "policy": "static"},
         "clusters": {
-            "directories": [*map(str, devices)], "largest": 1.0, "hot": "1MiB", "prefetch": 1.0,
+            "directories": [*map(str, devices)], "largest": 1.0, "hot": "256KiB", "prefetch": 1.0,
         },
         "peer": peer,
     }  # fmt: skip
     return (
-        *COMMON, "--max-total-tokens", str(tokens), "--chunked-prefill-size", "512",
+        *COMMON, "--max-total-tokens", str(tokens), "--chunked-prefill-size", "1024",
         "--enable-ext", "--ext-config", json.dumps(config),
     )  # fmt: skip
 
@@ -182,24 +188,34 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Side]]:
                 yield [*threads.map(lambda each: Side(each, stock, model), others)]
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["master", "worker"])
-def test_answers_of_all_kinds_are_those_of_stock(sides: list[Side], number: int) -> None:
-    side = sides[number]
-    if number == 0:
+@pytest.fixture(params=["master", "worker"])
+def side(sides: list[Side], request: pytest.FixtureRequest) -> Side:
+    side = sides[request.param == "worker"]
+    if request.param == "master":
         until(lambda: side.state()["peer"]["borrowed_bytes"] > 0, within=60)
-    talks = [side.plain(words(count)) for count in (420, 260, 330, 180, 390)]
-    followers = [side.follower(words(count)) for count in (300, 40, 220)]
+    return side
+
+
+def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
+    """Prompts, whose prefixes lower tiers have from the second turn on, are computed together."""
+    chats = [side.plain(words(count)) for count in (180, 60, 130)]
+    chats += [side.follower(words(count)) for count in (150, 20, 110)]
+    old = [side.plain(words(140)), side.follower(words(90))]
     for turn in range(3):
         links = [side.linked(turn, at, f" What of {at}?") for at in range(3) if at != turn]
         blends = [side.linked(at, turn, " Why?", blend=True) for at in range(3) if at != turn]
-        first = [*talks[:3], *followers[:1], *links, *blends]
-        later = [*talks[3:], *followers[1:]]
-        for asked in later:
-            asked.priority = 1
-        side.same([first, later])
-        for asked in (*talks, *followers):
+        blocker = side.plain(words(700))  # the others arrive while it is computed
+        side.same([blocker], [*chats, *links, *blends, *(old if turn != 1 else ())], pause=0.05)
+        side.same([side.plain(words(1300)), side.plain(words(1300))], pause=0)  # evicts them
+        for asked in (*chats, *old):
             more = words(30)
-            asked.ids = [*asked.ids, *more]
-            asked.prompt = [*asked.prompt, *more]
-            asked.priority = 0
-    print(side.told, json.dumps(side.state(), indent=1))
+            asked.ids, asked.prompt = [*asked.ids, *more], [*asked.prompt, *more]
+    print(side.server.log, side.told)
+
+
+def test_preempted_requests_resume(side: Side) -> None:
+    chats = [side.plain(words(500)), side.follower(words(450)), side.follower(words(300))]
+    urgent = [side.plain(words(1300)), side.follower(words(700))]
+    side.same(chats, urgent, pause=0.4, tokens=64)
+    state = side.state()
+    print(side.server.log, side.told, state["swap"], state["peer"], state["clusters"])

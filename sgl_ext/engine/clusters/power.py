@@ -137,8 +137,12 @@ class ClustersPower(Power[Clusters]):
             _refuse(req, error)
 
     def owns(self, req: Req) -> bool:
-        """Returns whether the request is recorded: each layer must compute the same tokens."""
-        return req.rid in self.recorder
+        """Returns whether the request is recorded, or waits for its context.
+
+        All layers must compute the same tokens of a recorded prompt. The restoration of a request
+        that cannot run yet would keep others waiting.
+        """
+        return req.rid in self.recorder or self.stored.waits(req.rid)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the request follows no context or its context is open."""

@@ -146,9 +146,10 @@ class Power(Generic[SectionT]):
         """
 
     def owns(self, req: Req) -> bool:
-        """Returns whether this power provides or records all KV of a waiting request.
+        """Returns whether a waiting request is this power's alone.
 
-        Powers behind it in the order leave such a request alone, and it is not restored.
+        The power provides or records all of its KV, or has not prepared for it yet. Powers behind
+        it in the order leave such a request alone, and it is not restored.
         """
         return False
 

@@ -297,6 +297,43 @@ def test_a_forward_with_followers_is_eager_until_its_last_layer(attention: Atten
     assert not forwards.stored.given_up
 
 
+@pytest.mark.parametrize("first", [1, GEOMETRY.layers - 1])
+def test_a_forward_goes_on_with_other_rows(attention: Attention, first: int) -> None:
+    """Rows 0, 2 and 4 go on, of row 2 the last token only; all layers' calls are counted."""
+    on_device, forwards = attention.device, attention.forwards
+    on_device.begin(forwards.batch, forwards.followers, forwards.lengths)
+    for layer in range(first):
+        attention.layer(layer)
+    some, lengths = [0, 2, 4], [forwards.lengths[0], 1, forwards.lengths[4]]
+    contexts = [forwards.contexts[row] for row in some]
+    followers = [forwards.followers[row] for row in some]
+    lines = [LINES[row] for row in some]
+    batch: Any = SimpleNamespace(
+        seq_lens=torch.tensor(contexts), seq_lens_cpu=torch.tensor(contexts),
+        req_pool_indices=torch.tensor(lines),
+    )  # fmt: skip
+    on_device.go_on(batch, followers, lengths)
+    table = TABLE[lines]
+    rows = batch_of(table, range(len(lines)), contexts, lengths)
+    host = StoredForward(forwards.stored, followers, lengths, in_pool(table, contexts, lengths))
+    native = forwards.setup.native
+    for layer in range(first, GEOMETRY.layers):
+        assert on_device.eager
+        query = forwards.setup.query(sum(lengths)) * 3
+        keys, values = forwards.setup.pool[layer].unbind(1)
+        out = native.attend(rows, query, keys, values, scale=GEOMETRY.scale)
+        expected = out.clone()
+        asked = query[host.followed]
+        expected[host.followed] = host.attend(native, layer, asked, keys, values)
+        on_device.attended(layer + 2, query.flatten(1), out)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert not on_device.eager
+    on_device.begin(forwards.batch, [], forwards.lengths)
+    on_device.go_on(batch, [], lengths)
+    assert not on_device.eager
+    assert not forwards.stored.given_up
+
+
 @pytest.mark.parametrize("how", ["next forward", "result"])
 def test_a_model_that_skips_attention_layers_ends_its_followers(
     how: str, attention: Attention, monkeypatch: pytest.MonkeyPatch
