@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from conftest import until
-from faked_cuda_kit import ask, post, same, small_llama
+from faked_cuda_kit import DEADLINE_S, ask, post, same, small_llama
 from transformers import AutoTokenizer
 
 from sgl_ext.serving.http import live
@@ -28,30 +29,34 @@ from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 LAYERS = 4
 TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 4
 """KV bytes of a token, in float32."""
-OWN, BORROWED = 1536, 1024
-"""Tokens that fit the master's own memory and the memory that it borrows."""
-CONTEXT = 480
-TOKENS = 16
-"""New tokens of each answer."""
+OWN, BORROWED, LENDER = 1536, 1024, 2048
+"""Tokens that fit the master's own memory, the memory that it borrows, and the worker's."""
+TOKENS = 12
+"""New tokens of an answer."""
 CHANCE = random.Random(7)  # noqa: S311
+COMMON = ("--page-size", "16", "--dtype", "float32", *BESIDE_OTHERS)
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
 def words(count: int) -> list[int]:
     return [CHANCE.randrange(1000, 20_000) for _ in range(count)]
 
 
-STORED = words(CONTEXT)
+STORED = words(480)
 TEXTS = [
-    f"Report {at}: " + " ".join(f"{at}{n % 17} ran on{n}," for n in range(20)) for at in range(3)
+    f"Report {at}: " + " ".join(f"{at}{word % 17} ran on{word}," for word in range(20))
+    for at in range(3)
 ]
+SHARES = {"follower": 1.0, "sparse": 0.2}
+"""Share of the stored context's blocks, by the kind of a request that follows it."""
+APPROXIMATE = {"blended", "sparse"}
 
 
 @dataclass
 class Asked:
-    """Request of one kind.
+    """Request of one kind: ``plain``, ``linked``, or one of :data:`SHARES` or `APPROXIMATE`.
 
     Attributes:
-        kind: ``plain``, ``follower``, ``linked`` or ``blended``.
         ids: token ids of the equivalent prompt of stock SGLang.
         prompt: prompt of the request: token ids, or texts and contexts.
     """
@@ -60,51 +65,54 @@ class Asked:
     ids: list[int]
     prompt: list[Any]
 
+    def longer(self, more: list[int]) -> Asked:
+        return Asked(self.kind, [*self.ids, *more], [*self.prompt, *more])
+
 
 class Side:
-    """A server with all sections, with a stored context and contexts to link."""
+    """A server with all sections, a stored context, and contexts to link."""
 
     def __init__(self, server: Server, stock: Server, model: Path) -> None:
         self.server, self.stock = server, stock
-        self._stored = post(server, "/ext/clusters", {"input_ids": STORED})["id"]
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-        self._exact = self._contexts("full")
-        self._blended = self._contexts("blend-20")
+        self.stored = post(server, "/ext/clusters", {"input_ids": STORED})["id"]
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self.contexts = {method: self._contexts(method) for method in ("full", "blend-20")}
         self.told: Counter[tuple[str, str]] = Counter()
-        """Number of answers that a power has worked on, by power and kind."""
+        """Number of answers that a power has worked on, and of tokens that were restored from a
+        tier, by power or tier and by kind."""
 
     def _contexts(self, method: str) -> list[dict[str, str]]:
         found = post(self.server, "/ext/chunks", {"chunks": TEXTS, "method": method})["contexts"]
         return [{"type": "ext_context", "id": each["id"]} for each in found]
 
-    def plain(self, ids: list[int]) -> Asked:
+    def plain(self, count: int) -> Asked:
+        ids = words(count)
         return Asked("plain", ids, ids)
 
-    def follower(self, ids: list[int]) -> Asked:
-        return Asked("follower", [*STORED, *ids], ids)
+    def follower(self, count: int, kind: str = "follower") -> Asked:
+        ids = words(count)
+        return Asked(kind, [*STORED, *ids], ids)
 
     def linked(self, first: int, second: int, question: str, *, blend: bool = False) -> Asked:
-        contexts = self._blended if blend else self._exact
+        contexts = self.contexts["blend-20" if blend else "full"]
         texts = ["Read this. ", TEXTS[first], TEXTS[second], question]
-        ids = [token for text in texts for token in self._encode(text)]
+        encode = self._tokenizer.encode
+        ids = [token for text in texts for token in encode(text, add_special_tokens=False)]
         prompt = [texts[0], contexts[first], contexts[second], question]
         return Asked("blended" if blend else "linked", ids, prompt)
 
-    def answer(self, asked: Asked, tokens: int, priority: int) -> dict[str, Any]:
-        follows = {"ext_stored": {"id": self._stored, "sparsity": 1.0}}
-        custom = follows if asked.kind == "follower" else {}
+    def _answer(self, asked: Asked, tokens: int, priority: int) -> dict[str, Any]:
+        share = SHARES.get(asked.kind)
+        custom = {"ext_stored": {"id": self.stored, "sparsity": share}} if share else {}
         found = ask(self.server, asked.prompt, tokens, custom, priority=priority)
         for each in found["meta_info"].get("ext", ()):
             self.told[each["power"], asked.kind] += 1
-            for tier, loaded in (
-                each.get("loaded", {}).items() if each["power"] == "restore" else ()
-            ):
-                self.told[tier, asked.kind] += loaded
-                self.told["computed", asked.kind] += each["computed"]
+            if each["power"] == "restore":
+                for tier, loaded in each["loaded"].items():
+                    self.told[tier, asked.kind] += loaded
         return found
 
-    def same(self, *groups: Sequence[Asked], pause: float, tokens: int = TOKENS) -> None:
+    def same(self, *groups: Sequence[Asked], pause: float = 0, tokens: int = TOKENS) -> None:
         """Asserts that all answers are those of stock SGLang; approximate ones are only requested.
 
         Args:
@@ -112,17 +120,17 @@ class Side:
             pause: seconds between groups.
             tokens: number of new tokens.
         """
-        every = [(asked, level) for level, group in enumerate(groups) for asked in group]
+        every = [asked for group in groups for asked in group]
         with ThreadPoolExecutor(len(every)) as threads:
             right = [
-                None if asked.kind == "blended" else ask(self.stock, asked.ids, tokens)
-                for asked, _ in every
+                None if asked.kind in APPROXIMATE else ask(self.stock, asked.ids, tokens)
+                for asked in every
             ]
             found = []
             for level, group in enumerate(groups):
-                found += [threads.submit(self.answer, asked, tokens, level) for asked in group]
+                found += [threads.submit(self._answer, asked, tokens, level) for asked in group]
                 time.sleep(pause)
-            for (asked, _), answer, expected in zip(every, found, right, strict=True):
+            for answer, expected in zip(found, right, strict=True):
                 if expected is None:
                     answer.result()
                 else:
@@ -156,66 +164,70 @@ def arguments(folder: Path, tokens: int, host: str, **peer: Any) -> tuple[str, .
     )  # fmt: skip
 
 
-COMMON = ("--page-size", "16", "--dtype", "float32", *BESIDE_OTHERS)
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-
-
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Side]]:
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]:
     folder = tmp_path_factory.mktemp("all")
+    model = small_llama(folder / "model", layers=LAYERS)
     with tempfile.TemporaryDirectory(prefix="sgl_ext-peers-") as sockets:
         terms = {"directory": sockets, "deadline": "20s", "lease": "20s"}
-        capacity = f"{BORROWED * TOKEN_BYTES}B"
+        borrows = {"capacity": f"{BORROWED * TOKEN_BYTES}B", "stream": "layers", **terms}
+        master = arguments(folder / "master", OWN, "layers", role="master", **borrows)
+        lends = {"window": "1s", **terms}
+        worker = arguments(folder / "worker", LENDER, "tokens", role="worker", **lends)
         systems = [
             System("stock", (*COMMON, "--max-total-tokens", "16384")),
-            System(
-                "master",
-                arguments(
-                    folder / "m", OWN, "layers", role="master", capacity=capacity,
-                    stream="layers", **terms,
-                ),
-                STRICT,
-            ),
-            System(
-                "worker",
-                arguments(folder / "w", 2048, "tokens", role="worker", window="1s", **terms),
-                STRICT,
-            ),
-        ]  # fmt: skip
-        model = small_llama(folder / "model", layers=LAYERS)
-        with serve(systems, model, folder) as (stock, *others):
-            with ThreadPoolExecutor() as threads:
-                yield [*threads.map(lambda each: Side(each, stock, model), others)]
+            System("master", master, STRICT),
+            System("worker", worker, STRICT),
+        ]
+        with serve(systems, model, folder) as (stock, *others), ThreadPoolExecutor() as threads:
+            made = threads.map(lambda each: Side(each, stock, model), others)
+            yield dict(zip(("master", "worker"), made, strict=True))
 
 
 @pytest.fixture(params=["master", "worker"])
-def side(sides: list[Side], request: pytest.FixtureRequest) -> Side:
-    side = sides[request.param == "worker"]
+def side(sides: dict[str, Side], request: pytest.FixtureRequest) -> Side:
+    found = sides[request.param]
     if request.param == "master":
-        until(lambda: side.state()["peer"]["borrowed_bytes"] > 0, within=60)
-    return side
+        until(lambda: found.state()["peer"]["borrowed_bytes"] > 0, within=60)
+    return found
 
 
 def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
     """Prompts, whose prefixes lower tiers have from the second turn on, are computed together."""
-    chats = [side.plain(words(count)) for count in (180, 60, 130)]
-    chats += [side.follower(words(count)) for count in (150, 20, 110)]
-    old = [side.plain(words(140)), side.follower(words(90))]
+    chats = [side.plain(count) for count in (180, 60, 130)]
+    chats += [side.follower(count) for count in (150, 20, 110)]
+    old = [side.plain(140), side.follower(90)]  # are in host memory no longer in the last turn
     for turn in range(3):
         links = [side.linked(turn, at, f" What of {at}?") for at in range(3) if at != turn]
-        blends = [side.linked(at, turn, " Why?", blend=True) for at in range(3) if at != turn]
-        blocker = side.plain(words(700))  # the others arrive while it is computed
-        side.same([blocker], [*chats, *links, *blends, *(old if turn != 1 else ())], pause=0.05)
-        side.same([side.plain(words(1300)), side.plain(words(1300))], pause=0)  # evicts them
-        for asked in (*chats, *old):
-            more = words(30)
-            asked.ids, asked.prompt = [*asked.ids, *more], [*asked.prompt, *more]
-    print(side.server.log, side.told)
+        others = [side.linked(at, turn, " Why?", blend=True) for at in range(3) if at != turn]
+        others.append(side.follower(40, "sparse"))
+        blocker = side.plain(700)  # the others arrive while it is computed
+        together = [*chats, *links, *others, *(old if turn != 1 else ())]
+        side.same([blocker], together, pause=0.05)
+        side.same([side.plain(1300), side.plain(1300)])  # evicts them
+        chats = [asked.longer(words(30)) for asked in chats]
+        old = [asked.longer(words(30)) for asked in old]
+    for power in ("host", "ssd", "clusters"):
+        assert side.told[power, "follower"], side.told
+    assert side.told["chunks", "linked"], side.told
+    assert side.told["chunks", "blended"], side.told
+    state = side.state()
+    assert state["clusters"]["open"][side.stored]["prefetched"]
+    assert state["peer"].get("stream_bytes", 1)
 
 
 def test_preempted_requests_resume(side: Side) -> None:
-    chats = [side.plain(words(500)), side.follower(words(450)), side.follower(words(300))]
-    urgent = [side.plain(words(1300)), side.follower(words(700))]
+    chats = [side.follower(500), side.plain(450), side.follower(300)]
+    urgent = [side.plain(1300), side.follower(700)]
     side.same(chats, urgent, pause=0.4, tokens=64)
-    state = side.state()
-    print(side.server.log, side.told, state["swap"], state["peer"], state["clusters"])
+    assert side.told["swap", "follower"], side.state()["swap"]
+
+
+def test_a_prompt_that_follows_a_context_and_links_others_is_refused(side: Side) -> None:
+    follows = {"ext_stored": {"id": side.stored}}
+    for text, status in (([side.contexts["full"][0], " Why?"], 400), ("Why?", 200)):
+        params = {"max_new_tokens": 2, "custom_params": follows}
+        body = {"text": text, "sampling_params": params}
+        answer = requests.post(f"{side.server.url}/generate", json=body, timeout=DEADLINE_S)
+        assert answer.status_code == status, answer.text
+        assert ("cannot follow a stored context" in answer.text) == (status == 400)

@@ -151,14 +151,15 @@ def test_layer_buffers_are_used_if_no_row_changes_or_follows_a_context(
     )
     power: Any = PeerPower(ExtConfig(), SimpleNamespace())  # type: ignore[arg-type]
     power._ext, power.side = ext, SimpleNamespace(stream=stream)
-    power._runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token="table"))
+    table = torch.zeros(4, 8, dtype=torch.int32)
+    power._runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
     batch: Any = SimpleNamespace(
         req_pool_indices=torch.tensor([3, 1]), seq_lens=torch.tensor([5, 8]), out_cache_loc="new"
     )
     for clusters in (SimpleNamespace(following=following), None):
         ext.clusters = clusters  # type: ignore[assignment]
         power.launching(batch, whole)
-    begun = ("table", [3, 1], [5, 8], "new")
+    begun = (table, [3, 1], [5, 8], "new")
     assert used == [begun if streams else "in place", begun if whole else "in place"]
 
 
