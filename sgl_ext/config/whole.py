@@ -74,29 +74,9 @@ class ExtConfig(Section):
         return section
 
     @model_validator(mode="after")
-    def _whole_forwards(self) -> Self:
-        if self.clusters and (self.chunks or self.restore):
-            raise ValueError(
-                "chunks and restore change the rows of a forward between layers, which clusters "
-                "do not support; remove clusters, or remove chunks and restore"
-            )
-        if self.clusters and self.peer and self.peer.stream != "direct":
-            raise ValueError("clusters do not support layer buffers; set peer.stream to direct")
-        return self
-
-    @model_validator(mode="after")
     def _something_to_restore_from(self) -> Self:
         if self.restore and not self.tiers:
             raise ValueError("restore requires a tiers section to restore from; add one")
-        return self
-
-    @model_validator(mode="after")
-    def _forwards_of_all_layers(self) -> Self:
-        if self.peer and self.peer.stream != "direct" and (self.chunks or self.restore):
-            raise ValueError(
-                "chunks and restore change the rows of a forward between layers, for which layer "
-                "buffers are not filled; set peer.stream to direct"
-            )
         return self
 
     @model_validator(mode="after")

@@ -215,7 +215,7 @@ def test_directories_of_a_configuration_are_replaced_by_new_ones(tmp_path: Path)
 
 
 def test_unknown_and_invalid_configurations_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExtError, match="give a file, or one of clusters"):
+    with pytest.raises(ExtError, match="give a file, or one of layers"):
         find("everything")
     (tmp_path / "c.yaml").write_text("tiers: {tape: 3}")
     with pytest.raises(ExtError, match=r"unknown key 'tiers\.tape'"):

@@ -33,7 +33,8 @@ from sgl_ext.engine.chunks.api import CreateContexts, router
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, read_parameters
 from sgl_ext.engine.clusters.api import StoreContext
 from sgl_ext.engine.clusters.api import install as install_clusters
-from sgl_ext.engine.clusters.parameters import RECORDED, STORED, read_stored
+from sgl_ext.engine.clusters.parameters import RECORDED, read_stored
+from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.engine.swap.api import install as install_swap
 from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE

@@ -11,7 +11,7 @@ from sgl_ext.chunks.compose import compose, marked
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
-from sgl_ext.engine.front.custom_params import custom_params
+from sgl_ext.engine.front.custom_params import STORED, custom_params
 from sgl_ext.errors import ExtError
 
 _UNSERVED = (
@@ -134,6 +134,11 @@ class PromptLinking:
         )
         if prompt.composition is None:
             return _Linked(prompt.tokens, asked.key or "", dict(params))
+        if custom.get(STORED) is not None:
+            raise ExtError(
+                f"a prompt with contexts cannot follow a stored context: omit {STORED} from "
+                "custom_params, or write the texts of the contexts into the prompt"
+            )
         if logprobs and asked.start is not None:
             try:
                 prompt.composition.check_logprobs(asked.start)

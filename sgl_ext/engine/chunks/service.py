@@ -19,6 +19,7 @@ from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
 from sgl_ext.engine.core.activation import REPORT_KEY
+from sgl_ext.engine.core.own_requests import is_own
 from sgl_ext.engine.core.power import Answer, Front, Watch
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.front.custom_params import custom_params
@@ -207,7 +208,7 @@ class ContextService(Front):
 
     def _own(self, request: GenerateReqInput) -> None:
         """Removes parameters from a user's request that only this service may set."""
-        if request in self._preparation.requests:
+        if is_own(self._manager, request):
             return
         params = request.sampling_params
         for each in params if isinstance(params, list) else [params]:

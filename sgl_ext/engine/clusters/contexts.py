@@ -173,6 +173,14 @@ class StoredContexts:
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
         return True
 
+    def waits(self, rid: str) -> bool:
+        """Returns whether a request follows a context that is neither open nor known to fail."""
+        follower = self._followers.get(rid)
+        if follower is None or follower.tokens:
+            return False
+        future = self._open.get(follower.id)
+        return future is None or not future.done()
+
     def context(self, follower: Follower) -> StoredAttention:
         """Returns the open context of a request that runs."""
         return self._open[follower.id].result()

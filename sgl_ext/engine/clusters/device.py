@@ -41,6 +41,7 @@ class DeviceForward:
         pool: SGLang's KV pool on the device.
         geometry: geometry of the model.
         native: kernels of the host.
+        missing: number of layers that compute the rows.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class DeviceForward:
         pool: KVPool,
         geometry: Geometry,
         native: NativeAttention,
+        missing: int,
     ) -> None:
         new = np.array(lengths, np.int64)
         self._forward = StoredForward(
@@ -74,7 +76,7 @@ class DeviceForward:
         self._requests = batch.req_pool_indices[where[1]].long()
         ends = batch.seq_lens[where[1]].long()
         self._lengths, self._before = ends - where[2], ends - where[3]
-        self.missing = geometry.layers
+        self.missing = missing
         """Number of layers whose attention to the contexts is still missing."""
 
     def prefetch(self, layer: int, query: torch.Tensor, keys: torch.Tensor, times: float) -> None:
@@ -146,7 +148,7 @@ class DeviceAttention:
 
     Args:
         stored: registry of the contexts.
-        recorder: recorder of prompts that are being stored.
+        recorder: recorder of prompts that are being stored, which has begun with each forward.
         runner: SGLang's model runner.
         layout: layout of the KV pool.
         geometry: geometry of the model.
@@ -188,19 +190,42 @@ class DeviceAttention:
         """Begins a forward.
 
         Args:
-            batch: SGLang's batch.
+            batch: SGLang's batch of the rows that are computed.
             followers: see :meth:`StoredContexts.followers`.
             lengths: number of new tokens of each row.
         """
         self.end()
-        contexts = batch.seq_lens_cpu.tolist() if self._recorder.any else ()
-        self._recorder.begin(batch.rids, contexts, lengths)
+        self._follow(batch, followers, lengths, self._geometry.layers)
+
+    def go_on(
+        self,
+        batch: ForwardBatch,
+        followers: Sequence[Follower | None],
+        lengths: Sequence[int],
+    ) -> None:
+        """Continues the forward with other rows of the same requests.
+
+        Args:
+            batch: see :meth:`begin`.
+            followers: see :meth:`begin`.
+            lengths: see :meth:`begin`.
+        """
+        if (first := self._running) is not None:
+            self._follow(batch, followers, lengths, first.missing)
+
+    def _follow(
+        self,
+        batch: ForwardBatch,
+        followers: Sequence[Follower | None],
+        lengths: Sequence[int],
+        layers: int,
+    ) -> None:
         if followers:
             runner = self._runner
             self._running = self._stored.running = DeviceForward(
                 self._stored, followers, lengths, batch,
                 table=runner.req_to_token_pool.req_to_token, pool=runner.token_to_kv_pool,
-                geometry=self._geometry, native=self._native,
+                geometry=self._geometry, native=self._native, missing=layers,
             )  # fmt: skip
 
     def attended(self, layer_id: int, query: torch.Tensor, out: torch.Tensor) -> None:

@@ -20,8 +20,19 @@ from sgl_ext.errors import ExtError
 logger = logging.getLogger(__name__)
 
 
+class _Key(NamedTuple):
+    """Property of rows that are computed together."""
+
+    id: str
+    """Id of the context that they follow."""
+    share: float
+    """Share of its blocks that each query is given."""
+    given_up: bool
+    """True if an earlier layer or forward of their requests has failed."""
+
+
 class _Part(NamedTuple):
-    """Rows that follow the same context with the same share of its blocks.
+    """Rows with the same key.
 
     ``queries`` are the places of their queries among those of all followers.
     """
@@ -33,10 +44,11 @@ class _Part(NamedTuple):
 
 
 class StoredForward:
-    """Rows of a forward that follow contexts.
+    """Rows of a forward, or of some of its layers, that follow contexts.
 
     The queries of all followers, ``[followed, heads, head_dim]``, are in the order of
-    :attr:`followed` wherever they are an argument.
+    :attr:`followed` wherever they are an argument. The output of requests that were given up in
+    earlier layers is 0, like that of rows that fail.
 
     Args:
         stored: registry of the contexts.
@@ -53,7 +65,7 @@ class StoredForward:
         own: Callable[[Sequence[int]], Own],
     ) -> None:
         self._stored = stored
-        followed: dict[tuple[str, float], list[int]] = {}
+        followed: dict[_Key, list[int]] = {}
         start = 0
         self.plain = [row for row, follower in enumerate(followers) if follower is None]
         """Rows that follow no context."""
@@ -64,20 +76,21 @@ class StoredForward:
             if follower is None:
                 plain.append(tokens[-1])
             else:
-                followed.setdefault((follower.id, follower.share), []).append(row)
+                gone = follower.req.rid in stored.given_up
+                followed.setdefault(_Key(follower.id, follower.share, gone), []).append(row)
         self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
         """Indices of the queries of :attr:`plain` rows in the forward, int64 ``[tokens]``."""
         self.rows = [row for some in followed.values() for row in some]
         """Rows that follow contexts, in the order of :attr:`followed`."""
         self.followed = torch.cat([tokens[row] for row in self.rows])
         """Indices of the queries of :attr:`rows` in the forward, int64 ``[followed]``."""
-        self._parts: dict[tuple[str, float], _Part] = {}
+        self._parts: dict[_Key, _Part] = {}
         start = 0
         for key, some in followed.items():
             mine = [one for row in some if (one := followers[row]) is not None]
             queries = slice(start, start := start + sum(lengths[row] for row in some))
             self._parts[key] = _Part(stored.context(mine[0]), mine, own(some), queries)
-        self._failed: set[tuple[str, float]] = set()
+        self._failed = {key for key in followed if key.given_up}
 
     def prefetch(
         self,
@@ -97,7 +110,7 @@ class StoredForward:
         """
         for key, part, own in self._running(beside):
             try:
-                part.context.prefetch(layer, query[part.queries], keys, own, key[1], times)
+                part.context.prefetch(layer, query[part.queries], keys, own, key.share, times)
             except Exception as error:
                 self._fail(key, part, error)
 
@@ -129,7 +142,7 @@ class StoredForward:
             at = part.queries
             try:
                 out[at] = part.context.attend(
-                    native, layer, query[at], keys, values, own, key[1],
+                    native, layer, query[at], keys, values, own, key.share,
                     None if sums is None else sums[at],
                 )  # fmt: skip
             except Exception as error:
@@ -141,27 +154,25 @@ class StoredForward:
     def fail(self, error: Exception) -> None:
         """Ends the requests of all followers with an error, which is not one of their contexts."""
         for key, part, _ in self._running(None):
-            self._end(key, part, f"the attention to context {key[0]} has failed: {error}", error)
+            self._end(key, part, f"the attention to context {key.id} has failed: {error}", error)
 
-    def _running(
-        self, beside: NDArray[np.float32] | None
-    ) -> Iterator[tuple[tuple[str, float], _Part, Own]]:
+    def _running(self, beside: NDArray[np.float32] | None) -> Iterator[tuple[_Key, _Part, Own]]:
         """Yields the parts that have not failed, with their own tokens."""
         for key, part in self._parts.items():
             if key not in self._failed:
                 sums = None if beside is None else beside[part.queries]
                 yield key, part, part.own._replace(sums=sums)
 
-    def _fail(self, key: tuple[str, float], part: _Part, error: Exception) -> None:
+    def _fail(self, key: _Key, part: _Part, error: Exception) -> None:
         """Ends the requests of a part with an error, and disables the context if it is at fault."""
         message = str(error)
         if not isinstance(error, DeviceError | OwnTokensError):
             # The memory of the context may be inconsistent.
-            message = part.context.failed or f"context {key[0]} is disabled after an error: {error}"
+            message = part.context.failed or f"context {key.id} is disabled after an error: {error}"
             part.context.failed = message
         self._end(key, part, message, error)
 
-    def _end(self, key: tuple[str, float], part: _Part, message: str, error: Exception) -> None:
+    def _end(self, key: _Key, part: _Part, message: str, error: Exception) -> None:
         """Ends the requests of a part. Other requests of the batch continue.
 
         The requests end when SGLang processes the output of the forward, which is not kept.

@@ -7,9 +7,10 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from sgl_ext.engine.core.sglang_types import Req
+from sgl_ext.engine.front.custom_params import STORED
 
-STORED, RECORDED = "ext_stored", "ext_recorded"
-"""Keys of :class:`FollowsStored` and of :class:`IsRecorded`."""
+RECORDED = "ext_recorded"
+"""Key of :class:`IsRecorded`; :data:`STORED` is the key of :class:`FollowsStored`."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[A-Za-z0-9_-]{1,64}\Z")]
 

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters import hooks
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from sgl_ext.engine.clusters.contexts import StoredContexts
     from sgl_ext.engine.clusters.device import DeviceAttention
+    from sgl_ext.engine.clusters.follower import Follower
     from sgl_ext.engine.clusters.forward import StoredForward
     from sgl_ext.engine.clusters.recorder import Recorder
     from sgl_ext.engine.core.runtime import ExtRuntime
-    from sgl_ext.engine.cpu.attention import ForwardRows
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ClustersPower(Power[Clusters]):
         stored: open contexts and their followers.
         recorder: recorder of prompts that are being stored.
         device: attention of followers if the KV pool is on a device; None if it is in host memory,
-            where the attention backend calls :meth:`following`.
+            where the attention backend reads :attr:`following`.
     """
 
     name = "clusters"
@@ -98,11 +98,12 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.memory.streams import streams_of
 
         slab = ext.require_slab(self.name)
-        self._scheduler, config = scheduler, self.section
+        self._ext, self._scheduler, config = ext, scheduler, self.section
         folders = own_folders(config.directories)
         if left := sweep(folders):
             logger.info("removed files of contexts that were not completely stored: %s", left)
-        on_device, runner = slab.device is not None, scheduler.tp_worker.model_runner
+        on_device = slab.device is not None
+        self._runner = runner = scheduler.tp_worker.model_runner
         geometry = geometry_of(scheduler, slab.layout, on_device=on_device)
         self.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
         forwards = scheduler.forward_stream if scheduler.enable_overlap else None
@@ -135,6 +136,14 @@ class ClustersPower(Power[Clusters]):
         except (ExtError, ValueError) as error:
             _refuse(req, error)
 
+    def owns(self, req: Req) -> bool:
+        """Returns whether the request is recorded, or waits for its context.
+
+        All layers must compute the same tokens of a recorded prompt. The restoration of a request
+        that cannot run yet would keep others waiting.
+        """
+        return req.rid in self.recorder or self.stored.waits(req.rid)
+
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the request follows no context or its context is open."""
         try:
@@ -164,20 +173,20 @@ class ClustersPower(Power[Clusters]):
         if self.stored.refused:
             for req in self._scheduler.waiting_queue:
                 if (error := self.stored.refused.get(req.rid)) is not None:
+                    for power in self._ext.inside_out:
+                        power.forget(req.rid)  # its prompt is truncated
                     _refuse(req, error)
             self.stored.refused.clear()
 
+    @property
+    def following(self) -> StoredForward | None:
+        """Rows of the current forward in host memory that follow contexts; None if no row does."""
+        return cast("StoredForward | None", self.stored.running)
+
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns the batch with the positions of followers shifted behind their contexts."""
-        lengths = (
-            [1] * batch.batch_size
-            if batch.forward_mode.is_decode_or_idle()
-            else batch.extend_seq_lens_cpu
-        )
-        followers = self.stored.followers(batch.rids, len(lengths))
-        if self.device is not None:
-            self.device.begin(batch, followers, lengths)
-        if not followers:
+        lengths = _lengths(batch)
+        if not (followers := self.stored.followers(batch.rids, len(lengths))):
             return batch
         import torch
 
@@ -190,31 +199,43 @@ class ClustersPower(Power[Clusters]):
         batch.positions = batch.positions + shift
         return batch
 
+    def launching(self, batch: ForwardBatch, whole: bool) -> None:
+        lengths = _lengths(batch)
+        self.recorder.begin(batch.rids, self._contexts(batch), lengths)
+        begin = self._in_host_memory if self.device is None else self.device.begin
+        begin(batch, self.stored.followers(batch.rids, len(lengths)), lengths)
+
+    def cut_over(self, batch: ForwardBatch) -> None:
+        lengths = _lengths(batch)
+        self.recorder.go_on(batch.rids, self._contexts(batch), lengths)
+        go_on = self._in_host_memory if self.device is None else self.device.go_on
+        go_on(batch, self.stored.followers(batch.rids, len(lengths)), lengths)
+
+    def _contexts(self, batch: ForwardBatch) -> Sequence[int]:
+        """Returns the number of tokens of each row's request if any request is recorded."""
+        return batch.seq_lens_cpu.tolist() if self.recorder.any else ()
+
+    def _in_host_memory(
+        self, batch: ForwardBatch, followers: Sequence[Follower | None], lengths: Sequence[int]
+    ) -> None:
+        """Prepares the rows of followers for the attention backend of a pool in host memory."""
+        self.stored.running = None
+        if not followers:
+            return
+        from sgl_ext.engine.clusters.attention import Own
+        from sgl_ext.engine.clusters.forward import StoredForward
+
+        table, contexts = self._runner.req_to_token_pool.req_to_token, batch.seq_lens_cpu.tolist()
+
+        def own(some: Sequence[int]) -> Own:
+            lines = batch.req_pool_indices[list(some)].tolist()
+            slots = [table[line, : contexts[row]] for line, row in zip(lines, some, strict=True)]
+            return Own.of([each.long().numpy() for each in slots], [lengths[row] for row in some])
+
+        self.stored.running = StoredForward(self.stored, followers, lengths, own)
+
     def eager(self, batch: ForwardBatch) -> bool:
         return self.device is not None and self.device.eager
-
-    def following(self, rows: ForwardRows, rids: Sequence[str]) -> StoredForward | None:
-        """Returns the part of a forward in host memory whose rows follow stored contexts.
-
-        Args:
-            rows: the rows of the forward.
-            rids: ids of the requests of the first rows; the others are rows of beams, which follow
-                no context.
-
-        Returns:
-            None if no row follows one.
-        """
-        self.stored.running = None
-        if followers := self.stored.followers(rids, len(rows.requests)):
-            from sgl_ext.engine.clusters.attention import Own
-            from sgl_ext.engine.clusters.forward import StoredForward
-
-            def own(some: Sequence[int]) -> Own:
-                slots = [rows.rows[row].slots.long().numpy() for row in some]
-                return Own.of(slots, [rows.lengths[row] for row in some])
-
-            self.stored.running = StoredForward(self.stored, followers, rows.lengths, own)
-        return self.stored.running
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         if not checkpointed:
@@ -234,6 +255,13 @@ class ClustersPower(Power[Clusters]):
 
     def describe(self) -> Mapping[str, object]:
         return self.stored.describe()
+
+
+def _lengths(batch: ForwardBatch) -> Sequence[int]:
+    """Returns the number of new tokens of each row."""
+    if batch.forward_mode.is_decode_or_idle():
+        return [1] * batch.batch_size
+    return batch.extend_seq_lens_cpu
 
 
 def _refuse(req: Req, error: Exception) -> None:

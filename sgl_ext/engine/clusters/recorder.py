@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,6 +76,10 @@ class Recorder:
             self._queries, self._spoilt = {}, set()
         self._asked[rid] = asked
 
+    def __contains__(self, rid: str) -> bool:
+        """Returns whether a request is recorded."""
+        return rid in self._asked
+
     @property
     def any(self) -> bool:
         """True if any request is recorded."""
@@ -95,6 +99,33 @@ class Recorder:
             lengths: number of new tokens of each row.
         """
         self._taking = []
+        for asked, first, end, at in self._recorded(rids, contexts, lengths):
+            queries = self._queries.setdefault(asked.id, _Queries())
+            queries.seen += [min(token + 1, asked.tokens) for token in range(first, end)]
+            self._taking.append((asked.id, queries, at, at + end - first))
+
+    def go_on(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Determines which queries of the forward are recorded from its next layer on.
+
+        The rows of recorded requests are those of the first layers, but the rows of others differ.
+
+        Args:
+            rids: see :meth:`begin`.
+            contexts: see :meth:`begin`.
+            lengths: see :meth:`begin`.
+        """
+        taking = {id_ for id_, *_ in self._taking}
+        self._taking = [
+            (asked.id, self._queries[asked.id], at, at + end - first)
+            for asked, first, end, at in self._recorded(rids, contexts, lengths)
+            if asked.id in taking  # else a layer's queries could not be recorded
+        ]
+
+    def _recorded(
+        self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]
+    ) -> Iterator[tuple[IsRecorded, int, int, int]]:
+        """Yields the recorded tokens of each row: their request, the first one and the end in its
+        prompt, and the index of the first one in the forward."""
         if not self._asked:
             return
         start = 0
@@ -104,10 +135,7 @@ class Recorder:
                 # The last tokens of the context, and all tokens behind it.
                 first = max(end - new, asked.tokens - asked.queries)
                 if first < end:
-                    queries = self._queries.setdefault(asked.id, _Queries())
-                    queries.seen += [min(at + 1, asked.tokens) for at in range(first, end)]
-                    begin = start + first - (end - new)
-                    self._taking.append((asked.id, queries, begin, start + new))
+                    yield asked, first, end, start + first - (end - new)
             start += new
 
     def take(self, layer: int, query: torch.Tensor) -> None:

@@ -20,10 +20,11 @@ from sgl_ext.clusters.files import (
 from sgl_ext.clusters.stored import About, about, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
-from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored, said
+from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored, said
+from sgl_ext.engine.core.own_requests import is_own
 from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
-from sgl_ext.engine.front.custom_params import custom_params
+from sgl_ext.engine.front.custom_params import STORED, custom_params
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class StoredService(Front):
         layers: int,
         entry_bytes: int,
     ) -> None:
-        self._folders = own_folders(config.directories)
+        self._manager, self._folders = manager, own_folders(config.directories)
         self.creation = StoredCreation(
             manager, config.directories, self._folders,
             pool=pool, layers=layers, entry_bytes=entry_bytes,
@@ -80,7 +81,7 @@ class StoredService(Front):
             ExtError: the request's parameter is invalid, its ``extra_key`` is reserved, it combines
                 beams with a context, or the context is damaged.
         """
-        if request in self.creation.requests:
+        if is_own(self._manager, request):
             return
         key = getattr(request, "extra_key", None)  # requests for embeddings have none
         keys = key if isinstance(key, list) else [key]

@@ -8,9 +8,17 @@ from typing import Any
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
+_ASKING = "_ext_asking"
+"""Attribute of SGLang's ``TokenizerManager``: ``id()`` of the extension's requests in progress."""
+
+
+def is_own(manager: TokenizerManager, request: object) -> bool:
+    """Returns whether a request in progress is one of the extension's, and not of a user."""
+    return id(request) in getattr(manager, _ASKING, ())
+
 
 class OwnRequests:
-    """Requests of the extension that are in progress.
+    """Requests of the extension for one kind of result.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
@@ -19,10 +27,9 @@ class OwnRequests:
 
     def __init__(self, manager: TokenizerManager, what: str) -> None:
         self._manager, self._what = manager, what
-        self._asking: set[int] = set()
-
-    def __contains__(self, request: object) -> bool:
-        return id(request) in self._asking
+        if not hasattr(manager, _ASKING):
+            setattr(manager, _ASKING, set())
+        self._asking: set[int] = getattr(manager, _ASKING)
 
     async def answer(self, request: GenerateReqInput) -> dict[str, Any]:
         """Returns the complete answer to SGLang's ``GenerateReqInput``.

@@ -160,9 +160,10 @@ class Power(Generic[SectionT]):
         """
 
     def owns(self, req: Req) -> bool:
-        """Returns whether this power provides all KV of a waiting request.
+        """Returns whether a waiting request is this power's alone.
 
-        Powers behind it in the order leave such a request alone.
+        The power provides or records all of its KV, or has not prepared for it yet. Powers behind
+        it in the order leave such a request alone, and it is not restored.
         """
         return False
 
@@ -281,8 +282,22 @@ class Power(Generic[SectionT]):
         """
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns SGLang's ``ForwardBatch`` with the positions of its tokens."""
+        """Returns SGLang's ``ForwardBatch`` of whole requests with the positions of its tokens."""
         return batch
+
+    def launching(self, batch: ForwardBatch, whole: bool) -> None:
+        """Is called before SGLang's ``ModelRunner`` computes the rows of a ``ForwardBatch``.
+
+        Args:
+            whole: whether these rows are computed in all layers. Otherwise :meth:`cut_over` may
+                follow.
+        """
+
+    def cut_over(self, batch: ForwardBatch) -> None:
+        """Is called when a forward goes on with other rows between two layers.
+
+        Each request of the forward has some of its rows in ``batch``.
+        """
 
     def eager(self, batch: ForwardBatch) -> bool:
         """Returns whether the power changes the attention of a forward, so that no captured CUDA

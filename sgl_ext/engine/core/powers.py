@@ -26,7 +26,8 @@ ORDER: tuple[type[Power[Any]], ...] = (
 The last one sees a step, a request and a forward first, and the end of a step last.
 
 - Restore is inside swap: the fairness policy sees a prompt before restoration interrupts it.
-- Peer is inside clusters: clusters see followers before a peer makes them wait for memory.
+- Peer is inside clusters: clusters see followers before a peer makes them wait for memory, and the
+  rows of a forward before layer buffers are filled for them.
 - Chunks are outside restore: a forward that selects the tokens to recompute continues with other
   rows between two layers. It can do so only once, and restoration loads everything then.
 - A waiting request belongs to the innermost power that owns it: swap before chunks.

@@ -80,14 +80,6 @@ class ForwardRows:
             start += new
         return rows
 
-    def stream(self, stream: LayerStream, written: torch.Tensor) -> None:
-        """Starts the streaming of the K and V that lie in other processes' memory."""
-        stream.begin(self.table, self.requests, self.contexts, written)
-
-    def record(self, recorder: Recorder, rids: Sequence[str]) -> None:
-        """Starts the recording of the queries of some requests."""
-        recorder.begin(rids, self.contexts, self.lengths)
-
     def chosen(self, rows: Sequence[int]) -> ForwardRows:
         """Returns some of the rows."""
         return ForwardRows(
@@ -133,23 +125,21 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         self._rows = self._rows_of(forward_batch)
         self._stored = None
         if (ext := runtime.current) is not None:
-            self._attach(ext, forward_batch)
+            self._attach(ext)
         if self.use_sliding_window_kv_pool:
             self._swa_rows = self._rows.translated(
                 self.token_to_kv_pool.translate_loc_from_full_to_swa
             )
 
-    def _attach(self, ext: ExtRuntime, forward_batch: ForwardBatch) -> None:
-        """Attaches the powers that read or write this forward's K, V and queries."""
+    def _attach(self, ext: ExtRuntime) -> None:
+        """Attaches the powers that read or write K, V and queries of the rows of this forward."""
         if ext.clusters is not None:
             self._recorder = ext.clusters.recorder
-            self._rows.record(self._recorder, forward_batch.rids)
-            self._stored = ext.clusters.following(self._rows, forward_batch.rids)
+            self._stored = ext.clusters.following
             if self._stored is not None:
                 self._plain_rows = self._rows.chosen(self._stored.plain)
-        if ext.peer is not None and (stream := ext.peer.stream) is not None:
-            self._stream = stream
-            self._rows.stream(stream, forward_batch.out_cache_loc)
+        if ext.peer is not None:
+            self._stream = ext.peer.stream
 
     def _rows_of(self, forward_batch: ForwardBatch) -> ForwardRows:
         contexts = forward_batch.seq_lens.tolist()

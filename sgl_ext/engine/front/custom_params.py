@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+STORED = "ext_stored"
+"""Key of the stored context that a prompt follows."""
+
 
 def custom_params(sampling_params: object) -> dict[str, Any]:
     """Returns the ``custom_params`` of a prompt's sampling parameters; an empty dict without any.

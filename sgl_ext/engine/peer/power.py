@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, cast
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.served import Property
-from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler, StepPlan
+from sgl_ext.engine.core.sglang_types import (
+    ForwardBatch,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    StepPlan,
+)
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -54,12 +60,31 @@ class PeerPower(Power[Peer]):
         # A pool that is built with a peer section has such a slab.
         slab = cast("SharedSlab", ext.require_slab(self.name))
         self.side = open_side(self.section, scheduler, slab)
+        self._ext, self._runner = ext, scheduler.tp_worker.model_runner
         self._measured = bool(get_observability().enable_metrics)
 
     @property
     def stream(self) -> LayerStream | None:
         """Layer buffers of a master; None on a worker, or if borrowed memory is read in place."""
         return self.side.stream
+
+    def launching(self, batch: ForwardBatch, whole: bool) -> None:
+        """Starts to stream the K and V that lie in workers' memory.
+
+        Two kinds of forwards read them in place. A forward that goes on with other rows may restore
+        a layer's KV after the layer would have been loaded into its buffer, and rows that follow
+        stored contexts read the contexts' memory where other rows would read the buffer.
+        """
+        if (stream := self.side.stream) is None:
+            return
+        clusters = self._ext.clusters
+        if not whole or (clusters is not None and clusters.following is not None):
+            stream.read_in_place()
+        else:
+            stream.begin(
+                self._runner.req_to_token_pool.req_to_token, batch.req_pool_indices.tolist(),
+                batch.seq_lens.tolist(), batch.out_cache_loc,
+            )  # fmt: skip
 
     def withheld(self) -> Iterator[Req]:
         yield from self.side.aside

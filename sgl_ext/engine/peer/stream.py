@@ -84,7 +84,7 @@ class LayerStream:
         if busy_rate is not None:
             self._reduced = self._engine.throttled_lane(self._full, bytes_per_second=busy_rate)
         self.active = False
-        """True if the current forward reads or writes workers' memory."""
+        """True if the current forward reads or writes workers' memory through the buffers."""
         self.waited_seconds = 0.0
         """Seconds that forwards have waited for loads and stores."""
         self.forward_bytes = 0
@@ -105,7 +105,8 @@ class LayerStream:
         contexts: Sequence[int],
         written: torch.Tensor,
     ) -> None:
-        """Prepares a forward: finds its rows in workers' memory, starts to load the first layers.
+        """Prepares a forward of all layers: finds its rows in workers' memory, and starts to load
+        the first layers.
 
         Args:
             table: slots, ``[requests, width]``.
@@ -113,8 +114,7 @@ class LayerStream:
             contexts: tokens of each row.
             written: slots of the tokens that are computed, ``[tokens]``.
         """
-        self.settle()  # copies of a forward that has failed
-        self.active = False
+        self.read_in_place()
         if not self.enabled:
             return
         needed = torch.zeros(self._buffers.shape[1], dtype=torch.bool)
@@ -132,6 +132,11 @@ class LayerStream:
             self._lane = self._reduced if self.worker_busy else self._full
             for layer in range(min(len(self._buffers), self._slab.layout.layers)):
                 self._load(layer)
+
+    def read_in_place(self) -> None:
+        """Prepares a forward that reads and writes workers' memory in place, without buffers."""
+        self.settle()  # copies of a forward that has failed
+        self.active = False
 
     def save(
         self, layer: int, written: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -65,7 +65,7 @@ class PlannedForward:
 
     def run(self, batch: ForwardBatch) -> object:
         """Runs another ``ForwardBatch`` with the same runner."""
-        return self.original(self.runner, batch)
+        return _launch(self.ext, not self.cut_over, self.original, self.runner, batch)
 
     @contextmanager
     def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -107,6 +107,8 @@ class PlannedForward:
 
         second = rows.handed_over(self.batch, before, after, first)
         self.ext.split = rows.split_of(self.batch, after)
+        for power in self.ext.outside_in:
+            power.cut_over(second)
         self.runner.attn_backend.init_forward_metadata(second)
         with forward_context(get_forward_context(), forward_batch=second):
             yield second
@@ -122,10 +124,10 @@ def forward(
 ) -> object:
     """Runs SGLang's ``ForwardBatch``, according to plans if any of its requests has one."""
     if not ext.plans or not batch.forward_mode.is_extend_without_speculative():
-        return original(runner, batch, *args, **kw)
+        return _launch(ext, True, original, runner, batch, *args, **kw)
     plans = [ext.plans.get(rid) for rid in batch.rids]
     if not any(plan is not None for plan in plans):
-        return original(runner, batch, *args, **kw)
+        return _launch(ext, True, original, runner, batch, *args, **kw)
     planned = PlannedForward(
         ext, original, runner, batch, batch.rids, plans,
         batch.extend_prefix_lens_cpu, batch.seq_lens_cpu.tolist(),
@@ -140,7 +142,8 @@ def forward(
             parts = surrounding.enter_context(power.within(planned, parts))
         try:
             ext.split = rows.split_of(batch, parts)
-            output = original(runner, rows.split(batch, parts), *args, **kw)
+            part = rows.split(batch, parts)
+            output = _launch(ext, not planned.cut_over, original, runner, part, *args, **kw)
         finally:
             ext.split = None
     for at, plan, _, end in planned.planned():
@@ -167,6 +170,21 @@ def _fill(planned: PlannedForward) -> None:
             if (fill := planned.ext.fillers.get(source)) is None:
                 raise RuntimeError(f"{planned.rids[at]}: no power fills {spans[0]}")
             fill(planned.rids[at], spans, start, slots)
+
+
+def _launch(
+    ext: ExtRuntime,
+    whole: bool,
+    original: Original,
+    runner: ModelRunner,
+    batch: ForwardBatch,
+    *args: object,
+    **kw: object,
+) -> object:
+    """Runs SGLang's ``ModelRunner.forward`` after the powers have seen its rows."""
+    for power in ext.outside_in:
+        power.launching(batch, whole)
+    return original(runner, batch, *args, **kw)
 
 
 def _logits(metadata: object, _class: object, batch: ForwardBatch) -> object:

@@ -399,6 +399,10 @@ def test_a_marked_chat_without_marks_is_rejected(service: ContextService) -> Non
         ({"session_params": {"id": "s"}}, "not support session_params: a session"),
         ({"sampling_params": [{}, {}]}, "sampling_params of .* one dict or a list of 1"),
         ({"sampling_params": {"custom_params": "x"}}, "custom_params of .* must be an object"),
+        (
+            {"sampling_params": {"custom_params": {"ext_stored": {"id": "stx-a"}}}},
+            "cannot follow a stored context: omit ext_stored",
+        ),
         ({"token_indices_to_pool": [1]}, "not support token_indices_to_pool: linked"),
         ({"cache_salt": "other"}, "context .* not found"),
     ],

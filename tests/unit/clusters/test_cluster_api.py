@@ -20,15 +20,17 @@ from test_cluster_fuzz import GEOMETRY, OPTIONS, recorded_context
 
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import index_file, names, own_folders
-from sgl_ext.config import Clusters
+from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters.api import install
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.creation import BusyError
-from sgl_ext.engine.clusters.parameters import RECORDED, STORED, FollowsStored
+from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored
+from sgl_ext.engine.clusters.power import ClustersPower
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
+from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
@@ -382,3 +384,53 @@ def test_failed_context_is_reopened_once_no_request_follows_it(
     index.write_bytes(index.read_bytes()[:-1])
     with pytest.raises(ExtError, match=r"its arrays take [\d,]+ B, expected [\d,]+ B"):
         followed("d")
+
+
+class _Recording:
+    """Recorder of the request ``recorded``."""
+
+    any = False
+
+    def __contains__(self, rid: str) -> bool:
+        return rid == "recorded"
+
+
+def _power(stored: StoredContexts) -> Any:
+    power: Any = ClustersPower(ExtConfig(), SimpleNamespace())  # type: ignore[arg-type]
+    power.stored, power.recorder, power._measured = stored, _Recording(), False
+    return power
+
+
+def _req(rid: str) -> Any:
+    params = SimpleNamespace(max_new_tokens=5, min_new_tokens=0)
+    return SimpleNamespace(rid=rid, origin_input_ids=[1], sampling_params=params)
+
+
+def test_requests_that_wait_for_their_context_are_not_restored(directories: list[Path]) -> None:
+    config = Clusters(directories=tuple(directories), open=1)
+    contexts = StoredContexts(config, GEOMETRY, 1000)
+    power = _power(contexts)
+    for rid, id_ in (("a", "stx-mine"), ("b", "stx-open"), ("c", "stx-mine")):
+        contexts.ask(_req(rid), FollowsStored(id_, 0.2))
+    until(lambda: not power.owns(_req("a")))
+    assert [power.owns(_req(rid)) for rid in ("a", "b", "c", "plain", "recorded")] == [
+        False, True, False, False, True,
+    ]  # fmt: skip
+    assert contexts.opened("a")
+    contexts.keep(["b"])
+    assert not contexts.opened("b")  # closes the other context
+    until(lambda: not power.owns(_req("b")))
+
+
+def test_other_powers_forget_a_waiting_request_that_is_refused(directories: list[Path]) -> None:
+    contexts = StoredContexts(Clusters(directories=tuple(directories)), GEOMETRY, 1000)
+    power, told = _power(contexts), list[object]()
+    req = _req("a")
+    req.set_finish_with_abort = lambda *_: told.append("aborted")
+    contexts.ask(req, FollowsStored("stx-mine", 0.2))
+    contexts.refuse("a", ExtError("it cannot be opened"))
+    inner = SimpleNamespace(forget=lambda rid: told.append(rid))
+    power._ext = SimpleNamespace(inside_out=[inner])
+    power._scheduler = SimpleNamespace(waiting_queue=[req, _req("b")])
+    power.before_step(SimpleNamespace())
+    assert told == ["a", "aborted"]

@@ -17,11 +17,12 @@ from sgl_ext.clusters.build import build
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
+from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters.attention import Own, StoredAttention
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
 from sgl_ext.engine.clusters.memory import StoredMemory
-from sgl_ext.engine.clusters.power import _refuse
+from sgl_ext.engine.clusters.power import ClustersPower, _refuse
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
@@ -356,6 +357,64 @@ def test_an_error_of_a_context_ends_only_its_own_requests(
     assert str(error) in reqs[1].to_finish.message
     # A device may recover. After another error, the memory of the context may be inconsistent.
     assert bool(contexts["bad"].failed) == isinstance(error, IndexError)
+
+
+def test_a_failure_of_the_first_layers_is_kept_when_a_forward_goes_on(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    """The failed rows' output stays 0, and the device is not waited for again."""
+    setup = Setup(tmp_path, engine)
+    asked: list[int] = []
+
+    class Gone(StoredAttention):
+        def attend(self, *given: Any) -> torch.Tensor:
+            asked.append(given[1])
+            raise DeviceError("it is gone")
+
+    contexts = {"good": setup.attention, "bad": Gone(setup.stored, setup.memory)}
+    reqs = [SimpleNamespace(rid=str(at), to_finish=None) for at in range(3)]
+    followers = {
+        req.rid: Follower("good" if at else "bad", 0.3, req, 0.0, tokens=TOKENS)  # type: ignore[arg-type]
+        for at, req in enumerate(reqs[:2])
+    }
+    stored: Any = SimpleNamespace(
+        given_up=set(), running=None, context=lambda one: contexts[one.id],
+        followers=lambda rids, _rows: [followers.get(rid) for rid in rids],
+    )  # fmt: skip
+    power: Any = ClustersPower(ExtConfig(), Clusters(directories=[tmp_path]))
+    table = torch.arange(POOL, dtype=torch.int32).reshape(4, -1)
+    power._runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+    power.stored, power.recorder = stored, SimpleNamespace(
+        any=False, begin=lambda *_: None, go_on=lambda *_: None
+    )  # fmt: skip
+
+    def batch(ends: list[int], lengths: list[int]) -> Any:
+        return SimpleNamespace(
+            rids=[req.rid for req in reqs], seq_lens_cpu=torch.tensor(ends),
+            req_pool_indices=torch.tensor([2, 0, 1]), extend_seq_lens_cpu=lengths,
+            forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False),
+        )  # fmt: skip
+
+    for call, ends, lengths in (
+        (lambda of: power.launching(of, whole=False), [5, 6, 7], [2, 3, 1]),
+        (power.cut_over, [5, 6, 7], [1, 2, 1]),
+    ):  # fmt: skip
+        call(batch(ends, lengths))
+        forward, layer = power.following, len(lengths) - sum(lengths) // 2
+        query = setup.query(sum(lengths))
+        keys, values = setup.pool[layer].unbind(1)
+        found = torch.full_like(query, 7.0)
+        followed = query[forward.followed]
+        found[forward.followed] = forward.attend(setup.native, layer, followed, keys, values)
+        good = slice(lengths[0], lengths[0] + lengths[1])
+        own = Own.of([table[0, : ends[1]].long().numpy()], [lengths[1]])
+        alone = setup.attention.attend(setup.native, layer, query[good], keys, values, own, 0.3)
+        assert torch.equal(found[good], alone)
+        assert (found[: lengths[0]] == 0).all()
+        assert (found[-1] == 7).all()  # follows no context
+    assert len(asked) == 1
+    assert stored.given_up == {"0"}
+    assert [req.to_finish is None for req in reqs] == [False, True, True]
 
 
 def test_attention_that_is_not_finite_is_an_error(engine: TransferEngine, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Forwards:
     def device(self) -> DeviceForward:
         return DeviceForward(
             self.stored, self.followers, self.lengths, self.batch, table=TABLE, pool=self.pool,
-            geometry=GEOMETRY, native=self.setup.native,
+            geometry=GEOMETRY, native=self.setup.native, missing=GEOMETRY.layers,
         )  # fmt: skip
 
     def query(self) -> torch.Tensor:
@@ -233,12 +233,8 @@ class Recorded:
     """Recorder that notes queries."""
 
     def __init__(self) -> None:
-        self.any = self.taking = False
+        self.taking = False
         self.taken: list[int] = []
-
-    def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
-        self.taking = self.any
-        assert not self.any or (len(contexts) == len(lengths) == len(rids))
 
     def take(self, layer: int, query: torch.Tensor) -> None:
         assert query.shape[1:] == (GEOMETRY.heads, GEOMETRY.head_dim)
@@ -293,11 +289,48 @@ def test_a_forward_with_followers_is_eager_until_its_last_layer(attention: Atten
     on_device.begin(forwards.batch, [], forwards.lengths)
     assert not on_device.eager
     assert not attention.recorder.taken
-    attention.recorder.any = True
+    attention.recorder.taking = True
     on_device.begin(forwards.batch, [], forwards.lengths)
     assert on_device.eager
     attention.layer(1)
     assert attention.recorder.taken == [1]
+    assert not forwards.stored.given_up
+
+
+@pytest.mark.parametrize("first", [1, GEOMETRY.layers - 1])
+def test_a_forward_goes_on_with_other_rows(attention: Attention, first: int) -> None:
+    """Rows 0, 2 and 4 go on, of row 2 the last token only; all layers' calls are counted."""
+    on_device, forwards = attention.device, attention.forwards
+    on_device.begin(forwards.batch, forwards.followers, forwards.lengths)
+    for layer in range(first):
+        attention.layer(layer)
+    some, lengths = [0, 2, 4], [forwards.lengths[0], 1, forwards.lengths[4]]
+    contexts = [forwards.contexts[row] for row in some]
+    followers = [forwards.followers[row] for row in some]
+    lines = [LINES[row] for row in some]
+    batch: Any = SimpleNamespace(
+        seq_lens=torch.tensor(contexts), seq_lens_cpu=torch.tensor(contexts),
+        req_pool_indices=torch.tensor(lines),
+    )  # fmt: skip
+    on_device.go_on(batch, followers, lengths)
+    table = TABLE[lines]
+    rows = batch_of(table, range(len(lines)), contexts, lengths)
+    host = StoredForward(forwards.stored, followers, lengths, in_pool(table, contexts, lengths))
+    native = forwards.setup.native
+    for layer in range(first, GEOMETRY.layers):
+        assert on_device.eager
+        query = forwards.setup.query(sum(lengths)) * 3
+        keys, values = forwards.setup.pool[layer].unbind(1)
+        out = native.attend(rows, query, keys, values, scale=GEOMETRY.scale)
+        expected = out.clone()
+        asked = query[host.followed]
+        expected[host.followed] = host.attend(native, layer, asked, keys, values)
+        on_device.attended(layer + 2, query.flatten(1), out)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert not on_device.eager
+    on_device.begin(forwards.batch, [], forwards.lengths)
+    on_device.go_on(batch, [], lengths)
+    assert not on_device.eager
     assert not forwards.stored.given_up
 
 

@@ -51,6 +51,23 @@ def test_a_record_has_the_queries_and_the_kv(recording: Recorder, tmp_path: Path
     assert np.array_equal(found.tokens, np.arange(TOKENS))
 
 
+def test_queries_are_recorded_when_a_forward_goes_on_with_other_rows(
+    recording: Recorder, tmp_path: Path
+) -> None:
+    """Of two requests in the forward, the other one goes on with one of its four tokens."""
+    recording.ask("a", ASKED)
+    recording.begin(["b", "a"], [4, TOKENS], [4, TOKENS])
+    queries = torch.randn(GEOMETRY.layers, 4 + TOKENS, GEOMETRY.heads, GEOMETRY.head_dim)
+    recording.take(0, queries[0])
+    recording.go_on(["b", "a"], [4, TOKENS], [1, TOKENS])
+    for layer in range(1, GEOMETRY.layers):
+        recording.take(layer, queries[layer, 3:])
+    assert recording.ended("a", range(TOKENS), torch.arange(3, 3 + TOKENS)) == ASKED.queries
+    path = recorded_file(tmp_path, ASKED.id)
+    assert wait_until(path.exists, 10)
+    assert np.array_equal(Recorded.load(path).queries, queries[:, -ASKED.queries :].numpy())
+
+
 @pytest.mark.parametrize("fails", ["queries", "KV"])
 def test_too_little_memory_ends_the_record_only(
     fails: str, recording: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -207,8 +207,6 @@ def test_invalid_restore_options_are_refused(restore: dict[str, object], message
 def test_incomplete_or_conflicting_sections_are_refused() -> None:
     assert "restore requires a tiers section to restore from" in error_of({"restore": {}})
     assert "no tier is given; add host, ssd or remote" in error_of({"tiers": {}})
-    both = {"clusters": {"directories": ["/tmp/c"]}, "chunks": {}}
-    assert "remove clusters, or remove chunks and restore" in error_of(both)
 
 
 @pytest.mark.parametrize("device", [{"bytes_per_second": -5}, {"bytes_per_second": 0}, {}])

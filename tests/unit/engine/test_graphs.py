@@ -52,8 +52,10 @@ def test_all_parts_of_a_planned_forward_are_eager(
     ext: ExtRuntime, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     ran: list[tuple[str, bool]] = []
+    launched: list[tuple[object, bool]] = []
 
     def original(_runner: object, part: str) -> str:
+        assert launched[-1] == (part, True)
         ran.append((part, replays()))
         if fails and part == "rows":
             raise RuntimeError("a forward that fails")
@@ -63,6 +65,9 @@ def test_all_parts_of_a_planned_forward_are_eager(
         """Power that computes a part of a prompt before the forward."""
 
         def fill(self, *_: object) -> None: ...
+
+        def launching(self, part: object, whole: bool) -> None:
+            launched.append((part, whole))
 
         def eager(self, _: object) -> bool:
             return False
@@ -91,4 +96,5 @@ def test_all_parts_of_a_planned_forward_are_eager(
     else:
         assert forward.forward(ext, original, runner, batch) == "output"
     assert ran == [("part", False), ("rows", False)]
+    assert len(launched) == 2
     assert replays()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.own_requests import OwnRequests, is_own
 
 
 def test_cancelled_request_is_aborted() -> None:
@@ -25,16 +25,18 @@ def test_cancelled_request_is_aborted() -> None:
             aborted.append(rid)
 
     async def run() -> None:
-        requests = OwnRequests(Manager(), "a chunk")
+        manager: Any = Manager()
+        requests = OwnRequests(manager, "a chunk")
+        OwnRequests(manager, "a context")  # fronts of all powers know each other's requests
         request = SimpleNamespace(rid=None)
         answer = asyncio.create_task(requests.answer(request))
         while request.rid is None:
             await asyncio.sleep(0)
-        assert request in requests
+        assert is_own(manager, request)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
-        assert request not in requests
+        assert not is_own(manager, request)
 
     asyncio.run(run())
     assert aborted == ["named by SGLang"]
