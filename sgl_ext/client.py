@@ -128,7 +128,7 @@ class ContextCache:
         if not answer.ok:
             raise _error(url, answer)
         try:
-            # msgspec inspects a type when it is first used, and crashes if two threads do so at once.
+            # msgspec inspects a type at its first use, and crashes if two threads do so at once.
             with _DECODING:
                 return msgspec.json.decode(answer.content, type=type_)
         except msgspec.DecodeError as error:

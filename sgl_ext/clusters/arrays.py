@@ -157,7 +157,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor
 
 
 def _decode(raw: bytes | str | msgspec.Raw, kind: type[Decoded]) -> Decoded:
-    # msgspec inspects a type when it is first used, and crashes if two threads do so at once.
+    # msgspec inspects a type at its first use, and crashes if two threads do so at once.
     with _DECODING:
         return msgspec.json.decode(raw, type=kind)
 
