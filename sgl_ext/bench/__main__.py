@@ -29,6 +29,7 @@ BENCHES = {
     "restore": "restore.bench",
     "swap": "swap.bench",
     "tiers": "tiers.bench",
+    "together": "together.bench",
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
