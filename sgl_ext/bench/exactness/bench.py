@@ -88,7 +88,7 @@ def minutes(options: argparse.Namespace) -> float | None:
     if options.config is None:
         return None
     if options.requests is not None:
-        return options.requests / _PER_MINUTE + 2
+        return float(options.requests) / _PER_MINUTE + 2
     return float(options.minutes) + 3
 
 

@@ -170,8 +170,8 @@ def events(mix: Mix = MIX) -> Iterator[tuple[float, Event]]:
 def _every(
     period: float, event: Event, first: float | None = None
 ) -> Iterator[tuple[float, Event]]:
-    """Yields the times of an event; none if it never comes."""
+    """Yields the times of an event, without end."""
     at = period if first is None else first
-    while at < float("inf"):
+    while True:
         yield at, event
         at += period

@@ -18,10 +18,9 @@ from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.bench.together.mixed import unit_of
 from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, extended
 from sgl_ext.bench.together.trace import REFERENCE
-from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
-from sgl_ext.serving.http import forget, generate, live, wait_until_stored
+from sgl_ext.serving.http import forget, live, wait_until_stored
 from sgl_ext.serving.server import BESIDE_OTHERS, System
 
 RESTORED, STAGED = "restore", "staged"
@@ -41,9 +40,8 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
     base = ("--max-total-tokens", str(_POOL), "--page-size", str(PAGE), *BESIDE_OTHERS)
     with server.serve([System("unit", base, ENVIRONMENT)], model, logs) as (stock,):
         seconds = unit_of(stock.url)
+    rate = round(REFERENCE * _token_bytes(model) / seconds)
     with TemporaryDirectory(dir=out, prefix="linked-") as scratch:
-        token_bytes = _token_bytes(model, base, Path(scratch), logs)
-        rate = round(REFERENCE * token_bytes / seconds)
 
         def system(name: str, more: Mapping[str, Any]) -> System:
             ssd = {
@@ -101,14 +99,9 @@ def _ttft(url: str, prompt: Prompt, ids: Mapping[str, Ids]) -> float:
     return timing.ttft
 
 
-def _token_bytes(model: Path, base: tuple[str, ...], scratch: Path, logs: Path) -> float:
-    """Returns the bytes of a token's KV on an SSD."""
-    ssd = {"directories": [mkdtemp(dir=scratch)], "capacity": "1GiB", "keep_after": 1}
-    config = {"tiers": {"ssd": ssd, "staging": "64MiB"}}
-    with server.serve([extended("token bytes", base, config)], model, logs) as (one,):
-        generate(one.url, [*range(1000, 1000 + 64 * PAGE)], 1)
-        wait_until_stored(one.url)
-        stored = live(one.url)["tiers"]["ssd"]
-    if not stored["pages"]:
-        raise ExtError(f"the SSD tier has stored no pages: {stored}")
-    return float(stored["stored_bytes"]) / (stored["pages"] * PAGE)
+def _token_bytes(model: Path) -> int:
+    """Returns the bytes of a token's KV in bfloat16."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2)
