@@ -8,7 +8,7 @@ from sgl_ext.bench import overhead
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.systems import ALL, STOCK, Memory, scratch
 
-_MEMORY = Memory(pool=32_768, host=128)
+_MEMORY = Memory(pool=32_768, host=32_768)
 _PROCESSES = 2
 
 

@@ -16,7 +16,7 @@ from sgl_ext.bench.chunks.prompts import Prompt, Template, question_prompts
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.bench.together.mixed import unit_of
-from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, extended
+from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, TOKEN_BYTES, extended
 from sgl_ext.bench.together.trace import REFERENCE
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
@@ -40,7 +40,7 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
     base = ("--max-total-tokens", str(_POOL), "--page-size", str(PAGE), *BESIDE_OTHERS)
     with server.serve([System("unit", base, ENVIRONMENT)], model, logs) as (stock,):
         seconds = unit_of(stock.url)
-    rate = round(REFERENCE * _token_bytes(model) / seconds)
+    rate = round(REFERENCE * TOKEN_BYTES / seconds)
     with TemporaryDirectory(dir=out, prefix="linked-") as scratch:
 
         def system(name: str, more: Mapping[str, Any]) -> System:
@@ -63,9 +63,9 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
                 for one, created in zip(servers, ids, strict=True)
             ]
             found = interleaved(samplers, 1 + count * rounds, "linked prompts")
-            hits = [live(one.url)["tiers"]["ssd"]["hit_tokens"] for one in servers]
+            loaded = [live(one.url)["tiers"]["ssd"]["loaded_bytes"] for one in servers]
     ttft = {one.name: [*each[1:]] for one, each in zip(systems, found, strict=True)}
-    for (name, each), hit in zip(ttft.items(), hits, strict=True):
+    for (name, each), bytes_ in zip(ttft.items(), loaded, strict=True):
         report.runs.append(
             {
                 "what": "linked_from_ssd",
@@ -73,7 +73,7 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
                 "tokens": _LENGTH,
                 "samples": len(each),
                 "emulated_ssd_bytes_per_s": rate,
-                "ssd_hit_tokens": hit,
+                "ssd_loaded_bytes": bytes_,
             }
             | summary(each, "ttft_ms", 1e3)
         )
@@ -97,11 +97,3 @@ def _ttft(url: str, prompt: Prompt, ids: Mapping[str, Ids]) -> float:
     (timing,) = run(url, [Request(text_of(prompt, ids[prompt.name]), 1)])
     wait_until_stored(url)  # stores would slow down the next loads
     return timing.ttft
-
-
-def _token_bytes(model: Path) -> int:
-    """Returns the bytes of a token's KV in bfloat16."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2)

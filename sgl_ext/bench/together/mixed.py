@@ -42,7 +42,7 @@ from sgl_ext.progress import Progress
 from sgl_ext.serving import server
 from sgl_ext.serving.http import generate, live, wait_until_stored
 
-MEMORY = Memory(pool=4096, host=256)
+MEMORY = Memory(pool=4096, host=12_288)
 _DOCUMENTS = REFERENCE
 """Tokens of each prompt over documents."""
 _ORDERS = 3
@@ -108,7 +108,7 @@ def report_mixed(report: Report, out: Path, *, quick: bool) -> None:
             "unit_s": unit,
             "load": MIX.load,
             "device_pool_tokens": MEMORY.pool,
-            "host_MiB": MEMORY.host,
+            "host_tokens": MEMORY.host,
             "all": written(everything()),
             "independent": f"{PLANNING}=independent",
             "emulated_devices": "none",

@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.bench.swap import systems as swapping
 from sgl_ext.bench.swap.load import Heard, answer
-from sgl_ext.bench.together.systems import PAGE, extended
+from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, extended
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
@@ -35,7 +36,7 @@ _POOL = 4096
 _HOST = "24MiB"
 """Host memory for KV: about 1,000 tokens of the model in bfloat16."""
 _VICTIMS, _URGENT = 2, 2
-_VICTIM, _ANSWER, _BEGUN = 1200, 200, 8
+_VICTIM, _ANSWER, _BEGUN = 1200, 96, 8
 """Tokens of the prompt and of the answer of a displaced request; tokens before it is displaced."""
 _PROMPT = 3600
 """Tokens of an urgent prompt."""
@@ -64,7 +65,8 @@ def report_swap_to_ssd(report: Report, out: Path, *, quick: bool) -> None:
         policy = {"policy": "static"}
         config = {"tiers": tiers, "swap": {"capacity": _HOST, **policy}}
         (other,) = swapping.systems([RECOMPUTE], _POOL, _HOST, policy, None)
-        systems = [extended(OURS, base, config), other]
+        passive = replace(other, environment={**ENVIRONMENT, **other.environment})
+        systems = [extended(OURS, base, config), passive]
         with server.serve(systems, model, out / "logs" / "swapped") as servers:
             samplers = [
                 lambda number, url=one.url: asyncio.run(_round(url, number)) for one in servers

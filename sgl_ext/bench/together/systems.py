@@ -15,6 +15,8 @@ from sgl_ext.errors import ExtError
 from sgl_ext.serving.server import BESIDE_OTHERS, System
 
 PAGE = 16
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+"""KV bytes of a token of SmolLM2 in bfloat16."""
 STOCK, HICACHE, ALL, INDEPENDENT = "stock", "hicache", "all", "all, independent"
 SINGLE: Mapping[str, Sections] = {
     "tiers": frozenset({"tiers"}),
@@ -70,7 +72,7 @@ class Memory:
 
     Attributes:
         pool: tokens of the device pool.
-        host: MiB of host memory for KV, also HiCache's.
+        host: tokens that fit the host memory for KV, also HiCache's; at least ``pool``.
         ssd: MiB of each directory on an SSD.
     """
 
@@ -112,9 +114,10 @@ class Memory:
         if "tiers" in sections:
             size = {"capacity": f"{self.ssd}MiB", "keep_after": 1}
             ssd = {"directories": [directory("ssd")], **size}
-            found["tiers"] = {"host": {"capacity": f"{self.host}MiB"}, "ssd": ssd}
+            host = {"capacity": f"{self.host * TOKEN_BYTES}B"}
+            found["tiers"] = {"host": host, "ssd": ssd}
         if "swap" in sections:
-            found["swap"] = {"capacity": f"{self.host // 2}MiB"}
+            found["swap"] = {"capacity": f"{self.host // 2 * TOKEN_BYTES}B"}
         if "clusters" in sections:
             found["clusters"] = {"directories": [directory("clusters")]}
         if "worker" in sections:
@@ -124,7 +127,7 @@ class Memory:
     def _hicache(self, disk: Path) -> System:
         files = tempfile.mkdtemp(dir=disk, prefix="hicache-")
         arguments = (
-            "--enable-hierarchical-cache", "--hicache-size", f"{self.host / 1000:g}",
+            "--enable-hierarchical-cache", "--hicache-ratio", f"{self.host / self.pool:g}",
             "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy",
             "wait_complete",
         )  # fmt: skip

@@ -131,7 +131,7 @@ def places(tmp_path: Path) -> Scratch:
 @pytest.mark.parametrize("name", [*SINGLE, ALL, INDEPENDENT])
 def test_systems_have_valid_configurations_and_equal_memory(name: str, places: Scratch) -> None:
     places.disk.mkdir()
-    memory = Memory(pool=4096, host=256)
+    memory = Memory(pool=4096, host=12_288)
     system = memory.system(name, places)
     stock = memory.system(STOCK, places)
     assert tuple(system.arguments)[: len(stock.arguments)] == tuple(stock.arguments)
@@ -144,7 +144,7 @@ def test_systems_have_valid_configurations_and_equal_memory(name: str, places: S
 
 def test_systems_do_not_share_directories(places: Scratch) -> None:
     places.disk.mkdir()
-    memory = Memory(pool=4096, host=256)
+    memory = Memory(pool=4096, host=12_288)
     configs = [load(json.loads(memory.system(ALL, places).arguments[-1])) for _ in range(2)]
     tiers = [config.tiers for config in configs]
     used = [each.ssd.directories for each in tiers if each and each.ssd]
