@@ -250,6 +250,6 @@ def _add_runs(report: Report, name: str, timed: Sequence[Timed]) -> None:
                 "samples": len(those),
                 "ttft_ms_p50": 1e3 * float(np.percentile(ttft, 50)),
                 "ttft_ms_p95": 1e3 * float(np.percentile(ttft, 95)),
-                "hit_rate": sum(one.cached for one in those) / asked,
+                "prefix_hit_rate": sum(one.cached for one in those) / asked,
             }
         )

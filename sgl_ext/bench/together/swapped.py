@@ -36,7 +36,7 @@ _POOL = 4096
 _HOST = "24MiB"
 """Host memory for KV: about 1,000 tokens of the model in bfloat16."""
 _VICTIMS, _URGENT = 2, 2
-_VICTIM, _ANSWER, _BEGUN = 1200, 96, 8
+_VICTIM, _ANSWER, _BEGUN = 1200, 320, 8
 """Tokens of the prompt and of the answer of a displaced request; tokens before it is displaced."""
 _PROMPT = 3600
 """Tokens of an urgent prompt."""
