@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -13,6 +14,7 @@ from sgl_ext.chunks.contexts import UnknownContextError
 from sgl_ext.errors import ExtError
 
 _LONGEST_ECHO = 1000
+_DECODING = threading.Lock()
 
 T = TypeVar("T")
 
@@ -126,7 +128,9 @@ class ContextCache:
         if not answer.ok:
             raise _error(url, answer)
         try:
-            return msgspec.json.decode(answer.content, type=type_)
+            # msgspec inspects a type at its first use, and crashes if two threads do so at once.
+            with _DECODING:
+                return msgspec.json.decode(answer.content, type=type_)
         except msgspec.DecodeError as error:
             raise ExtError(
                 f"{url} returned an answer that is not of the context cache: {error}; check the "

@@ -35,11 +35,11 @@ POOL = ("--max-total-tokens", "16384")
 
 LONGEST = (
     "start", "swaps", "exactness", "triton_backend", "powers_on_faked_cuda", "all_together",
-    "cpu_serving", "peer_servers", "peers_on_faked_cuda", "serving", "tiers", "tier_server",
-    "native_sanitizers", "links", "cluster_server", "layouts", "other_pools", "remote_servers",
-    "faked_cuda", "serve_script", "engine", "chunk_server", "clusters_on_faked_cuda", "swap_server",
-    "device_scenarios", "beams", "restores", "setup", "restore_stages", "rows", "packed_linear",
-    "remote", "offline", "loan",
+    "cpu_serving", "peer_servers", "peers_on_faked_cuda", "serving", "all_sections", "tiers",
+    "tier_server", "native_sanitizers", "links", "cluster_server", "layouts", "other_pools",
+    "remote_servers", "faked_cuda", "serve_script", "engine", "chunk_server",
+    "clusters_on_faked_cuda", "swap_server", "device_scenarios", "beams", "restores", "setup",
+    "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
 )  # fmt: skip
 """Names of test files that take half a minute or more, the longest one first"""
 

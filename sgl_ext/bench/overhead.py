@@ -8,6 +8,7 @@ truncated to a fixed number of tokens, to all processes in turn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
@@ -37,16 +38,44 @@ def run(*, quick: bool, out: Path) -> Report:
             "output_tokens": _OUTPUT_TOKENS,
         },
     )
+    pool = ("--max-total-tokens", "32768")
+    extension = (*pool, "--enable-ext")
+    flags: dict[str, Sequence[Sequence[str]]] = {
+        "stock": [pool] * _PROCESSES,
+        "extension": [extension] * _PROCESSES,
+    }
+    measure(report, flags, first_rounds, answer_rounds, out / "logs")
+    return report
+
+
+def measure(
+    report: Report,
+    flags: Mapping[str, Sequence[Sequence[str]]],
+    first_rounds: int,
+    answer_rounds: int,
+    logs: Path,
+    prefix: str = "",
+) -> None:
+    """Adds TTFT and TPOT of two systems, and the figures ``ttft_ratio`` and ``tpot_ratio``.
+
+    Args:
+        flags: SGLang's arguments of each process of each system, as many of both; the ratios are
+            those of the second system to the first.
+        first_rounds: number of prompts whose first token is timed.
+        answer_rounds: number of prompts whose whole answer is timed.
+        prefix: beginning of the figures' names.
+    """
     from sgl_ext.bench.harness.load_generator import Request, Timing
     from sgl_ext.bench.harness.load_generator import run as send
 
     model = prepare(SMOLLM2)
     prompts = iter(_prompts(model, _WARM_UP + first_rounds + answer_rounds))
-    pool = ("--max-total-tokens", "32768")
-    flags = {"stock": pool, "extension": (*pool, "--enable-ext")}
-    names = [*flags] * _PROCESSES
-    systems = [server.System(f"{name}-{i}", flags[name]) for i, name in enumerate(names)]
-    with server.serve(systems, model, out / "logs") as servers:
+    systems, names = [], []
+    for number, together in enumerate(zip(*flags.values(), strict=True)):
+        for name, arguments in zip(flags, together, strict=True):
+            systems.append(server.System(f"{name}-{number}", arguments))
+            names.append(name)
+    with server.serve(systems, model, logs) as servers:
 
         def samples(what: str, rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
             """Returns the timings of each system, pooled over its processes."""
@@ -66,13 +95,13 @@ def run(*, quick: bool, out: Path) -> Report:
     tpot = {name: [timing.tpot for timing in timings] for name, timings in answers.items()}
     for name in flags:
         report.runs.append(
-            {"system": name}
+            {"what": f"{prefix}overhead".replace("_", " "), "system": name}
             | summary(ttft[name], "ttft_ms", 1e3)
             | summary(tpot[name], "tpot_ms", 1e3)
         )
+    stock, ours = flags
     for figure, times in (("ttft_ratio", ttft), ("tpot_ratio", tpot)):
-        report.figures[figure] = ratio_of_medians(times["extension"], times["stock"])
-    return report
+        report.figures[f"{prefix}{figure}"] = ratio_of_medians(times[ours], times[stock])
 
 
 def _prompts(model: Path, count: int) -> list[list[int]]:

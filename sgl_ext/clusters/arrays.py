@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ Arrays = dict[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
 """Dtype and shape of each array, by its name."""
 About = TypeVar("About", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded")
+_DECODING = threading.Lock()
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -94,7 +97,7 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
     """
     with _opened(path) as file:
         header, tensors, start = _read_header(path, file)
-        about = msgspec.json.decode(header.about, type=kind)
+        about = _decode(header.about, kind)
         expected = shapes(about)
         _require_shapes(tensors, expected, os.fstat(file.fileno()).st_size - start)
         arrays = {
@@ -115,7 +118,7 @@ def load_about(path: Path, kind: type[About]) -> About:
         DamagedError: See :func:`load`.
     """
     with _opened(path) as file:
-        return msgspec.json.decode(_read_header(path, file)[0].about, type=kind)
+        return _decode(_read_header(path, file)[0].about, kind)
 
 
 @contextmanager
@@ -135,22 +138,28 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= _LARGEST_HEADER:
         raise ValueError(f"its header has an invalid length of {length} B")
-    found = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+    found = _decode(file.read(length), dict[str, msgspec.Raw])
     if "__metadata__" not in found:
         raise ValueError("it has no metadata")
-    metadata = msgspec.json.decode(found.pop("__metadata__"), type=_Metadata)
+    metadata = _decode(found.pop("__metadata__"), _Metadata)
     if _digest_of(metadata.sgl_ext) != metadata.digest:
         raise DamagedError(
             f"{path.name} is damaged (its checksum differs); store the context again"
         )
-    header = msgspec.json.decode(metadata.sgl_ext, type=_Header)
+    header = _decode(metadata.sgl_ext, _Header)
     if header.version != VERSION:
         raise DamagedError(
             f"{path.name} has format version {header.version}, but sgl_ext reads version "
             f"{VERSION}; store the context again"
         )
-    tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
+    tensors = {name: _decode(raw, _Tensor) for name, raw in found.items()}
     return header, tensors, 8 + length
+
+
+def _decode(raw: bytes | str | msgspec.Raw, kind: type[Decoded]) -> Decoded:
+    # msgspec inspects a type at its first use, and crashes if two threads do so at once.
+    with _DECODING:
+        return msgspec.json.decode(raw, type=kind)
 
 
 def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int) -> None:

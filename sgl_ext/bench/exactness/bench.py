@@ -1,10 +1,10 @@
 """Comparison of the answers of exact powers with those of stock SGLang, token by token.
 
-With ``--config``, a configuration serves a mixed load for ``--minutes``: conversations of several
-turns, several answers of one request, streams, logprobs, priorities, requests that are given up,
-prompts with contexts, followers of stored contexts, flushes, and kills. The following counts must
-be zero: answers that differ, requests that hang or are refused, servers that die, and resources
-that are held after all requests have ended.
+With ``--config``, a configuration serves a mixed load for ``--minutes``, or of ``--requests``:
+conversations of several turns, several answers of one request, streams, logprobs, priorities,
+requests that are given up, prompts with contexts, followers of stored contexts, flushes, and kills.
+The following counts must be zero: answers that differ, requests that hang or are refused, servers
+that die, and resources that are held after all requests or the server have ended.
 
 Without ``--config``, tiers are compared one by one. Conversations take turns on a device pool that
 holds few of them, so that the KV that a turn hits was evicted before. Every answer is compared with
@@ -28,9 +28,11 @@ import requests
 
 from sgl_ext.bench.data.conversations import Conversation, conversations
 from sgl_ext.bench.exactness.answers import ALIKE
-from sgl_ext.bench.exactness.load import FAULTS, Load, Tally
+from sgl_ext.bench.exactness.load import Load
 from sgl_ext.bench.exactness.material import Texts
-from sgl_ext.bench.exactness.servers import Victim, complaints, find, setup
+from sgl_ext.bench.exactness.sections import find
+from sgl_ext.bench.exactness.servers import Victim, complaints, end, setup
+from sgl_ext.bench.exactness.tally import FAULTS, Tally
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, shortened
@@ -39,6 +41,8 @@ from sgl_ext.serving import server
 _OUTPUT_TOKENS = 8
 _DEADLINE_S = 300.0
 _PEERS_CLIENTS = 2
+_PER_MINUTE = 60
+"""Estimated requests per minute on two cores."""
 
 _LEAK = re.compile("mem(ory)? leak", re.IGNORECASE)
 """Messages of SGLang's checks of its pools."""
@@ -48,15 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     parser.add_argument(
         "--config", metavar="FILE",
-        help="an --ext-config, or the name of a shipped one; new directories replace its own",
+        help="an --ext-config, or sections such as tiers+swap+master (or worker, layers for a "
+        "peer); new directories replace its own",
     )  # fmt: skip
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="length of the load (default: 10)"
     )
     parser.add_argument(
+        "--requests", type=int, metavar="COUNT",
+        help="end after this number of requests instead of --minutes, without kills",
+    )  # fmt: skip
+    parser.add_argument(
         "--cover", action="append", default=[], metavar="COUNTER",
         help="continue until this count of the report is above zero, for up to ten times --minutes "
-        "longer; may be repeated",
+        "or --requests; may be repeated",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of all requests (default: 0)")
     parser.add_argument("--clients", type=int, default=16)
@@ -76,7 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def minutes(options: argparse.Namespace) -> float | None:
     """Returns the estimated minutes of a run with its servers' starts and ends; None if unknown."""
-    return None if options.config is None else options.minutes + 3
+    if options.config is None:
+        return None
+    if options.requests is not None:
+        return float(options.requests) / _PER_MINUTE + 2
+    return float(options.minutes) + 3
 
 
 def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
@@ -94,8 +107,8 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
         ExtError: there is no such configuration, a server does not start, or stock SGLang does not
             answer.
     """
-    source = find(options.config)
-    place = out / f"exactness-{source.stem}"
+    name, config = find(options.config)
+    place = out / f"exactness-{name}"
     place.mkdir(parents=True, exist_ok=True)
     failures = place / "failures.jsonl"
     failures.unlink(missing_ok=True)
@@ -104,7 +117,7 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
         made = tempfile.TemporaryDirectory(dir=place, prefix="stored-")
         sockets = tempfile.TemporaryDirectory(prefix="sgl_ext-peers-")
         arranged = setup(
-            source, Path(stack.enter_context(made)), Path(stack.enter_context(sockets))
+            config, Path(stack.enter_context(made)), Path(stack.enter_context(sockets))
         )
         texts = Texts(
             model, options.seed, chunks=arranged.has("chunks"), clusters=arranged.has("clusters")
@@ -116,14 +129,22 @@ def drive(options: argparse.Namespace, out: Path) -> Report:
             victims, (options.clients, _PEERS_CLIENTS)[: len(victims)], stock.url, texts,
             options.seed, options.deadline, failures,
         )  # fmt: skip
-        tally = asyncio.run(load.run(60 * options.minutes, options.cover))
+        tally = asyncio.run(load.run(60 * options.minutes, options.cover, options.requests))
+        left = [] if tally.dead else end([victim.server for victim in victims])
         said = complaints([log for victim in victims for log in victim.logs])
-    return _told(source.stem, options, tally, said, place)
+    return _told(name, options, tally, [*said, *left], place, left=len(left))
 
 
 def _told(
-    name: str, options: argparse.Namespace, tally: Tally, said: Sequence[str], place: Path
+    name: str,
+    options: argparse.Namespace,
+    tally: Tally,
+    said: Sequence[str],
+    place: Path,
+    *,
+    left: int,
 ) -> Report:
+    tally.leaked += left
     tally.leaked += not tally.dead and any(_LEAK.search(line) for line in said)
     told = {**asdict(tally), **tally.server}
     del told["server"]

@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,76 +17,21 @@ import aiohttp
 from sgl_ext.bench.exactness.answers import Answer, Difference, Ending, Found, compare
 from sgl_ext.bench.exactness.clients import Stock, ask, greedy, session
 from sgl_ext.bench.exactness.material import Prompt, Texts
-from sgl_ext.bench.exactness.script import Ask, Event, Material, events, script
+from sgl_ext.bench.exactness.script import MIX, Ask, Event, Material, events, script
 from sgl_ext.bench.exactness.servers import Victim
+from sgl_ext.bench.exactness.states import counts_of, descriptors, held, state_of
+from sgl_ext.bench.exactness.tally import Tally
 
-FAULTS = ("different", "hung", "dead", "leaked", "refused")
-"""Names of the counts that must be zero."""
 _PROGRESS_S = 10.0
 _QUIET_S = 60.0
 """Time in which a server without requests must release all resources, in seconds."""
 _TOLD_S = 60.0
 _LONGER = 10
-"""Longest extension of a run until it covers the required counts, as a multiple of its time."""
+"""Longest extension of a run until it covers the required counts, as a multiple of its length."""
 _AFTERWARDS_S = 45.0
 """Time after the restart of a killed server in which requests may end with 503, in seconds."""
-
-
-@dataclass
-class Tally:
-    """Counts of a run. Those in :data:`FAULTS` must be zero."""
-
-    different: int = 0
-    hung: int = 0
-    dead: int = 0
-    leaked: int = 0
-    refused: int = 0
-    """Requests that ended with an error or a broken connection and that no event explains."""
-    requests: int = 0
-    answers: int = 0
-    """Compared answers; a request has ``n`` of them."""
-    tokens: int = 0
-    """Tokens of these answers."""
-    several: int = 0
-    """Requests with n > 1."""
-    streams: int = 0
-    logprobs: int = 0
-    linked: int = 0
-    followers: int = 0
-    aborted: int = 0
-    """Requests aborted by their id."""
-    left: int = 0
-    explained: int = 0
-    """Requests that ended because of a kill."""
-    flushes: int = 0
-    kills: int = 0
-    server: Counter[str] = field(default_factory=Counter)
-    """Counters of the servers under test."""
-
-    def add(self, asked: Ask, found: Found) -> None:
-        self.requests += 1
-        self.answers += len(found.answers)
-        self.tokens += sum(len(answer.tokens) for answer in found.answers.values())
-        self.several += asked.n > 1
-        self.streams += asked.stream
-        self.logprobs += asked.logprobs
-        self.linked += asked.kind == "linked"
-        self.followers += asked.kind == "follower"
-        self.aborted += found.ending is Ending.ABORTED
-        self.left += found.ending is Ending.LEFT
-
-    def lacking(self, covers: Sequence[str], server: Mapping[str, int]) -> list[str]:
-        """Returns the names in ``covers`` whose counts are zero.
-
-        Args:
-            server: counters of the servers so far.
-        """
-        return [name for name in covers if not getattr(self, name, server.get(name, 0))]
-
-    @property
-    def failed(self) -> str:
-        """Description of the faults that are not zero; empty if all are."""
-        return ", ".join(f"{getattr(self, name)} {name}" for name in FAULTS if getattr(self, name))
+_OPENED = 32
+"""File descriptors that a server may open for good while it serves; more count as leaked."""
 
 
 class Load:
@@ -120,9 +66,18 @@ class Load:
         self._paused = 0.0
         self._counts: dict[tuple[str, int, str], float] = {}
         self._killed_at = float("-inf")
+        self._begun, self._most = 0, float("inf")
+        self._covers: Sequence[str] = ()
+        self._descriptors: dict[tuple[str, int], int] = {}
 
-    async def run(self, seconds: float, covers: Sequence[str] = ()) -> Tally:
+    async def run(
+        self, seconds: float, covers: Sequence[str] = (), requests: int | None = None
+    ) -> Tally:
         """Runs the load for ``seconds``, and longer until each count of ``covers`` is above zero.
+
+        Args:
+            requests: number of requests of all clients together that ends the run in place of
+                ``seconds``; no server is killed. None: ``seconds`` decide.
 
         Raises:
             ExtError: stock SGLang does not answer, or a killed server does not start.
@@ -131,6 +86,10 @@ class Load:
             self._http = http
             self._stock = Stock(http, self._stock_url)
             await asyncio.to_thread(self._texts.create, self._victims[0].url)
+            for victim in self._victims:
+                self._open_now(victim)
+            if requests is not None:
+                self._most, seconds, self._covers = requests, float("inf"), covers
             try:
                 await self._drive(seconds, covers)
             except ExceptionGroup as group:
@@ -150,7 +109,8 @@ class Load:
                 for number in range(count)
             ]
             await self._events(seconds)
-            await self._cover(_LONGER * seconds, covers)
+            if not self._enough():
+                await self._cover(_LONGER * seconds, covers)
             self._ended = True
             self._open.set()
             await asyncio.wait(clients)
@@ -160,10 +120,12 @@ class Load:
 
     async def _events(self, seconds: float) -> None:
         began = time.monotonic()
-        for at, event in [*events(seconds), (seconds, None)]:
+        mix = MIX if self._most == float("inf") else replace(MIX, kill=float("inf"))
+        due = takewhile(lambda each: each[0] < seconds, events(mix))
+        for at, event in chain(due, [(seconds, None)]):
             while time.monotonic() - began - self._paused < at:
                 self._check_alive()
-                if self.tally.dead:
+                if self.tally.dead or self._enough():
                     return
                 await asyncio.sleep(0.2)
             if event is Event.BUSY_FLUSH:
@@ -200,6 +162,7 @@ class Load:
         self._killed_at = time.monotonic()
         if victim is self._victims[0]:
             await asyncio.to_thread(self._texts.create, victim.url)
+        self._open_now(victim)
         self._open.set()
 
     def _check_alive(self) -> None:
@@ -228,24 +191,36 @@ class Load:
     async def _look(self) -> None:
         """Checks that servers without requests hold no resources, and flushes their caches."""
         for victim in self._victims:
-            held: Any = "no answer"
             give_up = time.monotonic() + _QUIET_S
-            while held and time.monotonic() < give_up:
+            what, flushed = "no answer", False
+            while what and time.monotonic() < give_up:
                 self._check_alive()
                 if self.tally.dead:
                     return
                 await asyncio.sleep(0.2)
-                held = _held(state) if (state := await self._state(victim)) else "no answer"
+                state = await state_of(self._http, victim)
+                what = held(state) if state else "no answer"
+                if not what:
+                    flushed = await self._flush(victim.url)
+                    state = await state_of(self._http, victim)
+                    what = held(state, flushed=flushed) if state else "no answer"
             await self._count(victim)
-            flushed = await self._flush(victim.url)
-            while not flushed and time.monotonic() < give_up:
-                await asyncio.sleep(0.2)
-                flushed = await self._flush(victim.url)
             self.tally.flushes += flushed
             self._check_alive()
-            if (held or not flushed) and not self.tally.dead:
+            if (more := descriptors(victim) - self._open_now(victim)) > _OPENED:
+                what = f"{what}, {more} file descriptors".removeprefix(", ")
+            if what and not self.tally.dead:
                 self.tally.leaked += 1
-                self._note("leaked", server=victim.name, held=held, flushed=flushed)
+                self._note("leaked", server=victim.name, held=what)
+
+    def _enough(self) -> bool:
+        """Returns whether as many requests have begun as the run is to have."""
+        lacking = self.tally.lacking(self._covers, self._counted()) if self._covers else ()
+        return self._begun >= self._most * (_LONGER if lacking else 1)
+
+    def _open_now(self, victim: Victim) -> int:
+        """Returns the file descriptors that the server had at its first call, before its load."""
+        return self._descriptors.setdefault((victim.name, victim.deaths), descriptors(victim))
 
     # Clients
 
@@ -257,8 +232,9 @@ class Load:
             await asyncio.sleep(asked.pause)
             while not self._open.is_set():  # it may have been cleared again meanwhile
                 await self._open.wait()
-            if self._ended:
+            if self._ended or self._enough():
                 return
+            self._begun += 1
             self._under_way += 1
             try:
                 await self._one(f"{self._seed}/{number}/{count}", victim, asked)
@@ -314,22 +290,8 @@ class Load:
                 flush=True,
             )
 
-    async def _state(self, victim: Victim) -> dict[str, Any]:
-        """Returns the internal state and load of a server's scheduler; empty without an answer."""
-        if victim.down:
-            return {}
-        try:
-            url = f"{victim.url}/server_info"
-            async with asyncio.timeout(_TOLD_S), self._http.get(url) as answer:
-                found: dict[str, Any] = (await answer.json())["internal_states"][0]
-            url = f"{victim.url}/v1/loads?include=core"
-            async with asyncio.timeout(_TOLD_S), self._http.get(url) as answer:
-                return {**found, "load": (await answer.json())["loads"][0]}
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError):
-            return {}
-
     async def _count(self, victim: Victim) -> None:
-        state = await self._state(victim)
+        state = await state_of(self._http, victim)
         for name, count in counts_of(state.get("sgl_ext", {})).items():
             self._counts[victim.name, victim.deaths, name] = count
 
@@ -367,30 +329,3 @@ class Load:
     def _note(self, what: str, **more: Any) -> None:
         with self._failures.open("a") as sink:
             sink.write(json.dumps({"what": what, "at": time.strftime("%H:%M:%S"), **more}) + "\n")
-
-
-def counts_of(state: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the counters that show which powers a server used."""
-    found: dict[str, float] = {}
-    if swap := state.get("swap"):
-        names = ("swapped_out", "swapped_in", "recomputed")
-        found |= {name: swap[name] for name in names}
-    for name, tier in state.get("tiers", {}).items():
-        found[f"{name}_hit_tokens"] = tier["hit_tokens"]
-    if peer := state.get("peer"):
-        names = ("retracted", "reclaimed", "replaced")
-        found |= {f"peer_{name}": peer[name] for name in names if name in peer}
-    return found
-
-
-def _held(state: Mapping[str, Any]) -> str:
-    """Returns a description of the resources that a server holds; empty if there are none."""
-    ours = state.get("sgl_ext", {})
-    found = {
-        "running": state["load"].get("num_running_reqs", 0),
-        "waiting": state["load"].get("num_waiting_reqs", 0),
-        "swapped": ours.get("swap", {}).get("swapped", 0),
-        "followed": ours.get("clusters", {}).get("followed", 0),
-        **{f"{name}_queue": tier["queue_depth"] for name, tier in ours.get("tiers", {}).items()},
-    }
-    return ", ".join(f"{count} {name}" for name, count in found.items() if count)

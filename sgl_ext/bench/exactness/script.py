@@ -5,6 +5,7 @@ The script is plain data that is drawn from a seed. Nothing here contacts a serv
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Mix:
         priorities: number of priorities.
         pause: mean pause before a turn after the first, in seconds.
         flush: seconds between flushes of an idle server, and between flushes of a busy one.
-        kill: seconds between kills.
+        kill: seconds between kills; infinite for none.
     """
 
     n: tuple[int, int, int] = (4, 3, 3)
@@ -156,15 +157,21 @@ def _ask(chance: random.Random, mix: Mix, kind: Kind, talk: int, turn: int) -> A
     )
 
 
-def events(seconds: float, mix: Mix = MIX) -> list[tuple[float, Event]]:
-    """Returns the events of ``seconds`` of load in order of time; none at the very end."""
-    found = [
-        *((at, Event.FLUSH) for at in _every(mix.flush, seconds)),
-        *((at - 0.6 * mix.flush, Event.BUSY_FLUSH) for at in _every(mix.flush, seconds)),
-        *((at, Event.KILL) for at in _every(mix.kill, seconds)),
-    ]
-    return sorted((each for each in found if each[0] < seconds), key=lambda each: each[0])
+def events(mix: Mix = MIX) -> Iterator[tuple[float, Event]]:
+    """Yields the events of a run and their times in seconds, in order of time, without end."""
+    return heapq.merge(
+        _every(mix.flush, Event.FLUSH),
+        _every(mix.flush, Event.BUSY_FLUSH, first=0.4 * mix.flush),
+        _every(mix.kill, Event.KILL),
+        key=lambda each: each[0],
+    )
 
 
-def _every(period: float, seconds: float) -> list[float]:
-    return [period * at for at in range(1, int(seconds / period) + 1)]
+def _every(
+    period: float, event: Event, first: float | None = None
+) -> Iterator[tuple[float, Event]]:
+    """Yields the times of an event, without end."""
+    at = period if first is None else first
+    while True:
+        yield at, event
+        at += period

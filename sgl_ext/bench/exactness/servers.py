@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -12,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.config import load
-from sgl_ext.config.source import ConfigError, read
-from sgl_ext.errors import ExtError
+import psutil
+
+from sgl_ext.serving.mapped import mapped_segments, segments
 from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 
-SHIPPED = Path(__file__).parent / "configs"
 ARGUMENTS = (
     "--page-size", "16", "--max-total-tokens", "3072", "--chunked-prefill-size", "512",
     "--dtype", "float32", "--enable-priority-scheduling", *BESIDE_OTHERS,
@@ -27,19 +27,6 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 _STRICT = {**_ENVIRONMENT, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 _COMPLAINTS = ("leak detected", "hit an exception", "exception in asgi")
 UNDER_TEST, BESIDE = "server", "peer"
-
-
-def find(name: str) -> Path:
-    """Returns the configuration file with that path, or the shipped one with that name.
-
-    Raises:
-        ExtError: there is no such file.
-    """
-    for path in (Path(name), SHIPPED / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
-    raise ExtError(f"there is no configuration {name}: give a file, or one of {names}")
 
 
 @dataclass(frozen=True)
@@ -72,24 +59,16 @@ class Setup:
         return found
 
 
-def setup(source: Path, scratch: Path, sockets: Path) -> Setup:
-    """Reads a configuration and replaces every directory that it names by a new one.
+def setup(config: Mapping[str, Any], scratch: Path, sockets: Path) -> Setup:
+    """Returns a valid configuration with every directory that it names replaced by a new one.
 
     A run therefore begins with nothing stored, and does not touch the files of a server in use.
 
     Args:
         scratch: folder for the directories of tiers and clusters.
         sockets: directory of peers; its path must be short, because it has sockets.
-
-    Raises:
-        ExtError: the configuration is invalid.
     """
-    try:
-        load(source)
-        _, data = read(source)
-    except ConfigError as error:
-        raise ExtError(str(error)) from None
-    config: dict[str, Any] = json.loads(json.dumps(data))
+    config = copy.deepcopy(dict(config))
 
     def new(name: str) -> str:
         path = scratch / name
@@ -175,3 +154,27 @@ def complaints(logs: Sequence[Path]) -> list[str]:
             if any(sign in line.lower() for sign in _COMPLAINTS):
                 found.append(f"{log.name}: {line.strip()[:300]}")
     return found
+
+
+def end(servers: Sequence[Server], deadline: float = 60.0) -> list[str]:
+    """Ends servers as an operator does, and returns what is left of them.
+
+    Left are processes that go on after the deadline, and shared memory that they had mapped.
+
+    Args:
+        deadline: seconds in which all processes must end.
+    """
+    trees = [_tree(server) for server in servers]
+    mapped = [mapped_segments([each.pid for each in tree]) for tree in trees]
+    for server in servers:
+        with suppress(psutil.NoSuchProcess):
+            server.process.terminate()
+    _, alive = psutil.wait_procs([each for tree in trees for each in tree], timeout=deadline)
+    left = [f"process {each.pid} goes on" for each in alive]
+    return left + [str(path) for path in segments(frozenset().union(*mapped))]
+
+
+def _tree(server: Server) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [server.process, *server.process.children(recursive=True)]
+    return []

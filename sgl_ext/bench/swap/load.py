@@ -198,15 +198,23 @@ async def _talk(session: aiohttp.ClientSession, url: str, talk: Talk, start: flo
             },
         }  # fmt: skip
         one = Heard(f"{talk.name}/{number}", time.perf_counter() - start, len(tokens))
-        await _answer(session, url, body, one, start)
+        await answer(session, url, body, one, start)
         tokens += one.tokens
         heard.append(one)
     return heard
 
 
-async def _answer(
+async def answer(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], heard: Heard, start: float
 ) -> None:
+    """Sends a streamed ``/generate`` request, and records its answer in ``heard`` as it comes.
+
+    Args:
+        start: start of the run on the performance counter, in seconds.
+
+    Raises:
+        ExtError: the request was refused, or its answer was interrupted.
+    """
     async with session.post(f"{url}/generate", json=body) as answer:
         if answer.status != 200:
             raise ExtError(f"{body['rid']}: {await answer.text()}")

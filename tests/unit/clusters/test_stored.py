@@ -6,9 +6,14 @@ import dataclasses
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -340,3 +345,24 @@ def test_read_errors_name_the_device(engine: TransferEngine, directories: list[P
     stored.files[2].unlink()
     with pytest.raises(ExtError, match="context a cannot be read"):
         Reader(engine, devices_of(engine, directories), stored)
+
+
+def test_no_two_threads_decode_a_type_at_once(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """msgspec crashes if two threads use a type for the first time at once."""
+    build(recorded_context(), "a", directories, OPTIONS)
+    real, decoding = msgspec.json.decode, threading.Lock()
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        assert decoding.acquire(blocking=False), "two threads decode at once"
+        time.sleep(0.002)
+        try:
+            return real(*arguments, **options)
+        finally:
+            decoding.release()
+
+    monkeypatch.setattr(msgspec.json, "decode", decode)
+    with ThreadPoolExecutor(2) as threads:
+        opened = [threads.submit(Stored.open, "a", directories, GEOMETRY) for _ in range(2)]
+        assert all((each.result().tokens == opened[0].result().tokens).all() for each in opened)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sgl_ext.plan import Compute, PrefillPlan, Span
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
@@ -18,7 +19,6 @@ from sgl_ext.engine.step import forward, rows
 from sgl_ext.engine.step.forward import PlannedForward
 from sgl_ext.engine.step.layerwise import Layers, layer_by_layer
 from sgl_ext.engine.step.rows import Row
-from sgl_ext.plan import Compute, PrefillPlan, Span
 
 BEGIN = [Row(0, 0, 6), Row(1, 0, 3)]
 AFTER = [Row(0, 4, 6), Row(1, 0, 3)]

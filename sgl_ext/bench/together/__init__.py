@@ -1,0 +1,1 @@
+"""Benchmark of all powers together on one server."""
