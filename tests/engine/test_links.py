@@ -50,7 +50,8 @@ def probe(self, path, start=False):
     held = ext.chunks.links._requests
     json.dump({"computed": computed, "plans": len(ext.plans), "held": len(held),
                "protected": self.tree_cache.protected_size(),
-               "pinned": ext.tiers and ext.tiers.stack.host._pinned,
+               "pinned": ext.tiers and ext.tiers.stack.host._pinned
+               - sum(map(len, ext.tiers.stack._demotions.pinned)),
                "hits": ext.tiers and ext.tiers.stack.hits["host"]}, open(path, "w"))
     computed.clear()
 

@@ -103,7 +103,8 @@ def adder() -> Any:
 def request() -> Any:
     return SimpleNamespace(
         rid="r", customized_info=None, last_node=0, output_ids=[], session=None, beam_group=None,
-        prefix_len=16, to_finish=None, return_logprob=False,
+        prefix_len=16, extend_end=16, full_untruncated_fill_ids=[0] * 16,
+        to_finish=None, return_logprob=False,
         sampling_params=SimpleNamespace(custom_params=None),
         kv=SimpleNamespace(cache_protected_len=16, holds_kv=True),
     )  # fmt: skip
@@ -214,7 +215,14 @@ class Links:
         return req.rid not in self.coming
 
     def acquire(self, _req: Any, *, computing: bool = False) -> dict[str, Any]:
-        return {"power": "chunks", "linked": 0 if computing else 3}
+        self.acquired = {"power": "chunks", "linked": 0 if computing else 3}
+        return self.acquired
+
+    def report(self, _req: Any) -> dict[str, Any]:
+        return self.acquired
+
+    def plan(self, _rid: str) -> None:
+        pass
 
     def release(self, _rid: str) -> None:
         pass
