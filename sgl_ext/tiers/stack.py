@@ -11,6 +11,7 @@ from sgl_ext.clock import Clock
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.demotion import Demotions
@@ -19,7 +20,6 @@ from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.loads import Loads
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stores import Stores
-from sgl_ext.tiers.throughput import running_rate
 from sgl_ext.tiers.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class TierStack:
 
     Args:
         lower: Lower tiers, the nearest first.
+        costs: Cost model of the scheduler.
         wait: Seconds that a request is held back, at most, while its pages come from lower tiers.
         wake: Set by the threads of lower tiers when they have finished something.
         spare: Slots of host memory that these pages leave free.
@@ -58,6 +59,7 @@ class TierStack:
         layers: LayerLoads,
         lower: Sequence[LowerTier],
         *,
+        costs: Costs,
         wait: float,
         wake: Wake,
         clock: Clock,
@@ -68,14 +70,14 @@ class TierStack:
         self.lower = lower
         self.hits: Counter[str] = Counter()
         """Pages that requests loaded, by the name of the tier that had them."""
-        self.computed_pages_per_second: float | None = None
-        """Moving average of the throughput of forwards, in pages per second; None before the first.
-
-        Requests do not wait for a tier that is slower."""
+        for tier in lower:
+            costs.open(tier.tier.name)
         self._copies = copies
         self._wake = wake
         self._closing = closing
-        self._waiting = Waiting(host, lower, wait, spare=spare, clock=clock)
+        self._waiting = Waiting(
+            host, lower, wait, costs=costs, page=copies.layout.page, spare=spare, clock=clock
+        )
         self.keepers: list[Callable[[], bool]] = [self._waiting.give_up_one]
         """Functions that unpin the pages kept for one waiting request; each returns False if it
         keeps no pages."""
@@ -86,15 +88,18 @@ class TierStack:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def lookup(self, rid: str, keys: Sequence[Key]) -> int:
+    def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
         """Returns the number of leading ``keys`` that can be loaded now.
 
-        Starts to load the pages that follow from lower tiers; :meth:`ready` tells when they have
-        landed.
+        Starts to load the pages that follow from lower tiers, unless computing them is expected to
+        be faster; :meth:`ready` tells when they have landed.
+
+        Args:
+            begin: Position of the first of ``keys`` in the prompt, in pages.
         """
         here = self.host.lookup(keys)
         if self.enabled:
-            self._waiting.ask(rid, keys, here, self.computed_pages_per_second)
+            self._waiting.ask(rid, keys, here, begin)
         return here
 
     def ready(self, rid: str) -> bool:
@@ -156,6 +161,7 @@ class TierStack:
 
         The scheduler calls it at least once in each step.
         """
+        self._copies.poll()
         self.stores.poll()
         self._waiting.advance()
         self._demotions.advance()
@@ -179,11 +185,6 @@ class TierStack:
     def in_flight(self) -> BlocksInFlight:
         """Blocks of the device that copies read or write."""
         return self._copies.in_flight
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Records that a forward computed ``tokens`` new tokens in ``seconds``."""
-        rate = tokens / self.layout.page / seconds
-        self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 
     def pending(self) -> bool:
         """Returns whether a request waits for a lower tier."""

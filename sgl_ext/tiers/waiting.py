@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_ext.clock import Clock
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
@@ -33,6 +34,8 @@ class Waiting:
     Args:
         lower: Lower tiers, the nearest first.
         wait: Seconds that a request is held back, at most.
+        costs: Cost model, which decides which tiers a request waits for.
+        page: Tokens of a page.
         spare: Slots of host memory that loads leave free for others.
         clock: Clock of deadlines and leases.
     """
@@ -43,9 +46,13 @@ class Waiting:
         lower: Sequence[LowerTier],
         wait: float,
         *,
+        costs: Costs,
+        page: int,
         clock: Clock,
         spare: int = 0,
     ) -> None:
+        self._costs = costs
+        self._page = page
         self._clock = clock
         self._host = host
         self._lower = lower
@@ -56,7 +63,7 @@ class Waiting:
         """Deadlines of requests whose pages were given up, by request."""
         self._stagings: list[Staging] = []
 
-    def ask(self, rid: str, keys: Sequence[Key], here: int, computed: float | None) -> None:
+    def ask(self, rid: str, keys: Sequence[Key], here: int, begin: int) -> None:
         """Starts to load the request's ``keys`` after the first ``here`` from lower tiers.
 
         If a staging of another request begins with the same page, the request waits for that one;
@@ -65,7 +72,7 @@ class Waiting:
 
         Args:
             here: Number of leading keys in host memory.
-            computed: Pages that are computed per second; None if unknown.
+            begin: Position of the first of ``keys`` in the prompt, in pages.
         """
         request = self._requests.get(rid)
         if request is not None and request.staging.done and not request.owner:
@@ -77,7 +84,7 @@ class Waiting:
         elif self._lower and here < len(keys):
             staging = self._same(keys[here])
             owner = staging is None
-            staging = staging or self._begin(keys, here, computed)
+            staging = staging or self._begin(keys, here, begin)
             self._requests[rid] = _Request(staging, owner, self._deadlines.pop(rid, None), now)
 
     def ready(self, rid: str) -> bool:
@@ -177,8 +184,14 @@ class Waiting:
         """Returns the staging in progress whose first page is ``key``; None if there is none."""
         return next((other for other in self._stagings if other.keys[0] == key), None)
 
-    def _begin(self, keys: Sequence[Key], here: int, computed: float | None) -> Staging:
-        tiers = [tier for tier in self._lower if tier.throughput.worthwhile(computed)]
+    def _begin(self, keys: Sequence[Key], here: int, begin: int) -> Staging:
+        tokens, first = (len(keys) - here) * self._page, (begin + here) * self._page
+        tiers = [
+            tier for tier in self._lower
+            if tier.throughput.worthwhile(
+                faster=self._costs.worth_loading(tier.tier.name, tokens, first)
+            )
+        ]  # fmt: skip
         staging = Staging(keys, here, self._host, tiers, spare=self._spare, clock=self._clock)
         while staging.advance(self._host):
             pass

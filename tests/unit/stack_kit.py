@@ -14,6 +14,7 @@ from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 from sgl_ext.memory.lanes import Lane
 from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -53,16 +54,24 @@ class Machine:
         if bytes_per_second is not None:
             lane = self.engine.throttled_lane(lane, bytes_per_second=bytes_per_second)
         engine: Any = self.engine
+        self.costs = Costs()
         if delayed is not None:
             delayed.real, engine = self.engine, delayed
-        copies = DeviceCopies(engine, lane, self.slab, self.arena, by_layer=by_layer)
+        copies = DeviceCopies(
+            engine, lane, self.slab, self.arena, costs=self.costs, by_layer=by_layer
+        )
         self.shelf = Shelf(self.arena)
         wake = threading.Event()
         self.stack = TierStack(
             HostPages(pages),
             copies,
             LayerLoads(copies.groups, DEADLINE_S),
-            [ThreadedTier(self.shelf, keep_after=keep_after, wake=wake.set)],
+            [
+                ThreadedTier(
+                    self.shelf, keep_after=keep_after, wake=wake.set, costs=self.costs, page=page
+                )
+            ],
+            costs=self.costs,
             wait=wait,
             wake=wake,
             clock=time.monotonic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,8 @@ from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams, streams_of
+from sgl_ext.planning import choices
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Link, PrefillPlan, Span
 
 _LEADS = 4
@@ -50,6 +53,7 @@ class ChunkLinks:
         move: copies KV to other positions.
         streams: streams of the device that has the slab.
         plans: plans by request id; receives the plan of each request that is acquired.
+        costs: cost model; None if several ranks have to agree, which always link.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class ChunkLinks:
         move: Moves,
         streams: Streams,
         plans: dict[str, PrefillPlan],
+        costs: Costs | None,
     ) -> None:
         self._search = search
+        self._costs = costs
         self._plans = plans
         self._slab = slab
         self._pool = pool
@@ -126,6 +132,12 @@ class ChunkLinks:
                 have = max(have, found[LEAD].tokens)
             for number, wanted in _chunks(req, have):
                 found[number] = self._search.find(_name(req, number), wanted)
+            tokens = sum(each.tokens for each in found.values())
+            costs = self._costs
+            if costs is not None and not choices.links(costs, tokens, req.prefix_len, req.rid):
+                for each in found.values():
+                    self._search.let_go(each)
+                return self.acquire(req, computing=True)
         self.forget(req.rid)
         available = [
             found[number].tokens if number in found else 0
@@ -163,7 +175,11 @@ class ChunkLinks:
             targets = slots[positions - start]
             moves.append(Move(chunk.slots, chunk.places, positions - link.at, targets, delta))
         if moves:
+            began = time.monotonic()
             self._move(moves)
+            if self._costs is not None and self._slab.device is None:  # it has ended
+                tokens = sum(len(one.targets) for one in moves)
+                choices.linked(self._costs, tokens, rid, time.monotonic() - began)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
         """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.
@@ -279,6 +295,8 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     Raises:
         ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     slab, runner = ext.require_slab("chunks"), scheduler.tp_worker.model_runner
     stack = None if ext.tiers is None else ext.tiers.stack
     rope, holds = verified_rope(runner.model, slab.layout), None if stack is None else stack.holds
@@ -289,4 +307,5 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
         moves_of(slab.layout, rope, slab.tensor(), holds),
         streams_of(slab.device, None),
         ext.plans,
+        ext.costs if get_parallel().tp_size == 1 else None,
     )

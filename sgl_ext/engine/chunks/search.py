@@ -95,9 +95,9 @@ class ChunkSearch:
             name: name of the search.
         """
         if self._tiers is not None:
-            _, _, keys = self._match(wanted)
+            _, begin, keys = self._match(wanted)
             if keys:
-                self._tiers.lookup(name, keys)
+                self._tiers.lookup(name, keys, begin // self._tree.page_size)
 
     def ready(self, name: str) -> bool:
         """Returns whether a search need not wait any longer, on every rank.

@@ -1,33 +1,27 @@
-"""Creation of a scheduler's restorer, with the costs that were measured on this machine."""
+"""Creation of a scheduler's restorer."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from dataclasses import asdict
-from pathlib import Path
 
-import msgspec
-
-from sgl_ext.config import Restore, Tiers
+from sgl_ext.config import Restore
 from sgl_ext.engine.core import hooks
-from sgl_ext.memory.slab import Layout
-from sgl_ext.packages import cache_dir
 from sgl_ext.planning.channels import LOAD_TOKENS
-from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import POLICIES
-from sgl_ext.planning.profile import HOST, PROFILES, Subject, devices, find
 from sgl_ext.tiers.stack import TierStack
-
-logger = logging.getLogger(__name__)
 
 
 def open_restorer(
-    config: Restore, tiers: Tiers, stack: TierStack, chunked_prefill_size: int | None
+    config: Restore, wait: float, stack: TierStack, costs: Costs, chunked_prefill_size: int | None
 ) -> Planner:
     """Returns a new restorer for a scheduler whose tiers are open.
+
+    Args:
+        wait: option ``tiers.wait``, in seconds.
+        costs: cost model of the scheduler; its loads and forwards become those of restorations.
 
     Raises:
         ActivationError: SGLang does not compute prompts in parts, or ``restore.chunk`` is no
@@ -35,15 +29,16 @@ def open_restorer(
     """
     page, size = stack.layout.page, chunked_prefill_size
     require_parts(config, page, size)
-    chunk = config.chunk if size is None else min(config.chunk, size // page * page)
+    costs.chunk = config.chunk if size is None else min(config.chunk, size // page * page)
+    costs.unit = max(LOAD_TOKENS // page, 1) * page
     return Planner(
         stack.host,
         stack.lower,
         POLICIES[config.policy](config.ageing),
-        _costs(stack, devices(tiers), chunk),
+        costs,
         page=page,
-        unit=max(LOAD_TOKENS // page, 1),
-        wait=tiers.wait,
+        unit=costs.unit // page,
+        wait=wait,
         hits=stack.hits,
         clock=time.monotonic,
         lock=threading.Lock(),
@@ -70,53 +65,3 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
             f"restore.chunk is {config.chunk} tokens, which is not a multiple of the page size "
             f"{page}; set it to {-(-config.chunk // page) * page}, for example"
         )
-
-
-def subject_of(layout: Layout) -> Subject:
-    """Returns the subject of this process's profile: model, dtype, page size and device."""
-    return Subject(layout.fingerprint, layout.dtype, layout.page, _device())
-
-
-def _costs(stack: TierStack, now: dict[str, str], chunk: int) -> Costs:
-    """Returns the costs of a profile; without one, defaults that the first forwards and loads
-    replace.
-
-    Args:
-        now: current :func:`~sgl_ext.planning.profile.devices` of the tiers.
-        chunk: tokens of a forward that restores.
-    """
-    tiers = [lower.tier.name for lower in stack.lower]
-    if (profile := find(subject_of(stack.layout), cache_dir() / PROFILES)) is not None:
-        lower = {tier: now.get(tier, "") for tier in tiers}
-        return profile.costs(lower, chunk, now.get(HOST, ""))
-    logger.info(
-        "restore has no profile of this model on this machine; run sgl-ext calibrate to create one"
-    )
-    import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # or the first prompt waits for it
-
-    return Costs(ComputeCost(), {tier: LoadCost() for tier in tiers}, chunk)
-
-
-def _device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "CPU")
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def describe(restorer: Planner, stack: TierStack) -> dict[str, object]:
-    """Returns the estimated costs and recent observations, for ``/server_info``."""
-    costs = restorer.costs
-    return {
-        "subject": msgspec.to_builtins(subject_of(stack.layout)),
-        "measured": sorted(costs.measured),
-        "crossover": costs.crossover,
-        "compute": asdict(costs.compute),
-        "loads": {name: asdict(load) for name, load in costs.loads.items()},
-        "interrupted": restorer.interrupted,
-        "forwards": [*costs.forwards],
-        "loaded": {name: [*each] for name, each in [*costs.loaded_lately.items()]},
-    }
