@@ -20,10 +20,6 @@ _OFTEN = 16
 """Operations up to which each one is followed by a fit; later, one of as many is."""
 _BELIEF = 0.1
 """Weight of the prior costs of a fit against one operation."""
-_ROUNDS = 2
-"""Rounds of a fit in which operations that it explains badly lose weight."""
-_NEAR = 0.05
-"""Relative error up to which an operation has full weight in a fit."""
 
 Features = tuple[float, ...]
 
@@ -88,8 +84,8 @@ def fit(
 ) -> NDArray[np.float64]:
     """Returns the non-negative costs that explain operations best.
 
-    Minimizes the relative errors, so that a short operation counts as much as a long one: nearly
-    the sum of their absolute values, so that outliers hardly count.
+    Minimizes the squared relative errors: a short operation counts as much as a long one, and a
+    delayed operation hardly counts.
 
     Args:
         features: features of each operation, ``[operations, features]``.
@@ -107,12 +103,8 @@ def fit(
     if believed is not None:
         prior = np.diag(math.sqrt(_BELIEF) * shares.mean(axis=0))
         wanted = prior @ np.array(believed)
-    weights = np.ones(len(shares))
-    for _ in range(1 + _ROUNDS):
-        rows = np.concatenate((shares * weights[:, None], prior))
-        costs: NDArray[np.float64] = nnls(rows, np.concatenate((weights, wanted)))[0]
-        errors = np.abs(shares @ costs - 1)
-        weights = np.sqrt(_NEAR / np.maximum(errors, _NEAR))
+    rows, targets = np.concatenate((shares, prior)), np.append(np.ones(len(shares)), wanted)
+    costs: NDArray[np.float64] = nnls(rows, targets)[0]
     costs[1] = max(costs[1], 1e-9)
     return costs
 

@@ -48,6 +48,13 @@ def test_a_swapped_request_is_recomputed_only_if_that_costs_less() -> None:
     assert counted(slow, "swap_in_or_recompute") == {"recompute": 2, "swap_in": 2}
 
 
+def test_a_request_that_is_recomputed_again_is_counted_again() -> None:
+    slow = costs(load=2e-3)
+    for _ in range(3):
+        assert choices.recomputes(slow, 0, 1000, 0, "auto", "r")
+    assert counted(slow, "swap_in_or_recompute") == {"recompute": 3}
+
+
 def test_a_preempted_request_drops_its_kv_only_if_computing_is_clearly_faster() -> None:
     assert choices.keeps(Costs(), 1000)
     assert choices.keeps(costs(load=1.5e-3), 1000)

@@ -197,6 +197,22 @@ def test_computing_and_loading_end_together_at_the_meeting(
         assert (single if at - front <= 512 else chunked) == pytest.approx(loading, rel=1e-3)
 
 
+def test_loads_of_a_restoration_have_the_latency_of_their_channel() -> None:
+    """Two loads of half the size take one more latency, so that more is computed meanwhile."""
+    believed = costs(0.0, 1e-3, 0.0, 1e-3)
+    believed.loads["ssd"] = LoadCost(0.128, 1e-3)
+    found = []
+    for believed.unit in (None, 256, 128):
+        at = believed.meeting(0, 1000, "ssd")
+        loads = 0.0 if believed.unit is None else (1000 - at) / believed.unit
+        assert believed.compute.seconds(0, at) == pytest.approx(
+            (1000 - at) * 1e-3 + loads * 0.128, rel=1e-3
+        )
+        found.append(believed.remaining(0, 1000, 1000, 1000, "ssd"))
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(0.5)
+
+
 def test_observed_forwards_determine_the_cost_of_attention() -> None:
     """Predicts forwards at short and at long positions, although one observation is an outlier."""
     true = ComputeCost(5e-3, 4e-4, 2e-7)
