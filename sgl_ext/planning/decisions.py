@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 _RECENT = 256
@@ -123,7 +123,7 @@ class Decisions:
         """Returns choices, last predictions and error by kind, for ``/server_info``."""
         return {
             kind: {
-                "choices": {name: vars(choice) for name, choice in found.choices.items()},
+                "choices": {name: asdict(choice) for name, choice in found.choices.items()},
                 "last": found.last,
                 "error": found.error,
             }

@@ -96,18 +96,18 @@ class ExtRuntime:
     def computed_parts(self, batch: ScheduleBatch) -> list[tuple[int, int]] | None:
         """Returns tokens ``begin .. end - 1`` of each prompt that an extend forward computes.
 
-        None if plans link or load some tokens of the ``ScheduleBatch``.
+        None if plans link or load some tokens of the ``ScheduleBatch``, or if it does not tell its
+        parts.
         """
-        parts = []
-        for req, begin, length in zip(
-            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
-        ):
-            end = begin + length
+        begins, lengths = batch.prefix_lens or (), batch.extend_lens or ()
+        if not len(begins) == len(lengths) == len(batch.reqs):
+            return None
+        parts = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        for req, part in zip(batch.reqs, parts, strict=True):
             if (plan := self.plans.get(req.rid)) is not None and not all(
-                isinstance(span.source, Compute) for span in plan.between(begin, end)
+                isinstance(span.source, Compute) for span in plan.between(*part)
             ):
                 return None
-            parts.append((begin, end))
         return parts
 
     @property

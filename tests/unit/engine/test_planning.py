@@ -93,6 +93,17 @@ def test_forwards_that_load_say_nothing_about_computing(ext: runtime.ExtRuntime)
     assert ext.costs.known(COMPUTE)
 
 
+@pytest.mark.parametrize(("begins", "lengths"), [(None, None), ([0], None), ([0, 0], [8, 8])])
+def test_a_batch_that_does_not_tell_its_parts_is_only_timed(
+    ext: runtime.ExtRuntime, begins: list[int] | None, lengths: list[int] | None
+) -> None:
+    batch = extend((0, 8))
+    batch.prefix_lens, batch.extend_lens = begins, lengths
+    planning.observing(ext, batch)(0.5)
+    assert ext.prefill_seconds == 0.5
+    assert not ext.costs.known(COMPUTE)
+
+
 def test_costs_are_seeded_by_the_profile_of_the_model(
     ext: runtime.ExtRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
