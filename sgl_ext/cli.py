@@ -73,7 +73,7 @@ def calibrate(
     ],
     config: _Config = None,
 ) -> None:
-    """Measures compute and load costs for the restore section; further arguments go to SGLang."""
+    """Measures computing, decoding and loading for the tiers; further arguments go to SGLang."""
     from sgl_ext.calibration.profile import calibrate as measure
 
     try:
@@ -86,8 +86,16 @@ def calibrate(
         f"compute: {1e3 * compute.overhead:.1f} ms per forward, {1e6 * compute.per_token:.1f} us "
         f"per token, {1e9 * compute.per_pair:.2f} ns per pair of a token and a preceding token"
     )
+    if (decode := profile.decode) is not None:
+        print(
+            f"decode: {1e3 * decode.overhead:.1f} ms per step, "
+            f"{1e3 * decode.per_request:.2f} ms per request"
+        )
     for tier, cost in profile.loads.items():
-        print(f"loading from {tier}: {1e6 * cost.per_token:.1f} us per token")
+        print(
+            f"loading from {tier}: {1e3 * cost.latency:.2f} ms per load, "
+            f"{1e6 * cost.per_token:.1f} us per token"
+        )
     for how, curve in profile.host.items():
         figures = ", ".join(
             f"{1e3 * seconds:.0f} ms for {n} tokens" for n, seconds in curve.items()

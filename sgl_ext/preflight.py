@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
-from sgl_ext.config import SECTIONS, Clusters, ExtConfig, Peer, Restore, Swap, Tiers
+from sgl_ext.config import SECTIONS, Clusters, ExtConfig, Peer, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.limits import available_memory
@@ -133,9 +133,9 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         section = present[name]
         probed = "; add --model-path to check the model" if name == "chunks" else ""
         yield Check(name, "ok", f"on{probed}")
-        if isinstance(section, Restore) and not any(known(cache_dir() / PROFILES)):
+        if isinstance(section, Tiers) and not any(known(cache_dir() / PROFILES)):
             yield Check(
-                "restore profile", "note", "none; servers measure costs while they run",
+                "cost profile", "note", "none; servers measure costs while they run",
                 "run sgl-ext calibrate --model-path … with this configuration",
             )  # fmt: skip
         if isinstance(section, Tiers):

@@ -1,4 +1,4 @@
-"""Live tables of running servers: their tiers and the memory that they lend (``sgl-ext top``)."""
+"""Live tables of running servers: tiers, decisions and lent memory (``sgl-ext top``)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,34 @@ def _tables(now: list[State], before: list[State], seconds: float) -> Group:
         tables.append(_table(tiers, old, seconds))
     if any("peer" in state for state in now):
         tables.append(_peers(now))
+    tables.append(_decisions(now))
     return Group(*tables)
+
+
+def _decisions(states: list[State]) -> Table:
+    """Returns the decisions of the cost model with their mean durations, and its errors."""
+    table = Table(
+        "scheduler", "decision or cost", "choices", "predicted ms", "measured ms", "error",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for number, state in enumerate(states):
+        for kind, found in state.get("planning", {}).get("decisions", {}).items():
+            choices = found["choices"]
+
+            def mean(what: str, of: str, choices: Any = choices) -> str:
+                count = sum(each[of] for each in choices.values())
+                total = sum(each[what] for each in choices.values())
+                return f"{1e3 * total / count:,.1f}" if count else ""
+
+            table.add_row(
+                str(number),
+                escape(kind),
+                escape(", ".join(f"{name} {each['count']:,}" for name, each in choices.items())),
+                mean("predicted_seconds", "count"),
+                mean("measured_seconds", "ended"),
+                "" if found["error"] is None else f"{found['error']:.0%}",
+            )
+    return table
 
 
 def _peers(states: list[State]) -> Table:

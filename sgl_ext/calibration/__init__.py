@@ -1,1 +1,1 @@
-"""Measurements of a model on this machine for restoring prefixes (``sgl-ext calibrate``)."""
+"""Measurements of a model on this machine for the cost model (``sgl-ext calibrate``)."""

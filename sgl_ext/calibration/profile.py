@@ -1,4 +1,4 @@
-"""Measurement of compute and load costs for restoring prefixes (``sgl-ext calibrate``)."""
+"""Measurement of the costs of computing, decoding and loading (``sgl-ext calibrate``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,19 @@ from sgl_ext.calibration.crossover import POOL, WAYS, crossover_of, host_curves,
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
-from sgl_ext.planning.costs import LoadCost, fit
+from sgl_ext.planning.compute_cost import DecodeCost, fit
+from sgl_ext.planning.costs import DECODE, HOST
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.profile import PROFILES, Profile, Subject, devices, save
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, generate, live, model_info, wait_until_stored
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Lengths of the measured prompts, in tokens; they give forwards of these and of the chunk size."""
+_TOGETHER = (1, 2, 4, 8)
+"""Numbers of requests that decode together."""
+_DECODED = 16
+"""Tokens that each of them generates."""
 
 
 def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
@@ -32,7 +39,8 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
     afterwards. A remote store keeps some pages of random tokens until it evicts them.
 
     Args:
-        config: Configuration with a ``restore`` section. Its tiers are measured.
+        config: Configuration with a ``tiers`` section, whose tiers are measured. With a ``restore``
+            section, L_delta is measured, too.
         arguments: Further arguments of the server, the same that it will be started with later.
 
     Returns:
@@ -42,8 +50,8 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
         ExtError: The configuration has nothing to calibrate, a server does not start or answer, or
             a tier has loaded nothing.
     """
-    if config.restore is None or config.tiers is None:
-        raise ExtError("nothing to calibrate: the configuration has no restore section; add one")
+    if config.tiers is None:
+        raise ExtError("nothing to calibrate: the configuration has no tiers section; add one")
     found: dict[str, dict[str, Any]] = {}
     loads: dict[str, LoadCost] = {}
     deadline = config.start_deadline
@@ -54,13 +62,20 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
                 systems = [_system(name, only, arguments)]
                 with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
                     _ask(running.url)
-                    found[name] = live(running.url)["restore"]
-            if name != "host":
+                    _decode(running.url)
+                    found[name] = live(running.url)["planning"]["costs"]
+            if name != HOST:
                 loads[name] = _load_cost(name, found[name]["loaded"].get(name, ()))
         forwards = [tuple(each) for one in found.values() for each in one["forwards"]]
         subject = msgspec.convert(next(iter(found.values()))["subject"], Subject)
-        profile = Profile(subject, fit(forwards), loads, devices(config.tiers))
-        if config.tiers.host is not None:
+        decode = None
+        for one in found.values():
+            if HOST in one["known"]:
+                loads[HOST] = LoadCost(**one["loads"][HOST])
+            if DECODE in one["known"]:
+                decode = DecodeCost(**one["decode"])
+        profile = Profile(subject, fit(forwards), loads, devices(config.tiers), decode=decode)
+        if config.restore is not None and config.tiers.host is not None:
             small = (*arguments, "--max-total-tokens", str(POOL))
             systems = []
             for way in WAYS:
@@ -75,7 +90,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
 
 
 def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
-    """Returns a server with the sections of ``config`` that restoring needs."""
+    """Returns a server with the sections of ``config`` that are measured."""
     resolved = config.resolved()
     sections = {name: resolved[name] for name in ("memory", "tiers", "restore")}
     command = (*arguments, "--enable-ext", "--ext-config", json.dumps(sections))
@@ -148,3 +163,12 @@ def _ask(url: str) -> None:
         if len(prompt) >= 1024:
             forget(url)
             generate(url, prompt, 1)
+
+
+def _decode(url: str) -> None:
+    """Decodes prompts, in batches of all sizes of :data:`_TOGETHER`."""
+    with ThreadPoolExecutor(max(_TOGETHER)) as pool:
+        for together in _TOGETHER:
+            prompts = [random_tokens(min(_LENGTHS)) for _ in range(together)]
+            for answer in [pool.submit(generate, url, prompt, _DECODED) for prompt in prompts]:
+                answer.result()

@@ -1,157 +1,173 @@
-"""Cost model of computing and loading KV, and the position where both meet (CacheFlow §3.1)."""
+"""Cost model of one scheduler: what computing, decoding and moving KV takes.
+
+All powers record what they measure here, and take their estimates from here. Sizes are in tokens,
+times in seconds. The position where computing and loading meet is that of CacheFlow §3.1.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
-import numpy as np
+from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost, features_of
+from sgl_ext.planning.decisions import Decisions
+from sgl_ext.planning.learner import Features, Learner
+from sgl_ext.planning.load_cost import LoadCost
 
-_MEMORY = 0.8
-"""Weight of the previous estimate against one more observation."""
-_FARTHEST = 4.0
-"""Limit of the ratio between an observation and its estimate; a larger one has other causes."""
 COMPUTE = "compute"
-"""Name of the cost of computing; costs of loading have the names of tiers."""
+"""Name of the cost of computing."""
+DECODE = "decode"
+"""Name of the cost of decode steps."""
+HOST = "host"
+"""Channel from host memory to the device; a lower tier is the channel of its own name."""
+HOST_OUT = "host-out"
+"""Channel from the device to host memory."""
+MOVE = "move"
+"""Channel within one memory: copies of KV to other positions."""
 CROSSOVER = 512
 """Default of L_delta where it was not measured, in tokens."""
 _OBSERVED = 512
-"""Recent forwards, and recent loads of each tier, that are kept."""
-_FITTED = 64
-"""Recent forwards that the cost of computing is fitted to."""
-_BELIEF = 0.1
-"""Weight of the prior costs of a fit against one forward."""
-
-
-@dataclass(frozen=True)
-class ComputeCost:
-    """Cost in seconds of a forward over tokens ``begin .. end - 1`` of a prompt.
-
-    The cost of a token grows with its position because it attends to all tokens before it.
-    """
-
-    overhead: float = 0.0
-    """Seconds of a forward, whatever its tokens."""
-    per_token: float = 1e-3
-    """Seconds per token."""
-    per_pair: float = 0.0
-    """Seconds per pair of a token and a token that it attends to."""
-
-    def seconds(self, begin: int, end: int) -> float:
-        """Returns the seconds of one forward."""
-        return self.overhead + self.work(begin, end)
-
-    def work(self, begin: int, end: int) -> float:
-        """Returns the seconds without the overhead of the forward."""
-        return (end - begin) * (self.per_token + self.per_pair * (begin + end) / 2)
-
-    def in_chunks(self, begin: int, end: int, chunk: int) -> float:
-        """Returns the seconds of computing in forwards of ``chunk`` tokens each."""
-        return math.ceil((end - begin) / chunk) * self.overhead + self.work(begin, end)
-
-    def scaled(self, by: float) -> ComputeCost:
-        return ComputeCost(self.overhead * by, self.per_token * by, self.per_pair * by)
-
-
-def fit(
-    samples: Sequence[tuple[int, int, float]], believed: ComputeCost | None = None
-) -> ComputeCost:
-    """Returns the costs that explain measured forwards best.
-
-    Minimizes the squared relative errors over non-negative costs: a short forward counts as much as
-    a long one, and a delayed forward hardly counts.
-
-    Args:
-        samples: ``(begin, end, seconds)`` of each forward.
-        believed: prior costs, which decide what similar forwards leave undetermined.
-
-    Raises:
-        ValueError: a forward did not take any time; or ``believed`` is None and there are fewer
-            than three forwards, or all have the same number of tokens.
-    """
-    from scipy.optimize import nnls  # type: ignore[import-untyped]
-
-    begin, end, seconds = np.array(samples, float).reshape(-1, 3).T
-    alike = len(seconds) < 3 or np.ptp(end - begin) == 0
-    if (believed is None and alike) or not (seconds > 0).all():
-        raise ValueError(f"{len(samples)} forwards do not determine the costs: {samples[:3]}")
-    tokens = end - begin
-    factors = np.stack((np.ones_like(tokens), tokens, tokens * (begin + end) / 2), axis=1)
-    factors /= seconds[:, None]
-    wanted = np.ones_like(seconds)
-    if believed is not None:
-        weights = math.sqrt(_BELIEF) * factors.mean(axis=0)
-        belief = (believed.overhead, believed.per_token, believed.per_pair)
-        factors = np.concatenate((factors, np.diag(weights)))
-        wanted = np.concatenate((wanted, weights * belief))
-    overhead, per_token, per_pair = map(float, nnls(factors, wanted)[0])
-    return ComputeCost(overhead, max(per_token, 1e-9), per_pair)
-
-
-@dataclass(frozen=True)
-class LoadCost:
-    """Cost in seconds of a load of consecutive tokens from one tier."""
-
-    latency: float = 0.0
-    per_token: float = 1e-3
-
-    def seconds(self, tokens: int) -> float:
-        return self.latency + tokens * self.per_token
-
-    def scaled(self, by: float) -> LoadCost:
-        return LoadCost(self.latency * by, self.per_token * by)
+"""Recent forwards, and recent loads of each channel, that are kept."""
 
 
 @dataclass
 class Costs:
     """Estimated costs of one process, corrected by observations while it serves.
 
+    The scheduler's thread records forwards and decode steps; one thread for each channel records
+    its loads. Any thread reads the estimates.
+
     Attributes:
-        compute: cost of a forward.
-        loads: cost of a load, by the name of the tier.
+        compute: cost of a forward of prompts.
+        loads: cost of a load, by the name of the channel.
         chunk: tokens of a forward that restores.
-        measured: names of the costs that come from a profile: :data:`COMPUTE` and tiers. The first
-            observation replaces the default of any other cost.
+        measured: names of the costs that come from a profile: :data:`COMPUTE`, :data:`DECODE` and
+            channels. The first observation replaces the default of any other cost.
     """
 
-    compute: ComputeCost
-    loads: dict[str, LoadCost]
-    chunk: int
+    compute: ComputeCost = field(default_factory=ComputeCost)
+    loads: dict[str, LoadCost] = field(default_factory=dict)
+    chunk: int = 512
     measured: frozenset[str] = frozenset()
     crossover: int = CROSSOVER
     """Length in tokens from which on a prefix in host memory is restored by tokens instead of by
     layers: L_delta."""
+    unit: int | None = None
+    """Maximum tokens of one load of a restoration, each of which has the latency of its channel;
+    None if a restoration is one load."""
+    decode: DecodeCost = field(default_factory=DecodeCost)
+    decisions: Decisions = field(default_factory=Decisions, repr=False)
     forwards: deque[tuple[int, int, float]] = field(
         default_factory=lambda: deque(maxlen=_OBSERVED), repr=False
     )
-    """Recent forwards: ``(begin, end, seconds)``."""
+    """Recent forwards of one prompt: ``(begin, end, seconds)``."""
     loaded_lately: dict[str, deque[tuple[int, float]]] = field(default_factory=dict, repr=False)
-    """Recent loads by tier: ``(tokens, seconds)``."""
-    epoch: int = 0
-    """Number of costs that were observed for the first time. Each change invalidates all earlier
-    estimates."""
-    _seen: set[str] = field(default_factory=set, repr=False)
+    """Recent loads by channel: ``(tokens, seconds)``."""
+    _learners: dict[str, Learner] = field(default_factory=dict, repr=False)
+    """Estimates by the name of their cost, since its first observation."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of costs without a profile that were observed. Each change invalidates all earlier
+        estimates."""
+        return len({*self._learners} - self.measured)
+
+    def open(self, channel: str) -> None:
+        """Adds a channel, unless it is known already, with a default cost."""
+        self.loads.setdefault(channel, LoadCost())
+
+    def known(self, name: str) -> bool:
+        """Returns whether a cost is measured: by a profile or while serving."""
+        return name in self.measured or name in self._learners
+
+    def seed(
+        self, compute: ComputeCost, loads: Mapping[str, LoadCost], decode: DecodeCost | None
+    ) -> None:
+        """Takes over the costs of a profile, before the first observation."""
+        self.compute = compute
+        self.loads |= loads
+        self.measured |= {COMPUTE, *loads}
+        if decode is not None:
+            self.decode = decode
+            self.measured |= {DECODE}
+
+    # --- observations -----------------------------------------------------------------------------
 
     def computed(self, begin: int, end: int, seconds: float) -> None:
-        """Records a forward over tokens ``begin .. end - 1``."""
-        self.forwards.append((begin, end, seconds))
-        expected = self.compute.seconds(begin, end)
-        correction = self._correction(COMPUTE, seconds / expected)
-        if COMPUTE in self.measured:
-            self.compute = self.compute.scaled(correction)
-            return
-        lately = [*self.forwards][-_FITTED:]
-        rates = np.array([(until - start) / took for start, until, took in lately])
-        self.compute = fit(lately, ComputeCost(per_token=float(rates.sum() / (rates**2).sum())))
+        """Records a forward over tokens ``begin .. end - 1`` of one prompt."""
+        self.forwarded([(begin, end)], seconds)
 
-    def loaded(self, tier: str, tokens: int, seconds: float) -> None:
-        """Records a load of ``tokens`` tokens from a tier."""
-        lately = self.loaded_lately.setdefault(tier, deque(maxlen=_OBSERVED))
+    def forwarded(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Records a forward that computes only these parts of prompts.
+
+        Args:
+            parts: tokens ``begin .. end - 1`` of each prompt.
+        """
+        if len(parts) == 1:
+            self.forwards.append((*parts[0], seconds))
+        believed = self.compute.overhead, self.compute.per_token, self.compute.per_pair
+        if costs := self._learn(COMPUTE, "forward", features_of(parts), seconds, believed):
+            self.compute = ComputeCost(*costs)
+
+    def decoded(self, requests: int, seconds: float) -> None:
+        """Records a decode step of some requests."""
+        believed = self.decode.overhead, self.decode.per_request
+        if costs := self._learn(DECODE, DECODE, (1.0, requests), seconds, believed):
+            self.decode = DecodeCost(*costs)
+
+    def loaded(self, channel: str, tokens: int, seconds: float) -> None:
+        """Records a load of ``tokens`` tokens through a channel."""
+        lately = self.loaded_lately.setdefault(channel, deque(maxlen=_OBSERVED))
         lately.append((tokens, seconds))
-        cost = self.loads[tier]
-        self.loads[tier] = cost.scaled(self._correction(tier, seconds / cost.seconds(tokens)))
+        cost = self.loads.get(channel, LoadCost())
+        believed = cost.latency, cost.per_token
+        if costs := self._learn(channel, channel, (1.0, tokens), seconds, believed):
+            self.loads[channel] = LoadCost(*costs)
+
+    def _learn(
+        self, name: str, kind: str, features: Features, seconds: float, believed: Features
+    ) -> Features | None:
+        """Records an operation and the error of its prediction.
+
+        Returns:
+            The new costs; None if the operation says nothing.
+        """
+        if seconds <= 0 or features[1] <= 0:
+            return None  # nothing was done, or the clock did not see it
+        if self.known(name):
+            predicted = sum(cost * each for cost, each in zip(believed, features, strict=True))
+            self.decisions.observed(kind, predicted, seconds)
+        if (learner := self._learners.get(name)) is None:
+            # A decode step reads all weights, whatever its number of requests.
+            learner = self._learners[name] = Learner(
+                believed if name in self.measured else None, main=0 if name == DECODE else 1
+            )
+        return learner.observe(features, seconds)
+
+    # --- estimates --------------------------------------------------------------------------------
+
+    def computing(self, begin: int, end: int) -> float:
+        """Returns the seconds of computing tokens ``begin .. end - 1`` of a prompt in chunks."""
+        return self.compute.in_chunks(begin, end, self.chunk)
+
+    def worth_loading(self, channel: str, tokens: int, begin: int) -> bool:
+        """Returns whether loading is expected to be faster than computing.
+
+        True as long as one of both costs is unknown.
+
+        Args:
+            tokens: tokens to load.
+            begin: position of the first of them in the prompt.
+        """
+        if not (self.known(channel) and self.known(COMPUTE)):
+            return True
+        seconds = {
+            "wait": self.loads[channel].seconds(tokens),
+            "compute": self.computing(begin, begin + tokens),
+        }
+        return self.decisions.least("wait_for_tier", seconds) == "wait"
 
     def meeting(self, front: int, back: int, tier: str, busy: float = 0.0) -> float:
         """Returns the position where computing and loading finish at the same time.
@@ -178,7 +194,7 @@ class Costs:
     def _meeting(self, front: int, back: int, tier: str, ahead: float, linear: float) -> float:
         if ahead == math.inf:
             return float(back)
-        half, per_load = self.compute.per_pair / 2, self.loads[tier].per_token
+        half, per_load = self.compute.per_pair / 2, self._per_loaded(tier)
         # linear·(x - front) + half·(x² - front²) = ahead + per_load·(back - x)
         slope = linear + per_load
         constant = ahead + per_load * back + linear * front + half * front * front
@@ -200,16 +216,43 @@ class Costs:
         seconds = self.compute.seconds(end, prompt_tokens) if prompt_tokens > end else 0.0
         if front < back:
             meeting = self.meeting(front, back, tier)
-            seconds += self.loads[tier].per_token * (back - meeting)
+            seconds += self._per_loaded(tier) * (back - meeting)
         return seconds
 
     def recomputing(self, front: int, back: int) -> float:
         """Returns the seconds of computing what is not loaded (remaining work of Algorithm 1)."""
         return self.compute.in_chunks(front, back, self.chunk) if front < back else 0.0
 
-    def _correction(self, what: str, ratio: float) -> float:
-        if what not in self.measured and what not in self._seen:
-            self._seen.add(what)
-            self.epoch += 1
-            return ratio
-        return _MEMORY + (1 - _MEMORY) * min(max(ratio, 1 / _FARTHEST), _FARTHEST)
+    def _per_loaded(self, channel: str) -> float:
+        """Returns the seconds per token of a restoration's loads."""
+        cost = self.loads[channel]
+        return cost.per_token + (cost.latency / self.unit if self.unit else 0.0)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        """Returns the estimates and recent observations, for ``/server_info``."""
+        return {
+            "measured": sorted(self.measured),
+            "known": sorted(self.measured | {*self._learners}),
+            "crossover": self.crossover,
+            "compute": asdict(self.compute),
+            "decode": asdict(self.decode),
+            "loads": {name: asdict(cost) for name, cost in [*self.loads.items()]},
+            "forwards": [*self.forwards],
+            "loaded": {name: [*each] for name, each in [*self.loaded_lately.items()]},
+        }
+
+    def check_integrity(self) -> None:
+        """Checks that all estimates are usable, and the decisions.
+
+        Raises:
+            AssertionError: a cost is negative or not a number, or a token costs nothing.
+        """
+        costs = {name: (cost.latency, cost.per_token, 0.0) for name, cost in self.loads.items()}
+        costs[DECODE] = self.decode.overhead, self.decode.per_request, 0.0
+        costs[COMPUTE] = self.compute.overhead, self.compute.per_token, self.compute.per_pair
+        for name, (fixed, each, pair) in costs.items():
+            if not (0 <= fixed < math.inf and 0 < each < math.inf and 0 <= pair < math.inf):
+                raise AssertionError(f"the cost of {name} is {fixed}, {each} and {pair}")
+        self.decisions.check_integrity()

@@ -99,17 +99,19 @@ class Planner:
 
     # --- wants that are loaded as a whole ---------------------------------------------------------
 
-    def load(self, want: Want, computed: float | None) -> None:
-        """Starts to load the pages of a want as a whole, from tiers that are worth waiting for.
-
-        Args:
-            computed: pages that are computed per second; None if unknown.
-        """
+    def load(self, want: Want) -> None:
+        """Starts to load the pages of a want as a whole, from tiers that are worth waiting for."""
         tiers = self._tiers
-        if want.name not in self.wants:
-            tiers = [tier for tier in tiers if tier.throughput.worthwhile(computed)]
-        if tiers:
+        tokens = sum(len(run.keys) - run.here for run in want.runs) * self.page
+        if want.name not in self.wants and tokens:
+            begin = min(run.start + run.here * self.page for run in want.runs)
+            tiers = [tier for tier in tiers if self._worthwhile(tier, tokens, max(begin, 0))]
+        if tiers and tokens:
             self.wants.ask(want, whole=True, tiers=tiers)
+
+    def _worthwhile(self, tier: LowerTier, tokens: int, begin: int) -> bool:
+        faster = self.costs.worth_loading(tier.tier.name, tokens, begin)
+        return tier.throughput.worthwhile(faster=faster)
 
     def ready(self, name: Name) -> bool:
         """Returns whether a request need not be held back for a whole want.

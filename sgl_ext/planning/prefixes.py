@@ -20,16 +20,18 @@ class Prefixes:
         self._stack = stack
         self._planner = planner
 
-    def lookup(self, rid: str, keys: Sequence[Key]) -> int:
+    def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
         """Returns the number of leading ``keys`` that can be loaded from host memory now.
 
-        Starts to load the pages that follow from lower tiers; :meth:`ready` tells when they have
-        landed.
+        Starts to load the pages that follow from lower tiers, unless computing them is expected to
+        be faster; :meth:`ready` tells when they have landed.
+
+        Args:
+            begin: position in the prompt of the first token of ``keys``.
         """
         here = self._stack.host.lookup(keys)
         if self._stack.enabled:
-            want = Want(_name(rid), (Run(keys, 0, here),))
-            self._planner.load(want, self._stack.computed_pages_per_second)
+            self._planner.load(Want(_name(rid), (Run(keys, begin, here),)))
         return here
 
     def ready(self, rid: str) -> bool:

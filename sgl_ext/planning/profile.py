@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 
 from sgl_ext.config import Tiers
-from sgl_ext.planning.costs import COMPUTE, CROSSOVER, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost
+from sgl_ext.planning.costs import CROSSOVER, HOST, Costs
+from sgl_ext.planning.load_cost import LoadCost
 
 VERSION = 3
 """Version of the file and of the meaning of its figures."""
 
-HOST = "host"
 PROFILES = "profiles"
 """Folder of the profiles in the user's cache."""
 _LARGEST = 1 << 20
@@ -46,7 +47,7 @@ class Profile(msgspec.Struct, frozen=True):
     subject: Subject
     compute: ComputeCost
     loads: dict[str, LoadCost]
-    """Cost of a load, by tier."""
+    """Cost of a load, by channel: lower tiers and :data:`~sgl_ext.planning.costs.HOST`."""
     devices: dict[str, str]
     """Description of each tier when it was measured; see :func:`devices`."""
     crossover: int = CROSSOVER
@@ -54,27 +55,28 @@ class Profile(msgspec.Struct, frozen=True):
     layers: L_delta (§3.1)."""
     host: dict[str, Curve] = {}
     """Times of restoring from host memory, by strategy; :attr:`crossover` is derived from them."""
+    decode: DecodeCost | None = None
+    """Cost of a decode step; None if none was measured."""
     version: int = VERSION
 
-    def costs(self, tiers: Mapping[str, str], chunk: int, host: str = "") -> Costs:
-        """Returns the costs of restoring from these tiers.
+    def seed(self, costs: Costs, tiers: Mapping[str, str]) -> None:
+        """Makes these costs the first estimates of ``costs``.
 
         The measured cost of a tier is used only if the tier's description has not changed, and the
         crossover only if that of host memory has not. Logs a warning if a tier is not covered.
 
         Args:
-            tiers: current :func:`devices` of the tiers below host memory.
-            chunk: tokens of a forward that restores.
-            host: current :func:`devices` of host memory.
+            tiers: current :func:`devices`.
         """
-        known = {name for name in tiers if self.devices.get(name) == tiers[name]}
-        known &= {*self.loads}
-        if missing := sorted({*tiers} - known):
-            logger.warning("the restore profile has no costs of %s; run sgl-ext calibrate", missing)
-        loads = {name: self.loads[name] if name in known else LoadCost() for name in tiers}
-        measured = frozenset({COMPUTE, *known})
-        crossover = self.crossover if self.devices.get(HOST, "") == host else CROSSOVER
-        return Costs(self.compute, loads, chunk, measured=measured, crossover=crossover)
+        loads = {
+            name: cost for name, cost in self.loads.items()
+            if self.devices.get(name) == tiers.get(name)
+        }  # fmt: skip
+        if missing := sorted({*tiers} - {*loads, HOST}):
+            logger.warning("the cost profile has no costs of %s; run sgl-ext calibrate", missing)
+        costs.seed(self.compute, loads, self.decode)
+        if self.devices.get(HOST) == tiers.get(HOST):
+            costs.crossover = self.crossover
 
 
 def devices(tiers: Tiers) -> dict[str, str]:
@@ -104,19 +106,21 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is not a restore profile (%s); run sgl-ext calibrate again", path, error)
+        logger.warning("%s is not a cost profile (%s); run sgl-ext calibrate again", path, error)
         return None
     if found.version != VERSION or found.subject != subject:
         logger.warning(
-            "%s is a restore profile of version %d of %s, expected version %d of %s: run sgl-ext "
+            "%s is a cost profile of version %d of %s, expected version %d of %s: run sgl-ext "
             "calibrate again",
             path, found.version, found.subject, VERSION, subject,
         )  # fmt: skip
         return None
     compute, loads = found.compute, found.loads.values()
-    latencies = [one.latency for one in loads]
+    decode = found.decode or DecodeCost()
+    latencies = [decode.overhead, *(one.latency for one in loads)]
     least = min([compute.overhead, compute.per_pair, found.crossover, *latencies])
-    if least < 0 or min([compute.per_token, *(one.per_token for one in loads)]) <= 0:
+    each = [compute.per_token, decode.per_request, *(one.per_token for one in loads)]
+    if least < 0 or min(each) <= 0:
         logger.warning("%s has costs that are not positive; run sgl-ext calibrate again", path)
         return None
     return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from sgl_ext.planning.costs import Costs
-from sgl_ext.tiers.throughput import Traffic
+from sgl_ext.planning.costs import COMPUTE, HOST, Costs
 
 
 class Strategy(Enum):
@@ -18,7 +17,7 @@ class Strategy(Enum):
 
 
 def choose_strategy(
-    how: str, costs: Costs, loads: Traffic, *, first: int, pages: int, page: int, layers: int
+    how: str, costs: Costs, *, first: int, pages: int, page: int, layers: int, rid: str
 ) -> Strategy | None:
     """Returns the strategy for ``pages`` in host memory; None if they are only loaded.
 
@@ -27,32 +26,35 @@ def choose_strategy(
 
     Args:
         how: the option ``restore.host``.
-        loads: loads from host memory so far.
         first: number of the first of the pages in the prompt.
         page: tokens of a page.
         layers: layers of the model.
+        rid: id of the request.
     """
     if not pages:
         return None
     if how != "auto":
         return None if how == "never" else Strategy(how)
-    if not loads.seconds:
+    if not costs.known(HOST):
         return None  # the first load measures how long loads take
-    loading = pages * loads.seconds / loads.pages
     begin, end = first * page, (first + pages) * page
-    if layers * loading < loading + costs.compute.seconds(begin, end):
+    loading, computing = costs.loads[HOST].seconds(end - begin), costs.compute.seconds(begin, end)
+    # Computing and loading share the work in the proportion of their speeds.
+    both = {"load": loading, "both": loading * computing / (loading + computing)}
+    choice = "load" if layers * loading < loading + computing else "both"
+    if costs.decisions.chose("load_or_compute", choice, both, rid) == "load":
         return None
-    return Strategy.TOKENS if end - begin >= costs.crossover else Strategy.LAYERS
+    by = Strategy.TOKENS if end - begin >= costs.crossover else Strategy.LAYERS
+    costs.decisions.chose("tokens_or_layers", by.value, {by.value: both["both"]}, rid)
+    return by
 
 
-def computed_share(costs: Costs, loads: Traffic, page: int) -> float:
+def computed_share(costs: Costs) -> float:
     """Returns the share of tokens that are computed while the others load from host memory.
 
-    Args:
-        loads: loads from host memory so far; without any, the share is one half.
-        page: tokens of a page.
+    One half as long as the speed of loads or of forwards is not known.
     """
-    if not loads.pages:
+    if not (costs.known(HOST) and costs.known(COMPUTE)):
         return 0.5
-    loading = loads.seconds / loads.pages / page
+    loading = costs.loads[HOST].per_token
     return loading / (loading + costs.compute.seconds(0, costs.chunk) / costs.chunk)

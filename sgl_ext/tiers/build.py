@@ -13,6 +13,7 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Arena, stride_of
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -54,18 +55,21 @@ def open_stack(
     slab: Slab,
     streams: Streams | None = None,
     *,
+    costs: Costs | None = None,
     by_layer: bool = False,
 ) -> TierStack:
     """Opens the tiers of ``config`` and returns the stack of a scheduler process.
 
     Args:
         streams: Streams on which the slab is used.
+        costs: Cost model of the scheduler.
         by_layer: See :class:`~sgl_ext.tiers.copies.DeviceCopies`.
 
     Raises:
         ExtError: A tier cannot be opened. The message says what was asked for, what was found and
             what to do.
     """
+    costs = costs or Costs()
     with ExitStack() as undo:
         engine = TransferEngine()
         undo.callback(engine.close)
@@ -83,18 +87,23 @@ def open_stack(
         slow = emulated(engine, config.host.emulate if config.host else None)
         loads = slow(lane) if slow else lane
         copies = DeviceCopies(
-            engine, lane, slab, arena, loads=loads, streams=streams, by_layer=by_layer
+            engine, lane, slab, arena, loads=loads, streams=streams, costs=costs, by_layer=by_layer
         )
         wake = threading.Event()
         lower: list[LowerTier] = []
         for tier, keep_after in _lower_tiers(config, arena, engine):
-            lower.append(ThreadedTier(tier, keep_after=keep_after, wake=wake.set))
+            lower.append(
+                ThreadedTier(
+                    tier, keep_after=keep_after, wake=wake.set, costs=costs, page=slab.layout.page
+                )
+            )
             undo.callback(lower[-1].close)
         stack = TierStack(
             HostPages(arena.pages, copies.reading),
             copies,
             LayerLoads(copies.groups, COPY_DEADLINE_S, copies.streams),
             lower,
+            costs=costs,
             wake=wake,
             closing=[engine.close],
         )

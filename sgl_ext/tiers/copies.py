@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,9 @@ from sgl_ext.memory.transfer import (
     TransferEngine,
     TransferError,
 )
+from sgl_ext.planning.costs import HOST, HOST_OUT, Costs
 from sgl_ext.tiers.arena import Arena, Pages
+from sgl_ext.tiers.copy_times import CopyTimes
 
 
 class DeviceCopies:
@@ -37,6 +40,7 @@ class DeviceCopies:
         lane: Lane for stores.
         loads: Lane for loads; ``lane`` if not given.
         streams: Streams whose work uses the slab.
+        costs: Cost model, in which the durations of copies are recorded.
         by_layer: Whether :meth:`store` and :meth:`fill` copy the keys and the values of each page
             and layer separately, as for a pool with one tensor per layer. A baseline for
             measurements.
@@ -51,8 +55,12 @@ class DeviceCopies:
         *,
         loads: Lane | None = None,
         streams: Streams | None = None,
+        costs: Costs | None = None,
         by_layer: bool = False,
     ) -> None:
+        costs = costs or Costs()
+        self._into_device = CopyTimes(costs, HOST, time.monotonic)
+        self._out_of_device = CopyTimes(costs, HOST_OUT, time.monotonic)
         self.streams = streams or Streams()
         self._by_layer = by_layer
         self._engine = engine
@@ -73,6 +81,11 @@ class DeviceCopies:
         """Returns the address of the first byte of each of ``pages``."""
         return self._arena.address + pages * self._arena.stride
 
+    def poll(self) -> None:
+        """Records the durations of copies that have ended."""
+        self._into_device.poll()
+        self._out_of_device.poll()
+
     def store(self, blocks: Pages, pages: Pages, priority: Priority = Priority.BULK) -> Ticket:
         """Starts to copy ``blocks`` of the slab to ``pages``, after all copies of higher priority.
 
@@ -82,6 +95,7 @@ class DeviceCopies:
         rows = copy_rows(device, host, width, height, pitch, stride)
         ticket = self._engine.submit(rows, self._lane, priority, self.streams.busy())
         self.in_flight.begin(blocks, ticket)
+        self._out_of_device.begin(len(pages) * self.layout.page, [ticket])
         return ticket
 
     def fill(self, pages: Pages, blocks: Pages, priority: Priority = Priority.URGENT) -> Ticket:
@@ -93,6 +107,7 @@ class DeviceCopies:
         rows = copy_rows(host, device, width, height, stride, pitch)
         ticket = self._engine.submit(rows, self._loads, priority, self.streams.busy())
         self.reading.begin(pages, ticket)
+        self._into_device.begin(len(pages) * self.layout.page, [ticket])
         return ticket
 
     def fill_tokens(self, places: Pages, slots: Pages) -> Ticket:
@@ -188,7 +203,7 @@ class DeviceCopies:
         sources = self._arena.address + pages[first] * stride
         targets = self._slab.address + blocks[first] * layout.block_bytes
         busy = self.streams.busy()
-        return [
+        tickets: list[Ticket] = [
             self._engine.submit(
                 copy_rows(
                     sources + begin * layer_bytes,
@@ -203,6 +218,8 @@ class DeviceCopies:
             )
             for begin, end in (self.groups if groups is None else groups)
         ]
+        self._into_device.begin(len(pages) * layout.page, tickets)
+        return tickets
 
 
 def layer_groups(layers: int) -> Iterator[tuple[int, int]]:

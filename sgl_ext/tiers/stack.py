@@ -10,6 +10,7 @@ from typing import Protocol
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.demotion import Demotions
@@ -18,7 +19,6 @@ from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.loads import Loads
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stores import Stores
-from sgl_ext.tiers.throughput import running_rate
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class TierStack:
 
     Args:
         lower: Lower tiers, the nearest first.
+        costs: Cost model of the scheduler.
         wake: Set by the threads of lower tiers when they have finished something.
         closing: Called by :meth:`close`, in order, after all tiers are closed.
     """
@@ -53,6 +54,7 @@ class TierStack:
         layers: LayerLoads,
         lower: Sequence[LowerTier],
         *,
+        costs: Costs,
         wake: Wake,
         closing: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -60,10 +62,8 @@ class TierStack:
         self.lower = lower
         self.hits: Counter[str] = Counter()
         """Pages that requests loaded, by the name of the tier that had them."""
-        self.computed_pages_per_second: float | None = None
-        """Moving average of the throughput of forwards, in pages per second; None before the first.
-
-        Requests do not wait for a tier that is slower."""
+        for tier in lower:
+            costs.open(tier.tier.name)
         self._copies = copies
         self._wake = wake
         self._closing = closing
@@ -129,6 +129,7 @@ class TierStack:
 
         The scheduler calls it at least once in each step.
         """
+        self._copies.poll()
         self.stores.poll()
         self._demotions.advance()
 
@@ -151,11 +152,6 @@ class TierStack:
     def in_flight(self) -> BlocksInFlight:
         """Blocks of the device that copies read or write."""
         return self._copies.in_flight
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Records that a forward computed ``tokens`` new tokens in ``seconds``."""
-        rate = tokens / self.layout.page / seconds
-        self.computed_pages_per_second = running_rate(self.computed_pages_per_second, rate)
 
     def wait(self, timeout: float) -> None:
         """Sleeps until a thread of a lower tier has finished something, ``timeout`` s at most."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clock import Clock
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.throughput import LoadThroughput, Traffic
 from sgl_ext.tiers.tier import Tier
@@ -31,6 +32,8 @@ class ThreadedTier:
         keep_after: Number of uses after which a page is stored in the tier. Every write wears a
             flash cell, so a page that no request asks for again should not be written.
         wake: Called when a lookup, load or store of a thread has ended.
+        costs: Cost model, in which loads are recorded as those of the channel of the tier's name.
+        page: Tokens of a page.
         clock: Clock of the duration of loads and stores.
     """
 
@@ -40,6 +43,8 @@ class ThreadedTier:
         *,
         keep_after: int,
         wake: Callable[[], object],
+        costs: Costs | None = None,
+        page: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
         self.tier = tier
@@ -47,6 +52,8 @@ class ThreadedTier:
         self.throughput = LoadThroughput(clock)
         self.loaded = Traffic()
         self.stored = Traffic()
+        self._costs = costs or Costs()
+        self._page = page
         self._clock = clock
         self._lock = threading.Lock()
         self._under_way: list[Future[Any]] = []
@@ -66,7 +73,7 @@ class ThreadedTier:
         return self._submit(self._loads, self.tier.lookup, keys)
 
     def load(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
-        return self._submit(self._loads, self._load, keys, pages)
+        return self._submit(self._loads, self._recorded_load, keys, pages)
 
     def load_then(
         self,
@@ -95,14 +102,22 @@ class ThreadedTier:
         for pool in (self._loads, self._stores):
             pool.shutdown()
 
+    def _recorded_load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+        begin = self._clock()
+        landed = self._load(keys, pages)
+        if count := int(np.count_nonzero(landed)):  # a failed load says nothing about the speed
+            self._costs.loaded(self.tier.name, count * self._page, self._clock() - begin)
+        return landed
+
     def _load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
-        self.throughput.begin(len(keys))
-        count = 0
+        name, costs, count = self.tier.name, self._costs, 0
+        tokens = len(keys) * self._page
+        self.throughput.begin(costs.loads[name].seconds(tokens) if costs.known(name) else 0.0)
         try:
             landed = self.tier.load(keys, pages)
             count = int(np.count_nonzero(landed))
         finally:
-            self.loaded.add(count, self.throughput.end(count))
+            self.loaded.add(count, self.throughput.end())
         return landed
 
     def _store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:

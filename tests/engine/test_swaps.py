@@ -33,7 +33,8 @@ def probe(self, path):
                "flying": ext.tiers.stack.in_flight.pending, "resuming": len(ext.swap.resuming),
                "dropped": len(ext.tiers.stack.stores._dropped), "lost": len(lost),
                "protected": self.tree_cache.protected_size(),
-               "places": host.capacity - host.free - len(host)},
+               "places": host.capacity - host.free - len(host),
+               "decisions": ext.costs.decisions.describe()},
               open(path, "w"))
 
 lost = []
@@ -266,3 +267,36 @@ def test_preemption_aborts_and_failed_loads_keep_answers(
         # Prompt logprobs require a prefill, and an aborted request is computed to its end.
         again = counts["recomputed"] * (max(len(one["input_ids"]) for one in asked) + _TOKENS)
         assert counts["recomputed_tokens"] <= again
+
+
+def test_requests_are_recomputed_where_the_link_to_host_memory_is_slow(
+    stock: Stock, model: Path, tmp_path: Path
+) -> None:
+    """A second per request through the link, and a fraction of it to compute the request again.
+
+    The first swap-ins measure the link. Later requests leave without their KV, or give it up.
+    """
+    link = {"bytes_per_second": "2MiB", "latency": 0.001}
+    config = {"tiers": {"host": {"capacity": "64MiB", "link": link}}, "swap": {"capacity": "48MiB"}}
+    undisturbed = stock(16, False)
+    experiment = {"recompute": False}  # only few swap-ins are expected
+    ours = play(tmp_path, model, 16, 1200, overlap=False, config=config, experiment=experiment)
+    for expected, found in zip(undisturbed, ours["answers"], strict=True):
+        for stocks, mine in zip(expected, found, strict=True):
+            assert (mine["text"], mine["why"]) == (stocks["text"], stocks["why"])
+            assert mine["out"] == pytest.approx(stocks["out"], abs=1e-3)
+            assert mine["prompt"] == pytest.approx(stocks["prompt"], abs=1e-3)
+    left = ours["left"]
+    assert {name: left[name] for name in NOTHING} == dict.fromkeys(NOTHING, 0)
+    chosen = {
+        (kind, choice): counted["count"]
+        for kind, found in left["decisions"].items()
+        for choice, counted in found["choices"].items()
+    }
+    computing = chosen.get(("leave", "drop"), 0) + chosen.get(
+        ("swap_in_or_recompute", "recompute"), 0
+    )
+    assert computing > 0
+    assert left["counts"]["recomputed"] >= computing
+    assert left["decisions"]["forward"]["error"] is not None
+    assert left["decisions"]["decode"]["error"] is not None

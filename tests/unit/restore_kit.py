@@ -11,7 +11,9 @@ import numpy as np
 from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.compute_cost import ComputeCost
+from sgl_ext.planning.costs import COMPUTE, Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Shortest

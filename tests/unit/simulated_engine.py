@@ -29,6 +29,7 @@ from sgl_ext.memory.cuda_mapping import CudaMemory
 from sgl_ext.memory.device_slab import SharedDeviceSlab
 from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers import build
@@ -149,8 +150,9 @@ class SimulatedEngine:
             patch.object(build, "TransferEngine", SimulatedTransfers),
             patch.object(build, "_lower_tiers", lower_tiers),
         ):
-            self.stack = build.open_stack(config, self.slab, self.streams)
-            self.planner = planner_of(self.stack, wait=config.wait, spare=self.swap)
+            costs = Costs()
+            self.stack = build.open_stack(config, self.slab, self.streams, costs=costs)
+            self.planner = planner_of(self.stack, costs, wait=config.wait, spare=self.swap)
             self.prefixes = Prefixes(self.stack, self.planner)
         self.arena = self.stack._copies._arena
         self.device.fake.fake_name(self.arena.address, self.arena.size, b"arena")

@@ -14,7 +14,7 @@ from tier_kit import DEADLINE_S, LAYOUTS, Shelf, arena, content
 from sgl_ext.memory.lanes import Lane
 from sgl_ext.memory.slab import HostSlab
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Cake
 from sgl_ext.planning.prefixes import Prefixes
@@ -27,11 +27,10 @@ from sgl_ext.tiers.threaded import ThreadedTier
 BLOCKS = 64
 
 
-def planner_of(stack: TierStack, *, wait: float, spare: int = 0) -> Planner:
+def planner_of(stack: TierStack, costs: Costs, *, wait: float, spare: int = 0) -> Planner:
     """Returns a planner that loads wants as a whole, the first that came first."""
-    loads = {tier.tier.name: LoadCost() for tier in stack.lower}
     planner = Planner(
-        stack.host, stack.lower, Cake(), Costs(ComputeCost(), loads, chunk=512),
+        stack.host, stack.lower, Cake(), costs,
         page=stack.layout.page, unit=8, wait=wait, spare=spare, hits=stack.hits,
         clock=time.monotonic, lock=threading.Lock(),
     )  # fmt: skip
@@ -69,20 +68,28 @@ class Machine:
         if bytes_per_second is not None:
             lane = self.engine.throttled_lane(lane, bytes_per_second=bytes_per_second)
         engine: Any = self.engine
+        self.costs = Costs()
         if delayed is not None:
             delayed.real, engine = self.engine, delayed
-        copies = DeviceCopies(engine, lane, self.slab, self.arena, by_layer=by_layer)
+        copies = DeviceCopies(
+            engine, lane, self.slab, self.arena, costs=self.costs, by_layer=by_layer
+        )
         self.shelf = Shelf(self.arena)
         wake = threading.Event()
         self.stack = TierStack(
             HostPages(pages),
             copies,
             LayerLoads(copies.groups, DEADLINE_S),
-            [ThreadedTier(self.shelf, keep_after=keep_after, wake=wake.set)],
+            [
+                ThreadedTier(
+                    self.shelf, keep_after=keep_after, wake=wake.set, costs=self.costs, page=page
+                )
+            ],
+            costs=self.costs,
             wake=wake,
             closing=[self.engine.close],
         )
-        self.planner = planner_of(self.stack, wait=wait, spare=spare)
+        self.planner = planner_of(self.stack, self.costs, wait=wait, spare=spare)
         self.prefixes = Prefixes(self.stack, self.planner)
 
     def compute(self, keys: Sequence[Key], blocks: Pages) -> None:

@@ -19,7 +19,7 @@ from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 from sgl_ext.peer import directory
-from sgl_ext.planning.costs import ComputeCost
+from sgl_ext.planning.compute_cost import ComputeCost
 from sgl_ext.planning.profile import PROFILES, VERSION, Profile, Subject, save
 from sgl_ext.tiers.arena import Arena
 
@@ -97,14 +97,14 @@ def test_capacities_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert verdicts["host memory"].todo == "lower swap.capacity and tiers.host.capacity"
 
 
-def test_a_missing_or_outdated_restore_profile_is_noted(
+def test_a_missing_or_outdated_cost_profile_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cache_dir", lambda: tmp_path)
     config = load({"tiers": {"host": {"capacity": "1MiB"}}, "restore": {}})
 
     def noted() -> bool:
-        return any(check.name == "restore profile" for check in doctor.examine(config))
+        return any(check.name == "cost profile" for check in doctor.examine(config))
 
     assert noted()
     subject = Subject("model", "float32", 16, "device")

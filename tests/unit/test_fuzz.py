@@ -40,7 +40,9 @@ from sgl_ext.memory.lent import Extent
 from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.peer.messages import Keep, Lend, ProtocolError, Refusal, decode, encode
-from sgl_ext.planning.costs import ComputeCost, LoadCost
+from sgl_ext.planning.compute_cost import ComputeCost
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.profile import Profile, Subject, find, known, path_of, save
 from sgl_ext.tiers.arena import TRAILER, Arena, seals
 from sgl_ext.tiers.folder import Folder
@@ -106,7 +108,7 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def test_mutated_restore_profiles_raise_no_error(tmp_path: Path) -> None:
+def test_mutated_cost_profiles_raise_no_error(tmp_path: Path) -> None:
     path = save(PROFILE, tmp_path)
     assert path == path_of(PROFILE.subject, tmp_path)
     for data in inputs(3000, path.read_bytes(), parse=json.loads):
@@ -114,7 +116,7 @@ def test_mutated_restore_profiles_raise_no_error(tmp_path: Path) -> None:
         found = find(PROFILE.subject, tmp_path)
         for profile in (found, *known(tmp_path)):
             if profile is not None:
-                profile.costs({"ssd": "a disk"}, 512)
+                profile.seed(Costs(), {"ssd": "a disk"})
 
 
 CONFIGURATION = """\

@@ -29,13 +29,13 @@ PURE |= {
     for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
 }
 PURE |= {f"planning/{name}" for name in (
-    "channels", "costs", "parts", "plan", "planner", "pointers", "policies", "prefixes", "request",
-    "strategy", "want", "wants",
+    "channels", "choices", "compute_cost", "costs", "decisions", "learner", "load_cost", "parts",
+    "plan", "planner", "pointers", "policies", "prefixes", "request", "strategy", "want", "wants",
 )}  # fmt: skip
 PURE |= {f"restore/{name}" for name in ("boundaries", "host_prefixes")}
-PURE |= {f"swap/{name}" for name in ("adaptive", "fairness", "manager", "stopwatch", "victims")}
+PURE |= {f"swap/{name}" for name in ("fairness", "manager", "stopwatch", "victims")}
 PURE |= {f"tiers/{name}" for name in (
-    "demotion", "holds", "host", "loads", "lower", "slots", "stack", "statistics",
+    "copy_times", "demotion", "holds", "host", "loads", "lower", "slots", "stack", "statistics",
     "stores", "throughput", "tier",
 )}  # fmt: skip
 """Policy that a simulator drives: it has no clock, thread or I/O of its own."""

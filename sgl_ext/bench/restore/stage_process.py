@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from sgl_ext.engine.restore.stage_model import PAGE, Inputs, StageModel
 from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
-from sgl_ext.planning.costs import ComputeCost, Costs, LoadCost
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Shortest
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
@@ -193,7 +194,7 @@ class Stage:
             self._model.adopt(begin, self._arena.memory, places)
 
         known = self._costs.setdefault(
-            mode, Costs(ComputeCost(), {self._tier.tier.name: LoadCost()}, CHUNK)
+            mode, Costs(loads={self._tier.tier.name: LoadCost()}, chunk=CHUNK)
         )
         host = HostPages(self._arena.pages)
         restorer = Planner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +25,8 @@ from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams, streams_of
+from sgl_ext.planning import choices
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
 from sgl_ext.planning.planner import Landed
 from sgl_ext.planning.want import Name, Want
@@ -59,6 +62,7 @@ class ChunkLinks:
         plans: plans by request id; receives the plan of each request that is acquired.
         divides: whether a part of the chunks in lower tiers is computed while the others load;
             else they are loaded before the request is admitted.
+        costs: cost model; None if several ranks have to agree, which always link.
     """
 
     def __init__(
@@ -69,11 +73,13 @@ class ChunkLinks:
         move: Moves,
         streams: Streams,
         plans: dict[str, PrefillPlan],
+        costs: Costs | None,
         *,
         divides: bool,
     ) -> None:
         self._divides = divides
         self._search = search
+        self._costs = costs
         self._plans = plans
         self._slab = slab
         self._pool = pool
@@ -144,6 +150,12 @@ class ChunkLinks:
                 have = max(have, found[LEAD].leading)
             for number, wanted in _chunks(req, have):
                 found[number] = self._search.find(wanted)
+            tokens = sum(len(each) for one in found.values() for each in one.available)
+            costs = self._costs
+            if costs is not None and not choices.links(costs, tokens, req.prefix_len, req.rid):
+                for one in found.values():
+                    self._search.let_go(one)
+                return self.acquire(req, computing=True)
         if not self._divides:
             self.forget(req.rid)
         elif computing:
@@ -214,7 +226,11 @@ class ChunkLinks:
             delta = link.at - chunk.origin
             targets = slots[positions - start]
             moves.append(Move(chunk.slots, chunk.places, positions - link.at, targets, delta))
+        began = time.monotonic()
         self._move(moves)
+        if self._costs is not None and self._slab.device is None:  # it has ended
+            tokens = sum(len(one.targets) for one in moves)
+            choices.linked(self._costs, tokens, rid, time.monotonic() - began)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
         """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.
@@ -329,6 +345,8 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     Raises:
         ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     slab, runner = ext.require_slab("chunks"), scheduler.tp_worker.model_runner
     stack = None if ext.tiers is None else ext.tiers.stack
     planner = None if ext.tiers is None else ext.tiers.planner
@@ -340,5 +358,6 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
         moves_of(slab.layout, rope, slab.tensor(), holds),
         streams_of(slab.device, None),
         ext.plans,
+        ext.costs if get_parallel().tp_size == 1 else None,
         divides=ext.restore is not None,
     )

@@ -125,7 +125,7 @@ class ChunkSearch:
         """
         if self._tiers is not None and self._planner is not None and self._tiers.enabled:
             if whole:
-                self._planner.load(want, self._tiers.computed_pages_per_second)
+                self._planner.load(want)
             else:
                 self._planner.restore(want)
 

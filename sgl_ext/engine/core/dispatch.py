@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_ext.engine.core import hooks, runtime, weight_updates
+from sgl_ext.engine.core import hooks, planning, runtime, weight_updates
 from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.hooks import Original
@@ -45,6 +45,7 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
                 require_running(scheduler.tp_worker.model_runner, strided)
             except ExtError as error:
                 refuse(hooks.ActivationError(str(error)))
+        planning.prepare(ext)
         for power in powers_of(ext.config):
             try:
                 power.open(ext, scheduler)
@@ -93,6 +94,8 @@ def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
         ext.timer.poll()
         for power in ext.inside_out:
             power.poll()
+        if ext.metrics is not None and ext.metrics.due:
+            ext.metrics.update(ext)
 
 
 def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> object:
@@ -116,18 +119,9 @@ def _run(
     if (ext := runtime.current) is None:
         return original(scheduler, batch, *args, **kw)
     ownership.check_step(scheduler, batch)
-    is_extend = batch.forward_mode.is_extend()
-    tokens = ext.computed_tokens(batch) if is_extend else 0  # plans may end with the forward
     for power in ext.outside_in:
-        power.forwarding(batch, tokens)
-
-    def measured(seconds: float) -> None:
-        if is_extend:
-            ext.prefill_seconds += seconds
-        for power in ext.inside_out:
-            power.forwarded(batch, tokens if is_extend else None, seconds)
-
-    with ext.timer.measure(measured):
+        power.forwarding(batch)
+    with ext.timer.measure(planning.observing(ext, batch)):
         return original(scheduler, batch, *args, **kw)
 
 
@@ -169,6 +163,7 @@ def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object
         parts = {power.name: power.describe() for power in ext.inside_out}
         result.internal_state["sgl_ext"] = {
             "prefill_seconds": ext.prefill_seconds,
+            "planning": planning.describe(ext),
             **{name: part for name, part in parts.items() if part is not None},
         }
     return result

@@ -46,11 +46,6 @@ Answer = Mapping[str, Any] | list[Mapping[str, Any]]
 Watch = Callable[[Answer], None]
 """Function that is called with each answer to a request before the client gets the answer."""
 
-
-LEAST_TOKENS = 64
-"""Minimum tokens of a forward whose speed is recorded; that of shorter ones says little about long
-prompts."""
-
 Filler = Callable[[str, "Sequence[Span]", int, "NDArray[np.int64]"], None]
 """Function that copies existing KV into slots of a request: its id, spans of one type of source,
 the first token of the forward, and the slots from this token on, int64 ``[tokens]``. The KV is in
@@ -264,22 +259,8 @@ class Power(Generic[SectionT]):
         """Returns whether waiting requests depend on I/O that is in progress."""
         return False
 
-    def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
-        """Is called before SGLang runs a ``ScheduleBatch``.
-
-        Args:
-            tokens: tokens that an extend forward computes; 0 for other forwards.
-        """
-
-    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
-        """Is called when the duration of a forward is known.
-
-        On a GPU later forwards may have been launched by then, and ``batch`` may have changed.
-
-        Args:
-            tokens: tokens that an extend forward computed; None for other forwards.
-            seconds: duration of the forward.
-        """
+    def forwarding(self, batch: ScheduleBatch) -> None:
+        """Is called before SGLang runs a ``ScheduleBatch``."""
 
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns SGLang's ``ForwardBatch`` of whole requests with the positions of its tokens."""

@@ -11,11 +11,13 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch
 from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.memory.slab import Slab
-from sgl_ext.planning.plan import PrefillPlan, Source
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.plan import Compute, PrefillPlan, Source
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower
     from sgl_ext.engine.clusters.power import ClustersPower
+    from sgl_ext.engine.core.planning import PlanningMetrics
     from sgl_ext.engine.core.power import Filler, Power
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower
@@ -47,6 +49,10 @@ class ExtRuntime:
     timer: ForwardTimer = field(default_factory=lambda: ForwardTimer(None))
     prefill_seconds: float = 0.0
     """Total duration of all prefill forwards so far, in seconds."""
+    costs: Costs = field(default_factory=Costs)
+    """Cost model of all powers."""
+    metrics: PlanningMetrics | None = None
+    """Metrics of the cost model; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None
     restore: RestorePower | None = None
     swap: SwapPower | None = None
@@ -90,20 +96,27 @@ class ExtRuntime:
         for power in self.inside_out:
             yield from power.withheld()
 
-    def computed_tokens(self, batch: ScheduleBatch) -> int:
-        """Returns the number of tokens of a ``ScheduleBatch`` that an extend forward computes.
+    def computed_parts(self, batch: ScheduleBatch) -> list[tuple[int, int]] | None:
+        """Returns tokens ``begin .. end - 1`` of each prompt that an extend forward computes.
 
-        Tokens that plans link or load count only with the share of their computation.
+        None if plans link or load some tokens of the ``ScheduleBatch``, or if it does not tell its
+        parts.
         """
-        if not self.plans:
-            return batch.extend_num_tokens or 0
-        every = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
-        return sum(
-            length
-            if (plan := self.plans.get(req.rid)) is None
-            else plan.computed(start, start + length)
-            for req, start, length in every
-        )
+        begins, lengths = batch.prefix_lens or (), batch.extend_lens or ()
+        if not len(begins) == len(lengths) == len(batch.reqs):
+            return None
+        parts = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        for req, part in zip(batch.reqs, parts, strict=True):
+            if (plan := self.plans.get(req.rid)) is not None and not all(
+                isinstance(span.source, Compute) for span in plan.between(*part)
+            ):
+                return None
+        return parts
+
+    @property
+    def loading_seconds(self) -> float:
+        """Total duration of all loads from host memory that forwards wait for, in seconds."""
+        return 0.0 if self.tiers is None else self.tiers.stack.loads.traffic.seconds
 
     def prefilled(self, rid: str) -> None:
         """Tells the powers that a request's prefill has ended, or that the request is released."""

@@ -82,7 +82,7 @@ def _by_strategy(
         ways[by][at] = each
     if tokens := ways[Strategy.TOKENS]:
         costs = power.planner.costs
-        share = computed_share(costs, power.stack.loads.traffic, power.stack.layout.page)
+        share = computed_share(costs)
         computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
         for at, count in computed.items():
             power.prefixes.computed(forward.rids[at], count)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from sgl_ext.config import ExtConfig, Restore
+from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
-from sgl_ext.engine.core.power import LEAST_TOKENS, Filler, Power
+from sgl_ext.engine.core.power import Filler, Power
 from sgl_ext.engine.core.sglang_types import (
     ModelConfig,
     PrefillAdder,
@@ -83,12 +82,6 @@ class RestorePower(Power[Restore]):
     """Adder of this step if the chunked prompt waits for its KV in it; None otherwise."""
     _metrics: RestoreMetrics | None = None
 
-    def __init__(self, config: ExtConfig, section: Restore) -> None:
-        super().__init__(config, section)
-        self._alone: deque[tuple[ScheduleBatch, int]] = deque()
-        """Forwards that only compute consecutive tokens of one prompt and whose durations are not
-        known yet, with their first token."""
-
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
 
@@ -133,9 +126,9 @@ class RestorePower(Power[Restore]):
         if rid in self.planner.wants:
             return pages
         by = choose_strategy(
-            self.section.host, self.planner.costs, self.stack.loads.traffic,
+            self.section.host, self.planner.costs,
             first=prompt.first, pages=pages, page=self.planner.page,
-            layers=self.stack.layout.layers,
+            layers=self.stack.layout.layers, rid=rid,
         )  # fmt: skip
         if by is None:
             return pages
@@ -219,20 +212,8 @@ class RestorePower(Power[Restore]):
 
     # --- the forward -----------------------------------------------------------------------------
 
-    def forwarding(self, batch: ScheduleBatch, tokens: int) -> None:
+    def forwarding(self, batch: ScheduleBatch) -> None:
         self.batch = batch
-        if tokens and len(batch.reqs) == 1:
-            whole = tokens == batch.extend_num_tokens
-            # A forward with a consumer index also waits for loads from host memory.
-            waits = batch.hicache_consumer_index >= 0
-            if whole and not waits and batch.reqs[0].rid not in self.prefixes:
-                self._alone.append((batch, batch.prefix_lens[0]))
-
-    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
-        while self._alone and any(one is batch for one, _ in self._alone):
-            one, begin = self._alone.popleft()
-            if one is batch and tokens is not None and tokens >= LEAST_TOKENS:
-                self.planner.costs.computed(begin, begin + tokens, seconds)
 
     @property
     def fillers(self) -> Mapping[type[Source], Filler]:
@@ -260,6 +241,8 @@ class RestorePower(Power[Restore]):
             self._ext.plans.pop(rid, None)
         self.prefixes.release(rid)
         self.planner.release(rid)
+        for kind in ("load_or_compute", "tokens_or_layers"):
+            self.planner.costs.decisions.ended(kind, rid, None)
 
     def _ended_within(self, held: Held) -> None:
         """Reports a restored prefix in host memory, if its last forward was admitted."""
@@ -287,7 +270,7 @@ class RestorePower(Power[Restore]):
         self.reset()
 
     def describe(self) -> Mapping[str, object]:
-        return setup.describe(self.planner, self.stack)
+        return {"interrupted": self.planner.interrupted}
 
     def close(self) -> None:
         self.reset()

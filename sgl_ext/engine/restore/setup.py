@@ -1,16 +1,9 @@
-"""Checks and description of restoration."""
+"""Checks of restoration."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
-import msgspec
-
 from sgl_ext.config import Restore
 from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.costs import subject_of
-from sgl_ext.planning.planner import Planner
-from sgl_ext.tiers.stack import TierStack
 
 
 def require_parts(config: Restore, page: int, size: int | None) -> None:
@@ -33,18 +26,3 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
             f"restore.chunk is {config.chunk} tokens, which is not a multiple of the page size "
             f"{page}; set it to {-(-config.chunk // page) * page}, for example"
         )
-
-
-def describe(planner: Planner, stack: TierStack) -> dict[str, object]:
-    """Returns the estimated costs and recent observations, for ``/server_info``."""
-    costs = planner.costs
-    return {
-        "subject": msgspec.to_builtins(subject_of(stack.layout)),
-        "measured": sorted(costs.measured),
-        "crossover": costs.crossover,
-        "compute": asdict(costs.compute),
-        "loads": {name: asdict(load) for name, load in costs.loads.items()},
-        "interrupted": planner.interrupted,
-        "forwards": [*costs.forwards],
-        "loaded": {name: [*each] for name, each in [*costs.loaded_lately.items()]},
-    }

@@ -14,7 +14,8 @@ import torch
 
 from sgl_ext.engine.core.sglang_types import Node, RadixTree, Req, TreeLock
 from sgl_ext.memory.tickets import State, Ticket, outlast
-from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.planning import choices
+from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stack import TierStack
 
@@ -43,12 +44,12 @@ class SwapAhead:
     Only :meth:`clear` waits for swap-ins. :meth:`begin` may wait for earlier copies that still use
     the slots which it allocates.
 
-    Attributes:
-        adaptive: policy that the durations of swap-ins are recorded in.
+    Args:
+        costs: cost model, whose decisions learn how long swap-ins took.
     """
 
-    def __init__(self, stack: TierStack, adaptive: Adaptive) -> None:
-        self.adaptive = adaptive
+    def __init__(self, stack: TierStack, costs: Costs) -> None:
+        self._costs = costs
         self._stack = stack
         self._flights: dict[str, _Flight] = {}
 
@@ -112,7 +113,7 @@ class SwapAhead:
         for rid, flight in list(self._flights.items()):
             if flight.ticket.poll():
                 del self._flights[rid]
-                yield rid, len(flight.pages) if self._landed(tree, flight) else 0
+                yield rid, len(flight.pages) if self._landed(tree, rid, flight) else 0
 
     def cancel(self, rid: str) -> None:
         """Cancels the swap-in of a request that is gone, if there is one.
@@ -134,11 +135,11 @@ class SwapAhead:
             self._stack.holds.let_go(flight.pages)
         self._flights.clear()
 
-    def _landed(self, tree: RadixTree, flight: _Flight) -> bool:
+    def _landed(self, tree: RadixTree, rid: str, flight: _Flight) -> bool:
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         if came := flight.ticket.state == State.DONE:
-            self.adaptive.swapped(flight.ticket.bytes_total, flight.ticket.seconds)
+            choices.swapped_in(self._costs, rid, flight.ticket.seconds)
             before = tree.path_device_indices(flight.lock.node)[: flight.first]
             if len(before) != flight.first:
                 raise RuntimeError(

@@ -15,6 +15,8 @@ from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Sched
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
+from sgl_ext.planning import choices
+from sgl_ext.planning.costs import Costs
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.swap.victims import Running, choose_victims
 from sgl_ext.tiers.arena import Key, Pages
@@ -38,17 +40,18 @@ def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) ->
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
         return original(req, tree, checkpoint=checkpoint)
     with ext.swap.manager.clock.on():
-        return _kept(original, req, tree, ext.swap.manager)
+        return _kept(original, req, tree, ext.swap.manager, ext.costs)
 
 
-def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager) -> object:
+def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, costs: Costs) -> object:
     # The last token has no KV yet: the next step computes it, or is computing it now.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size
     whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
     # Loaded KV is valid only when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
-    if swap.experiment.recompute or not (whole and serves(req)):
+    keeps = not swap.experiment.recompute and whole and serves(req)
+    if not keeps or not choices.keeps(costs, tokens):
         swap.counts.recomputed += 1
         return original(req, tree, checkpoint=False)
     blocks = _blocks(req, tree, tokens)

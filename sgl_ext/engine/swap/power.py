@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Swap, SwapExperiment
@@ -25,7 +24,6 @@ from sgl_ext.engine.core.sglang_types import (
 from sgl_ext.engine.swap import api, out, priorities, resume
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.workarounds import penalties
-from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import stride_of
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.swap.metrics import SwapMetrics
-    from sgl_ext.memory.tickets import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,6 @@ class SwapPower(Power[Swap]):
         ahead: swap-ins that overlap with decode steps of other requests.
         priorities: priorities by a fairness policy; None if SGLang's own priorities decide.
         resuming: SGLang's requests that join the batch at the end of this step.
-        loading: copies of the KV of resumed requests whose durations are not recorded yet.
         preempted: SGLang's request whose KV is being released because it is preempted; None
             otherwise.
     """
@@ -122,10 +118,9 @@ class SwapPower(Power[Swap]):
         capacity = self.section.capacity // stride_of(ext.slab.layout)
         self.manager = SwapManager(stack, capacity, self.section.experiment)
         stack.keepers.append(self.manager.give_up_one)
-        self.ahead = SwapAhead(stack, Adaptive())
+        self.ahead = SwapAhead(stack, ext.costs)
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []
-        self.loading: deque[Sequence[Ticket]] = deque()
         if get_observability().enable_metrics:
             from sgl_ext.engine.swap.metrics import SwapMetrics
 
@@ -206,7 +201,6 @@ class SwapPower(Power[Swap]):
         out.keep_place(scheduler, req, arrived)
 
     def poll(self) -> None:
-        resume.measure(self)
         if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.manager.describe())
 
@@ -257,10 +251,6 @@ class SwapPower(Power[Swap]):
         self.manager.drop(rid)
         if req is not None:
             self.ext.needed(req)
-
-    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
-        if tokens is None:  # a decode step
-            self.ahead.adaptive.iterated(seconds)
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         out.ended(self.manager, tree, req)

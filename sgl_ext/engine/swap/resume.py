@@ -28,6 +28,7 @@ from sgl_ext.memory.tickets import (
     TransferCancelledError,
     TransferError,
 )
+from sgl_ext.planning import choices
 from sgl_ext.swap.manager import Swapped
 from sgl_ext.tiers.arena import Pages
 
@@ -53,8 +54,8 @@ def try_resume(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped
     """Resumes a swapped request if there is room for it.
 
     Returns:
-        SGLang's ``AddReqResult``; None if some of its KV is lost, so that SGLang must admit the
-        request for recomputation.
+        SGLang's ``AddReqResult``; None if some of its KV is lost, or recomputing it is expected to
+        be faster, so that SGLang must admit the request for recomputation.
     """
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -76,7 +77,14 @@ def try_resume(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped
     tree.linker.hit_markers.pop(req.rid, None)
     here = found.tokens // page
     missing = swapped.keys[here:]
-    if missing and _goes_ahead(power, adder, len(missing)):
+    running = len(adder.running_batch.reqs) + len(power.resuming)
+    if choices.recomputes(
+        power.ext.costs, found.tokens, swapped.tokens, running, power.section.swap_in, req.rid
+    ):
+        power.lost(req.rid, req)
+        req.host_hit_length = 0  # or SGLang would load what host memory still has
+        return None if planned(power.ext, adder, req, False) else AddReqResult.CONTINUE
+    if missing and _goes_ahead(power, len(missing) * page, running, req.rid):
         growth = needed - len(missing) * page  # the slots of the pages are taken at once
         if not power.ahead.begin(tree, req, found.node, found.tokens, missing, growth):
             return AddReqResult.NO_TOKEN
@@ -140,13 +148,11 @@ def lacking(adder: PrefillAdder, req: Req, cached: int) -> float:
     return float(tokens_needed(adder, req, cached) - adder.rem_total_tokens)
 
 
-def _goes_ahead(power: SwapPower, adder: PrefillAdder, pages: int) -> bool:
-    """Returns whether other requests decode while ``pages`` pages are loaded."""
+def _goes_ahead(power: SwapPower, tokens: int, running: int, rid: str) -> bool:
+    """Returns whether other requests decode while ``tokens`` tokens are loaded."""
     if (how := power.section.swap_in) != "auto":
         return how == "overlap"
-    running = len(adder.running_batch.reqs) + len(power.resuming)
-    size = pages * power.manager.stack.layout.block_bytes
-    return not power.ahead.adaptive.waits(size, running)
+    return not choices.waits_for_swap_in(power.ext.costs, tokens, running, rid)
 
 
 def fitting(power: SwapPower, scheduler: Scheduler) -> list[Req]:
@@ -249,27 +255,17 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
                 for ticket in tickets:
                     swap.stack.in_flight.begin(blocks, ticket)
     swap.counts.loading_seconds += time.perf_counter() - began
-    power.loading.append(
-        [ticket for req, *_, tickets in loads if req not in failed for ticket in tickets]
-    )
-    measure(power)
-    for req, swapped, *_ in loads:
+    for req, swapped, _, tickets in loads:
         if req in failed:
             _release(scheduler, req)
             power.lost(req.rid, req)
         else:
+            seconds = max((ticket.seconds for ticket in tickets), default=0.0)
+            choices.swapped_in(power.ext.costs, req.rid, seconds)
             _tell(req, swapped.tokens - req.prefix_len)
             swap.counts.swapped_in += 1
             swap.drop(req.rid)
     return failed
-
-
-def measure(power: SwapPower) -> None:
-    """Records how long the KV of resumed requests took to load, once it has landed."""
-    while power.loading and all(ticket.poll() for ticket in power.loading[0]):
-        if done := power.loading.popleft():
-            size = sum(ticket.bytes_total for ticket in done)
-            power.ahead.adaptive.swapped(size, max(ticket.seconds for ticket in done))
 
 
 def _landing(tickets: Sequence[Ticket], streams: Streams, deadline: float) -> bool:

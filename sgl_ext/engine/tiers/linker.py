@@ -82,9 +82,12 @@ class TierLinker(UnifiedCacheLinker):
                 ext.config.tiers,
                 slab,
                 streams_of(slab.device, forward_stream),
+                costs=ext.costs,
                 by_layer=swap is not None and swap.experiment.by_layer,
             )
-            planner = open_planner(ext.config, self.stack, get_schedule().chunked_prefill_size)
+            planner = open_planner(
+                ext.config, self.stack, ext.costs, get_schedule().chunked_prefill_size
+            )
         except ExtError as error:
             refuse(error)
         self.planner = planner
@@ -95,6 +98,8 @@ class TierLinker(UnifiedCacheLinker):
         """Power that is asked for a prefix before the stack; None if there is none."""
         self.parent: Key | None = None
         """Key of the last page before the next node that is offloaded; None if there is none."""
+        self.begin = 0
+        """Position in its prompt of the first token that is looked up next."""
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads: deque[tuple[Sequence[Key], Download, Key | None]] = deque()
@@ -107,7 +112,7 @@ class TierLinker(UnifiedCacheLinker):
         if self.restoring is not None and self.stack.enabled:
             pages = self.restoring.lookup(rid, keys)
         if pages is None:
-            pages = self.prefixes.lookup(rid, keys)
+            pages = self.prefixes.lookup(rid, keys, self.begin)
         # Every length up to this one can be restored. Only the longest one that all ranks have is
         # returned, because SGLang examines each length.
         return [self.agreed(pages)]

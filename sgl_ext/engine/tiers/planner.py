@@ -6,11 +6,10 @@ import threading
 import time
 
 from sgl_ext.config import ExtConfig, Restore
-from sgl_ext.engine.core.costs import costs_of
 from sgl_ext.planning.channels import LOAD_TOKENS
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import POLICIES
-from sgl_ext.planning.profile import devices
 from sgl_ext.tiers.arena import stride_of
 from sgl_ext.tiers.stack import TierStack
 
@@ -21,8 +20,14 @@ _FIRST_COME = "cake"
 """Policy if no prompt is computed while its pages load."""
 
 
-def open_planner(config: ExtConfig, stack: TierStack, chunked_prefill_size: int | None) -> Planner:
+def open_planner(
+    config: ExtConfig, stack: TierStack, costs: Costs, chunked_prefill_size: int | None
+) -> Planner:
     """Returns a new planner for a scheduler whose tiers are open.
+
+    Args:
+        costs: cost model of the scheduler; its loads and forwards become those of restorations if
+            there are any.
 
     Raises:
         RuntimeError: no tiers are configured.
@@ -30,16 +35,19 @@ def open_planner(config: ExtConfig, stack: TierStack, chunked_prefill_size: int 
     if config.tiers is None:
         raise RuntimeError("a planner requires tiers")
     page, size, restore = stack.layout.page, chunked_prefill_size, config.restore or Restore()
-    chunk = restore.chunk if size is None else min(restore.chunk, size // page * page)
+    unit = max(LOAD_TOKENS // page, 1)
+    if config.restore is not None:
+        costs.chunk = restore.chunk if size is None else min(restore.chunk, size // page * page)
+        costs.unit = unit * page
     swapped = 0 if config.swap is None else config.swap.capacity // stride_of(stack.layout)
     policy = _FIRST_COME if config.restore is None else restore.policy
     return Planner(
         stack.host,
         stack.lower,
         POLICIES[policy](restore.ageing),
-        costs_of(stack, devices(config.tiers), chunk),
+        costs,
         page=page,
-        unit=max(LOAD_TOKENS // page, 1),
+        unit=unit,
         wait=config.tiers.wait,
         spare=min(swapped, stack.host.capacity // _SPARE),
         hits=stack.hits,

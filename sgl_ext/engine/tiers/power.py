@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sgl_ext.config import Tiers
+from sgl_ext.engine.core import planning
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
-from sgl_ext.engine.core.power import LEAST_TOKENS, Power
-from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
+from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler, ServerArgs
 from sgl_ext.engine.tiers import hooks, page_hash
+from sgl_ext.planning.profile import devices
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -76,14 +78,17 @@ class TiersPower(Power[Tiers]):
         self.linker = self._wrapper.cache_linker
         self.stack, self.planner = self.linker.stack, self.linker.planner
         self.stack.keepers.append(self.planner.give_up_one)
+        planning.seed(ext, self.stack.layout, devices(self.section))
         if get_observability().enable_metrics:
             from sgl_ext.engine.tiers.metrics import TierMetrics
 
             self._metrics = TierMetrics(get_parallel().tp_rank)
 
     def matching(self, req: Req, prefix: int) -> None:
-        """Removes the mark of an earlier look-up, which would stay if this one finds nothing."""
+        """Removes the mark of an earlier look-up, which would stay if this one finds nothing, and
+        tells the linker where this one begins."""
         self._wrapper.hit_markers.pop(req.rid, None)
+        self.linker.begin = prefix
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
@@ -105,11 +110,6 @@ class TiersPower(Power[Tiers]):
 
     def pending(self) -> bool:
         return self.planner.pending()
-
-    def forwarded(self, batch: ScheduleBatch, tokens: int | None, seconds: float) -> None:
-        """Records the speed of computing, to which loads are compared."""
-        if tokens is not None and tokens >= LEAST_TOKENS:
-            self.stack.computed(tokens, seconds)
 
     def forget(self, rid: str) -> None:
         self.linker.prefixes.forget(rid)

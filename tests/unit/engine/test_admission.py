@@ -26,7 +26,7 @@ from sgl_ext.engine.swap import out
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.engine.workarounds import beams
-from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.planning.costs import Costs
 from sgl_ext.swap.manager import SwapManager
 
 ROWS, PAGE = 4, 4
@@ -249,7 +249,7 @@ def swap(ext: Any, copies: DelayedEngine) -> Iterator[SwapPower]:
     stack = Machine(PAGE, 16, delayed=copies).stack
     power = SwapPower(config, config.swap)
     power.ext, power.resuming = ext, []
-    power.ahead = SwapAhead(stack, Adaptive())
+    power.ahead = SwapAhead(stack, Costs())
     power.manager = SwapManager(stack, 16, SwapExperiment())
     power.manager.out("r", len(PAGES) * PAGE, PAGES, None)
     yield power

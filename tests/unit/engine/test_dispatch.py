@@ -251,7 +251,9 @@ def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.Monkey
     polled: list[str] = []
     powers = [SimpleNamespace(poll=lambda: polled.append("power"))]
     timer = SimpleNamespace(poll=lambda: polled.append("timer"))
-    monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=powers, timer=timer))
+    monkeypatch.setattr(
+        runtime, "current", SimpleNamespace(inside_out=powers, timer=timer, metrics=None)
+    )
     hook.function(None, **keywords)
     assert polled == ["timer", "power"]
 

@@ -28,7 +28,9 @@ from sgl_ext.engine.swap import resume
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.memory.tickets import State
-from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.planning.compute_cost import ComputeCost
+from sgl_ext.planning.costs import HOST, Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.swap.manager import SwapManager
 
 PAGE, BLOCKS = 16, 96
@@ -118,7 +120,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     power = SwapPower(config, config.swap)
     power.ext, power.resuming = ext, []
     power.manager = SwapManager(stack, 4, SwapExperiment())
-    power.ahead = SwapAhead(stack, Adaptive())
+    power.ahead = SwapAhead(stack, Costs())
     ext.slab = object()
     ext.add(power)
     monkeypatch.setattr(runtime, "current", ext)
@@ -166,6 +168,39 @@ def test_a_failed_resume_leaves_the_request_unchanged(engine: Engine) -> None:
     tree.checkpoint_into_tree(req, up_to=PROMPT + ANSWER - 1)
     engine.check_integrity()
     assert ownership.owned_tokens(engine, SimpleNamespace(reqs=[req])) == BLOCKS * PAGE
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_swapped_request_is_recomputed_if_that_is_faster(engine: Engine, slow: bool) -> None:
+    """Host memory has all pages, behind a link that is slower or faster than computing.
+
+    To recompute, SGLang must not load what it has found in host memory, either.
+    """
+    tree, power = engine.tree_cache, runtime.current.swap
+    tokens = PROMPT + ANSWER // PAGE * PAGE
+    load = LoadCost(0.0, 1.0 if slow else 1e-6)
+    runtime.current.costs.seed(ComputeCost(0.0, 1e-3), {HOST: load}, None)
+    power.manager.stack.host.lookup = len
+    power.manager.stack.host.use = lambda keys: np.arange(len(keys))
+    power.manager.out("r", tokens, [b"%d" % at for at in range(tokens // PAGE)], tail=None)
+    req = engine.request("r")
+    req.init_next_round_input(tree)
+    req.host_hit_length = tokens
+    tree.linker = SimpleNamespace(hit_markers={"r": "SGLang's"}, private_load_indices={})
+    adder: Any = SimpleNamespace(
+        page_size=PAGE, tree_cache=tree, can_run_list=[], running_batch=SimpleNamespace(reqs=[]),
+        max_running_requests=None, rem_total_tokens=BLOCKS * PAGE, per_req_token_overhead=PAGE,
+        memory_budget=SimpleNamespace(total_offset=0), _lock_node=lambda _node: nullcontext(),
+    )  # fmt: skip
+    result = resume.try_resume(power, adder, req, power.manager.get("r"))
+    assert not tree.linker.hit_markers
+    assert ("r" in power.manager) is not slow
+    assert power.manager.counts.recomputed == slow
+    assert [one.rid for one in power.resuming] == ["r"] * (not slow)
+    assert result == (None if slow else AddReqResult.CONTINUE)
+    assert req.host_hit_length == (0 if slow else tokens)
+    if slow:
+        assert (req.lock, adder.memory_budget.total_offset) == (None, 0)
 
 
 @pytest.mark.parametrize("room", [True, False])

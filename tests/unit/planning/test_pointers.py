@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.planning.costs import COMPUTE, ComputeCost, Costs, LoadCost
+from sgl_ext.planning.compute_cost import ComputeCost
+from sgl_ext.planning.costs import COMPUTE, Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.parts import next_part
 from sgl_ext.planning.pointers import Pointers, Stretch
 from sgl_ext.planning.want import Positions
@@ -202,6 +204,22 @@ def test_computing_and_loading_end_together_at_the_meeting(
         assert (single if at - front <= 512 else chunked) == pytest.approx(loading, rel=1e-3)
 
 
+def test_loads_of_a_restoration_have_the_latency_of_their_channel() -> None:
+    """Two loads of half the size take one more latency, so that more is computed meanwhile."""
+    believed = costs(0.0, 1e-3, 0.0, 1e-3)
+    believed.loads["ssd"] = LoadCost(0.128, 1e-3)
+    found = []
+    for believed.unit in (None, 256, 128):
+        at = believed.meeting(0, 1000, "ssd")
+        loads = 0.0 if believed.unit is None else (1000 - at) / believed.unit
+        assert believed.compute.seconds(0, at) == pytest.approx(
+            (1000 - at) * 1e-3 + loads * 0.128, rel=1e-3
+        )
+        found.append(believed.remaining(0, 1000, 1000, 1000, "ssd"))
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(0.5)
+
+
 def test_observed_forwards_determine_the_cost_of_attention() -> None:
     """Predicts forwards at short and at long positions, although one observation is an outlier."""
     true = ComputeCost(5e-3, 4e-4, 2e-7)
@@ -232,7 +250,7 @@ def test_observations_correct_estimated_costs() -> None:
     measured = costs(0.0, 1.0, 0.0, 1.0)
     measured.measured = frozenset({COMPUTE, "ssd"})
     measured.computed(0, 100, 1e6)  # an outlier
-    assert measured.compute.seconds(0, 100) == pytest.approx(160)
+    assert measured.compute.seconds(0, 100) == pytest.approx(100)
     for _ in range(40):
         measured.computed(0, 100, 50.0)
     assert measured.compute.seconds(0, 100) == pytest.approx(50, rel=1e-2)

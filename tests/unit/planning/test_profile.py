@@ -14,7 +14,9 @@ from sgl_ext.calibration.crossover import crossover_of
 from sgl_ext.calibration.profile import calibrate
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
-from sgl_ext.planning.costs import CROSSOVER, ComputeCost, LoadCost, fit
+from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost, fit
+from sgl_ext.planning.costs import CROSSOVER, Costs
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.profile import Profile, Subject, devices, find, known, path_of, save
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
@@ -25,18 +27,26 @@ PROFILE = Profile(
     {"ssd": "a disk"},
     300,
     {"tokens": {128: 0.5}, "layers": {128: 0.4}},
+    DecodeCost(0.03, 1e-3),
 )
+
+
+def seeded(tiers: dict[str, str]) -> Costs:
+    costs = Costs()
+    PROFILE.seed(costs, tiers)
+    costs.check_integrity()
+    return costs
 
 
 def test_saved_profile_is_found(tmp_path: Path) -> None:
     save(PROFILE, tmp_path / "new")
     assert find(SUBJECT, tmp_path / "new") == PROFILE
-    costs = PROFILE.costs({"ssd": "a disk"}, 512)
-    assert costs.measured == {"compute", "ssd"}
-    assert costs.compute == PROFILE.compute
+    costs = seeded({"ssd": "a disk"})
+    assert costs.measured == {"compute", "decode", "ssd"}
+    assert (costs.compute, costs.decode) == (PROFILE.compute, PROFILE.decode)
     assert costs.loads == PROFILE.loads
     assert costs.crossover == 300
-    assert PROFILE.costs({}, 512, host="behind a link").crossover == CROSSOVER
+    assert seeded({"host": "behind a link"}).crossover == CROSSOVER
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
 
 
@@ -55,7 +65,7 @@ def test_first_load_replaces_the_default_of_an_unmeasured_tier(
 ) -> None:
     for now in ({"ssd": "another disk"}, {"ssd": "a disk", "remote": "a store"}):
         caplog.clear()
-        costs = PROFILE.costs(now, 512)
+        costs = seeded(now)
         assert costs.compute == PROFILE.compute
         unknown = [name for name in now if name not in costs.measured]
         assert str(unknown) in caplog.text
@@ -91,8 +101,9 @@ def test_profile_of_another_subject_is_not_used(tmp_path: Path) -> None:
         ({"subject": {"model": "x", "dtype": "y", "page": 1, "device": "z"}}, "expected version"),
         ({"compute": {"overhead": -1.0, "per_token": 1.0, "per_pair": 0.0}}, "not positive"),
         ({"loads": {"ssd": {"latency": 0.0, "per_token": 0.0}}}, "not positive"),
-        ({"loads": 7}, "is not a restore profile"),
-        (None, "is not a restore profile"),
+        ({"decode": {"overhead": 0.1, "per_request": -1.0}}, "not positive"),
+        ({"loads": 7}, "is not a cost profile"),
+        (None, "is not a cost profile"),
     ],
 )
 def test_unusable_profiles_are_logged(
@@ -152,8 +163,8 @@ def test_known_yields_valid_profiles_of_this_version(tmp_path: Path) -> None:
     assert [*known(tmp_path)] == []
 
 
-def test_calibration_without_a_restore_section_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExtError, match="the configuration has no restore section"):
+def test_calibration_without_a_tiers_section_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExtError, match="the configuration has no tiers section"):
         calibrate(tmp_path, ExtConfig(), [])
 
 
@@ -165,5 +176,5 @@ def test_malformed_profiles_are_logged_and_skipped(
 ) -> None:
     path_of(SUBJECT, tmp_path).write_bytes(data)
     assert find(SUBJECT, tmp_path) is None
-    assert "is not a restore profile" in caplog.text
+    assert "is not a cost profile" in caplog.text
     assert [*known(tmp_path)] == []

@@ -19,11 +19,11 @@ from sgl_ext.engine.restore.prompt import prompt_of
 from sgl_ext.engine.tiers.linker import TierLinker
 from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.memory.slab import Layout
-from sgl_ext.planning.costs import ComputeCost, Costs
-from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
+from sgl_ext.planning.compute_cost import ComputeCost
+from sgl_ext.planning.costs import HOST, Costs
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 from sgl_ext.planning.strategy import Strategy, choose_strategy
 from sgl_ext.tiers.host import HostPages
-from sgl_ext.tiers.throughput import Traffic
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
@@ -39,7 +39,7 @@ class Planner:
         self.going_on = False
         self.begins: list[int] = []
         self.wants = {"r"}
-        self.costs = SimpleNamespace(computed=lambda *one: self.asked_for.append(one))
+        self.costs = Costs()
 
     def restore(self, want: Any) -> None:
         self.asked_for.append(want)
@@ -151,8 +151,9 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
     linker.stack = power.stack = SimpleNamespace(
         enabled=enabled, host=SimpleNamespace(lookup=lambda _keys: 0)
     )
-    linker.prefixes = SimpleNamespace(lookup=lambda _rid, _keys: 0)  # type: ignore[assignment]
+    linker.prefixes = SimpleNamespace(lookup=lambda _rid, _keys, _begin: 0)  # type: ignore[assignment]
     linker.restoring, linker._ranks = power, None
+    linker.begin = linker._page = 16
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
     power.matching(request(), 16)
     assert linker.lookup("r", [SimpleNamespace(keys=["00" * 32])]) == [0]
@@ -166,39 +167,6 @@ def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bo
     power.stack = SimpleNamespace(host=SimpleNamespace(lookup=len))
     power.matching(request(), 16)
     assert power.lookup("r", [b""] * 5) == (None if owned else 5)
-
-
-def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) -> None:
-    batch = SimpleNamespace(
-        reqs=[request()], prefix_lens=[48], extend_lens=[64], extend_num_tokens=64,
-        hicache_consumer_index=0, forward_mode=SimpleNamespace(is_extend=lambda: True),
-    )  # fmt: skip
-
-    def measured() -> bool:
-        tokens = power._ext.computed_tokens(batch)
-        power.forwarding(batch, tokens)
-        power.forwarded(batch, tokens, 0.5)
-        return bool(power.planner.asked_for)
-
-    assert not measured()  # the forward also waits for host memory
-    batch.hicache_consumer_index = -1
-    power._ext.plans["r"] = PrefillPlan(
-        [Span(0, 60, Compute()), Span(60, 64, Load()), Span(64, 112, Compute())]
-    )
-    assert not measured()  # some tokens are loaded
-    power._ext.plans.clear()
-    batch.reqs, batch.prefix_lens, batch.extend_lens = (
-        [request(), request("other")],
-        [48, 0],
-        [32, 32],
-    )
-    assert not measured()
-    batch.reqs, batch.prefix_lens, batch.extend_lens = [request()], [48], [64]
-    power.prefixes = {"r": object()}
-    assert not measured()
-    power.prefixes = {}
-    assert measured()
-    assert power.planner.asked_for == [(48, 112, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +185,13 @@ def test_costs_are_measured_only_if_a_forward_computes_one_prompt(power: Any) ->
 def test_host_memory_strategy_follows_the_option_and_the_costs(
     how: str, pages: int, loading: float | None, chosen: Strategy | None
 ) -> None:
-    costs = Costs(ComputeCost(0.0, 1e-3), {}, chunk=512)
-    loads = Traffic(100, 0.0 if loading is None else 100 * loading)
-    by = choose_strategy(how, costs, loads, first=0, pages=pages, page=16, layers=30)
+    costs = Costs(ComputeCost(0.0, 1e-3))
+    if loading is not None:
+        costs.loaded(HOST, 1600, 100 * loading)
+    by = choose_strategy(how, costs, first=0, pages=pages, page=16, layers=30, rid="r")
     assert by is chosen
+    decided = how == "auto" and loading is not None and pages > 0
+    assert ("load_or_compute" in costs.decisions.describe()) is decided
 
 
 @pytest.mark.parametrize(
@@ -246,7 +217,7 @@ def test_restore_requires_parts_of_whole_pages(
     stack: Any = SimpleNamespace(layout=layout, lower=[], host=HostPages(8), hits=Counter())
     if message is None:
         setup.require_parts(config.restore, layout.page, size)
-        assert open_planner(config, stack, size).costs.chunk == chunk
+        assert open_planner(config, stack, Costs(), size).costs.chunk == chunk
     else:
         with pytest.raises(ActivationError, match=re.escape(message)):
             setup.require_parts(config.restore, layout.page, size)

@@ -19,7 +19,7 @@ from sgl_ext.engine.kv.known import KnownSlots
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.runs import runs_of
-from sgl_ext.swap.adaptive import Adaptive
+from sgl_ext.planning.costs import Costs
 
 PAGE = 4
 TOKENS = tuple(range(5 * PAGE))
@@ -91,7 +91,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
 @pytest.fixture
 def ahead(machine: Machine, tree: Tree) -> SwapAhead:
     """Returns swap-ins with one in progress: pages 1 to 4 of five; page 0 is on the device."""
-    ahead = SwapAhead(machine.stack, Adaptive())
+    ahead = SwapAhead(machine.stack, Costs())
     req = SimpleNamespace(
         rid="r", origin_input_ids=list(TOKENS), output_ids=[9], extra_key=None, cache_salt=None
     )
@@ -146,7 +146,7 @@ def test_clear_returns_when_no_copy_is_pending(
 def test_no_swap_in_begins_without_free_slots(machine: Machine, tree: Tree) -> None:
     held = tree.token_to_kv_pool_allocator.alloc((BLOCKS - 1) * PAGE)
     assert held is not None
-    ahead = SwapAhead(machine.stack, Adaptive())
+    ahead = SwapAhead(machine.stack, Costs())
     req = SimpleNamespace(rid="r")
     assert not ahead.begin(tree, req, 7, 0, keys(1, 2), growth=0)
     assert (len(ahead), tree.locks, machine.stack.host._pinned) == (0, 0, 0)

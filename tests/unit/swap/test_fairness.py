@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.swap.adaptive import Adaptive
 from sgl_ext.swap.fairness import (
     Candidate,
     FirstCome,
@@ -166,16 +165,3 @@ def test_markov_prefers_served_requests(seed: int) -> None:
             kept += one in before
         total += len(before)
     assert kept > 0.3 * total  # with random levels, a fifth would stay
-
-
-def test_adaptive_waits_for_short_swap_ins_or_if_few_requests_run() -> None:
-    adaptive = Adaptive()
-    assert adaptive.waits(1 << 30, running=100)  # nothing is measured yet
-    for _ in range(5):
-        adaptive.iterated(0.060)
-        adaptive.swapped(1_000_000, 0.010)
-    assert adaptive.waits(1_000_000, running=0)
-    assert adaptive.waits(1_000_000, running=6)
-    assert not adaptive.waits(1_000_000, running=7)
-    assert not adaptive.waits(20_000_000, running=2)
-    assert adaptive.waits(20_000_000, running=1)

@@ -11,6 +11,7 @@ import pytest
 from stack_kit import BLOCKS, Machine
 from tier_kit import content, keys, places
 
+from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.tiers.copies import LayerLoads, layer_groups
 
 
@@ -343,11 +344,14 @@ def test_a_slow_tier_is_not_waited_for(machine: Machine) -> None:
     machine.shelve(keys(1, 2))
     machine.prefixes.lookup("r", keys(1))
     machine.settle("r")
-    machine.stack.computed_pages_per_second = 1e12
+    costs = machine.costs
+    costs.loaded("shelf", machine.layout.page, 1.0)
+    costs.loaded("shelf", machine.layout.page, 1.0)
+    costs.computed(0, 1000, 1e-3)
     machine.prefixes.lookup("q", keys(2))
     assert machine.prefixes.ready("q")
     assert machine.shelf.loads == 1
-    machine.stack.computed_pages_per_second = 1e-12
+    costs.loads["shelf"] = LoadCost(0.0, 1e-9)
     machine.prefixes.lookup("p", keys(2))
     machine.settle("p")
     assert machine.prefixes.lookup("p", keys(2)) == 1
@@ -410,7 +414,7 @@ def test_no_load_is_queued_behind_a_hung_one(
     machine.prefixes.lookup("a", keys(1, 2))
     assert machine.stack.host.free == 14
     machine.until(
-        lambda: not machine.stack.lower[0].throughput.worthwhile(None)
+        lambda: not machine.stack.lower[0].throughput.worthwhile(faster=True)
     )  # the load has begun
     machine.prefixes.lookup("b", keys(3, 4))
     assert machine.prefixes.ready("b")
