@@ -18,7 +18,7 @@ from sgl_ext.engine.step import forward, rows
 from sgl_ext.engine.step.forward import PlannedForward
 from sgl_ext.engine.step.layerwise import Layers, layer_by_layer
 from sgl_ext.engine.step.rows import Row
-from sgl_ext.plan import Compute, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 BEGIN = [Row(0, 0, 6), Row(1, 0, 3)]
 AFTER = [Row(0, 4, 6), Row(1, 0, 3)]
