@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faked_cuda_kit import SIZE, ask, entry, faults, on_faked_cuda, post, same, small_llama, waits
+from faked_cuda_kit import (
+    SIZE,
+    ask,
+    entry,
+    faults,
+    journal,
+    on_faked_cuda,
+    post,
+    same,
+    small_llama,
+    waits,
+)
 
 from sgl_ext.serving.server import Server, System, serve
 
@@ -45,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         System("on_cpu", (*SIZE, *_arguments(folder / "cpu"))),
         on_faked_cuda("on_faked_cuda", folder, *_arguments(folder / "cuda")),
     ]
-    with serve(systems, _brief(small_llama(folder / "model")), folder) as (cpu, cuda):
+    with serve(systems, _brief(small_llama(folder / "model", layers=3)), folder) as (cpu, cuda):
         yield Pair(cpu, cuda)
         assert not faults(cuda)
 
@@ -67,10 +78,15 @@ def _arguments(folder: Path) -> tuple[str, ...]:
     for each in directories:
         each.mkdir(parents=True)
     section = {"directories": [*map(str, directories)], "largest": 1.0, "prefetch": 2.0}
-    tiers = {"host": {"capacity": "64MiB"}}
-    config = json.dumps({"clusters": section, "tiers": tiers, "swap": {"capacity": "8MiB"}})
+    config = {
+        "clusters": section,
+        "tiers": {"host": {"capacity": "64MiB"}},
+        "swap": {"capacity": "8MiB"},
+        "chunks": {"method": "blend-20", "largest_divergence": 100},
+    }
     return (
-        "--enable-ext", "--ext-config", config, "--page-size", "16", "--chunked-prefill-size", "128"
+        "--enable-ext", "--ext-config", json.dumps(config), "--page-size", "16",
+        "--chunked-prefill-size", "256",
     )  # fmt: skip
 
 
@@ -95,6 +111,52 @@ def test_followers_and_plain_requests_share_forwards(pair: Pair) -> None:
         futures = [threads.submit(pair.ask, pair.cuda, *kind) for kind in kinds]
         for future, other in zip(futures, expected, strict=True):
             same(future.result(), other)
+
+
+def test_followers_go_on_with_the_rows_of_a_prompt_that_selects_tokens(pair: Pair) -> None:
+    """Blended prompts recompute some linked tokens from the third layer on, with their forward."""
+    text = "The bear lives in a cave above the river. It sleeps from November to March. "
+    marks = {}
+    for server in (pair.cpu, pair.cuda):
+        (made,) = post(server, "/ext/chunks", {"chunks": [text]})["contexts"]
+        marks[server.url] = {"type": "ext_context", "id": made["id"]}
+
+    def blended(server: Server, number: int) -> dict[str, Any]:
+        found = ask(server, [f"Read it {number} times. ", marks[server.url], " Who?"])
+        assert entry(found, "chunks")["linked"] > 0
+        return found
+
+    kinds = [(QUESTIONS[0], 0.1), (QUESTIONS[0], 1.0)]
+    expected = [pair.ask(pair.cpu, *kind) for kind in kinds]
+    for found, other in zip([pair.ask(pair.cuda, *kind) for kind in kinds], expected, strict=True):
+        same(found, other)
+    since = time.monotonic()
+    for number in range(6):
+        right = blended(pair.cpu, number)
+        with ThreadPoolExecutor(4) as threads:
+            blocker = threads.submit(pair.ask, pair.cuda, [CHANCE.randrange(97, 123)] * 200)
+            time.sleep(0.2)  # the others arrive while it is computed
+            also = threads.submit(blended, pair.cuda, number)
+            futures = [threads.submit(pair.ask, pair.cuda, *kind) for kind in kinds]
+            for future, other in zip(futures, expected, strict=True):
+                same(future.result(), other)
+            same(also.result(), right)
+            blocker.result()
+        if _together(pair.cuda, since):
+            return
+    raise AssertionError("no forward had both followers and a prompt that selects tokens")
+
+
+def _together(server: Server, since: float) -> bool:
+    """Returns whether followers were attended to in layers that go on with other rows."""
+    return any(
+        line["at"] >= since
+        and all(
+            any(of in place for place in line["places"]) for of in ("chunks/blend.py", CLUSTERS)
+        )
+        for line in journal(server)
+        if line["kind"] in ("sync", "read", "upload")
+    )
 
 
 def test_only_forwards_with_followers_wait_for_the_device(pair: Pair) -> None:

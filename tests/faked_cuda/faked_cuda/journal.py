@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-_PLACES = 8
+_PLACES = 24
 _HERE = str(Path(__file__).parent)
 _lock = threading.Lock()
 _file: TextIO | None = None

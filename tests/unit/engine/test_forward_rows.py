@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sgl_ext.plan import Compute, PrefillPlan, Span
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
@@ -19,6 +18,7 @@ from sgl_ext.engine.step import forward, rows
 from sgl_ext.engine.step.forward import PlannedForward
 from sgl_ext.engine.step.layerwise import Layers, layer_by_layer
 from sgl_ext.engine.step.rows import Row
+from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 BEGIN = [Row(0, 0, 6), Row(1, 0, 3)]
 AFTER = [Row(0, 4, 6), Row(1, 0, 3)]
@@ -47,8 +47,6 @@ class Notes:
 
     def __init__(self, ext: ExtRuntime, noted: list[object]) -> None:
         self._ext, self._noted = ext, noted
-
-    def fill(self, *_: object) -> None: ...
 
     def prefilled(self, _rid: str) -> None: ...
 

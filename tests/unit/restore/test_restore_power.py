@@ -53,8 +53,14 @@ class Planner:
     def turn(self, rid: str, _continuing: bool) -> bool:
         return rid != "later"
 
-    def plan(self, _rid: str, begin: int, _end: int) -> PrefillPlan | None:
+    def part(self, _rid: str, begin: int) -> object:
         self.begins.append(begin)
+        return self.next
+
+    def linked(self, _rid: str) -> bool:
+        return False
+
+    def prefix_plan(self, _rid: str, _part: object, _end: int) -> PrefillPlan | None:
         return self.next
 
 

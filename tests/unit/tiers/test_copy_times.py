@@ -94,7 +94,7 @@ def test_copies_and_loads_of_a_stack_are_recorded() -> None:
     assert machine.store(keys(1, 2), places(1, 2))
     assert machine.load("r", keys(1, 2), places(5, 6))
     machine.shelve(keys(3))
-    machine.stack.lookup("q", keys(3))
+    machine.prefixes.lookup("q", keys(3))
     machine.settle("q")
     machine.poll()
     found = {name: [tokens for tokens, _ in each] for name, each in
