@@ -95,7 +95,7 @@ def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
         for power in ext.inside_out:
             power.poll()
         if ext.metrics is not None and ext.metrics.due:
-            ext.metrics.update(ext)
+            ext.metrics.update(ext.costs.decisions)
 
 
 def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> object:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter, Gauge
 
-from sgl_ext.engine.core.metrics import Paced, Totals
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import ScheduleBatch
 from sgl_ext.memory.slab import Layout
@@ -31,6 +29,9 @@ def prepare(ext: ExtRuntime) -> None:
     if (size := get_schedule().chunked_prefill_size) is not None and size > 0:
         ext.costs.chunk = size
     if get_observability().enable_metrics:
+        # The import of Prometheus' client reads the directory that SGLang has set by now.
+        from sgl_ext.engine.core.planning_metrics import PlanningMetrics
+
         ext.metrics = PlanningMetrics(get_parallel().tp_rank)
 
 
@@ -96,31 +97,3 @@ def describe(ext: ExtRuntime) -> dict[str, object]:
             if ext.costs.known(name)
         }
     return {"costs": costs, "decisions": ext.costs.decisions.describe()}
-
-
-class PlanningMetrics(Paced):
-    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = str(rank)
-        self._decisions = Counter(
-            "sglang_ext:planning_decisions",
-            "Decisions between alternatives, by what was chosen.",
-            ("tp_rank", "kind", "choice"),
-        )
-        self._error = Gauge(
-            "sglang_ext:planning_error",
-            "Median absolute relative error of recent predictions.",
-            ("tp_rank", "kind"),
-            multiprocess_mode="mostrecent",
-        )
-        self._totals = Totals()
-
-    def update(self, ext: ExtRuntime) -> None:
-        """Sets all metrics to the current state of the cost model."""
-        self._updated()
-        for kind, found in ext.costs.decisions.kinds():
-            for name, choice in found.choices.items():
-                self._totals.set(self._decisions, choice.count, self._rank, kind, name)
-            if (error := found.error) is not None:
-                self._error.labels(self._rank, kind).set(error)

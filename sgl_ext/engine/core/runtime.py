@@ -17,7 +17,7 @@ from sgl_ext.planning.plan import Compute, PrefillPlan, Source
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower
     from sgl_ext.engine.clusters.power import ClustersPower
-    from sgl_ext.engine.core.planning import PlanningMetrics
+    from sgl_ext.engine.core.planning_metrics import PlanningMetrics
     from sgl_ext.engine.core.power import Filler, Power
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower

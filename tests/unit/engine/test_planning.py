@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import planning, runtime
+from sgl_ext.engine.core.planning_metrics import PlanningMetrics
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
 from sgl_ext.planning.compute_cost import ComputeCost
@@ -120,16 +121,14 @@ def test_costs_are_seeded_by_the_profile_of_the_model(
 
 
 @pytest.fixture
-def metrics() -> Iterator[planning.PlanningMetrics]:
+def metrics() -> Iterator[PlanningMetrics]:
     before = {*REGISTRY._collector_to_names}
-    yield planning.PlanningMetrics(0)
+    yield PlanningMetrics(0)
     for collector in {*REGISTRY._collector_to_names} - before:
         REGISTRY.unregister(collector)
 
 
-def test_decisions_and_errors_are_shown(
-    ext: runtime.ExtRuntime, metrics: planning.PlanningMetrics
-) -> None:
+def test_decisions_and_errors_are_shown(ext: runtime.ExtRuntime, metrics: PlanningMetrics) -> None:
     ext.slab = SimpleNamespace(layout=LAYOUT)  # type: ignore[assignment]
     costs = ext.costs
     costs.loaded("ssd", 100, 1.0)
@@ -137,9 +136,9 @@ def test_decisions_and_errors_are_shown(
     costs.loaded("ssd", 100, 2.0)
     for begin in (0, 100, 200):
         assert costs.worth_loading("ssd", 100, begin)
-    metrics.update(ext)
+    metrics.update(costs.decisions)
     costs.worth_loading("ssd", 100, 0)
-    metrics.update(ext)
+    metrics.update(costs.decisions)
     labels = {"tp_rank": "0", "kind": "wait_for_tier", "choice": "wait"}
     assert REGISTRY.get_sample_value("sglang_ext:planning_decisions_total", labels) == 4
     labels = {"tp_rank": "0", "kind": "ssd"}
