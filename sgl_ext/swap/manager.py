@@ -82,6 +82,8 @@ class SwapManager:
         self.counts = Counts()
         self.clock = Stopwatch(lambda: stack.in_flight.waited_seconds)
         """Time that the scheduler's thread spends on swapping, without its waits."""
+        self.spills = True
+        """Whether pages go on to lower tiers when half of the budget is used."""
         self._capacity = capacity
         self._used = 0
         self._swapped: dict[str, Swapped] = {}
@@ -283,6 +285,6 @@ class SwapManager:
         self.stack.host.pin(places)
         swapped.places[[here[key] for key in keys]] = places
         self._used += len(keys)
-        if self._used > _PRESSURE * self._capacity:
+        if self.spills and self._used > _PRESSURE * self._capacity:
             # The request will read them, unless it is aborted; host memory may lack room before.
             self.stack.keep(present)

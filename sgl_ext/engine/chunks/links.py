@@ -359,5 +359,5 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
         streams_of(slab.device, None),
         ext.plans,
         ext.costs if get_parallel().tp_size == 1 else None,
-        divides=ext.restore is not None,
+        divides=ext.restore is not None and not ext.independent,
     )

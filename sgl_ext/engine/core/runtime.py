@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,11 @@ from sgl_ext.engine.step.timing import ForwardTimer
 from sgl_ext.memory.slab import Slab
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Compute, PrefillPlan, Source
+
+PLANNING = "SGL_EXT_PLANNING"
+"""Environment variable of benchmarks: ``independent`` has each power decide for itself. Chunks in
+lower tiers are loaded as a whole also with restore, and the KV of preempted requests and of lent
+memory does not go on to other tiers."""
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower
@@ -51,6 +57,8 @@ class ExtRuntime:
     """Total duration of all prefill forwards so far, in seconds."""
     costs: Costs = field(default_factory=Costs)
     """Cost model of all powers."""
+    independent: bool = field(default_factory=lambda: os.environ.get(PLANNING) == "independent")
+    """True in a benchmark's comparison: no power uses what another one offers it."""
     metrics: PlanningMetrics | None = None
     """Metrics of the cost model; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None

@@ -58,7 +58,7 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
             return
         tracker = dict.fromkeys(tree.tree_components, 0)
         for leaf in evicted:
-            if ext is not None and ext.tiers is not None:
+            if ext is not None and ext.tiers is not None and not ext.independent:
                 ext.tiers.linker.leave(core, leaf)
             tree._evict_device_leaf(leaf, tracker)
 

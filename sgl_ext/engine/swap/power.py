@@ -117,6 +117,7 @@ class SwapPower(Power[Swap]):
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
         capacity = self.section.capacity // stride_of(ext.slab.layout)
         self.manager = SwapManager(stack, capacity, self.section.experiment)
+        self.manager.spills = not ext.independent
         stack.keepers.append(self.manager.give_up_one)
         self.ahead = SwapAhead(stack, ext.costs)
         self.priorities = priorities.priorities_of(self.section)
@@ -135,7 +136,8 @@ class SwapPower(Power[Swap]):
         Without restoration, lower tiers load the missing pages into host memory as a whole.
         """
         swapped = self.manager.get(req.rid)
-        if swapped is None or self.ext.restore is None or req.rid in self.ahead:
+        restores = self.ext.restore is not None and not self.ext.independent
+        if swapped is None or not restores or req.rid in self.ahead:
             return
         page = self.manager.stack.layout.page
         if self.manager.readable(swapped, prefix // page) is False:
