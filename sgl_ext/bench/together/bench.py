@@ -20,6 +20,7 @@ from sgl_ext.bench.together.idle import report_idle
 from sgl_ext.bench.together.linked import report_linked
 from sgl_ext.bench.together.mixed import report_mixed
 from sgl_ext.bench.together.reclaim import report_reclaim
+from sgl_ext.bench.together.step import report_step
 from sgl_ext.bench.together.swapped import report_swap_to_ssd
 from sgl_ext.progress import say
 
@@ -45,6 +46,7 @@ _PARTS: Mapping[str, Part] = {
     "reclaim": Part(report_reclaim, 1, 2),
     "costs": Part(report_costs, 1, 15),
     "idle": Part(report_idle, 1.5, 12),
+    "step": Part(report_step, 0.1, 0.1),
 }
 PARTS = tuple(_PARTS)
 
