@@ -171,9 +171,12 @@ class ChunkLinks:
         if (request := self._requests.get(rid)) is None:
             return
         part, loaded = self._search.planned(rid)
+        for found in request.found.values():
+            found.places[found.held :] = -1  # the planner may have given up what it had loaded
         for landed in loaded:
-            if (found := request.found.get(landed.run.text)) is not None:
-                self._place(found, landed, _start(request.composition, landed.run.text))
+            text = landed.run.text
+            if text in request.found:
+                self._place(request.found[text], landed, _start(request.composition, text))
         available = [
             request.found[number].available if number in request.found else []
             for number in range(len(request.composition.chunks))

@@ -55,6 +55,8 @@ class Found:
     lock: TreeLock
     pages: Pages
     """Pinned slots of host memory."""
+    held: int
+    """Number of the leading :attr:`places` that lie in them; further ones belong to the planner."""
 
     @property
     def leading(self) -> int:
@@ -151,7 +153,7 @@ class ChunkSearch:
         lock = self._tree.lock(node)
         start, end = len(wanted.before), len(wanted.before) + len(wanted.tokens)
         slots, pages = slots[start:end], np.empty(0, np.int64)
-        places = np.full(len(wanted.tokens) - len(slots), -1, np.int64)
+        places, held = np.full(len(wanted.tokens) - len(slots), -1, np.int64), 0
         if self._tiers is not None:
             pages = self._tiers.holds.hold(keys)
             shared = self._agreed(len(pages))
@@ -160,8 +162,8 @@ class ChunkSearch:
             page = self._tree.page_size
             every = (pages[:, None] * page + np.arange(page)).ravel()
             here = every[max(start - begin, 0) : end - begin]
-            places[: len(here)] = here
-        return Found(slots, places, start, lock, pages)
+            places[: (held := len(here))] = here
+        return Found(slots, places, start, lock, pages, held)
 
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)
