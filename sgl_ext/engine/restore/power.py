@@ -224,6 +224,12 @@ class RestorePower(Power[Restore]):
         for span in spans:
             places = self.planner.places(rid, span.start, span.end)
             blocks = slots[span.start - start : span.end - start : page] // page
+            if len(places) != len(blocks) or (places < 0).any():  # else other KV would be copied
+                raise RuntimeError(
+                    f"{rid}: the plan of a forward from token {start} to {start + len(slots)} "
+                    f"loads {span}, but host memory holds {places} for it; "
+                    f"plan: {self._ext.plans[rid].spans}"
+                )
             self.stack.holds.fill(places, blocks.copy())
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
