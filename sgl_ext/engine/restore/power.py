@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
@@ -31,7 +33,6 @@ from sgl_ext.planning.want import Run, Want
 from sgl_ext.restore.host_prefixes import Held, HostPrefixes
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -222,15 +223,18 @@ class RestorePower(Power[Restore]):
     def _fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
         page = self.planner.page
         for span in spans:
-            places = self.planner.places(rid, span.start, span.end)
-            blocks = slots[span.start - start : span.end - start : page] // page
+            # Whole pages, also if memory for the forward ends within one.
+            first, last = span.start // page, -(-span.end // page)
+            places = self.planner.places(rid, first * page, last * page)
+            positions = np.maximum(np.arange(first, last) * page, span.start)
+            blocks = slots[positions - start] // page
             if len(places) != len(blocks) or (places < 0).any():  # else other KV would be copied
                 raise RuntimeError(
                     f"{rid}: the plan of a forward from token {start} to {start + len(slots)} "
                     f"loads {span}, but host memory holds {places} for it; "
                     f"plan: {self._ext.plans[rid].spans}"
                 )
-            self.stack.holds.fill(places, blocks.copy())
+            self.stack.holds.fill(places, blocks)
 
     def within(self, forward: PlannedForward, rows: list[Row]) -> AbstractContextManager[list[Row]]:
         from sgl_ext.engine.restore.fill import restoring

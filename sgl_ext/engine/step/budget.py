@@ -97,8 +97,7 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
     room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
     length = min(length, max(room, adder.page_size))
-    if adder.chunked_req_limit is not None or plan.stop is not None:
-        adder.chunked_req_limit = length
+    adder.chunked_req_limit = length
     credit = length - plan.computed(prefix, prefix + length)
     adder.rem_chunk_tokens += credit
     adder.rem_input_tokens += credit
@@ -129,10 +128,11 @@ def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
 def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:
     """Returns the number of tokens of the next part of a prompt.
 
-    It is ``most``, or the number with which the part ends at a multiple of ``whole``.
+    It is ``most`` if the part then has the rest of the plan, or the number with which it ends at a
+    multiple of ``whole``: whole pages are copied in place.
     """
-    end = plan.reach(prefix, max(budget, 1))
-    return most if end >= prefix + most else end // whole * whole - prefix
+    end = min(plan.reach(prefix, max(budget, 1)), prefix + most)
+    return most if end == prefix + most >= len(plan) else end // whole * whole - prefix
 
 
 def _plan_of(req: Req) -> PrefillPlan | None:

@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.step.budget import _charge, _continue, _log, _select
-from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.planning.plan import Compute, Link, Load, PrefillPlan, Span
 
 PAGE = 16
 PLAN = PrefillPlan([Span(0, 50, Compute()), Span(50, 350, Link(0, 50)), Span(350, 480, Compute())])
@@ -69,6 +69,20 @@ def test_a_part_of_a_prompt_ends_at_the_stop_of_its_plan() -> None:
     assert found.extend_len == 64
     whole = Admission(0, 90, is_chunked=False)
     assert select(adder(4096), "restored", whole) is whole
+
+
+def test_a_part_of_a_prompt_ends_with_a_whole_page() -> None:
+    """SGLang fills a budget to the last token, also within a page that is loaded."""
+    spans = [Span(0, 16, Compute()), Span(16, 464, Load()), Span(464, 480, Compute())]
+    runtime.current.plans["restored"] = PrefillPlan(spans)
+    found = select(adder(24), "restored", Admission(0, 472, is_chunked=True))
+    assert found.extend_len == 464
+    req = SimpleNamespace(rid="restored", prefix_len=0, full_untruncated_fill_ids=[0] * 480)
+    limits: list[int] = []
+    _continue(lambda adder, _req: limits.append(adder.chunked_req_limit), adder(24), req)
+    assert limits == [464]
+    most = Admission(400, 80, is_chunked=True)  # another part has not used up the budget
+    assert select(adder(512), "restored", most).extend_len == 80
 
 
 @pytest.mark.parametrize("rid", ["linked", "plain"])
