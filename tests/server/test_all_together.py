@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,12 +112,17 @@ class Side:
                     self.told[tier, asked.kind] += loaded
         return found
 
-    def same(self, *groups: Sequence[Asked], pause: float = 0, tokens: int = TOKENS) -> None:
+    def same(
+        self,
+        *groups: Sequence[Asked],
+        between: Callable[[], None] = lambda: None,
+        tokens: int = TOKENS,
+    ) -> None:
         """Asserts that all answers are those of stock SGLang; approximate ones are only requested.
 
         Args:
             groups: requests that are sent together, those of later groups with higher priorities.
-            pause: seconds between groups.
+            between: is called between two groups.
             tokens: number of new tokens.
         """
         every = [asked for group in groups for asked in group]
@@ -128,13 +133,20 @@ class Side:
             ]
             found = []
             for level, group in enumerate(groups):
+                if level:
+                    between()
                 found += [threads.submit(self._answer, asked, tokens, level) for asked in group]
-                time.sleep(pause)
             for answer, expected in zip(found, right, strict=True):
                 if expected is None:
                     answer.result()
                 else:
                     same(answer.result(), expected)
+
+    def decodes(self) -> bool:
+        """Returns whether three requests decode."""
+        url = f"{self.server.url}/v1/loads?include=core"
+        (load,) = requests.get(url, timeout=DEADLINE_S).json()["loads"]
+        return bool(load["num_running_reqs"] == 3)
 
     def state(self) -> dict[str, Any]:
         return live(self.server.url)
@@ -203,7 +215,7 @@ def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
         others.append(side.follower(40, "sparse"))
         blocker = side.plain(700)  # the others arrive while it is computed
         together = [*chats, *links, *others, *(old if turn != 1 else ())]
-        side.same([blocker], together, pause=0.05)
+        side.same([blocker], together, between=lambda: time.sleep(0.05))
         side.same([side.plain(1300), side.plain(1300)])  # evicts them
         chats = [asked.longer(words(30)) for asked in chats]
         old = [asked.longer(words(30)) for asked in old]
@@ -217,9 +229,9 @@ def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
 
 
 def test_preempted_requests_resume(side: Side) -> None:
-    chats = [side.follower(500), side.plain(450), side.follower(300)]
+    chats = [side.follower(500), side.follower(450), side.follower(300)]
     urgent = [side.plain(1300), side.follower(700)]
-    side.same(chats, urgent, pause=0.4, tokens=64)
+    side.same(chats, urgent, between=lambda: until(side.decodes, within=60), tokens=96)
     assert side.told["swap", "follower"], side.state()["swap"]
 
 
