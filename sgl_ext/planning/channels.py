@@ -22,6 +22,17 @@ from sgl_ext.tiers.lower import LowerTier
 
 LOAD_TOKENS = 128
 """Maximum tokens of one load; a load has one page at least."""
+
+
+def load_unit(page: int) -> int:
+    """Returns the maximum pages of one load of a want of which a part is computed.
+
+    Args:
+        page: tokens of a page.
+    """
+    return max(LOAD_TOKENS // page, 1)
+
+
 _PATIENCE_S = 0.5
 """Seconds that a load may be late, in addition to its expected duration."""
 

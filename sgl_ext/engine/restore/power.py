@@ -94,8 +94,8 @@ class RestorePower(Power[Restore]):
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
         self.planner = ext.tiers.planner
-        setup.require_parts(
-            self.section, self.stack.layout.page, get_schedule().chunked_prefill_size
+        setup.prepare(
+            self.section, self.stack.layout.page, get_schedule().chunked_prefill_size, ext.costs
         )
         self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from sgl_ext.config import Restore
 from sgl_ext.engine.core import hooks
+from sgl_ext.planning.channels import load_unit
+from sgl_ext.planning.costs import Costs
 
 
 def require_parts(config: Restore, page: int, size: int | None) -> None:
@@ -26,3 +28,18 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
             f"restore.chunk is {config.chunk} tokens, which is not a multiple of the page size "
             f"{page}; set it to {-(-config.chunk // page) * page}, for example"
         )
+
+
+def prepare(config: Restore, page: int, size: int | None, costs: Costs) -> None:
+    """Makes the forwards and loads of the cost model those of restorations.
+
+    Args:
+        page: tokens of a page.
+        size: resolved ``--chunked-prefill-size``, in tokens; None if SGLang does not chunk prompts.
+
+    Raises:
+        ActivationError: see :func:`require_parts`.
+    """
+    require_parts(config, page, size)
+    costs.chunk = config.chunk if size is None else min(config.chunk, size // page * page)
+    costs.unit = load_unit(page) * page

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_schedule
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
@@ -85,9 +84,7 @@ class TierLinker(UnifiedCacheLinker):
                 costs=ext.costs,
                 by_layer=swap is not None and swap.experiment.by_layer,
             )
-            planner = open_planner(
-                ext.config, self.stack, ext.costs, get_schedule().chunked_prefill_size
-            )
+            planner = open_planner(ext.config, self.stack, ext.costs)
         except ExtError as error:
             refuse(error)
         self.planner = planner

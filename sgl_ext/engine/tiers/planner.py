@@ -6,7 +6,7 @@ import threading
 import time
 
 from sgl_ext.config import ExtConfig, Restore
-from sgl_ext.planning.channels import LOAD_TOKENS
+from sgl_ext.planning.channels import load_unit
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import POLICIES
@@ -20,25 +20,18 @@ _FIRST_COME = "cake"
 """Policy if no prompt is computed while its pages load."""
 
 
-def open_planner(
-    config: ExtConfig, stack: TierStack, costs: Costs, chunked_prefill_size: int | None
-) -> Planner:
+def open_planner(config: ExtConfig, stack: TierStack, costs: Costs) -> Planner:
     """Returns a new planner for a scheduler whose tiers are open.
 
     Args:
-        costs: cost model of the scheduler; its loads and forwards become those of restorations if
-            there are any.
+        costs: cost model of the scheduler.
 
     Raises:
         RuntimeError: no tiers are configured.
     """
     if config.tiers is None:
         raise RuntimeError("a planner requires tiers")
-    page, size, restore = stack.layout.page, chunked_prefill_size, config.restore or Restore()
-    unit = max(LOAD_TOKENS // page, 1)
-    if config.restore is not None:
-        costs.chunk = restore.chunk if size is None else min(restore.chunk, size // page * page)
-        costs.unit = unit * page
+    page, restore = stack.layout.page, config.restore or Restore()
     swapped = 0 if config.swap is None else config.swap.capacity // stride_of(stack.layout)
     policy = _FIRST_COME if config.restore is None else restore.policy
     return Planner(
@@ -47,7 +40,7 @@ def open_planner(
         POLICIES[policy](restore.ageing),
         costs,
         page=page,
-        unit=unit,
+        unit=load_unit(page),
         wait=config.tiers.wait,
         spare=min(swapped, stack.host.capacity // _SPARE),
         hits=stack.hits,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,11 @@ from sgl_ext.engine.restore import setup
 from sgl_ext.engine.restore.power import RestorePower
 from sgl_ext.engine.restore.prompt import prompt_of
 from sgl_ext.engine.tiers.linker import TierLinker
-from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.memory.slab import Layout
 from sgl_ext.planning.compute_cost import ComputeCost
 from sgl_ext.planning.costs import HOST, Costs
 from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 from sgl_ext.planning.strategy import Strategy, choose_strategy
-from sgl_ext.tiers.host import HostPages
 
 PLAN = PrefillPlan([Span(0, 100, Compute())], stop=32)
 
@@ -220,10 +217,10 @@ def test_restore_requires_parts_of_whole_pages(
     config = load({**CONFIG.resolved(), "restore": {"chunk": chunk}})
     assert config.restore is not None and config.tiers is not None
     layout = Layout(16, 2, 1, 8, "float32", "a model")
-    stack: Any = SimpleNamespace(layout=layout, lower=[], host=HostPages(8), hits=Counter())
+    costs = Costs()
     if message is None:
-        setup.require_parts(config.restore, layout.page, size)
-        assert open_planner(config, stack, Costs(), size).costs.chunk == chunk
+        setup.prepare(config.restore, layout.page, size, costs)
+        assert (costs.chunk, costs.unit) == (chunk, 128)
     else:
         with pytest.raises(ActivationError, match=re.escape(message)):
-            setup.require_parts(config.restore, layout.page, size)
+            setup.prepare(config.restore, layout.page, size, costs)
