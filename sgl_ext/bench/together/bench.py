@@ -46,7 +46,7 @@ _PARTS: Mapping[str, Part] = {
     "reclaim": Part(report_reclaim, 1, 2),
     "costs": Part(report_costs, 1, 15),
     "idle": Part(report_idle, 1.5, 12),
-    "step": Part(report_step, 0.1, 0.1),
+    "step": Part(report_step, 0.1, 0.5),
 }
 PARTS = tuple(_PARTS)
 
