@@ -22,6 +22,8 @@ from sgl_ext.tiers.lower import LowerTier
 
 LOAD_TOKENS = 128
 """Maximum tokens of one load; a load has one page at least."""
+_PATIENCE_S = 0.5
+"""Seconds that a load may be late, in addition to its expected duration."""
 
 
 def load_unit(page: int) -> int:
@@ -31,10 +33,6 @@ def load_unit(page: int) -> int:
         page: tokens of a page.
     """
     return max(LOAD_TOKENS // page, 1)
-
-
-_PATIENCE_S = 0.5
-"""Seconds that a load may be late, in addition to its expected duration."""
 
 
 @dataclass(eq=False, slots=True)

@@ -123,8 +123,8 @@ def _moves(
 ) -> bool:
     """Counts a decision between moving KV and computing it, and returns whether it is moved.
 
-    KV is also moved once in a while if that is not better: the cost of what is never done would
-    never be measured again.
+    A small share of these decisions moves KV although computing is expected to be faster, so that
+    the cost of moving is measured again.
 
     Args:
         seconds: predictions of both, moving first.

@@ -92,7 +92,7 @@ class Decisions:
         return self.chose(kind, min(seconds, key=seconds.__getitem__), seconds, key)
 
     def ended(self, kind: str, key: str, seconds: float | None) -> None:
-        """Records the duration of what was decided; nothing if no decision is pending.
+        """Records the duration of a pending decision; does nothing if there is none.
 
         Args:
             seconds: measured duration; None if it is not known.

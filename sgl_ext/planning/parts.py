@@ -16,7 +16,7 @@ fewer, the forward costs more than it gains."""
 
 
 class Part(NamedTuple):
-    """What is known of a want's pages when its next forward is planned."""
+    """Loaded pages of a want, and the end of its next forward."""
 
     loaded: tuple[tuple[int, int], ...]
     """Runs ``(first, end)`` of loaded pages, in order."""

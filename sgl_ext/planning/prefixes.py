@@ -48,10 +48,12 @@ class Prefixes:
         stack = self._stack
         if not stack.enabled or stack.host.lookup(keys) < len(keys):
             return False
-        landed, seconds = {}, 0.0
+        landed: dict[str, int] = {}
+        seconds = 0.0
         if (request := self._planner.take(_name(rid))) is not None:
             landed, seconds = request.landed, request.seconds
-        return stack.load(rid, keys, blocks, landed, seconds)
+        stack.load(rid, keys, blocks, landed, seconds)
+        return True
 
     def cancel(self, rid: str) -> bool:
         """Forgets a request and cancels its queued load; returns whether a load was queued.

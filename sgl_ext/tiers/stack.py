@@ -82,22 +82,16 @@ class TierStack:
         rid: str,
         keys: Sequence[Key],
         blocks: Pages,
-        landed: Mapping[str, int] | None = None,
-        seconds: float = 0.0,
-    ) -> bool:
-        """Queues a load of ``keys`` into ``blocks`` of the device for :meth:`Loads.start`.
+        landed: Mapping[str, int],
+        seconds: float,
+    ) -> None:
+        """Queues a load of ``keys``, all in host memory, into ``blocks`` for :meth:`Loads.start`.
 
         Args:
             landed: Pages of ``keys`` that came from each lower tier for this request, by its name.
             seconds: Seconds that they took.
-
-        Returns:
-            False, with nothing queued, if a page is not in host memory or the tiers are disabled.
         """
-        if not self.enabled or self.host.lookup(keys) < len(keys):
-            return False
-        self._demotions.offer(keys, self.loads.queue(rid, keys, blocks, landed or {}, seconds))
-        return True
+        self._demotions.offer(keys, self.loads.queue(rid, keys, blocks, landed, seconds))
 
     def used(self, keys: Sequence[Key], times: int) -> None:
         """Records that ``keys``, which are also on the device, have been used ``times`` times.
