@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,9 @@ class Chunks(Section):
     largest_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
     """Largest divergence of linked chunks on the probe at start, in nats; beyond it, the server
     ends."""
+    link: Literal["auto", "always"] = "auto"
+    """``auto`` computes chunks where the cost model expects that to take less time; with ``always``
+    answers do not depend on measured times."""
     automatic: bool = False
     """True to link a text part of a prompt that equals a context's text without being named."""
 

@@ -36,7 +36,7 @@ def probe(self, path, start=False):
     from sgl_ext.engine.chunks.power import ChunksPower
     ext = runtime.current
     if start:
-        power = ChunksPower(ext.config, Chunks())
+        power = ChunksPower(ext.config, Chunks(link="always"))
         power.open(ext, self)
         ext.add(power)
         split = rows.split

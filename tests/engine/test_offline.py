@@ -22,7 +22,7 @@ def main():
     model, texts = json.load(open(sys.argv[1]))
     engine = Engine(model_path=model, page_size=16, max_total_tokens=8192, dtype="float32",
                     log_level="warning", enable_ext=True,
-                    ext_config={"chunks": {"method": "lego-8"}})
+                    ext_config={"chunks": {"method": "lego-8", "link": "always"}})
     contexts = contexts_of(engine)
     how = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     found = {}

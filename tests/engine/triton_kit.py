@@ -63,7 +63,7 @@ def prepare(scheduler, ext):
 
     Req.__init__, rows.split, rows.handed_over = initialized, divided, handed_over
     # The section would require a tokenizer and a model that answers sensibly.
-    power = ChunksPower(ext.config, Chunks())
+    power = ChunksPower(ext.config, Chunks(link="always"))
     power.open(ext, scheduler)
     ext.add(power)
 

@@ -162,7 +162,7 @@ def arguments(folder: Path, tokens: int, host: str, **peer: Any) -> tuple[str, .
             "host": {"capacity": f"{6144 * TOKEN_BYTES}B"},
             "ssd": {"directories": [str(folder / "ssd")], "capacity": "256MiB", "keep_after": 1},
         },
-        "chunks": {"largest_divergence": 100},
+        "chunks": {"largest_divergence": 100, "link": "always"},
         "restore": {"chunk": 128, "host": host},
         "swap": {"capacity": f"{2048 * TOKEN_BYTES}B", "policy": "static"},
         "clusters": {

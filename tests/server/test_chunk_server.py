@@ -34,7 +34,7 @@ DEADLINE_S = 240.0
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--max-total-tokens", "4096", "--page-size", "16", "--dtype", "float32")
     arguments += ("--enable-metrics",)
-    config = json.dumps({"chunks": {"method": "lego-16"}})
+    config = json.dumps({"chunks": {"method": "lego-16", "link": "always"}})
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (server,):
@@ -248,7 +248,7 @@ def test_doctor_reports_the_divergence_of_a_server(
         yield [server]
 
     monkeypatch.setattr("sgl_ext.serving.server.serve", serve)
-    check = linking(model, load({"chunks": {"method": "lego-16"}}))
+    check = linking(model, load({"chunks": {"method": "lego-16", "link": "always"}}))
     assert check.verdict == "ok"
     assert re.match(r"lego-16 diverges by 0\.\d+ nats \(limit 0.5\)", check.found)
     assert linking(model, load(None)).verdict == "note"

@@ -82,7 +82,7 @@ def _arguments(folder: Path) -> tuple[str, ...]:
         "clusters": section,
         "tiers": {"host": {"capacity": "64MiB"}},
         "swap": {"capacity": "8MiB"},
-        "chunks": {"method": "blend-20", "largest_divergence": 100},
+        "chunks": {"method": "blend-20", "largest_divergence": 100, "link": "always"},
     }
     return (
         "--enable-ext", "--ext-config", json.dumps(config), "--page-size", "16",

@@ -36,7 +36,7 @@ CONFIG = {
     "tiers": {"host": {"capacity": "64MiB"}},
     "restore": {"chunk": 128, "host": "tokens"},
     "swap": {"capacity": "8MiB", "swap_in": "wait"},
-    "chunks": {"method": "lego-16"},
+    "chunks": {"method": "lego-16", "link": "always"},
 }
 ARGUMENTS = (
     *SIZE, "--max-total-tokens", "1024", "--chunked-prefill-size", "128", "--page-size", "16",

@@ -27,7 +27,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     config = {
         "swap": {"capacity": "256MiB", "policy": "static"},
         "tiers": {"host": {"capacity": "256MiB"}},
-        "chunks": {"method": "lego-16"},
+        "chunks": {"method": "lego-16", "link": "always"},
     }
     arguments = ("--max-total-tokens", "1312", "--page-size", "16", "--dtype", "float32")
     arguments += ("--enable-metrics", "--chunked-prefill-size", "512")

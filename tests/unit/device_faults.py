@@ -69,9 +69,10 @@ def _not_reading(patch: MonkeyPatch) -> None:
 
 def _taken_back_at_once(patch: MonkeyPatch) -> None:
     def taken_back(ticket: Any, _streams: object) -> bool:
-        if not ticket.bytes_done:
-            ticket.cancel()
-        return ticket.state in (State.CANCELLED, State.FAILED)
+        if ticket.bytes_done:
+            return ticket.state in (State.CANCELLED, State.FAILED)
+        ticket.cancel()
+        return True  # what has begun may still land
 
     patch.setattr(by_layers, "taken_back", taken_back)
     patch.setattr(by_tokens, "taken_back", taken_back)

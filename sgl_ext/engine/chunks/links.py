@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.chunks.composition import LEAD, Composition, Selection
 from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.config.chunks import Chunks
 from sgl_ext.engine.chunks.blend import Candidates
 from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.chunks.parameters import composition_of
@@ -62,7 +63,8 @@ class ChunkLinks:
         plans: plans by request id; receives the plan of each request that is acquired.
         divides: whether a part of the chunks in lower tiers is computed while the others load;
             else they are loaded before the request is admitted.
-        costs: cost model; None if several ranks have to agree, which always link.
+        costs: cost model that decides between linking and computing; None to link always, as
+            several ranks do, which have to agree.
     """
 
     def __init__(
@@ -342,7 +344,7 @@ def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
             yield number, Wanted(composition.namespace, req.cache_salt, before, tokens)
 
 
-def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
+def open_links(scheduler: Scheduler, ext: ExtRuntime, section: Chunks) -> ChunkLinks:
     """Creates the links of a scheduler whose model and KV pool exist.
 
     Raises:
@@ -354,6 +356,7 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
     stack = None if ext.tiers is None else ext.tiers.stack
     planner = None if ext.tiers is None else ext.tiers.planner
     rope, holds = verified_rope(runner.model, slab.layout), None if stack is None else stack.holds
+    decides = section.link == "auto" and get_parallel().tp_size == 1
     return ChunkLinks(
         ChunkSearch(scheduler.tree_cache, stack, planner),
         runner.token_to_kv_pool,
@@ -361,6 +364,6 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime) -> ChunkLinks:
         moves_of(slab.layout, rope, slab.tensor(), holds),
         streams_of(slab.device, None),
         ext.plans,
-        ext.costs if get_parallel().tp_size == 1 else None,
+        ext.costs if decides else None,
         divides=ext.restore is not None and not ext.independent,
     )

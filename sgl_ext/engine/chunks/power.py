@@ -88,7 +88,7 @@ class ChunksPower(Power[Chunks]):
         self._ext = ext
         layers = scheduler.model_config.num_hidden_layers
         self._no_blend = blend_refusal(layers, get_parallel().tp_size)
-        self.links = open_links(scheduler, ext)
+        self.links = open_links(scheduler, ext, self.section)
         if get_observability().enable_metrics:
             from sgl_ext.engine.chunks.metrics import ChunksMetrics
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from scheduler_kit import Scheduler
 
 from sgl_ext.config import ExtConfig
-from sgl_ext.engine.core import dispatch, runtime
+from sgl_ext.engine.core import dispatch, planning, runtime
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 from sgl_ext.peer import directory
@@ -110,6 +110,7 @@ def test_a_failed_activation_is_reported_in_one_line(
     runner = SimpleNamespace(attn_backend=attention, device="cpu")
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     monkeypatch.setattr(runtime, "current", ext)
+    monkeypatch.setattr(planning, "prepare", lambda _: None)  # reads SGLang's configuration
     with pytest.raises(
         ActivationError, match=r"^peer: cannot open the socket ipc://\S+/master: [\w ]+$"
     ):
