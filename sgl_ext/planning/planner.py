@@ -236,6 +236,8 @@ class Planner:
             if until is None:
                 return None
             loaded = (*pointers.loaded(),)
+        # Forwards end with whole pages of the device, in which those of a chunk may begin anywhere.
+        until = max(until, (begin // self.page + 1) * self.page)
         active.part = Part(loaded, until if until < at.end(pointers.end) else None)
         return active.part
 

@@ -17,7 +17,6 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
 from sgl_ext.bench.together.mixed import unit_of
 from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, TOKEN_BYTES, extended
-from sgl_ext.bench.together.trace import REFERENCE
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live, wait_until_stored
@@ -39,8 +38,8 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
     logs = out / "logs" / "linked"
     base = ("--max-total-tokens", str(_POOL), "--page-size", str(PAGE), *BESIDE_OTHERS)
     with server.serve([System("unit", base, ENVIRONMENT)], model, logs) as (stock,):
-        seconds = unit_of(stock.url)
-    rate = round(REFERENCE * TOKEN_BYTES / seconds)
+        seconds = unit_of(stock.url, _LENGTH)
+    rate = round(_LENGTH * TOKEN_BYTES / seconds)
     with TemporaryDirectory(dir=out, prefix="linked-") as scratch:
 
         def system(name: str, more: Mapping[str, Any]) -> System:

@@ -179,12 +179,12 @@ def _part(each: Sequence[Each], size: int, number: int) -> Sequence[Each]:
     return each[number * size : (number + 1) * size]
 
 
-def unit_of(url: str) -> float:
-    """Returns the seconds in which an idle server computes a prompt of :data:`REFERENCE` tokens."""
+def unit_of(url: str, tokens: int = REFERENCE) -> float:
+    """Returns the seconds in which an idle server computes a prompt of ``tokens`` tokens."""
     chance = random.Random(0)  # noqa: S311
     seconds = []
     for _ in range(4):
-        prompt = [chance.randrange(1000, 40_000) for _ in range(REFERENCE)]
+        prompt = [chance.randrange(1000, 40_000) for _ in range(tokens)]
         seconds.append(_seconds(url, prompt))
     return statistics.median(seconds[1:])  # the first requests of a process are slow
 

@@ -1,9 +1,10 @@
 """Resumption of preempted requests whose KV had to leave host memory for an SSD.
 
 Requests that decode are displaced by urgent prompts that need nearly the whole device. Host memory
-is smaller than their KV and those prompts, so that the KV of the displaced requests can only be
-kept on the SSD. When the last urgent answer ends, the displaced requests can resume. The system
-compared with recomputes them: it chooses the same requests, and keeps no KV of them.
+has room for the KV of the displaced requests only until that of those prompts arrives, and the swap
+budget for a part of it, so that their KV can only be kept on the SSD. When the last urgent answer
+ends, the displaced requests can resume. The system compared with recomputes them: it chooses the
+same requests, and keeps no KV of them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from sgl_ext.serving.server import BESIDE_OTHERS
 
 OURS, RECOMPUTE = "swap to ssd", swapping.RECOMPUTE
 _POOL = 4096
-_HOST = "24MiB"
-"""Host memory for KV: about 1,000 tokens of the model in bfloat16."""
+_HOST, _BUDGET = "96MiB", "24MiB"
+"""Host memory for KV, about 2,900 tokens of the model in bfloat16, and how much of it swapped
+requests may keep."""
 _VICTIMS, _URGENT = 2, 2
 _VICTIM, _ANSWER, _BEGUN = 1200, 320, 8
 """Tokens of the prompt and of the answer of a displaced request; tokens before it is displaced."""
@@ -63,7 +65,7 @@ def report_swap_to_ssd(report: Report, out: Path, *, quick: bool) -> None:
         ssd = {"directories": [scratch], "capacity": "4GiB", "keep_after": 1}
         tiers = {"host": {"capacity": _HOST}, "ssd": ssd}
         policy = {"policy": "static"}
-        config = {"tiers": tiers, "swap": {"capacity": _HOST, **policy}}
+        config = {"tiers": tiers, "swap": {"capacity": _BUDGET, **policy}}
         (other,) = swapping.systems([RECOMPUTE], _POOL, _HOST, policy, None)
         passive = replace(other, environment={**ENVIRONMENT, **other.environment})
         systems = [extended(OURS, base, config), passive]

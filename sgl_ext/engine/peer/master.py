@@ -102,7 +102,7 @@ class MasterSide(PeerSide):
         page = self._slab.layout.page
         slots = start * page, end * page
         self.out += vacate.retract(self._scheduler, self._running, *slots)
-        self._evict(start, end)
+        self._evict(start, end, at_once=True)  # the worker waits
         self._attempts.record(start, end, self._holders(), self._now)
 
     def _holders(self) -> object:

@@ -132,6 +132,6 @@ class PeerSide:
         if poller is not None:  # an idle scheduler, which sleeps for up to a second
             poller.register(self._link.news, zmq.POLLIN)
 
-    def _evict(self, start: int, end: int) -> None:
+    def _evict(self, start: int, end: int, *, at_once: bool) -> None:
         page = self._slab.layout.page
-        vacate.evict(self._scheduler.tree_cache, start * page, end * page)
+        vacate.evict(self._scheduler.tree_cache, start * page, end * page, at_once=at_once)

@@ -28,16 +28,20 @@ from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.peer import vacating
 
 
-def evict(tree: RadixTree, start: int, end: int) -> None:
+def evict(tree: RadixTree, start: int, end: int, *, at_once: bool = True) -> None:
     """Evicts all nodes of the radix tree that need slots ``[start, end)`` and are not locked.
 
-    A node is evicted together with the nodes behind it. Their KV goes to host memory if there are
-    tiers and it is not there.
+    A node is evicted together with the nodes behind it. If there are tiers, they receive its KV.
+
+    Args:
+        at_once: evicts all of them, and KV that host memory has no room for is lost. Otherwise
+            nodes whose KV no tier has yet are kept, and another call may evict them.
     """
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     core, ext = tree.tree_core, runtime.current
-
+    tiers = None if ext is None or ext.independent else ext.tiers
+    staying: set[Node] = set()
     within: dict[Node, bool] = {}
 
     def look(nodes: Sequence[Node]) -> None:
@@ -54,13 +58,17 @@ def evict(tree: RadixTree, start: int, end: int) -> None:
             for leaf, path in zip(leaves, core.collect_path_info(leaves), strict=True)
         }
         look([node for node in dict.fromkeys(chain(*paths.values())) if node not in within])
-        if not (evicted := vacating.leaves_to_evict(paths, within.__getitem__)):
-            return
+        chosen = vacating.leaves_to_evict(paths, within.__getitem__)
+        if not (chosen := [leaf for leaf in chosen if leaf not in staying]):
+            break
         tracker = dict.fromkeys(tree.tree_components, 0)
-        for leaf in evicted:
-            if ext is not None and ext.tiers is not None and not ext.independent:
-                ext.tiers.linker.leave(core, leaf)
-            tree._evict_device_leaf(leaf, tracker)
+        for leaf in chosen:
+            if tiers is None or tiers.linker.leave(core, leaf, at_once=at_once):
+                tree._evict_device_leaf(leaf, tracker)
+            else:
+                staying.add(leaf)
+    if tiers is not None and not at_once and not staying:
+        tiers.linker.departures.end()
 
 
 def _leaves(core: TreeCore) -> list[Node]:

@@ -68,7 +68,7 @@ class WorkerSide(PeerSide):
 
     def vacate(self, blocks: int) -> int:
         end = self._first + self.blocks
-        self._evict(end - blocks, end)
+        self._evict(end - blocks, end, at_once=False)  # nobody waits for the memory
         return self.blocks - self._resizer.tail_free
 
     def _held(self, running: ScheduleBatch) -> int:

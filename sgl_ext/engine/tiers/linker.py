@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +22,7 @@ from sgl_ext.memory.streams import streams_of
 from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.tiers.arena import Key
 from sgl_ext.tiers.build import open_stack
+from sgl_ext.tiers.departures import Departures
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -46,6 +48,7 @@ class TierLinker(UnifiedCacheLinker):
     Attributes:
         planner: planner of the loads from lower tiers.
         prefixes: prefixes that SGLang loads.
+        departures: pages that stay on the device until tiers have them.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class TierLinker(UnifiedCacheLinker):
             refuse(error)
         self.planner = planner
         self.prefixes = Prefixes(self.stack, planner)
+        self.departures = Departures(self.stack, time.monotonic)
         self._allocator.in_flight = self.stack.in_flight
         self._allocator.streams = self.stack.streams
         self.restoring: Restoring | None = None
@@ -174,18 +178,27 @@ class TierLinker(UnifiedCacheLinker):
         self.planner.close()
         self.stack.close()
 
-    def leave(self, tree: TreeCore, node: Node) -> None:
-        """Stores the pages of a node that has to leave the device and that host memory lacks.
+    def leave(self, tree: TreeCore, node: Node, *, at_once: bool) -> bool:
+        """Stores the pages of a node that has to leave the device, as far as tiers lack them.
 
-        Host memory has evicted them since it received them, while the device still used them. The
-        next owner of their blocks waits for the copies.
+        Args:
+            at_once: stores what host memory has room for; the next owner of the blocks waits for
+                the copies. Otherwise the node stays until tiers have all of its pages.
+
+        Returns:
+            Whether the node can be evicted.
         """
         keys = _bytes(tree.get_hash_values(node))
-        if not self.stack.enabled or not self.stack.host.missing(keys):
-            return
         slots = tree.get_component_device_value(node, ComponentType.FULL)
-        if slots is not None:
-            self.stack.stores.store_lost(keys, on_host(slots[:: self._page]) // self._page)
+        if not self.stack.enabled or slots is None:
+            return True
+        if at_once and not self.stack.host.missing(keys):
+            return True
+        blocks = on_host(slots[:: self._page]) // self._page
+        if not at_once:
+            return self.departures.leave(keys, blocks)
+        self.stack.stores.store_lost(keys, blocks)
+        return True
 
     def used_in_device(self, tree: TreeCore, node: object) -> None:
         """Counts a use of the pages on the path to ``node``, which a request has on the device."""
