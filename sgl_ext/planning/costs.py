@@ -28,6 +28,8 @@ MOVE = "move"
 """Channel within one memory: copies of KV to other positions."""
 CROSSOVER = 512
 """Default of L_delta where it was not measured, in tokens."""
+_FEW = 3
+"""Observations from which on a cost counts as measured; their median decides."""
 _OBSERVED = 512
 """Recent forwards, and recent loads of each channel, that are kept."""
 
@@ -79,8 +81,15 @@ class Costs:
         self.loads.setdefault(channel, LoadCost())
 
     def known(self, name: str) -> bool:
-        """Returns whether a cost is measured: by a profile or while serving."""
-        return name in self.measured or name in self._learners
+        """Returns whether a cost is measured: by a profile, or a few times while serving.
+
+        The first operation of a process may take many times as long as those that follow. If it
+        decided alone, the operation might be avoided and its cost not be measured again.
+        """
+        if name in self.measured:
+            return True
+        learner = self._learners.get(name)
+        return learner is not None and learner.count >= _FEW
 
     def seed(
         self, compute: ComputeCost, loads: Mapping[str, LoadCost], decode: DecodeCost | None
@@ -234,7 +243,7 @@ class Costs:
         """Returns the estimates and recent observations, for ``/server_info``."""
         return {
             "measured": sorted(self.measured),
-            "known": sorted(self.measured | {*self._learners}),
+            "known": sorted(name for name in {*self.measured, *self._learners} if self.known(name)),
             "crossover": self.crossover,
             "compute": asdict(self.compute),
             "decode": asdict(self.decode),

@@ -41,7 +41,8 @@ class Learner:
         self._believed = believed
         self._main = main
         self._operations: deque[tuple[Features, float]] = deque(maxlen=_FITTED)
-        self._count = 0
+        self.count = 0
+        """Number of operations so far."""
         self._fit: Features = believed or ()
 
     def observe(self, features: Features, seconds: float) -> Features:
@@ -55,8 +56,8 @@ class Learner:
             Seconds per unit of each feature.
         """
         self._operations.append((features, seconds))
-        self._count += 1
-        if self._count <= _OFTEN or self._count % _OFTEN == 0:
+        self.count += 1
+        if self.count <= _OFTEN or self.count % _OFTEN == 0:
             self._fit = self._fitted()
         lately = [*self._operations][-_LATELY:]
         ratios = [took / _dot(self._fit, each) for each, took in lately]
@@ -72,7 +73,7 @@ class Learner:
         if believed is None:
             rate = float(np.median(seconds / features[:, self._main]))
             believed = tuple(rate * (at == self._main) for at in range(features.shape[1]))
-        elif self._count < _LATELY:
+        elif self.count < _LATELY:
             return believed
         return tuple(fit(features, seconds, believed).tolist())
 

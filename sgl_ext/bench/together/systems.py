@@ -20,13 +20,13 @@ TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 STOCK, HICACHE, ALL, INDEPENDENT = "stock", "hicache", "all", "all, independent"
 SINGLE: Mapping[str, Sections] = {
     "tiers": frozenset({"tiers"}),
-    "chunks": frozenset({"tiers", "chunks"}),
+    "chunks": frozenset({"chunks"}),
     "restore": frozenset({"tiers", "restore"}),
     "swap": frozenset({"tiers", "swap"}),
     "peer": frozenset({"worker"}),
     "clusters": frozenset({"clusters"}),
 }
-"""Each power alone, with the tiers that it needs or profits from."""
+"""Each power alone, with the tiers if it needs them."""
 PLANNING = "SGL_EXT_PLANNING"
 """Environment variable whose value ``independent`` makes powers decide by themselves."""
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}

@@ -16,7 +16,8 @@ REFERENCE = 2048
 
 Kind = Literal["chat", "documents", "batch", "urgent"]
 KINDS: tuple[Kind, ...] = ("chat", "documents", "batch", "urgent")
-PRIORITIES: dict[Kind, int] = {"batch": 0, "chat": 1, "documents": 1, "urgent": 2}
+PRIORITIES: dict[Kind, int] = {"batch": 0, "chat": 20, "documents": 20, "urgent": 40}
+"""Priorities; they differ by more than SGLang's threshold of preemption, which is 10."""
 
 Prompt = TypeVar("Prompt")
 
