@@ -12,6 +12,10 @@ _CLEARLY = 2.0
 """Ratio of loading to computing from which on a request leaves without its KV. The decision cannot
 be reversed, and estimates may be wrong."""
 
+_FEW = 3
+"""Moves that are measured before a decision avoids others. The first one of a process may take many
+times as long as those that follow."""
+
 _TRIAL = 16
 """Reciprocal of the share of time that trials of slower moves may cost."""
 
@@ -56,7 +60,7 @@ def recomputes(costs: Costs, begin: int, end: int, running: int, how: SwapIn, ri
         running: requests that decode.
         how: how swap-ins are loaded.
     """
-    if begin >= end or not (costs.known(HOST) and costs.known(COMPUTE)):
+    if begin >= end or not (costs.known(HOST, _FEW) and costs.known(COMPUTE)):
         return False
     loading, computing = costs.loads[HOST].seconds(end - begin), costs.computing(begin, end)
     iteration = costs.decode.seconds(max(running, 1))
@@ -87,7 +91,7 @@ def keeps(costs: Costs, tokens: int) -> bool:
     Args:
         tokens: tokens of the request that have KV.
     """
-    if not (costs.known(HOST) and costs.known(COMPUTE)):
+    if not (costs.known(HOST, _FEW) and costs.known(COMPUTE)):
         return True
     seconds = {"keep": costs.loads[HOST].seconds(tokens), "drop": costs.computing(0, tokens)}
     better = seconds["keep"] <= seconds["drop"] * _CLEARLY
@@ -102,7 +106,7 @@ def links(costs: Costs, tokens: int, begin: int, rid: str) -> bool:
         begin: position of the first of them in the prompt.
         rid: id of the request.
     """
-    if not (tokens and costs.known(MOVE) and costs.known(COMPUTE)):
+    if not (tokens and costs.known(MOVE, _FEW) and costs.known(COMPUTE)):
         return True
     seconds = {
         "link": costs.loads[MOVE].seconds(tokens),

@@ -28,8 +28,6 @@ MOVE = "move"
 """Channel within one memory: copies of KV to other positions."""
 CROSSOVER = 512
 """Default of L_delta where it was not measured, in tokens."""
-_FEW = 3
-"""Observations from which on a cost counts as measured; their median decides."""
 _OBSERVED = 512
 """Recent forwards, and recent loads of each channel, that are kept."""
 
@@ -80,16 +78,12 @@ class Costs:
         """Adds a channel, unless it is known already, with a default cost."""
         self.loads.setdefault(channel, LoadCost())
 
-    def known(self, name: str) -> bool:
-        """Returns whether a cost is measured: by a profile, or a few times while serving.
-
-        The first operation of a process may take many times as long as those that follow. If it
-        decided alone, the operation might be avoided and its cost not be measured again.
-        """
+    def known(self, name: str, times: int = 1) -> bool:
+        """Returns whether a cost is measured: by a profile, or ``times`` while serving."""
         if name in self.measured:
             return True
         learner = self._learners.get(name)
-        return learner is not None and learner.count >= _FEW
+        return learner is not None and learner.count >= times
 
     def seed(
         self, compute: ComputeCost, loads: Mapping[str, LoadCost], decode: DecodeCost | None
@@ -161,7 +155,7 @@ class Costs:
         """Returns the seconds of computing tokens ``begin .. end - 1`` of a prompt in chunks."""
         return self.compute.in_chunks(begin, end, self.chunk)
 
-    def worth_loading(self, channel: str, tokens: int, begin: int) -> bool:
+    def worth_loading(self, channel: str, tokens: int, begin: int, key: str | None = None) -> bool:
         """Returns whether loading is expected to be faster than computing.
 
         True as long as one of both costs is unknown.
@@ -169,6 +163,7 @@ class Costs:
         Args:
             tokens: tokens to load.
             begin: position of the first of them in the prompt.
+            key: key of the decision, under which :meth:`Decisions.ended` finds it.
         """
         if not (self.known(channel) and self.known(COMPUTE)):
             return True
@@ -176,7 +171,7 @@ class Costs:
             "wait": self.loads[channel].seconds(tokens),
             "compute": self.computing(begin, begin + tokens),
         }
-        return self.decisions.least("wait_for_tier", seconds) == "wait"
+        return self.decisions.least("wait_for_tier", seconds, key) == "wait"
 
     def meeting(self, front: int, back: int, tier: str, busy: float = 0.0) -> float:
         """Returns the position where computing and loading finish at the same time.
@@ -243,7 +238,7 @@ class Costs:
         """Returns the estimates and recent observations, for ``/server_info``."""
         return {
             "measured": sorted(self.measured),
-            "known": sorted(name for name in {*self.measured, *self._learners} if self.known(name)),
+            "known": sorted(self.measured | {*self._learners}),
             "crossover": self.crossover,
             "compute": asdict(self.compute),
             "decode": asdict(self.decode),

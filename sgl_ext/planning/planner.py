@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clock import Clock
-from sgl_ext.planning.channels import Channels, Restoration
+from sgl_ext.planning.channels import Channels
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.parts import Part, next_part, plan_of
 from sgl_ext.planning.plan import PrefillPlan
-from sgl_ext.planning.policies import Policy, soonest
+from sgl_ext.planning.policies import Policy
 from sgl_ext.planning.request import Request, Restored
+from sgl_ext.planning.turns import Turns
 from sgl_ext.planning.want import Name, Run, Want
 from sgl_ext.planning.wants import Wants
 from sgl_ext.tiers.arena import Pages
@@ -32,10 +33,6 @@ class Landed(NamedTuple):
     """Numbers of the pages in the run, ascending, int64 ``[pages]``."""
     places: Pages
     """Their places in host memory."""
-
-
-_SEEN_S = 5.0
-"""Time for which a request that the scheduler no longer considers blocks others, in seconds."""
 
 
 class Planner:
@@ -86,16 +83,8 @@ class Planner:
         self._deadlines: dict[Name, float] = {}
         """Times until which requests are held back for whole wants, on the clock; set when they are
         first considered for admission."""
-        self._first: Restoration | None = None
-        """Restoration that is computed next in this step, once chosen."""
-        self._chosen = False
-        self._now = self._clock()
-        """Start of this step of the scheduler, on the clock in seconds."""
-        self._before = self._now
-        """Start of the previous step."""
+        self._turns = Turns(self.wants, self._channels, costs, wait=wait, clock=clock)
         self._epoch = costs.epoch
-        self.interrupted = 0
-        """Number of times that a prompt being computed was interrupted."""
 
     # --- wants that are loaded as a whole ---------------------------------------------------------
 
@@ -105,12 +94,15 @@ class Planner:
         tokens = sum(len(run.keys) - run.here for run in want.runs) * self.page
         if want.name not in self.wants and tokens:
             begin = min(run.start + run.here * self.page for run in want.runs)
-            tiers = [tier for tier in tiers if self._worthwhile(tier, tokens, max(begin, 0))]
+            tiers = [
+                tier for tier in tiers if self._worthwhile(want.name, tier, tokens, max(begin, 0))
+            ]
         if tiers and tokens:
             self.wants.ask(want, whole=True, tiers=tiers)
 
-    def _worthwhile(self, tier: LowerTier, tokens: int, begin: int) -> bool:
-        faster = self.costs.worth_loading(tier.tier.name, tokens, begin)
+    def _worthwhile(self, name: Name, tier: LowerTier, tokens: int, begin: int) -> bool:
+        key = _decision(name, tier)
+        faster = self.costs.worth_loading(tier.tier.name, tokens, begin, key)
         return tier.throughput.worthwhile(faster=faster)
 
     def ready(self, name: Name) -> bool:
@@ -133,7 +125,12 @@ class Planner:
         pages itself.
         """
         self._deadlines.pop(name, None)
-        return self.release(name)
+        request = self.release(name)
+        landed = {} if request is None else request.landed
+        for tier in self._tiers:
+            seconds = request.seconds if request is not None and tier.tier.name in landed else None
+            self.costs.decisions.ended("wait_for_tier", _decision(name, tier), seconds)
+        return request
 
     # --- wants of which a part is computed --------------------------------------------------------
 
@@ -159,53 +156,8 @@ class Planner:
         return active is not None and active is self._channels.computing
 
     def turn(self, name: Name, continuing: bool) -> bool:
-        """Returns whether a waiting request may be computed now.
-
-        Releases a want whose lookups take too long or that gets no places in host memory; the
-        scheduler may then compute it.
-
-        Args:
-            continuing: True if another prompt is being computed in parts.
-        """
-        wants = self.wants
-        if (request := wants.requests.get(name)) is None:
-            return not wants.follows(name)
-        request.seen = self._now
-        if (active := wants.opened.get(name)) is not None and self._chosen:
-            return active is self._first and not continuing
-        if active is None and not request.answered:
-            if self._now < request.asked + self._wait:
-                return False
-            self.release(name)
-            return True
-        if continuing or self._channels.computing is not None:
-            return False
-        if not self._chosen:
-            self._choose()
-        if active is None and self._first is None:
-            # No request that holds places will release any, so this one takes those that are free.
-            if (active := wants.open(request, scarce=True)) is None:
-                self.release(name)
-                return True
-            self._first = active
-        return active is not None and self._first is active
-
-    def _choose(self) -> None:
-        """Chooses the request that is computed next, among those that the scheduler considers."""
-        able: Collection[Restoration] = [one for one in self.wants.opened.values() if not one.whole]
-        first = soonest(able) if able else None
-        if first is not None and not self._sees(first):  # rare: all requests are checked
-            able = self._seen()
-            first = soonest(able) if able else None
-        self._first, self._chosen = first, True
-
-    def _seen(self) -> list[Restoration]:
-        return [one for one in self.wants.opened.values() if not one.whole and self._sees(one)]
-
-    def _sees(self, one: Restoration) -> bool:
-        """Returns whether the scheduler still considers the request."""
-        # Counted from the previous step, because the last forward may have taken long.
-        return self.wants.requests[one.name].seen > self._before - _SEEN_S
+        """Returns whether a waiting request may be computed now; see :meth:`Turns.turn`."""
+        return self._turns.turn(name, continuing=continuing)
 
     def part(self, name: Name, begin: int) -> Part | None:
         """Returns what the request's next forward, from token ``begin`` on, loads and computes.
@@ -271,36 +223,17 @@ class Planner:
             self._channels.changed(active)
 
     def preferred(self) -> Name | None:
-        """Returns the want whose request should interrupt the one whose prompt is being computed.
-
-        Returns None if there is none, or if the gain in rank is not worth a change.
-        """
-        computing = self._channels.computing
-        if computing is None or not self._channels.interrupts:
-            return None
-        others = [one for one in self._seen() if one is not computing]
-        if not others:
-            return None
-        first = soonest(others)
-        with self._channels.lock:
-            for one in (first, computing):  # estimated costs may have changed
-                self._channels.changed(one)
-        begin = computing.reached
-        # Estimates change from part to part; a margin keeps similar requests from alternating.
-        worth = self.costs.compute.seconds(begin, begin + self.costs.chunk)
-        (urgency, rank), (other_urgency, other_rank) = first.rank, computing.rank
-        sooner = rank + worth < other_rank
-        return first.name if (urgency, not sooner) < (other_urgency, True) else None
+        """Returns the want whose request should interrupt the one that is computed, if any."""
+        return self._turns.preferred()
 
     def interrupt(self) -> None:
-        """Interrupts the prompt that is being computed.
+        """Interrupts the prompt that is being computed; see :meth:`Turns.interrupt`."""
+        self._turns.interrupt()
 
-        Its loaded pages stay, and it continues when it is chosen again.
-        """
-        with self._channels.lock:
-            self._channels.computing = None
-        self._first, self._chosen = None, False
-        self.interrupted += 1
+    @property
+    def interrupted(self) -> int:
+        """Number of times that a prompt being computed was interrupted."""
+        return self._turns.interrupted
 
     def plan(self, name: Name, begin: int, end: int) -> PrefillPlan | None:
         """Returns the plan of the next forward of a prompt whose prefix is restored; see
@@ -353,9 +286,7 @@ class Planner:
 
     def release(self, name: Name) -> Request | None:
         """Ends a want whose request is restored or gone; see :meth:`Wants.release`."""
-        if self._first is not None and self.wants.opened.get(name) is self._first:
-            self._first, self._chosen = None, False
-        return self.wants.release(name)
+        return self._turns.release(name)
 
     def give_up_one(self) -> bool:
         """Releases a want that keeps pages in host memory and is not being computed.
@@ -375,13 +306,12 @@ class Planner:
 
     def advance(self) -> None:
         """Advances all wants without waiting; called once per scheduler step."""
-        self._before, self._now = self._now, self._clock()
         if self._epoch != self.costs.epoch:
             self._epoch = self.costs.epoch
             with self._channels.lock:
                 for active in self.wants.opened.values():
                     self._channels.changed(active)
-        self._first, self._chosen = None, self._channels.computing is not None
+        self._turns.advance()
         self.wants.advance()
 
     def pending(self) -> bool:
@@ -391,7 +321,7 @@ class Planner:
     def clear(self) -> list[Name]:
         """Releases all wants and returns their names."""
         self._deadlines.clear()
-        self._first, self._chosen = None, False
+        self._turns.clear()
         return self.wants.clear()
 
     def close(self) -> None:
@@ -401,3 +331,8 @@ class Planner:
     def check_integrity(self) -> None:
         """Checks the wants, channels and host memory; see :meth:`Wants.check_integrity`."""
         self.wants.check_integrity()
+
+
+def _decision(name: Name, tier: LowerTier) -> str:
+    """Returns the key of the decision whether a whole want waits for a tier."""
+    return f"{name} {tier.tier.name}"

@@ -71,6 +71,17 @@ def test_chunks_are_linked_unless_moving_them_is_slower() -> None:
     assert (found.count, found.ended, found.measured_seconds) == (1, 1, 2e-3)
 
 
+@pytest.mark.parametrize(("later", "links"), [(1e-3, True), (5.0, False)])
+def test_the_first_move_does_not_decide_alone(later: float, links: bool) -> None:
+    found = Costs()
+    found.computed(0, 512, 0.5)
+    found.loaded(MOVE, 100, 5.0)  # as if libraries were loaded
+    for number in range(2):
+        assert choices.links(found, 100, 0, f"{number}")
+        found.loaded(MOVE, 100, later)
+    assert choices.links(found, 100, 0, "then") == links
+
+
 def test_slower_moves_are_tried_within_a_share_of_the_time() -> None:
     """The host link becomes fast again; only trials can show it."""
     slow = costs(load=4e-3)
