@@ -1,7 +1,7 @@
 """Prompt tokens that a worker recomputes when it has lent its memory and reclaims it.
 
-A worker answers the first turns of conversations, is then idle, and lends its memory to a master.
-Its cached KV leaves the lent blocks. The next turns reclaim the memory. Their prompts begin with
+A worker answers the first turns of conversations, is then idle, and lends its memory to a master
+that starts. Its cached KV leaves the lent blocks. The next turns reclaim the memory. Their prompts begin with
 what the worker had cached; what of it is not found again is recomputed. Host memory holds a part
 of the worker's KV only, and pages used once are not on the SSD (``keep_after`` of 2), so that tiers
 alone do not have all of it when the memory is lent.
@@ -44,15 +44,21 @@ def report_reclaim(report: Report, out: Path, *, quick: bool) -> None:
     held = conversations(untrained(), 4 if quick else 12, turns=2, tokens=_TOKENS)
     recomputed: dict[str, int] = {}
     for name in (WITH, WITHOUT):
-        with _pair(name, held, out) as (master, worker):
+        model, logs = shortened(SMOLLM2, _LAYERS), out / "logs" / "reclaim" / name.replace(" ", "-")
+        with (
+            _systems(name, held, out) as (lender, borrower),
+            serve([lender], model, logs) as served,
+        ):
+            (worker,) = served
             for conversation in held:
                 _ask(worker, conversation.prompts[0])
             cached = sum(_known(conversation) for conversation in held)
             if name == WITH:
                 wait_until_stored(worker.url)
-            lent = _wait_until_lent(master, worker)
-            found = [_ask(worker, conversation.prompts[1]) for conversation in held]
-            state = live(worker.url)["peer"]
+            with serve([borrower], model, logs) as (master,):
+                lent = _wait_until_lent(master, worker)
+                found = [_ask(worker, conversation.prompts[1]) for conversation in held]
+                state = live(worker.url)["peer"]
         recomputed[name] = sum(
             max(_known(conversation) - tokens, 0)
             for conversation, tokens in zip(held, found, strict=True)
@@ -83,8 +89,8 @@ def _known(conversation: Conversation) -> int:
 
 
 @contextmanager
-def _pair(name: str, held: Sequence[Conversation], out: Path) -> Iterator[list[Server]]:
-    """Serves a master and a worker, whose pool holds the first turns of all conversations."""
+def _systems(name: str, held: Sequence[Conversation], out: Path) -> Iterator[tuple[System, System]]:
+    """Yields a worker, whose pool holds the first turns of all conversations, and a master."""
     pool = sum(len(each.prompts[0]) + 2 * PAGE for each in held) // PAGE * PAGE + 1024
     with (
         TemporaryDirectory(prefix="sgl_ext-p-") as sockets,
@@ -103,7 +109,12 @@ def _pair(name: str, held: Sequence[Conversation], out: Path) -> Iterator[list[S
                 "host": {"capacity": host},
                 "ssd": {"directories": [ssd], "capacity": "2GiB"},
             }
-        systems = [
+        yield (
+            extended(
+                "worker",
+                (*COMMON, "--model-path", str(untrained()), "--max-total-tokens", str(pool)),
+                worker,
+            ),
             System(
                 "master",
                 (
@@ -112,15 +123,7 @@ def _pair(name: str, held: Sequence[Conversation], out: Path) -> Iterator[list[S
                 ),
                 ENVIRONMENT,
             ),
-            extended(
-                "worker",
-                (*COMMON, "--model-path", str(untrained()), "--max-total-tokens", str(pool)),
-                worker,
-            ),
-        ]  # fmt: skip
-        logs = out / "logs" / "reclaim" / name.replace(" ", "-")
-        with serve(systems, shortened(SMOLLM2, _LAYERS), logs) as servers:
-            yield servers
+        )  # fmt: skip
 
 
 def _wait_until_lent(master: Server, worker: Server) -> int:
