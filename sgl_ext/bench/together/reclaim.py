@@ -1,10 +1,10 @@
 """Prompt tokens that a worker recomputes when it has lent its memory and reclaims it.
 
 A worker answers the first turns of conversations, is then idle, and lends its memory to a master
-that starts. Its cached KV leaves the lent blocks. The next turns reclaim the memory. Their prompts begin with
-what the worker had cached; what of it is not found again is recomputed. Host memory holds a part
-of the worker's KV only, and pages used once are not on the SSD (``keep_after`` of 2), so that tiers
-alone do not have all of it when the memory is lent.
+that starts. Its cached KV leaves the lent blocks. The next turns reclaim the memory. Their prompts
+begin with what the worker had cached; what of it is not found again is recomputed. Host memory
+holds a part of the worker's KV only, and pages used once are not on the SSD (``keep_after`` of 2),
+so that tiers alone do not have all of it when the memory is lent.
 """
 
 from __future__ import annotations
