@@ -33,6 +33,8 @@ OWN, BORROWED, LENDER = 1536, 1024, 2048
 """Tokens that fit the master's own memory, the memory that it borrows, and the worker's."""
 TOKENS = 12
 """New tokens of an answer."""
+TURNS = 6
+"""Maximum turns of the chats."""
 CHANCE = random.Random(7)  # noqa: S311
 COMMON = ("--page-size", "16", "--dtype", "float32", *BESIDE_OTHERS)
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -209,9 +211,12 @@ def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
     chats = [side.plain(count) for count in (180, 60, 130)]
     chats += [side.follower(count) for count in (150, 20, 110)]
     old = [side.plain(140), side.follower(90)]  # are in host memory no longer in the last turn
-    for turn in range(3):
-        links = [side.linked(turn, at, f" What of {at}?") for at in range(3) if at != turn]
-        others = [side.linked(at, turn, " Why?", blend=True) for at in range(3) if at != turn]
+    wanted = [(power, "follower") for power in ("host", "ssd", "clusters")]
+    wanted += [("chunks", "linked"), ("chunks", "blended")]
+    for turn in range(TURNS):
+        text = turn % 3
+        links = [side.linked(text, at, f" What of {at}?") for at in range(3) if at != text]
+        others = [side.linked(at, text, " Why?", blend=True) for at in range(3) if at != text]
         others.append(side.follower(40, "sparse"))
         blocker = side.plain(700)  # the others arrive while it is computed
         together = [*chats, *links, *others, *(old if turn != 1 else ())]
@@ -219,10 +224,10 @@ def test_answers_of_all_kinds_are_those_of_stock(side: Side) -> None:
         side.same([side.plain(1300), side.plain(1300)])  # evicts them
         chats = [asked.longer(words(30)) for asked in chats]
         old = [asked.longer(words(30)) for asked in old]
-    for power in ("host", "ssd", "clusters"):
-        assert side.told[power, "follower"], side.told
-    assert side.told["chunks", "linked"], side.told
-    assert side.told["chunks", "blended"], side.told
+        # On a slow machine all of a prefix may be computed before the first page is loaded.
+        if turn >= 2 and all(side.told[each] for each in wanted):
+            break
+    assert all(side.told[each] for each in wanted), side.told
     state = side.state()
     assert state["clusters"]["open"][side.stored]["prefetched"]
     assert state["peer"].get("stream_bytes", 1)

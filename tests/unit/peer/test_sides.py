@@ -187,7 +187,7 @@ def test_vacating_is_retried_when_the_holders_have_changed(
     side, scheduler = opened("master", 16, 20, beyond=400)
     looks = []
     monkeypatch.setattr(vacate, "retract", lambda *_: looks.append("req") or [])
-    monkeypatch.setattr(vacate, "evict", lambda *_: looks.append("tree"))
+    monkeypatch.setattr(vacate, "evict", lambda *_, **__: looks.append("tree"))
     monkeypatch.setattr(vacating, "RETRY_S", 1e9)
     side._resizer.restore(21, 60)
     one, other = Req("one", 300), Req("other", 160)
