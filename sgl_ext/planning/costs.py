@@ -198,7 +198,7 @@ class Costs:
     def _meeting(self, front: int, back: int, tier: str, ahead: float, linear: float) -> float:
         if ahead == math.inf:
             return float(back)
-        half, per_load = self.compute.per_pair / 2, self._per_loaded(tier)
+        half, per_load = self.compute.per_pair / 2, self.per_loaded(tier)
         # linear·(x - front) + half·(x² - front²) = ahead + per_load·(back - x)
         slope = linear + per_load
         constant = ahead + per_load * back + linear * front + half * front * front
@@ -220,14 +220,14 @@ class Costs:
         seconds = self.compute.seconds(end, prompt_tokens) if prompt_tokens > end else 0.0
         if front < back:
             meeting = self.meeting(front, back, tier)
-            seconds += self._per_loaded(tier) * (back - meeting)
+            seconds += self.per_loaded(tier) * (back - meeting)
         return seconds
 
     def recomputing(self, front: int, back: int) -> float:
         """Returns the seconds of computing what is not loaded (remaining work of Algorithm 1)."""
         return self.compute.in_chunks(front, back, self.chunk) if front < back else 0.0
 
-    def _per_loaded(self, channel: str) -> float:
+    def per_loaded(self, channel: str) -> float:
         """Returns the seconds per token of a restoration's loads."""
         cost = self.loads[channel]
         return cost.per_token + (cost.latency / self.unit if self.unit else 0.0)

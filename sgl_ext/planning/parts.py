@@ -60,8 +60,7 @@ def next_part(
     if gap >= _GAP:
         return min(at.start(first), begin + costs.chunk)
     if free is not None and (flying is None or free.end <= flying.end):
-        meeting = costs.meeting(begin, at.end(free.end), free.tier, busy)
-        number = at.nearest(meeting)
+        number = at.nearest(_meeting(pointers, at, costs, begin, free.tier, busy))
         return min(at.start(number), begin + costs.chunk) if number > first else None
     assert flying is not None  # noqa: S101  # else nothing is coming
     begin = max(at.start(max(flying.end, pointers.front)), position)
@@ -69,6 +68,24 @@ def next_part(
     late = flying_for - costs.loads[flying.tier].seconds(flying.flying * at.page)
     # If the load does not end, waiting has cost at most twice as much as computing at once.
     return end if abs(late) > costs.compute.seconds(begin, end) else None
+
+
+def _meeting(
+    pointers: Pointers, at: Positions, costs: Costs, begin: int, tier: str, busy: float
+) -> float:
+    """Returns the position where computing from ``begin`` on and loading from ``tier`` meet.
+
+    The tier loads the last stretches first. The position may lie behind the first forward.
+    """
+    tokens = pointers.left(tier) * at.page
+    meeting = float(begin)
+    for one in (each for each in pointers.free if each.tier == tier):
+        tokens -= (one.end - max(one.begin, pointers.front)) * at.page
+        end = at.end(one.end)
+        meeting = costs.meeting(begin, end, tier, busy + costs.per_loaded(tier) * tokens)
+        if meeting < end or meeting >= begin + costs.chunk:
+            break
+    return meeting
 
 
 def plan_of(loaded: Iterable[range], end: int, *, stop: int | None = None) -> PrefillPlan:

@@ -270,6 +270,14 @@ class Planner:
                 found[tier] += max(min(end, tokens.stop) - max(begin, tokens.start), 0)
         return found
 
+    def spared(self, name: Name) -> list[range]:
+        """Returns the positions whose pages a tier has, and no load has taken so far."""
+        if (active := self.wants.opened.get(name)) is None or active.whole:
+            return []
+        with self._channels.lock:
+            stretches = [(one.begin, one.end) for one in active.pointers.stretches]
+        return [active.at.tokens(*run) for run in stretches]
+
     def report(self, name: Name) -> Restored | None:
         """Returns the report of a restoration that is complete; None if there is none."""
         if (active := self.wants.opened.get(name)) is None:

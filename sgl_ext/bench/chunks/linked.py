@@ -25,6 +25,7 @@ DEFAULT = Chunks().method
 EXACT = ("--dtype", "float32")
 """Arguments of servers whose answers should differ because of linking, not of rounding."""
 _DEADLINE_S = 600.0
+_NOT_LINKED = "sglang_ext:chunks_missing_tokens_total", "sglang_ext:chunks_computed_tokens_total"
 
 Ids = Mapping[tuple[int, ...], str]
 """Ids of contexts, by the token ids of their chunks."""
@@ -119,11 +120,14 @@ def nothing_missing(url: str) -> Iterator[None]:
     before = _missing(url)
     yield
     if gone := _missing(url) - before:
-        raise ExtError(f"{gone:.0f} tokens of chunks had no KV: the server's pool is too small")
+        raise ExtError(
+            f"{gone:.0f} tokens of chunks were computed instead of linked: the pool is too "
+            'small, or its configuration lacks chunks: {"link": "always"}'
+        )
 
 
 def _missing(url: str) -> float:
-    """Returns how many tokens of chunks a server has computed because their KV was missing."""
+    """Returns how many tokens of chunks a server has computed instead of linking them."""
     try:
         text = requests.get(f"{url}/metrics", timeout=_DEADLINE_S).text
     except requests.RequestException as error:
@@ -132,5 +136,5 @@ def _missing(url: str) -> float:
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "sglang_ext:chunks_missing_tokens_total"
+        if sample.name in _NOT_LINKED
     )

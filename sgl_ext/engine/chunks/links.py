@@ -49,6 +49,8 @@ class LinkedRequest:
     plan: PrefillPlan
     prefix: int
     """Tokens that the request had when it was admitted."""
+    spared: Sequence[range] = ()
+    """Positions whose KV exists, but is computed because that is expected to be faster."""
 
 
 class ChunkLinks:
@@ -152,12 +154,19 @@ class ChunkLinks:
                 have = max(have, found[LEAD].leading)
             for number, wanted in _chunks(req, have):
                 found[number] = self._search.find(wanted)
-            tokens = sum(len(each) for one in found.values() for each in one.available)
-            costs = self._costs
+            here = [
+                range(at + each.start, at + each.stop)
+                for number, one in found.items()
+                for at in [_start(composition, number)]
+                for each in one.available
+            ]
+            tokens, costs = sum(map(len, here)), self._costs
             if costs is not None and not choices.links(costs, tokens, req.prefix_len, req.rid):
                 for one in found.values():
                     self._search.let_go(one)
-                return self.acquire(req, computing=True)
+                self.acquire(req, computing=True)
+                self._requests[req.rid].spared = here
+                return self.report(req)
         if not self._divides:
             self.forget(req.rid)
         elif computing:
@@ -185,6 +194,7 @@ class ChunkLinks:
         ]
         lead = request.found[LEAD].available if LEAD in request.found else []
         share = BLEND_LAYERS / self._slab.layout.layers
+        request.spared = self._search.spared(rid) or request.spared
         request.plan = self._plans[rid] = request.composition.plan(
             request.tokens, available, lead, blend_share=share, stop=part.stop
         )
@@ -207,7 +217,7 @@ class ChunkLinks:
         """Returns the report of an acquired request's plan; None if the prompt has no chunks."""
         if (request := self._requests.get(req.rid)) is None:
             return None
-        return report(request.composition, request.plan, request.prefix)
+        return report(request.composition, request.plan, request.prefix, request.spared)
 
     def fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
         """Copies linked KV to the slots of its tokens; see

@@ -15,6 +15,7 @@ _TOKENS = {
     "linked": "Prompt tokens whose KV was copied from a chunk.",
     "recomputed": "Tokens of chunks that were recomputed by the link method.",
     "missing": "Tokens of chunks that were computed because their KV was missing.",
+    "computed": "Tokens of chunks that were computed because that was expected to be faster.",
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_ext.chunks.composition import LEAD, Composition
 from sgl_ext.planning.plan import Link, PrefillPlan
@@ -22,36 +24,54 @@ class Linked(TypedDict):
     """Tokens of chunks that are computed because the link method requires it."""
     missing: int
     """Tokens of chunks that are computed because their KV is not available."""
+    computed: int
+    """Tokens of chunks that are computed because that is expected to take less time than loading or
+    copying their KV."""
     prefix: int
     """Tokens whose KV is copied from another prompt that begins with the same tokens and chunks."""
 
 
-def report(composition: Composition, plan: PrefillPlan, prefix: int) -> Linked:
+def report(
+    composition: Composition, plan: PrefillPlan, prefix: int, spared: Iterable[range] = ()
+) -> Linked:
     """Returns the report of ``plan`` for the tokens behind the cached ``prefix`` of a request.
 
     Args:
         prefix: number of tokens that the request already has. After a retraction it may exceed
             the length of the prompt.
+        spared: positions whose KV exists and is not loaded or copied.
     """
-    lead = np.zeros(max(len(plan) - prefix, 0), bool)
-    linked = share = 0
+    lead, linked = np.zeros(len(plan), bool), np.zeros(len(plan), bool)
+    share = 0
     for start, end, source in plan.between(min(prefix, len(plan)), len(plan)):
         if not isinstance(source, Link):
             continue
         if source.chunk == LEAD:
-            lead[start - prefix : end - prefix] = True
+            lead[start:end] = True
         else:
-            linked += end - start
+            linked[start:end] = True
             share += composition.chunks[source.chunk].blend * (end - start)
-    tokens = wanted = 0
+    behind = np.arange(len(plan)) >= prefix
+    chunks = _mask(plan, (range(one.at, one.at + one.length) for one in composition.chunks))
+    wanted = np.zeros(len(plan), bool)
     for chunk in composition.chunks:
-        at = chunk.at - prefix
-        tokens += int(np.count_nonzero(~lead[max(at, 0) : max(at + chunk.length, 0)]))
-        offsets = at + np.array(chunk.recompute, np.int64)
-        wanted += int(np.count_nonzero(~lead[offsets[offsets >= 0]]))
+        wanted[chunk.at + np.array(chunk.recompute, np.int64)] = True
+    left = chunks & behind & ~lead & ~wanted & ~linked
+    chosen = left & _mask(plan, spared)
     blended = share // 100
     return Linked(
-        power="chunks", exact=False, method=composition.method, linked=linked - blended,
-        recomputed=wanted + blended, missing=tokens - wanted - linked,
-        prefix=int(np.count_nonzero(lead)),
+        power="chunks", exact=False, method=composition.method,
+        linked=_count(linked) - blended, recomputed=_count(wanted & behind & ~lead) + blended,
+        missing=_count(left & ~chosen), computed=_count(chosen), prefix=_count(lead),
     )  # fmt: skip
+
+
+def _mask(plan: PrefillPlan, ranges: Iterable[range]) -> NDArray[np.bool_]:
+    found = np.zeros(len(plan), bool)
+    for each in ranges:
+        found[each.start : each.stop] = True
+    return found
+
+
+def _count(mask: NDArray[np.bool_]) -> int:
+    return int(np.count_nonzero(mask))

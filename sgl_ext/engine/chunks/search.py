@@ -135,6 +135,10 @@ class ChunkSearch:
         """Returns what is known of the loads of a want; see :meth:`Planner.planned`."""
         return (Part((), None), []) if self._planner is None else self._planner.planned(name)
 
+    def spared(self, name: Name) -> list[range]:
+        """Returns the positions that are computed instead of loaded; see :meth:`Planner.spared`."""
+        return [] if self._planner is None else self._planner.spared(name)
+
     def ready(self, name: Name) -> bool:
         """Returns whether texts need not be awaited any longer, on every rank.
 
