@@ -9,14 +9,13 @@ from typing import Any
 
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.mixed import (
-    MEMORY,
     QUICK,
     WHOLE,
     materials,
+    measured,
     prepared,
     template_of,
     trace_of,
-    unit_of,
 )
 from sgl_ext.bench.together.replay import replay
 from sgl_ext.bench.together.systems import ALL, scratch
@@ -32,9 +31,9 @@ def report_costs(report: Report, out: Path, *, quick: bool) -> None:
     template = template_of(model)
     made = materials(model, template, sizes)
     with scratch(out) as places:
-        system = MEMORY.system(ALL, places)
-        with server.serve([system], model, out / "logs" / "costs") as (one,):
-            unit = unit_of(one.url)
+        logs = out / "logs" / "costs"
+        unit, memory = measured(model, logs)
+        with server.serve([memory.system(ALL, places)], model, logs) as (one,):
             for number, material in enumerate(made):
                 contexts = prepared(one, template, material)
                 replay(one.url, trace_of(material, number), unit, contexts)

@@ -3,7 +3,8 @@
 The trace has long chats, whose later turns come when the device has evicted their KV, questions
 about documents in other orders, batch jobs that decode for long, and urgent calls that displace
 them. All systems have equal device memory; HiCache and tiers have equal host memory and a
-directory on a disk. Servers that link chunks get the documents as contexts beforehand, as an
+directory on a disk, which is slowed down to the speed of computing, as an SSD is in relation to a
+GPU. Servers that link chunks get the documents as contexts beforehand, as an
 application would create them; the others compute each prompt over documents once, in another order.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +27,13 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.replay import Timed, replay
 from sgl_ext.bench.together.systems import (
     ALL,
+    ENVIRONMENT,
     HICACHE,
     INDEPENDENT,
     PLANNING,
     SINGLE,
     STOCK,
+    TOKEN_BYTES,
     Memory,
     everything,
     scratch,
@@ -41,8 +44,10 @@ from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.progress import Progress
 from sgl_ext.serving import server
 from sgl_ext.serving.http import generate, live, wait_until_stored
+from sgl_ext.serving.server import System
 
-MEMORY = Memory(pool=4096, host=12_288)
+_POOL, _HOST = 4096, 8192
+"""Tokens of the device pool, and of host memory: twice as many, as HiCache has by default."""
 _DOCUMENTS = REFERENCE
 """Tokens of each prompt over documents."""
 _ORDERS = 3
@@ -87,10 +92,10 @@ def report_mixed(report: Report, out: Path, *, quick: bool) -> None:
     template = template_of(model)
     made = materials(model, template, sizes)
     with scratch(out) as places:
-        systems = [MEMORY.system(name, places) for name in names]
         logs = out / "logs" / "mixed"
+        unit, memory = measured(model, logs)
+        systems = [memory.system(name, places) for name in names]
         with server.serve(systems, model, logs, deadline=_START_DEADLINE_S) as servers:
-            unit = unit_of(servers[0].url)
             found: dict[str, list[Timed]] = {name: [] for name in names}
             progress = Progress("mixed traces", sizes.rounds * len(names))
             for number, material in enumerate(made):
@@ -107,11 +112,11 @@ def report_mixed(report: Report, out: Path, *, quick: bool) -> None:
             "page": 16,
             "unit_s": unit,
             "load": MIX.load,
-            "device_pool_tokens": MEMORY.pool,
-            "host_tokens": MEMORY.host,
+            "device_pool_tokens": memory.pool,
+            "host_tokens": memory.host,
             "all": written(everything()),
             "independent": f"{PLANNING}=independent",
-            "emulated_devices": "none",
+            "emulated_ssd_bytes_per_s": memory.rate,
             **asdict(sizes),
         }
     )
@@ -125,13 +130,14 @@ def figures(ttft: Mapping[str, Sequence[float]], single: Sequence[str]) -> dict[
 
     Args:
         ttft: TTFT of all requests of each system, in seconds.
-        single: names of the systems with one power; the best is that with the lowest percentile.
+        single: names of the systems with one power; the best of these, stock and HiCache is that
+            with the lowest percentile.
     """
     found: dict[str, float] = {}
     for rank in (50, 95):
         at = {name: float(np.percentile(each, rank)) for name, each in ttft.items()}
         others = {
-            "best_single": min(at[name] for name in single),
+            "best_single": min(at[name] for name in (STOCK, HICACHE, *single)),
             "all_independent": at[INDEPENDENT],
             STOCK: at[STOCK],
             HICACHE: at[HICACHE],
@@ -177,6 +183,19 @@ def materials(model: Path, template: Template, sizes: MixedSizes) -> list[Materi
 
 def _part(each: Sequence[Each], size: int, number: int) -> Sequence[Each]:
     return each[number * size : (number + 1) * size]
+
+
+def measured(model: Path, logs: Path) -> tuple[float, Memory]:
+    """Measures the unit of the traces with stock SGLang.
+
+    Returns:
+        The unit in seconds, and the memory of all systems, with an SSD that loads the KV of a
+        prompt in the time in which it is computed.
+    """
+    memory = Memory(_POOL, _HOST)
+    with server.serve([System("unit", memory.arguments, ENVIRONMENT)], model, logs) as (stock,):
+        unit = unit_of(stock.url)
+    return unit, replace(memory, rate=round(REFERENCE * TOKEN_BYTES / unit))
 
 
 def unit_of(url: str, tokens: int = REFERENCE) -> float:

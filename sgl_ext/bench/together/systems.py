@@ -74,11 +74,14 @@ class Memory:
         pool: tokens of the device pool.
         host: tokens that fit the host memory for KV, also HiCache's; at least ``pool``.
         ssd: MiB of each directory on an SSD.
+        rate: bytes per second of an emulated SSD for HiCache and for tiers; None for the one that
+            the machine has.
     """
 
     pool: int
     host: int
     ssd: int = 4096
+    rate: int | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -113,7 +116,9 @@ class Memory:
         found: dict[str, Any] = {name: {} for name in ("chunks", "restore") if name in sections}
         if "tiers" in sections:
             size = {"capacity": f"{self.ssd}MiB", "keep_after": 1}
-            ssd = {"directories": [directory("ssd")], **size}
+            ssd: dict[str, Any] = {"directories": [directory("ssd")], **size}
+            if self.rate is not None:
+                ssd["emulate"] = {"bytes_per_second": self.rate}
             host = {"capacity": f"{self.host * TOKEN_BYTES}B"}
             found["tiers"] = {"host": host, "ssd": ssd}
         if "swap" in sections:
@@ -126,10 +131,20 @@ class Memory:
 
     def _hicache(self, disk: Path) -> System:
         files = tempfile.mkdtemp(dir=disk, prefix="hicache-")
+        storage: tuple[str, ...] = ("--hicache-storage-backend", "file")
+        if self.rate is not None:
+            device = {
+                "backend_name": "slow_files",
+                "module_path": "sgl_ext.bench.harness.slow_files",
+                "class_name": "SlowFiles",
+                "interface_v1": 0,
+                "bytes_per_second": self.rate,
+            }
+            extra = "--hicache-storage-backend-extra-config"
+            storage = ("--hicache-storage-backend", "dynamic", extra, json.dumps(device))
         arguments = (
             "--enable-hierarchical-cache", "--hicache-ratio", f"{self.host / self.pool:g}",
-            "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy",
-            "wait_complete",
+            *storage, "--hicache-storage-prefetch-policy", "wait_complete",
         )  # fmt: skip
         environment = {**ENVIRONMENT, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": files}
         return System(HICACHE, (*self.arguments, *arguments), environment)

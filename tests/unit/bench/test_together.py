@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
 from sgl_ext.bench.chunks.prompts import Prompt
@@ -149,6 +151,36 @@ def test_systems_do_not_share_directories(places: Scratch) -> None:
     tiers = [config.tiers for config in configs]
     used = [each.ssd.directories for each in tiers if each and each.ssd]
     assert len(set(used)) == 2
+
+
+def test_hicache_gets_the_slow_device_too(
+    places: Scratch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    places.disk.mkdir()
+    system = Memory(pool=4096, host=8192, rate=1_000_000).system(HICACHE, places)
+    arguments = [*system.arguments]
+    extra = json.loads(arguments[arguments.index("--hicache-storage-backend-extra-config") + 1])
+    backend = arguments[arguments.index("--hicache-storage-backend") + 1]
+    for name, value in system.environment.items():
+        monkeypatch.setenv(name, value)
+    config = HiCacheStorageConfig(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+        is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=False,
+        model_name="model", extra_config=extra,
+    )  # fmt: skip
+    files = StorageBackendFactory.create_backend(backend, config, None)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    page = torch.arange(1000, dtype=torch.uint8)
+    assert files.set("key", page)
+    assert files.set("key", page)  # it is there already
+    assert torch.equal(files.get("key", torch.zeros_like(page)), page)
+    assert files.get("another", torch.zeros_like(page)) is None
+    assert len(slept) == 2
+    assert slept[1] > slept[0] > 0  # nothing slept, so the second waits for both
 
 
 def test_everything_is_a_maximal_set_with_the_role() -> None:
