@@ -300,3 +300,97 @@ def test_requests_are_recomputed_where_the_link_to_host_memory_is_slow(
     assert left["counts"]["recomputed"] >= computing
     assert left["decisions"]["forward"]["error"] is not None
     assert left["decisions"]["decode"]["error"] is not None
+
+
+CUT = """
+import asyncio, json, sys, time
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+
+def probe(self, path):
+    from sgl_ext.engine.core import runtime
+    ext = runtime.current
+    tiers = ext.tiers.describe()
+    json.dump({"stored": not any(each["queue_depth"] for each in tiers.values()),
+               "swapped_in": ext.swap.manager.counts.swapped_in}, open(path, "w"))
+
+Scheduler.probe = probe
+
+def main():
+    model, options, config, prompts, state = json.load(open(sys.argv[1]))
+    ext = {"enable_ext": True, "ext_config": config} if config else {}
+    engine = Engine(model_path=model, page_size=16, dtype="float32", log_level="warning",
+                    enable_priority_scheduling=True, **options, **ext)
+
+    async def ask(number, begun=None):
+        ids, new, priority = prompts[number]
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        request = GenerateReqInput(
+            input_ids=ids, sampling_params=sampling, priority=priority, stream=True)
+        seen = 0
+        async for answer in engine.tokenizer_manager.generate_request(request):
+            seen += 1
+            if begun is not None and seen == 4:
+                begun.set()
+        return [answer["text"], [one["power"] for one in answer["meta_info"].get("ext", ())]]
+
+    def probed():
+        engine.collective_rpc("probe", path=state)
+        return json.load(open(state))
+
+    async def all():
+        begun = asyncio.Event()
+        first = asyncio.create_task(ask(0, begun))
+        await begun.wait()
+        return await asyncio.gather(first, ask(1), ask(2))
+
+    if config:
+        engine.loop.run_until_complete(ask(2))
+        while not probed()["stored"]:
+            time.sleep(0.1)
+        engine.flush_cache()
+    answers = engine.loop.run_until_complete(all())
+    swapped = probed()["swapped_in"] if config else 0
+    print(json.dumps({"answers": answers, "swapped_in": swapped}), flush=True)
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("swap_in", ["wait", "overlap"])
+def test_a_request_is_not_resumed_into_the_memory_of_a_prompt_that_is_cut(
+    swap_in: str, model: Path, tmp_path: Path
+) -> None:
+    """A request is swapped out for an urgent one. When that one has ended, a long prompt precedes
+    the swapped request, and both together do not fit. The prompt is restored from an SSD, so that
+    its parts do not use up the budget of computed tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [tokenizer.encode(text) for text in sharegpt_prompts(3, characters=(4000, 9000))]
+    prompts = [
+        (ids[:length], new, priority)
+        for ids, (length, new, priority) in zip(
+            texts, [(400, 150, 0), (800, 4, 40), (700, 8, 20)], strict=True
+        )
+    ]
+    swap = {"capacity": "48MiB", "swap_in": swap_in}
+    ssd = {
+        "directories": [str(tmp_path / "ssd")], "capacity": "1GiB", "keep_after": 1,
+        "emulate": {"bytes_per_second": "8MB"},
+    }  # fmt: skip
+    (tmp_path / "ssd").mkdir()
+    tiers = {"host": {"capacity": "64MiB"}, "ssd": ssd}
+    config = {"tiers": tiers, "swap": swap, "restore": {"chunk": 64}}
+    answers = []
+    for pool, section in ((16_384, None), (1024, config)):
+        options = {"max_total_tokens": pool, "chunked_prefill_size": 512}
+        arguments = [str(model), options, section, prompts, str(tmp_path / "state.json")]
+        lines, _ = run_program(tmp_path, CUT, arguments, **CHECKED)
+        answers.append(lines[0]["answers"])
+    assert [text for text, _ in answers[1]] == [text for text, _ in answers[0]]
+    assert "restore" in answers[1][2][1]
+    assert lines[0]["swapped_in"] == 1

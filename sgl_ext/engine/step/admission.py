@@ -37,6 +37,8 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
         result = original(adder, req, *args, **kw)
     if admitted := _admitted(adder, req):
         ownership.check_admitted(adder, req)
+        if adder.new_chunked_req is req:
+            budget.reserve_rest(adder, req)
     for power in ext.inside_out:
         power.considered(adder, req, admitted)
     return result

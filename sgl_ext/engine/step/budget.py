@@ -84,12 +84,17 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
 def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     ext = runtime.current
     setattr(adder, CONTINUING, True)
-    if ext is not None and not all(power.plan(adder, req) for power in ext.inside_out):
+    if ext is not None and (
+        not all(power.plan(adder, req) for power in ext.inside_out) or _full(adder)
+    ):
         _reserve(adder, req, req.prefix_len)
         return req  # SGLang takes this for a part that has to wait
     plan = _plan_of(req)
     if plan is None or adder.rem_chunk_tokens is None:
-        return original(adder, req)
+        result = original(adder, req)
+        if result is req:
+            reserve_rest(adder, req)
+        return result
     prefix = req.prefix_len
     left = len(req.full_untruncated_fill_ids) - prefix
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
@@ -109,20 +114,35 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
         credit -= filled
         _log_cached(adder, filled, req.retracted_stain)
         if result is req:
-            _reserve(adder, req, req.extend_end)
+            reserve_rest(adder, req)
     adder.rem_chunk_tokens -= credit  # the unused part of the credit
     adder.rem_input_tokens -= credit
     return result
 
 
-def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
-    """Reserves memory for a prompt from token ``end`` on.
+def reserve_rest(adder: PrefillAdder, req: Req) -> None:
+    """Reserves memory for the rest of a prompt of which a part was admitted.
 
-    A part that has not used up the budget lets other requests be admitted beside it. SGLang's own
-    parts never do so.
+    SGLang reserves none, because a part of its own uses up the budget of computed tokens, so that
+    it admits no other request. Swapped requests that are resumed need none of that budget.
     """
+    _reserve(adder, req, req.extend_end)
+
+
+def _reserve(adder: PrefillAdder, req: Req, end: int) -> None:
+    """Reserves memory for a prompt from token ``end`` on."""
     left = len(req.full_untruncated_fill_ids) - end + reserved(req)
     adder.memory_budget.total_offset += adder.memory_budget.ceil_paged_tokens(left)
+
+
+def _full(adder: PrefillAdder) -> bool:
+    """Returns whether a part must wait until running requests end or are retracted.
+
+    Reservations for their answers are estimates. SGLang would try to compute the part, and end.
+    """
+    running, memory = adder.running_batch, adder.memory_budget
+    free = memory.remaining_total + memory.total_offset
+    return running is not None and not running.is_empty() and free < adder.page_size
 
 
 def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:

@@ -95,7 +95,8 @@ def adder() -> Any:
     running = SimpleNamespace(reqs=[], is_empty=lambda: True)
     return SimpleNamespace(
         tree_cache=cache, can_run_list=[], running_batch=running, preempt_list=[],
-        max_running_requests=None, page_size=PAGE, memory_budget=SimpleNamespace(total_offset=0),
+        max_running_requests=None, page_size=PAGE, new_chunked_req=None,
+        memory_budget=SimpleNamespace(total_offset=0, ceil_paged_tokens=int),
         _lock_node=lambda _node: nullcontext(),
     )  # fmt: skip
 
@@ -156,6 +157,20 @@ def test_powers_learn_whether_a_request_was_admitted(
     for power in ext.inside_out:
         assert power.calls[-1] == ("considered", admitted)
         assert "make_room" not in power.calls
+
+
+def test_the_rest_of_a_prompt_that_is_cut_is_reserved(ext: Any, adder: Any) -> None:
+    """Swapped requests that are resumed in the same step do not get its memory."""
+    req = request()
+    req.full_untruncated_fill_ids, req.extend_end, req.output_ids = [0] * 480, 64, []
+    req.sampling_params.max_new_tokens = 9
+
+    def cut(adder: Any, req: Any, *_args: Any) -> AddReqResult:
+        adder.new_chunked_req = req
+        return admits(adder, req)
+
+    assert admission._admit(cut, adder, req) == AddReqResult.CONTINUE
+    assert adder.memory_budget.total_offset == 480 - 64 + 9
 
 
 def test_a_deferred_request_drops_its_plan(ext: Any, inner: Stub, adder: Any) -> None:

@@ -38,6 +38,7 @@ def adder(rem: int, **more: Any) -> Any:
     budget = SimpleNamespace(remaining_total=10_000, total_offset=0, ceil_paged_tokens=int)
     fields = {
         "new_chunked_req": None, "chunked_req_limit": None, "can_run_list": [],
+        "running_batch": None,
         "memory_budget": budget, "log_input_tokens": 0, "log_hit_tokens": 0,
         "log_replay_tokens": 0, "reprocessed_log_input_tokens": 0, "reprocessed_log_hit_tokens": 0,
     }  # fmt: skip
@@ -127,6 +128,20 @@ def test_the_unused_part_of_a_budget_credit_is_returned(taken: int) -> None:
     assert budget.log_hit_tokens == taken - PLAN.computed(0, taken)
     # The memory of the rest of the prompt and of the answer stays reserved.
     assert budget.memory_budget.total_offset == (480 - taken + 7 if taken else 0)
+
+
+def test_a_part_waits_for_running_requests_that_have_all_memory() -> None:
+    req = SimpleNamespace(
+        rid="plain", prefix_len=64, full_untruncated_fill_ids=[0] * 480, output_ids=[],
+        sampling_params=SimpleNamespace(max_new_tokens=9),
+    )  # fmt: skip
+    for free, empty, waits in ((15, False, True), (16, False, False), (15, True, False)):
+        budget = adder(512, running_batch=SimpleNamespace(is_empty=lambda empty=empty: empty))
+        budget.memory_budget.total_offset = 100
+        budget.memory_budget.remaining_total = free - 100
+        found = _continue(lambda _adder, _req: None, budget, req)
+        assert found is (req if waits else None)
+        assert budget.memory_budget.total_offset == (100 + 416 + 9 if waits else 100)
 
 
 def test_the_limit_of_a_chunked_request_counts_computed_tokens() -> None:
