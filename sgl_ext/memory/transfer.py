@@ -22,6 +22,7 @@ and work that is submitted to a stream after :meth:`Ticket.fence` waits for the 
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import warnings
 import weakref
@@ -85,6 +86,9 @@ class TransferEngine:
         self._core = _transfer.Engine()
         # Kept until no copy can touch the memory. An owner may refer to the engine.
         self._owners: dict[int, object] = {}
+        self._lock = threading.Lock()
+        self._disks: dict[tuple[int, str], FileLane] = {}
+        """Lanes by device and backend; guarded by the lock."""
         _engines.add(self)
 
     def register(
@@ -178,6 +182,24 @@ class TransferEngine:
                 stacklevel=2,
             )
         return FileLane(self, native, directory, depth, alignment)
+
+    def disk_lane(
+        self, directory: str | Path, *, backend: str = "auto", direct: bool = True
+    ) -> FileLane:
+        """Returns the lane of the device that a directory lies on, for the directory's files.
+
+        All directories on one device share its reads and writes in flight, so that priorities hold
+        between all who use the device. Creates the lane at the first call; see :meth:`file_lane`.
+        """
+        directory = Path(directory).absolute()
+        device = directory.stat().st_dev, backend
+        with self._lock:
+            if (lane := self._disks.get(device)) is None:
+                lane = self._disks[device] = self.file_lane(
+                    directory, backend=backend, direct=direct
+                )
+        alignment = direct_alignment(directory) if direct else None
+        return FileLane(self, lane._file_lane, directory, lane.depth, alignment)
 
     def cuda_lane(
         self,

@@ -57,6 +57,7 @@ def open_stack(
     *,
     costs: Costs | None = None,
     by_layer: bool = False,
+    engine: TransferEngine | None = None,
 ) -> TierStack:
     """Opens the tiers of ``config`` and returns the stack of a scheduler process.
 
@@ -64,6 +65,7 @@ def open_stack(
         streams: Streams on which the slab is used.
         costs: Cost model of the scheduler.
         by_layer: See :class:`~sgl_ext.tiers.copies.DeviceCopies`.
+        engine: Transfer engine, which the caller closes after the stack; None for one of its own.
 
     Raises:
         ExtError: A tier cannot be opened. The message says what was asked for, what was found and
@@ -71,8 +73,11 @@ def open_stack(
     """
     costs = costs or Costs()
     with ExitStack() as undo:
-        engine = TransferEngine()
-        undo.callback(engine.close)
+        closing = []
+        if engine is None:
+            engine = TransferEngine()
+            undo.callback(engine.close)
+            closing.append(engine.close)
         capacity = config.host.capacity if config.host else config.staging
         arena = Arena(slab.layout, capacity // stride_of(slab.layout))
         if arena.back():
@@ -105,7 +110,7 @@ def open_stack(
             lower,
             costs=costs,
             wake=wake,
-            closing=[engine.close],
+            closing=closing,
         )
         undo.pop_all()
     return stack

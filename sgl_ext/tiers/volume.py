@@ -64,7 +64,7 @@ class Volume:
 
     Args:
         capacity: Bytes of the file, at most.
-        backend: See :meth:`TransferEngine.file_lane`.
+        backend: See :meth:`TransferEngine.disk_lane`.
         wrap: Wraps the lane, to emulate another device.
         deadline: Seconds without progress after which the device counts as stalled.
 
@@ -111,9 +111,9 @@ class Volume:
                 )
             self.slots = Slots(limit)
             try:
-                lane = engine.file_lane(self._folder.path, backend=backend)
+                lane = engine.disk_lane(self._folder.path, backend=backend)
                 if any(ALIGNMENT % needed for needed in lane.alignment):
-                    lane = engine.file_lane(self._folder.path, backend=backend, direct=False)
+                    lane = engine.disk_lane(self._folder.path, backend=backend, direct=False)
                 self._fd = open_own(self._folder.pages)
                 undo.callback(os.close, self._fd)
                 # The folder's lock file may have been removed; this lock lasts as long as the file.
@@ -160,7 +160,8 @@ class Volume:
         copies[:, sides[1]] = self.file.base + slots[starts] * stride
         copies[:, 2] = np.diff(starts, append=len(slots)) * stride
         copies[:, 3] = 1
-        priority = Priority.BULK if write else Priority.URGENT
+        # Decoding waits for reads of contexts on the same device, which are urgent.
+        priority = Priority.BULK if write else Priority.NORMAL
         return self._engine.submit(copies, self.lane, priority)
 
     def started(self, ticket: Ticket) -> None:

@@ -47,9 +47,12 @@ class StoredContexts:
         config: the ``clusters`` section.
         geometry: geometry of this process's model.
         longest: context length of the model, in tokens.
+        engine: transfer engine that reads the contexts.
     """
 
-    def __init__(self, config: Clusters, geometry: Geometry, longest: int) -> None:
+    def __init__(
+        self, config: Clusters, geometry: Geometry, longest: int, engine: TransferEngine
+    ) -> None:
         self._config, self._geometry, self._longest = config, geometry, longest
         self.refused: dict[str, ExtError] = {}
         """Errors of waiting requests that cannot follow their context, by request id. The scheduler
@@ -60,10 +63,10 @@ class StoredContexts:
         """Current forward if any of its rows follows a context, or else None."""
         self.stale = ""
         """Reason why no context can be followed any more; empty if contexts can be followed."""
-        self._engine = TransferEngine()
+        self._engine = engine
         slow = emulated(self._engine, config.emulate)
         self._folders = own_folders(config.directories)
-        lanes = [self._engine.file_lane(folder) for folder in self._folders]
+        lanes = [self._engine.disk_lane(folder) for folder in self._folders]
         self._devices = [
             Device(number, folder, lane, slow(lane) if slow else lane)
             for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))

@@ -105,7 +105,8 @@ class ClustersPower(Power[Clusters]):
         on_device = slab.device is not None
         self._runner = runner = scheduler.tp_worker.model_runner
         geometry = geometry_of(scheduler, slab.layout, on_device=on_device)
-        self.stored = StoredContexts(config, geometry, scheduler.model_config.context_len)
+        longest = scheduler.model_config.context_len
+        self.stored = StoredContexts(config, geometry, longest, ext.transfers)
         forwards = scheduler.forward_stream if scheduler.enable_overlap else None
         self.recorder = Recorder(slab, geometry, folders[0], streams_of(slab.device, forwards))
         if on_device:

@@ -171,8 +171,7 @@ def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object
 
 def _leave(_scheduler: Scheduler) -> None:
     if (ext := runtime.current) is not None:
-        for power in ext.outside_in:
-            power.close()
+        ext.close()
 
 
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import ExtConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.step.rows import Split
     from sgl_ext.engine.swap.power import SwapPower
     from sgl_ext.engine.tiers.power import TiersPower
+    from sgl_ext.memory.transfer import TransferEngine
 
 
 @dataclass
@@ -70,6 +72,21 @@ class ExtRuntime:
 
     inside_out: list[Power[Any]] = field(default_factory=list)
     """Open powers, in the order of :data:`~sgl_ext.engine.core.powers.ORDER`."""
+
+    @cached_property
+    def transfers(self) -> TransferEngine:
+        """Transfer engine of all powers that read and write files, so that those which use one
+        device share its lane."""
+        from sgl_ext.memory.transfer import TransferEngine
+
+        return TransferEngine()
+
+    def close(self) -> None:
+        """Closes the powers, the outermost one first, and then what they share."""
+        for power in self.outside_in:
+            power.close()
+        if "transfers" in self.__dict__:
+            self.transfers.close()
 
     def add(self, power: Power[Any]) -> None:
         """Adds an open power outside of the powers that are open already."""

@@ -86,6 +86,7 @@ class TierLinker(UnifiedCacheLinker):
                 streams_of(slab.device, forward_stream),
                 costs=ext.costs,
                 by_layer=swap is not None and swap.experiment.by_layer,
+                engine=ext.transfers,
             )
             planner = open_planner(ext.config, self.stack, ext.costs)
         except ExtError as error:

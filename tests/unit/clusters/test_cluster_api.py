@@ -33,6 +33,7 @@ from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
 from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
 
 ROUTE = "/ext/clusters"
 MINE = {"cache_salt": "mine"}
@@ -360,7 +361,9 @@ def test_symlinked_and_missing_directories_are_refused(tmp_path: Path) -> None:
 def test_failed_context_is_reopened_once_no_request_follows_it(
     directories: list[Path], index: Path
 ) -> None:
-    contexts = StoredContexts(Clusters(directories=tuple(directories)), GEOMETRY, 1000)
+    contexts = StoredContexts(
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine()
+    )
 
     def followed(rid: str) -> StoredAttention:
         params = SimpleNamespace(max_new_tokens=5, min_new_tokens=0)
@@ -408,7 +411,7 @@ def _req(rid: str) -> Any:
 
 def test_requests_that_wait_for_their_context_are_not_restored(directories: list[Path]) -> None:
     config = Clusters(directories=tuple(directories), open=1)
-    contexts = StoredContexts(config, GEOMETRY, 1000)
+    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine())
     power = _power(contexts)
     for rid, id_ in (("a", "stx-mine"), ("b", "stx-open"), ("c", "stx-mine")):
         contexts.ask(_req(rid), FollowsStored(id_, 0.2))
@@ -423,7 +426,9 @@ def test_requests_that_wait_for_their_context_are_not_restored(directories: list
 
 
 def test_other_powers_forget_a_waiting_request_that_is_refused(directories: list[Path]) -> None:
-    contexts = StoredContexts(Clusters(directories=tuple(directories)), GEOMETRY, 1000)
+    contexts = StoredContexts(
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine()
+    )
     power, told = _power(contexts), list[object]()
     req = _req("a")
     req.set_finish_with_abort = lambda *_: told.append("aborted")

@@ -387,3 +387,27 @@ def test_a_file_that_ends_early_fails_with_its_length(
     assert ticket.state == State.FAILED
     assert caught.value.bytes_done == ticket.bytes_done == length
     assert np.array_equal(memory[:length], content)
+
+
+def test_directories_on_one_device_share_its_lane_and_priorities(
+    engine: TransferEngine, tmp_path: Path, backend: str
+) -> None:
+    """Reads of one directory overtake those of another one that are queued on the same device."""
+    memory = pages(engine, 2 * MIB)
+    lanes = []
+    for name in ("tiers", "contexts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(name.encode() * (MIB // 8))
+        lanes.append(engine.disk_lane(tmp_path / name, backend=backend))
+    assert lanes[0]._native is lanes[1]._native
+    assert lanes[0]._native is not engine.file_lane(tmp_path, backend=backend)._native
+    slow = engine.throttled_lane(lanes[0], bytes_per_second=MIB, depth=1, piece_bytes=4 * PAGE)
+    files = [lane.open("data", MIB // 8 * 5) for lane in lanes]
+    m = memory.ctypes.data
+    bulk = engine.submit([(files[0].base, m, MIB // 2, 1, 0, 0)], slow, Priority.NORMAL)
+    urgent = engine.submit([(files[1].base, m + MIB, PAGE, 1, 0, 0)], slow, Priority.URGENT)
+    urgent.wait(30)
+    assert bulk.state is State.PENDING
+    assert bytes(memory[MIB : MIB + 8]) == b"contexts"
+    bulk.wait(30)
+    assert bytes(memory[:5]) == b"tiers"
