@@ -8,6 +8,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from sgl_ext.planning.decisions import Decisions
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
@@ -25,6 +26,7 @@ class Restored(TypedDict):
 
 
 class _Load(NamedTuple):
+    rid: str
     pages: Pages
     blocks: Pages
     restored: Restored
@@ -36,10 +38,16 @@ class Loads:
     Args:
         layers: Layer-wise completion of the loads, which the forward waits for.
         hits: Pages that requests loaded, by the name of the tier that had them; counted here.
+        decisions: Decisions, of which those to load get the duration of the load.
     """
 
     def __init__(
-        self, host: HostPages, copies: DeviceCopies, layers: LayerLoads, hits: Counter[str]
+        self,
+        host: HostPages,
+        copies: DeviceCopies,
+        layers: LayerLoads,
+        hits: Counter[str],
+        decisions: Decisions,
     ) -> None:
         self.layers = layers
         self.traffic = Traffic()
@@ -47,6 +55,7 @@ class Loads:
         self._host = host
         self._copies = copies
         self._hits = hits
+        self._decisions = decisions
         self._restored: dict[str, dict[str, Restored]] = {}
         self._queued: dict[str, _Load] = {}
         self._loading: dict[int, list[_Load]] = {}
@@ -77,7 +86,7 @@ class Loads:
             left -= min(count, left)
         self._count(restored, "host", left, 0.0)
         self._restored[rid] = restored
-        self._queued[rid] = _Load(pages, blocks, restored["host"])
+        self._queued[rid] = _Load(rid, pages, blocks, restored["host"])
         return pages
 
     def start(self) -> int:
@@ -91,7 +100,8 @@ class Loads:
             return -1
         loads = [*self._queued.values()]
         self._queued.clear()
-        pages, blocks = (np.concatenate(parts) for parts in list(zip(*loads, strict=True))[:2])
+        pages = np.concatenate([load.pages for load in loads])
+        blocks = np.concatenate([load.blocks for load in loads])
         index = self.layers.start(self._copies.load(pages, blocks))
         # The batch that is being built runs next. SGLang sets the consumer for generation only,
         # and an embedding request would attend to KV that has not landed.
@@ -106,12 +116,15 @@ class Loads:
             TimeoutError: A copy is still in progress.
         """
         seconds = self.layers.finish(index)
-        for load in self._loading.pop(index, ()):
+        loads = self._loading.pop(index, [])
+        for load in loads:
             self._host.unpin(load.pages)
             if seconds is not None:
                 load.restored["seconds"] = seconds
                 self.traffic.pages += len(load.pages)
         self.traffic.seconds += seconds or 0.0
+        if len(loads) == 1:  # else the duration is that of several
+            self._decisions.ended("load_or_compute", loads[0].rid, seconds)
         return seconds is not None
 
     def cancel(self, rid: str) -> bool:

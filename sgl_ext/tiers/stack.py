@@ -71,7 +71,7 @@ class TierStack:
         """Functions that unpin the pages kept for one waiting request; each returns False if it
         keeps no pages."""
         self._demotions = Demotions(lower, host, copies.layout.block_bytes)
-        self.loads = Loads(host, copies, layers, self.hits)
+        self.loads = Loads(host, copies, layers, self.hits, costs.decisions)
         self.stores = Stores(host, copies, self._demotions)
         self.holds = Holds(host, copies, self._demotions, self.hits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -83,14 +84,32 @@ def _by_strategy(
     if tokens := ways[Strategy.TOKENS]:
         costs = power.planner.costs
         share = computed_share(costs)
+        began = time.monotonic()
         computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
         for at, count in computed.items():
             power.prefixes.computed(forward.rids[at], count)
+        _measured(power, forward, tokens, time.monotonic() - began)
     if layers := ways[Strategy.LAYERS]:
         with by_layers.restoring(power.stack, power.prefixes, forward, rows, layers) as begin:
             yield begin
     else:
         yield rows
+
+
+def _measured(
+    power: RestorePower,
+    forward: PlannedForward,
+    tokens: Mapping[int, Sequence[Coming]],
+    seconds: float,
+) -> None:
+    """Records how long a prefix took to restore by tokens, if it is known for this one alone."""
+    rids = [forward.rids[at] for at in tokens]
+    pages = sum(len(one.pages) for each in tokens.values() for one in each)
+    on_device = power.stack.streams.current() is not None
+    if on_device or len(rids) > 1 or pages < len(power.prefixes[rids[0]].pages):
+        return
+    for kind in ("load_or_compute", "tokens_or_layers"):
+        power.planner.costs.decisions.ended(kind, rids[0], seconds)
 
 
 def _count(power: RestorePower, req: Req, coming: Sequence[Coming], before: int) -> None:
