@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -20,8 +20,9 @@ class HostTier(Section):
     they are not."""
 
 
-KeepAfter = Annotated[int, Field(ge=1, le=1000, strict=True)]
-"""Uses of a page after which it is given to the tier."""
+KeepAfter = Literal["auto"] | Annotated[int, Field(ge=1, le=1000, strict=True)]
+"""Uses of a page after which it is given to the tier; ``auto``: as many as the cost model decides.
+"""
 
 
 class SsdTier(Section):
@@ -30,7 +31,7 @@ class SsdTier(Section):
     directories: Directories
     capacity: Bytes
     """Bytes in each directory, for each tensor-parallel rank."""
-    keep_after: KeepAfter = 2
+    keep_after: KeepAfter = "auto"
     fsync: bool = False
     """True if a page counts as stored only when the device reports that it would survive a power
     failure. Otherwise a page survives the end of this process, and a page that a power failure has

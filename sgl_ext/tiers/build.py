@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from sgl_ext.config import Tiers
+from sgl_ext.config.tiers import KeepAfter
 from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams
@@ -99,7 +100,11 @@ def open_stack(
         for tier, keep_after in _lower_tiers(config, arena, engine):
             lower.append(
                 ThreadedTier(
-                    tier, keep_after=keep_after, wake=wake.set, costs=costs, page=slab.layout.page
+                    tier,
+                    keep_after=None if keep_after == "auto" else keep_after,
+                    wake=wake.set,
+                    costs=costs,
+                    page=slab.layout.page,
                 )
             )
             undo.callback(lower[-1].close)
@@ -116,7 +121,9 @@ def open_stack(
     return stack
 
 
-def _lower_tiers(config: Tiers, arena: Arena, engine: TransferEngine) -> Iterator[tuple[Tier, int]]:
+def _lower_tiers(
+    config: Tiers, arena: Arena, engine: TransferEngine
+) -> Iterator[tuple[Tier, KeepAfter]]:
     """Opens and yields the tiers below host memory, the nearest first, each with ``keep_after``."""
     if (ssd := config.ssd) is not None:
         from sgl_ext.tiers.ssd import SsdTier

@@ -9,6 +9,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.leaving import store_after
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier, Pending, result_of
@@ -33,22 +35,34 @@ class Demotion:
     Args:
         number: Number of the tier in :class:`HostPages`.
         page_bytes: Bytes of a page.
+        costs: Cost model that decides how often.
     """
 
-    def __init__(self, number: int, lower: LowerTier, host: HostPages, page_bytes: int) -> None:
+    def __init__(
+        self, number: int, lower: LowerTier, host: HostPages, page_bytes: int, costs: Costs
+    ) -> None:
         self._number = number
         self._lower = lower
         self._host = host
+        self._costs = costs
         self._waiting: dict[Key, None] = {}
         self._batches: list[_Batch] = []
         self._largest = max(min(host.capacity // _AT_ONCE, _LARGEST_BYTES // page_bytes), 1)
 
-    def offer(self, keys: Sequence[Key], pages: Pages) -> None:
+    def offer(self, keys: Sequence[Key], pages: Pages, *, always: bool = False) -> None:
         """Queues those of ``pages``, which hold ``keys``, that are worth keeping in the tier.
 
         Called when pages have arrived in host memory or were used.
+
+        Args:
+            always: whether they are worth it however often they were used.
         """
-        worth = self._host.worth_keeping(pages, self._lower.keep_after, self._number)
+        if not keys:
+            return
+        after = 0 if always else self._lower.keep_after
+        if after is None:
+            after = store_after(self._costs, self._host.reuse, self._lower.tier.name)
+        worth = self._host.worth_keeping(pages, after, self._number)
         self._waiting.update(dict.fromkeys(keys[at] for at in np.flatnonzero(worth).tolist()))
         for key in list(islice(self._waiting, max(len(self._waiting) - self._host.capacity, 0))):
             del self._waiting[key]  # bounds the queue when the tier hangs
@@ -96,7 +110,7 @@ class Demotion:
             del self._waiting[key]
         keys = self._host.present(keys)
         pages = self._host.places(keys)
-        worth = self._host.worth_keeping(pages, self._lower.keep_after, self._number)
+        worth = self._host.worth_keeping(pages, 0, self._number)  # not stored since
         if not worth.any():
             return
         pages, keys = pages[worth], [keys[at] for at in np.flatnonzero(worth).tolist()]
@@ -111,15 +125,18 @@ class Demotions:
     Args:
         lower: Lower tiers, the nearest first.
         page_bytes: Bytes of a page.
+        costs: Cost model of the scheduler.
     """
 
-    def __init__(self, lower: Sequence[LowerTier], host: HostPages, page_bytes: int) -> None:
-        self._each = [Demotion(at, tier, host, page_bytes) for at, tier in enumerate(lower)]
+    def __init__(
+        self, lower: Sequence[LowerTier], host: HostPages, page_bytes: int, costs: Costs
+    ) -> None:
+        self._each = [Demotion(at, tier, host, page_bytes, costs) for at, tier in enumerate(lower)]
 
-    def offer(self, keys: Sequence[Key], pages: Pages) -> None:
+    def offer(self, keys: Sequence[Key], pages: Pages, *, always: bool = False) -> None:
         """Offers ``pages``, which hold ``keys``, to each tier; see :meth:`Demotion.offer`."""
         for demotion in self._each:
-            demotion.offer(keys, pages)
+            demotion.offer(keys, pages, always=always)
 
     def advance(self) -> None:
         """Takes every step that needs no waiting."""

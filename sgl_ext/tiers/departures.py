@@ -35,6 +35,8 @@ class Departures:
         """Pages that host memory receives, or has and will pass on."""
         self._progress = 0.0
         """Time of the last progress, on the clock; 0 if nothing stays."""
+        self._called = 0.0
+        """Time of the last call, on the clock."""
 
     def leave(self, keys: Sequence[Key], blocks: Pages) -> bool:
         """Returns whether the blocks of some pages can be given away, and begins copies otherwise.
@@ -50,6 +52,9 @@ class Departures:
         stack, now = self._stack, self._clock()
         if not stack.enabled:
             return True
+        if now > self._called + PATIENCE_S:  # an earlier attempt was given up by the caller
+            self.end()
+        self._called = now
         self._progress = self._progress or now
         here = stack.host.present(key for key in keys if key not in self._kept)
         if any(tier.tier.available for tier in stack.lower):

@@ -14,6 +14,7 @@ from sgl_ext.memory.block_groups import BlockGroups
 from sgl_ext.memory.in_flight import BlocksInFlight
 from sgl_ext.memory.runs import runs_of
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
+from sgl_ext.planning.leaving import Reuse
 from sgl_ext.tiers.arena import Key, Pages
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class HostPages:
         self._copied = np.zeros(capacity, np.uint8)
         self._ghosts: OrderedDict[Key, int] = OrderedDict()
         """Uses of removed pages by key; the pages that were removed last are kept."""
+        self.reuse = Reuse()
+        """How often pages are used again, also after they were evicted."""
         self.evicted = 0
         """Pages evicted so far."""
         self.refused = 0
@@ -114,7 +117,9 @@ class HostPages:
         """
         pages = self.places(keys)
         deque(map(self._index.move_to_end, reversed(keys)), maxlen=0)
-        self._uses[pages] = np.maximum(self._uses[pages] + (times == 0), times)
+        before = self._uses[pages]
+        self._uses[pages] = after = np.maximum(before + (times == 0), times)
+        self.reuse.used(before, after)
         return pages
 
     def reserve(self, count: int, after: int | None = None) -> Pages | None:
@@ -164,8 +169,9 @@ class HostPages:
             self.release(np.delete(pages, fresh))
             keys, pages = [keys[at] for at in fresh], pages[fresh]
         # The use count of a page survives its eviction.
-        seen = [self._ghosts.pop(key, 0) for key in keys]
-        self._uses[pages] = np.fromiter(seen, np.uint32, len(seen)) + 1
+        seen = np.array([self._ghosts.pop(key, 0) for key in keys], np.uint32)
+        self._uses[pages] = seen + 1
+        self.reuse.used(seen, seen + 1)
         self._copied[pages] = 0
         self._index.update(zip(reversed(keys), reversed(pages.tolist()), strict=True))
 

@@ -41,8 +41,8 @@ class LowerTier(Protocol):
     """
 
     tier: Tier
-    keep_after: int
-    """Number of uses after which a page is stored in the tier."""
+    keep_after: int | None
+    """Number of uses after which a page is stored in the tier; None if the cost model decides."""
     throughput: LoadThroughput
     loaded: Traffic
     stored: Traffic

@@ -70,7 +70,7 @@ class TierStack:
         self.keepers: list[Callable[[], bool]] = []
         """Functions that unpin the pages kept for one waiting request; each returns False if it
         keeps no pages."""
-        self._demotions = Demotions(lower, host, copies.layout.block_bytes)
+        self._demotions = Demotions(lower, host, copies.layout.block_bytes, costs)
         self.loads = Loads(host, copies, layers, self.hits, costs.decisions)
         self.stores = Stores(host, copies, self._demotions)
         self.holds = Holds(host, copies, self._demotions, self.hits)
@@ -104,8 +104,8 @@ class TierStack:
     def keep(self, keys: Sequence[Key]) -> None:
         """Stores those of ``keys`` that are in host memory in all lower tiers, however often they
         were used before: they will be used again."""
-        if self.lower:
-            self.used(keys, max(tier.keep_after for tier in self.lower))
+        keys = self.host.present(keys)
+        self._demotions.offer(keys, self.host.use(keys, 1), always=True)
 
     def make_room(self, count: int) -> None:
         """Unpins pages kept for waiting requests until host memory has room for ``count`` pages.

@@ -29,8 +29,9 @@ class ThreadedTier:
     stores.
 
     Args:
-        keep_after: Number of uses after which a page is stored in the tier. Every write wears a
-            flash cell, so a page that no request asks for again should not be written.
+        keep_after: Number of uses after which a page is stored in the tier; None if the cost model
+            decides. Every write wears a flash cell, so a page that no request asks for again should
+            not be written.
         wake: Called when a lookup, load or store of a thread has ended.
         costs: Cost model, in which loads are recorded as those of the channel of the tier's name.
         page: Tokens of a page.
@@ -41,7 +42,7 @@ class ThreadedTier:
         self,
         tier: Tier,
         *,
-        keep_after: int,
+        keep_after: int | None,
         wake: Callable[[], object],
         costs: Costs | None = None,
         page: int = 1,

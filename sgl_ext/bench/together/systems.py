@@ -135,7 +135,7 @@ class Memory:
         if self.rate is not None:
             device = {
                 "backend_name": "slow_files",
-                "module_path": "sgl_ext.bench.harness.slow_files",
+                "module_path": "sgl_ext.engine.cpu.hicache_files",
                 "class_name": "SlowFiles",
                 "interface_v1": 0,
                 "bytes_per_second": self.rate,

@@ -71,6 +71,18 @@ def test_pages_leave_in_any_case_when_no_tier_takes_them(machine: Machine) -> No
     machine.shelf.open.set()
 
 
+def test_an_attempt_that_was_given_up_does_not_shorten_the_next_one(machine: Machine) -> None:
+    now = 1.0
+    departures = Departures(machine.stack, lambda: now)
+    blocks = np.arange(BLOCKS)
+    machine.compute(NAMES, blocks)
+    machine.shelf.open.clear()
+    assert not departures.leave(NAMES, blocks)
+    now += 10 * PATIENCE_S  # nothing had to leave meanwhile
+    assert not departures.leave(NAMES, blocks)
+    machine.shelf.open.set()
+
+
 def test_pages_of_disabled_tiers_leave_at_once(machine: Machine) -> None:
     departures = Departures(machine.stack, lambda: 1.0)
     machine.disable("test")

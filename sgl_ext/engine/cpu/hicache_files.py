@@ -1,4 +1,4 @@
-"""HiCache's file storage on an emulated slow device, in SGLang's process.
+"""Emulation of a slow device under HiCache's file storage, for benchmarks.
 
 SGLang loads the class through its storage backend ``dynamic``.
 """
