@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class SlowFiles(HiCacheFile):  # type: ignore[misc]
+class SlowFiles(HiCacheFile):
     """Files that are read and written at a limited rate; reads and writes share it.
 
     Args:
