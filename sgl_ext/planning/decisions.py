@@ -1,7 +1,8 @@
 """Decisions between alternatives: how often each was chosen, and how good the predictions are.
 
 ``wait_for_tier``: wait for a lower tier, or compute. ``load_or_compute``: only load a prefix from
-host memory, or compute a part of it. ``tokens_or_layers``: which part. ``swap_in_or_recompute``,
+host memory, or compute a part of it. ``tokens_or_layers``: which part. ``compute_or_give_way``:
+compute a part of a prompt that loads, or other prompts. ``swap_in_or_recompute``,
 ``wait_or_overlap``: how a swapped request resumes. ``leave``: whether a preempted request keeps its
 KV. ``store_after``: after how many uses a lower tier stores a page. ``link_or_compute``: link
 chunks, or compute them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
 from sgl_ext.planning.costs import Costs
@@ -60,7 +61,7 @@ def next_part(
     if gap >= _GAP:
         return min(at.start(first), begin + costs.chunk)
     if free is not None and (flying is None or free.end <= flying.end):
-        number = at.nearest(_meeting(pointers, at, costs, begin, free.tier, busy))
+        number = at.nearest(meeting(pointers, at, costs, begin, free.tier, busy))
         return min(at.start(number), begin + costs.chunk) if number > first else None
     assert flying is not None  # noqa: S101  # else nothing is coming
     begin = max(at.start(max(flying.end, pointers.front)), position)
@@ -70,7 +71,42 @@ def next_part(
     return end if abs(late) > costs.compute.seconds(begin, end) else None
 
 
-def _meeting(
+def gives_way(
+    pointers: Pointers,
+    at: Positions,
+    costs: Costs,
+    begin: int,
+    *,
+    busy: float,
+    others: int,
+    key: str,
+) -> bool:
+    """Returns whether a prompt should only be loaded, while others are computed.
+
+    Computing its first pages delays every other prompt by the time that this takes, and saves the
+    time of loading these pages.
+
+    Args:
+        begin: first token that is not computed.
+        busy: seconds until the channel begins to load its next pages; infinite if it does not.
+        others: prompts that could be computed meanwhile.
+        key: key of the decision.
+    """
+    if not others or busy == inf or (free := pointers.next_free) is None:
+        return False
+    number = at.nearest(meeting(pointers, at, costs, begin, free.tier, busy))
+    pages = sum(
+        max(min(one.end, number) - max(one.begin, pointers.front), 0) for one in pointers.free
+    )
+    tokens, end = pages * at.page, at.start(number)
+    seconds = {
+        "give_way": tokens * costs.per_loaded(free.tier),
+        "compute": others * costs.recomputing(end - tokens, end),
+    }
+    return costs.decisions.least("compute_or_give_way", seconds, key) == "give_way"
+
+
+def meeting(
     pointers: Pointers, at: Positions, costs: Costs, begin: int, tier: str, busy: float
 ) -> float:
     """Returns the position where computing from ``begin`` on and loading from ``tier`` meet.
@@ -78,14 +114,14 @@ def _meeting(
     The tier loads the last stretches first. The position may lie behind the first forward.
     """
     tokens = pointers.left(tier) * at.page
-    meeting = float(begin)
+    found = float(begin)
     for one in (each for each in pointers.free if each.tier == tier):
         tokens -= (one.end - max(one.begin, pointers.front)) * at.page
         end = at.end(one.end)
-        meeting = costs.meeting(begin, end, tier, busy + costs.per_loaded(tier) * tokens)
-        if meeting < end or meeting >= begin + costs.chunk:
+        found = costs.meeting(begin, end, tier, busy + costs.per_loaded(tier) * tokens)
+        if found < end or found >= begin + costs.chunk:
             break
-    return meeting
+    return found
 
 
 def plan_of(loaded: Iterable[range], end: int, *, stop: int | None = None) -> PrefillPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from sgl_ext.clock import Clock
 from sgl_ext.planning.channels import Channels
 from sgl_ext.planning.costs import Costs
-from sgl_ext.planning.parts import Part, next_part, plan_of
+from sgl_ext.planning.parts import Part, gives_way, next_part, plan_of
 from sgl_ext.planning.plan import PrefillPlan
 from sgl_ext.planning.policies import Policy
 from sgl_ext.planning.request import Request, Restored
@@ -158,6 +159,26 @@ class Planner:
     def turn(self, name: Name, continuing: bool) -> bool:
         """Returns whether a waiting request may be computed now; see :meth:`Turns.turn`."""
         return self._turns.turn(name, continuing=continuing)
+
+    def gives_way(self, name: Name, begin: int, others: int) -> bool:
+        """Returns whether a prompt should be loaded only, while ``others`` prompts are computed.
+
+        Args:
+            begin: first token that its next forward would compute.
+        """
+        if not others or (active := self.wants.opened.get(name)) is None or active.whole:
+            return False
+        with self._channels.lock:
+            free = active.pointers.next_free
+            return gives_way(
+                active.pointers,
+                active.at,
+                self.costs,
+                begin,
+                busy=inf if free is None else self._channels.busy(active, free.tier),
+                others=others,
+                key=str(name),
+            )
 
     def part(self, name: Name, begin: int) -> Part | None:
         """Returns what the request's next forward, from token ``begin`` on, loads and computes.

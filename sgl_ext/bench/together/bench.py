@@ -1,8 +1,8 @@
 """All powers on one server: exactness, and what they gain by deciding together.
 
 Each part starts the servers that it compares, and they answer in turn. ``mixed`` describes its
-trace in the report; ``linked_from_ssd`` emulates an SSD as slow as computing, the other parts use
-the directory of ``--out`` as it is.
+trace in the report. ``mixed``, ``costs`` and ``linked_from_ssd`` emulate an SSD as slow as
+computing, the other parts use the directory of ``--out`` as it is.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Part(NamedTuple):
 
 _PARTS: Mapping[str, Part] = {
     "exactness": Part(report_exactness, exact.minutes(quick=True), exact.minutes(quick=False)),
-    "mixed": Part(report_mixed, 5, 120),
-    "swap_to_ssd": Part(report_swap_to_ssd, 1, 5),
-    "linked_from_ssd": Part(report_linked, 1.5, 8),
-    "reclaim": Part(report_reclaim, 1, 2),
-    "costs": Part(report_costs, 1, 15),
-    "idle": Part(report_idle, 1.5, 12),
+    "mixed": Part(report_mixed, 20, 70),
+    "swap_to_ssd": Part(report_swap_to_ssd, 6, 25),
+    "linked_from_ssd": Part(report_linked, 4, 12),
+    "reclaim": Part(report_reclaim, 2, 5),
+    "costs": Part(report_costs, 4, 12),
+    "idle": Part(report_idle, 2, 12),
     "step": Part(report_step, 0.1, 0.5),
 }
 PARTS = tuple(_PARTS)

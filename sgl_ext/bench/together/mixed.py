@@ -81,7 +81,7 @@ class MixedSizes:
 
 
 QUICK = MixedSizes(2, 3, 3, 2, 2, 4)
-WHOLE = MixedSizes(5, 8, 4, 4, 6, 12)
+WHOLE = MixedSizes(3, 4, 4, 3, 3, 6)
 
 
 def report_mixed(report: Report, out: Path, *, quick: bool) -> None:

@@ -13,6 +13,7 @@ from sgl_ext.config import Restore
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.meta_info import tell, told
 from sgl_ext.engine.core.power import Filler, Power
+from sgl_ext.engine.core.requests import precedence
 from sgl_ext.engine.core.sglang_types import (
     ModelConfig,
     PrefillAdder,
@@ -81,6 +82,10 @@ class RestorePower(Power[Restore]):
     """Prompt that SGLang looks up next; None if it is not to be restored."""
     _parked: PrefillAdder | None = None
     """Adder of this step if the chunked prompt waits for its KV in it; None otherwise."""
+    _given_way: PrefillAdder | None = None
+    """Adder of this step if a prompt gave way to others in it; None otherwise."""
+    _alone: bool = False
+    """Whether a prompt gave way in the last step, and no other one was admitted in it."""
     _metrics: RestoreMetrics | None = None
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
@@ -157,6 +162,9 @@ class RestorePower(Power[Restore]):
             return True
         computes = self.planner.computes(rid)
         begin = req.prefix_len if computes else req.prefix_len + req.host_hit_length
+        if not computes and self.planner.gives_way(rid, begin, self._others(req)):
+            self._given_way = adder
+            return False
         if (part := self.planner.part(rid, begin)) is None:
             if computes:
                 self._parked = adder
@@ -164,6 +172,22 @@ class RestorePower(Power[Restore]):
         if not self.planner.linked(rid):
             plans[rid] = self.planner.prefix_plan(rid, part, end)
         return True
+
+    def _others(self, req: Req) -> int:
+        """Returns the number of waiting prompts that can be computed while ``req`` loads.
+
+        They load nothing, and are as urgent. 0 if the last step admitted none of them.
+        """
+        if self._alone or self._ext.independent:
+            return 0
+        urgency = precedence(req)
+        return sum(
+            one.rid not in self.planner.wants
+            and precedence(one) <= urgency
+            and self._ext.owner(one) is None
+            for one in self._scheduler.waiting_queue
+            if one is not req
+        )
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if admitted:
@@ -204,6 +228,8 @@ class RestorePower(Power[Restore]):
 
     def after_step(self, plan: StepPlan) -> None:
         self._parked = None
+        self._alone = self._given_way is not None and not self._given_way.can_run_list
+        self._given_way = None
         if (req := self._queued) is not None:
             # Not before planning: the result of its last part may still arrive, and is ignored
             # while the request is out of the queue.
@@ -251,7 +277,7 @@ class RestorePower(Power[Restore]):
             self._ext.plans.pop(rid, None)
         self.prefixes.release(rid)
         self.planner.release(rid)
-        for kind in ("load_or_compute", "tokens_or_layers"):
+        for kind in ("load_or_compute", "tokens_or_layers", "compute_or_give_way"):
             self.planner.costs.decisions.ended(kind, rid, None)
 
     def _ended_within(self, held: Held) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sgl_ext.planning.compute_cost import ComputeCost
 from sgl_ext.planning.costs import COMPUTE, Costs
 from sgl_ext.planning.load_cost import LoadCost
-from sgl_ext.planning.parts import next_part
+from sgl_ext.planning.parts import gives_way, next_part
 from sgl_ext.planning.pointers import Pointers, Stretch
 from sgl_ext.planning.want import Positions
 
@@ -179,6 +179,38 @@ def test_a_channel_that_serves_other_requests_is_not_waited_for() -> None:
     pointers = Pointers(0, [Stretch("ssd", 0, 20)])
     stop = next_part(pointers, AT, believed, 0, flying_for=0.0, busy=float("inf"))
     assert stop == 20 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("others", "load", "gives"),
+    [
+        (0, 1.0, False),
+        (1, 0.9, True),  # computing a part would delay one prompt by more than it saves
+        (1, 1.5, False),
+        (2, 1.5, True),
+        (9, 20.0, False),
+    ],
+)
+def test_a_prompt_gives_way_if_computing_it_delays_others_by_more_than_it_saves(
+    others: int, load: float, gives: bool
+) -> None:
+    """Loading a token takes ``load`` times as long as computing it."""
+    believed = costs(0.0, 1e-3, 0.0, load * 1e-3)
+    pointers = Pointers(2, [Stretch("ssd", 4, 20)])
+    found = gives_way(pointers, AT, believed, 0, busy=0.0, others=others, key="a")
+    assert found == gives
+    assert [kind for kind, _ in believed.decisions.kinds()] == ["compute_or_give_way"] * bool(
+        others
+    )
+
+
+def test_a_prompt_whose_loads_make_no_progress_does_not_give_way() -> None:
+    believed, pointers = costs(0.0, 1e-3, 0.0, 1e-4), Pointers(0, [Stretch("ssd", 0, 20)])
+    arguments = (pointers, AT, believed, 0)
+    assert gives_way(*arguments, busy=0.0, others=5, key="a")
+    assert not gives_way(*arguments, busy=float("inf"), others=5, key="a")
+    assert pointers.take("ssd", 20)
+    assert not gives_way(*arguments, busy=0.0, others=5, key="a")  # all is being loaded
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class Planner:
         self.next: PrefillPlan | None = PLAN
         self.going_on = False
         self.begins: list[int] = []
+        self.others: list[int] = []
         self.wants = {"r"}
         self.costs = Costs()
 
@@ -49,6 +50,10 @@ class Planner:
 
     def turn(self, rid: str, _continuing: bool) -> bool:
         return rid != "later"
+
+    def gives_way(self, _rid: str, _begin: int, others: int) -> bool:
+        self.others.append(others)
+        return others > 1
 
     def part(self, _rid: str, begin: int) -> object:
         self.begins.append(begin)
@@ -70,6 +75,7 @@ def power(monkeypatch: pytest.MonkeyPatch) -> Any:
     ext = runtime.ExtRuntime(CONFIG)
     power: Any = RestorePower(CONFIG, CONFIG.restore)
     power._ext, power.planner, power.prefixes = ext, Planner(), {}
+    power._scheduler = SimpleNamespace(waiting_queue=[])
     ext.add(power)
     monkeypatch.setattr(runtime, "current", ext)
     scheduled(monkeypatch)
@@ -117,6 +123,33 @@ def test_a_request_that_waits_for_its_first_part_defers_no_other(power: Any) -> 
     assert not power.plan(adder, request())
     assert power.ready(adder, request("plain"), False)
     assert not power.ready(adder, request("later"), False)
+
+
+def test_a_prompt_gives_way_only_while_others_are_admitted(
+    power: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Does not count itself, prompts that load something, and less urgent ones."""
+    scheduled(monkeypatch, by_priority=True)
+    queue = power._scheduler.waiting_queue
+    req = request(priority=5)
+    queue += [
+        req, request("x", priority=5), request("y", priority=9), request("low", priority=4),
+        request("loads", priority=5),
+    ]  # fmt: skip
+    power.planner.wants.add("loads")
+    step = SimpleNamespace()
+    for admitted in ([queue[1]], []):
+        adder = SimpleNamespace(can_run_list=[])
+        assert not power.plan(adder, req)
+        adder.can_run_list += admitted
+        power.after_step(step)
+    assert power.plan(SimpleNamespace(can_run_list=[]), req)  # the others found no room
+    power.after_step(step)
+    assert not power.plan(SimpleNamespace(can_run_list=[]), req)
+    assert power.planner.others == [2, 2, 0, 2]
+    power._alone = False
+    power._ext.independent = True
+    assert power.plan(SimpleNamespace(can_run_list=[]), req)
 
 
 def test_a_deferred_request_loses_its_plan_unless_partly_computed(power: Any) -> None:
