@@ -25,6 +25,9 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 
+_DEADLINES = 64
+"""Deadlines that are kept in any case."""
+
 
 class Landed(NamedTuple):
     """Loaded pages of a run."""
@@ -93,7 +96,7 @@ class Planner:
         """Starts to load the pages of a want as a whole, from tiers that are worth waiting for."""
         tiers = self._tiers
         tokens = sum(len(run.keys) - run.here for run in want.runs) * self.page
-        if want.name not in self.wants and tokens:
+        if want.name not in self.wants.requests and tokens:
             begin = min(run.start + run.here * self.page for run in want.runs)
             tiers = [
                 tier for tier in tiers if self._worthwhile(want.name, tier, tokens, max(begin, 0))
@@ -320,7 +323,8 @@ class Planner:
     def give_up_one(self) -> bool:
         """Releases a want that keeps pages in host memory and is not being computed.
 
-        Chooses the newest whose request was not considered for admission yet, otherwise the newest.
+        Chooses the newest that is restored or whose request was not considered for admission yet,
+        otherwise the newest.
         Its pages can then be evicted. Its next lookup asks tiers again.
 
         Returns:
@@ -342,6 +346,9 @@ class Planner:
                     self._channels.changed(active)
         self._turns.advance()
         self.wants.advance()
+        if len(self._deadlines) > 2 * len(self.wants.requests) + _DEADLINES:
+            # The leases of the others have expired.
+            self._deadlines = {n: at for n, at in self._deadlines.items() if n in self.wants}
 
     def pending(self) -> bool:
         """Returns whether any want is being looked up or loaded."""

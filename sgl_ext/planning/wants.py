@@ -303,6 +303,10 @@ class Wants:
             raise AssertionError(
                 f"{ {*self._owners.values()} - opened } own pages, and do not load"
             )
+        for request in self.requests.values():
+            starts = [*map(request.at.start, range(len(request.keys)))]
+            if starts != sorted(starts):
+                raise AssertionError(f"the pages of {request.want} are not in order: {starts}")
         if requests & {*self._followers}:
             raise AssertionError(f"{requests & {*self._followers}} load and follow")
         computing = self._channels.computing

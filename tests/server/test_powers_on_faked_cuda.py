@@ -90,9 +90,9 @@ def test_evicted_prefixes_are_computed_and_loaded_at_once(pair: Pair) -> None:
 
 
 def test_a_preempted_request_goes_on_with_its_kv(pair: Pair) -> None:
-    story = "A long story: " + "it went on and on. " * 90
+    """Tries again if the cost model, on a busy machine, has chosen to compute a request again."""
 
-    def preempted(pool: ThreadPoolExecutor) -> dict[str, Any]:
+    def preempted(pool: ThreadPoolExecutor, story: str) -> dict[str, Any]:
         running = pool.submit(ask, pair.cuda, story, 48, priority=0)
         for _ in range(4):
             if running.done():
@@ -101,10 +101,16 @@ def test_a_preempted_request_goes_on_with_its_kv(pair: Pair) -> None:
             ask(pair.cuda, "An urgent question: " + "what now? " * 150, 2, priority=100)
         return running.result()
 
-    with ThreadPoolExecutor(1) as pool:
-        found = preempted(pool)
-    same(found, ask(pair.cpu, story, 48))
-    assert entry(found, "swap")["loaded"] > 0
+    loaded = 0
+    for number in range(4):
+        story = f"Long story {number}: " + "it went on and on. " * 90
+        with ThreadPoolExecutor(1) as pool:
+            found = preempted(pool, story)
+        same(found, ask(pair.cpu, story, 48))
+        told = [one for one in found["meta_info"].get("ext") or () if one["power"] == "swap"]
+        if loaded := sum(one["loaded"] for one in told):
+            break
+    assert loaded > 0
 
 
 def _contexts(server: Server, *texts: str, method: str) -> list[dict[str, str]]:

@@ -99,8 +99,10 @@ class ChunkLinks:
         """Starts to load the chunks of SGLang's ``req`` from lower tiers, if there are any."""
         if not self._search.waits or (composition := composition_of(req)) is None:
             return
-        texts = [*_chunks(req, 0)]
-        if (lead := self._lead(req, 0)) is not None:
+        lead = self._lead(req, 0)
+        # A lead ends where a chunk begins, so that the texts follow one another.
+        texts = [*_chunks(req, 0 if lead is None else len(lead.tokens))]
+        if lead is not None:
             texts.insert(0, (LEAD, lead))
         runs = [
             self._search.run(wanted, _start(composition, number), number)

@@ -169,8 +169,16 @@ def _report_live(result: Any, _scheduler: Scheduler, _request: object) -> object
     return result
 
 
-def _leave(_scheduler: Scheduler) -> None:
-    if (ext := runtime.current) is not None:
+def _leave(original: Original, scheduler: Scheduler) -> object:
+    """Closes the powers before SGLang closes the radix cache, which closes the tiers, and the
+    transfer engine afterwards."""
+    if (ext := runtime.current) is None:
+        return original(scheduler)
+    try:
+        for power in ext.outside_in:
+            power.close()
+        return original(scheduler)
+    finally:
         ext.close()
 
 
@@ -246,7 +254,7 @@ HOOKS = (
     ),
     hooks.Hook(
         f"{_SCHEDULER}.release_host_resources",
-        "before",
+        "around",
         _leave,
         "plugins are not notified when a scheduler shuts down",
     ),

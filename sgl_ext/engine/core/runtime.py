@@ -82,9 +82,7 @@ class ExtRuntime:
         return TransferEngine()
 
     def close(self) -> None:
-        """Closes the powers, the outermost one first, and then what they share."""
-        for power in self.outside_in:
-            power.close()
+        """Closes what powers share; called after these and the tiers are closed."""
         if "transfers" in self.__dict__:
             self.transfers.close()
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch) -> Req | None:
     """Releases the request whose prompt is being computed, if a preferred one fits in its place.
 
-    The KV that was computed stays in the radix tree.
+    Also releases it if running requests have no memory for their next tokens: SGLang would abort
+    the last one that it cannot retract. The KV that was computed stays in the radix tree.
 
     Returns:
         SGLang's request, to be queued again when the step has been planned; None if no prompt is
@@ -25,11 +26,12 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
     req = scheduler.chunked_req
     if req is None or not power.planner.computes(req.rid) or not _keeps(req):
         return None
-    if (rid := power.planner.preferred()) is None:
-        return None
-    first = next((one for one in scheduler.waiting_queue if one.rid == rid), None)
-    if first is None or not _room(scheduler, running, req, first):
-        return None
+    if not _starves(scheduler, running):
+        if (rid := power.planner.preferred()) is None:
+            return None
+        first = next((one for one in scheduler.waiting_queue if one.rid == rid), None)
+        if first is None or not _room(scheduler, running, req, first):
+            return None
     power.planner.interrupt()
     scheduler.chunked_req, power.interrupted = None, req.rid
     try:
@@ -38,6 +40,14 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
         power.interrupted = None
     req.reset_for_retract()
     return req
+
+
+def _starves(scheduler: Scheduler, running: ScheduleBatch) -> bool:
+    """Returns whether the running requests may lack memory for a decode step."""
+    free = scheduler.token_to_kv_pool_allocator.available_size()
+    if free >= (needed := len(running.reqs) * scheduler.page_size):
+        return False
+    return bool(free + scheduler.tree_cache.evictable_size() < needed)
 
 
 def _keeps(req: Req) -> bool:

@@ -80,8 +80,6 @@ class RestorePower(Power[Restore]):
     """Interrupted request that is queued again at the end of this step; None if there is none."""
     _asking: Prompt | None = None
     """Prompt that SGLang looks up next; None if it is not to be restored."""
-    _parked: PrefillAdder | None = None
-    """Adder of this step if the chunked prompt waits for its KV in it; None otherwise."""
     _given_way: PrefillAdder | None = None
     """Adder of this step if a prompt gave way to others in it; None otherwise."""
     _alone: bool = False
@@ -150,8 +148,7 @@ class RestorePower(Power[Restore]):
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         if continuing and req.rid in self.prefixes:
             return False  # SGLang chunks one prompt only, and would admit none after this one
-        # SGLang would count the chunked prompt, which waits, as part of a batch of other requests.
-        return self._parked is not adder and self.planner.turn(req.rid, continuing)
+        return self.planner.turn(req.rid, continuing)
 
     def plan(self, adder: PrefillAdder, req: Req) -> bool:
         rid, end, plans = req.rid, len(req.full_untruncated_fill_ids), self._ext.plans
@@ -166,8 +163,6 @@ class RestorePower(Power[Restore]):
             self._given_way = adder
             return False
         if (part := self.planner.part(rid, begin)) is None:
-            if computes:
-                self._parked = adder
             return False
         if not self.planner.linked(rid):
             plans[rid] = self.planner.prefix_plan(rid, part, end)
@@ -227,7 +222,6 @@ class RestorePower(Power[Restore]):
             running.batch_is_full = False
 
     def after_step(self, plan: StepPlan) -> None:
-        self._parked = None
         self._alone = self._given_way is not None and not self._given_way.can_run_list
         self._given_way = None
         if (req := self._queued) is not None:

@@ -21,7 +21,10 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
 
     if not planned(ext, adder, req, kw.get("has_chunked_req", False)):
         return AddReqResult.CONTINUE
-    if (decided := _decided(ext, adder, req)) is not None:
+    decided = _decided(ext, adder, req)  # a resumed request joins no batch of prompts
+    if decided is None and getattr(adder, budget.PARKED, False):
+        decided = AddReqResult.CONTINUE
+    if decided is not None:
         for power in ext.inside_out:
             power.deferred(req)
         return decided
@@ -48,6 +51,8 @@ def _preempt(original: Original, adder: PrefillAdder, req: Req) -> object:
     """Preempts other requests only for a request that could be admitted already."""
     if (ext := runtime.current) is None:
         return original(adder, req)
+    if getattr(adder, budget.PARKED, False):
+        return False
     try:
         if not planned(ext, adder, req, getattr(adder, budget.CONTINUING, False)):
             return False

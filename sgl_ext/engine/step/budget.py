@@ -14,6 +14,9 @@ from sgl_ext.planning.plan import PrefillPlan
 
 CONTINUING = "_sgl_ext_continuing"
 """Attribute of a ``PrefillAdder`` that is true if the step continues a chunked prompt."""
+PARKED = "_sgl_ext_parked"
+"""Attribute of a ``PrefillAdder`` that is true if the chunked prompt waits in this step. SGLang
+would count it as part of a batch of other prompts, so that none may be admitted."""
 
 
 def _charge(original: Original, adder: PrefillAdder, req: Req, prefix: int) -> int:
@@ -88,8 +91,13 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
         not all(power.plan(adder, req) for power in ext.inside_out) or _full(adder)
     ):
         _reserve(adder, req, req.prefix_len)
+        setattr(adder, PARKED, True)
         return req  # SGLang takes this for a part that has to wait
     plan = _plan_of(req)
+    if adder.rem_chunk_tokens is not None:
+        # Without a budget SGLang would compute a whole chunk, for which there may be no memory.
+        limit = adder.chunked_req_limit or adder.rem_chunk_tokens
+        adder.chunked_req_limit = min(limit, max(_free(adder), adder.page_size))
     if plan is None or adder.rem_chunk_tokens is None:
         result = original(adder, req)
         if result is req:
@@ -140,9 +148,14 @@ def _full(adder: PrefillAdder) -> bool:
 
     Reservations for their answers are estimates. SGLang would try to compute the part, and end.
     """
-    running, memory = adder.running_batch, adder.memory_budget
-    free = memory.remaining_total + memory.total_offset
-    return running is not None and not running.is_empty() and free < adder.page_size
+    running = adder.running_batch
+    return running is not None and not running.is_empty() and not _free(adder)
+
+
+def _free(adder: PrefillAdder) -> int:
+    """Returns the tokens in whole pages that are free, or reserved for answers."""
+    tokens = int(adder.memory_budget.remaining_total + adder.memory_budget.total_offset)
+    return tokens // adder.page_size * adder.page_size
 
 
 def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:

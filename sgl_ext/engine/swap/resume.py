@@ -265,6 +265,8 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
             _tell(req, swapped.tokens - req.prefix_len)
             swap.counts.swapped_in += 1
             swap.drop(req.rid)
+            # It may have waited for lower tiers, which keep its pages until it is admitted.
+            scheduler.tree_cache.linker.cache_linker.prefixes.forget(req.rid)
     return failed
 
 

@@ -21,7 +21,7 @@ from sgl_ext.engine.chunks.power import ChunksPower
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.power import Power
-from sgl_ext.engine.step import admission
+from sgl_ext.engine.step import admission, budget
 from sgl_ext.engine.swap import out
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.swap.power import SwapPower
@@ -157,6 +157,18 @@ def test_powers_learn_whether_a_request_was_admitted(
     for power in ext.inside_out:
         assert power.calls[-1] == ("considered", admitted)
         assert "make_room" not in power.calls
+
+
+def test_only_resumed_requests_join_while_a_chunked_prompt_waits(
+    ext: Any, inner: Stub, adder: Any
+) -> None:
+    """SGLang would count the waiting prompt as part of a batch of other prompts."""
+    setattr(adder, budget.PARKED, True)
+    assert admission._admit(refuses, adder, request()) == AddReqResult.CONTINUE
+    assert admission._preempt(refuses, adder, request()) is False
+    assert inner.calls.count("ready") == 1  # its loads begin
+    inner.result = AddReqResult.NO_TOKEN
+    assert admission._admit(refuses, adder, request()) == AddReqResult.NO_TOKEN
 
 
 def test_the_rest_of_a_prompt_that_is_cut_is_reserved(ext: Any, adder: Any) -> None:

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.step.budget import _charge, _continue, _log, _select
+from sgl_ext.engine.step.budget import PARKED, _charge, _continue, _log, _select
 from sgl_ext.planning.plan import Compute, Link, Load, PrefillPlan, Span
 
 PAGE = 16
@@ -141,7 +141,17 @@ def test_a_part_waits_for_running_requests_that_have_all_memory() -> None:
         budget.memory_budget.remaining_total = free - 100
         found = _continue(lambda _adder, _req: None, budget, req)
         assert found is (req if waits else None)
+        assert getattr(budget, PARKED, False) == waits
         assert budget.memory_budget.total_offset == (100 + 416 + 9 if waits else 100)
+
+
+@pytest.mark.parametrize(("free", "limit"), [(300, 288), (5, 16), (4000, 512)])
+def test_a_part_takes_no_more_than_the_free_memory(free: int, limit: int) -> None:
+    """Running requests have reserved more than there is. SGLang would take a whole chunk."""
+    req = SimpleNamespace(rid="plain", prefix_len=64, full_untruncated_fill_ids=[0] * 4800)
+    budget = adder(512)
+    budget.memory_budget.total_offset, budget.memory_budget.remaining_total = 5000, free - 5000
+    assert _continue(lambda adder, _req: adder.chunked_req_limit, budget, req) == limit
 
 
 def test_the_limit_of_a_chunked_request_counts_computed_tokens() -> None:

@@ -128,9 +128,18 @@ def test_powers_are_closed_when_the_scheduler_releases_its_resources(
     powers = [
         SimpleNamespace(close=lambda name=name: left.append(name)) for name in ("swap", "peer")
     ]
-    monkeypatch.setattr(runtime, "current", SimpleNamespace(outside_in=powers[::-1]))
-    hook.function(None)
-    assert left == ["peer", "swap"]
+    ext = SimpleNamespace(outside_in=powers[::-1], close=lambda: left.append("engine"))
+    monkeypatch.setattr(runtime, "current", ext)
+    hook.function(lambda _scheduler: left.append("tiers"), None)
+    assert left == ["peer", "swap", "tiers", "engine"]
+
+    def fails(_scheduler: object) -> None:
+        raise OSError("a device hangs")
+
+    left.clear()
+    with pytest.raises(OSError, match="a device hangs"):
+        hook.function(fails, None)
+    assert left == ["peer", "swap", "engine"]
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class Setup:
         self.running = SimpleNamespace(reqs=[], batch_is_full=True)
         self.counts: list[int] = []
         self.scheduler = SimpleNamespace(
-            chunked_req=self.long, waiting_queue=[self.short],
+            chunked_req=self.long, waiting_queue=[self.short], page_size=16,
             token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 100, page_size=16),
             tree_cache=SimpleNamespace(evictable_size=lambda: 0),
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
@@ -103,6 +103,17 @@ def test_an_interrupted_request_is_queued_like_a_retracted_one(setup: Setup) -> 
     assert setup.long.retraction_count == 0
     assert setup.planner.interrupted == 1
     assert not setup.running.batch_is_full
+
+
+@pytest.mark.parametrize(("running", "interrupted"), [(6, False), (7, True)])
+def test_a_prompt_is_interrupted_before_running_requests_lack_memory(
+    setup: Setup, running: int, interrupted: bool
+) -> None:
+    """100 tokens are free, whole pages of 16 for 6 requests. SGLang would abort the last one."""
+    setup.planner.first = None
+    setup.running.reqs = [_request(str(number), 100) for number in range(running)]
+    assert setup.step() == interrupted
+    assert setup.planner.interrupted == interrupted
 
 
 @pytest.mark.parametrize(

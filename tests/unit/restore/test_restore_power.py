@@ -107,16 +107,6 @@ def test_the_first_part_begins_after_the_host_memory_hit(power: Any) -> None:
     assert power._ext.plans == {"r": PLAN}
 
 
-def test_no_request_is_admitted_while_a_chunked_prompt_waits(power: Any) -> None:
-    """Checks that nothing joins: SGLang would count the waiting prompt as part of the batch."""
-    power.planner.next, power.planner.going_on = None, True
-    adder = SimpleNamespace()
-    assert power.ready(adder, request("plain"), False)
-    assert not power.plan(adder, request())
-    assert not power.ready(adder, request("plain"), True)
-    assert power.ready(SimpleNamespace(), request("plain"), True)
-
-
 def test_a_request_that_waits_for_its_first_part_defers_no_other(power: Any) -> None:
     power.planner.next = None
     adder = SimpleNamespace()
