@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch) -> Req | None:
     """Releases the request whose prompt is being computed, if a preferred one fits in its place.
 
-    Also releases it if running requests have no memory for their next tokens: SGLang would abort
-    the last one that it cannot retract. The KV that was computed stays in the radix tree.
+    Also releases it if running requests have no memory for their next tokens, or the only one that
+    is left has none: SGLang would abort the last one that it cannot retract. The KV that was
+    computed stays in the radix tree.
 
     Returns:
         SGLang's request, to be queued again when the step has been planned; None if no prompt is
@@ -24,15 +25,17 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
     from sglang.srt.mem_cache.common import release_kv_cache
 
     req = scheduler.chunked_req
-    if req is None or not power.planner.computes(req.rid) or not _keeps(req):
+    if req is None or not _keeps(req):
         return None
-    if not _starves(scheduler, running):
-        if (rid := power.planner.preferred()) is None:
+    restores = power.planner.computes(req.rid)
+    if not (_starves(scheduler, running) and (restores or len(running.reqs) == 1)):
+        if not restores or (rid := power.planner.preferred()) is None:
             return None
         first = next((one for one in scheduler.waiting_queue if one.rid == rid), None)
         if first is None or not _room(scheduler, running, req, first):
             return None
-    power.planner.interrupt()
+    if restores:
+        power.planner.interrupt()
     scheduler.chunked_req, power.interrupted = None, req.rid
     try:
         release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
@@ -44,10 +47,13 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
 
 def _starves(scheduler: Scheduler, running: ScheduleBatch) -> bool:
     """Returns whether the running requests may lack memory for a decode step."""
-    free = scheduler.token_to_kv_pool_allocator.available_size()
-    if free >= (needed := len(running.reqs) * scheduler.page_size):
-        return False
-    return bool(free + scheduler.tree_cache.evictable_size() < needed)
+    return _free(scheduler) < len(running.reqs) * scheduler.page_size
+
+
+def _free(scheduler: Scheduler) -> int:
+    """Returns the number of tokens that are free, or cached and not in use."""
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    return int(allocator.available_size() + tree.evictable_size())
 
 
 def _keeps(req: Req) -> bool:
@@ -67,9 +73,8 @@ def _room(scheduler: Scheduler, running: ScheduleBatch, going: Req, coming: Req)
         going: request that is released.
         coming: request that is admitted.
     """
-    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    room = allocator.available_size() + tree.evictable_size() + going.kv.kv_allocated_len
+    room = _free(scheduler) + going.kv.kv_allocated_len
     ratio = scheduler.new_token_ratio_tracker.current
     room -= ratio * sum(map(reserved, running.reqs))
     needed = len(coming.origin_input_ids) + reserved(coming)
-    return bool(needed + (1 + len(running.reqs)) * allocator.page_size <= room)
+    return bool(needed + (1 + len(running.reqs)) * scheduler.page_size <= room)

@@ -116,6 +116,19 @@ def test_a_prompt_is_interrupted_before_running_requests_lack_memory(
     assert setup.planner.interrupted == interrupted
 
 
+@pytest.mark.parametrize(("running", "interrupted"), [(1, True), (2, False)])
+def test_a_prompt_that_loads_nothing_is_interrupted_for_the_last_running_request(
+    setup: Setup, running: int, interrupted: bool
+) -> None:
+    """SGLang retracts one of two requests, but aborts a single one."""
+    setup.long.rid = "plain"
+    setup.scheduler.token_to_kv_pool_allocator.available_size = lambda: 15
+    setup.running.reqs = [_request(str(number), 100) for number in range(running)]
+    assert setup.step() == interrupted
+    assert setup.released == [("plain", "plain")] * interrupted
+    assert setup.planner.interrupted == 0
+
+
 @pytest.mark.parametrize(
     "why",
     ["nobody comes first", "it is not in the queue", "no room", "prompt logprobs", "not cached"],
