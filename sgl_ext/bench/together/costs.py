@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.mixed import (
+    MEMORY,
     QUICK,
     WHOLE,
     materials,
@@ -32,7 +33,7 @@ def report_costs(report: Report, out: Path, *, quick: bool) -> None:
     made = materials(model, template, sizes)
     with scratch(out) as places:
         logs = out / "logs" / "costs"
-        unit, memory = measured(model, logs)
+        unit, memory = measured(model, logs, MEMORY)
         with server.serve([memory.system(ALL, places)], model, logs) as (one,):
             for number, material in enumerate(made):
                 contexts = prepared(one, template, material)

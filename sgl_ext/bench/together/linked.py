@@ -15,12 +15,12 @@ from sgl_ext.bench.chunks.linked import DEFAULT, Contexts, Ids, asked, text_of
 from sgl_ext.bench.chunks.prompts import Prompt, Template, question_prompts
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
-from sgl_ext.bench.together.mixed import unit_of
-from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, TOKEN_BYTES, extended
+from sgl_ext.bench.together.mixed import measured
+from sgl_ext.bench.together.systems import Memory, extended
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live, wait_until_stored
-from sgl_ext.serving.server import BESIDE_OTHERS, System
+from sgl_ext.serving.server import System
 
 RESTORED, STAGED = "restore", "staged"
 _POOL = 16_384
@@ -36,10 +36,7 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
     template = Template(AutoTokenizer.from_pretrained(model))
     prompts = question_prompts(template, asked("hotpotqa"), count, length=_LENGTH)
     logs = out / "logs" / "linked"
-    base = ("--max-total-tokens", str(_POOL), "--page-size", str(PAGE), *BESIDE_OTHERS)
-    with server.serve([System("unit", base, ENVIRONMENT)], model, logs) as (stock,):
-        seconds = unit_of(stock.url, _LENGTH)
-    rate = round(_LENGTH * TOKEN_BYTES / seconds)
+    _, memory = measured(model, logs, Memory(_POOL, _POOL), _LENGTH)
     with TemporaryDirectory(dir=out, prefix="linked-") as scratch:
 
         def system(name: str, more: Mapping[str, Any]) -> System:
@@ -47,10 +44,10 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
                 "directories": [mkdtemp(dir=scratch)],
                 "capacity": "4GiB",
                 "keep_after": 1,
-                "emulate": {"bytes_per_second": rate},
+                "emulate": {"bytes_per_second": memory.rate},
             }
             tiers = {"ssd": ssd, "staging": "512MiB", "wait": _WAIT_S}
-            return extended(name, base, {"tiers": tiers, "chunks": {}, **more})
+            return extended(name, memory.arguments, {"tiers": tiers, "chunks": {}, **more})
 
         systems = [system(RESTORED, {"restore": {}}), system(STAGED, {})]
         with server.serve(systems, model, logs) as servers:
@@ -71,7 +68,7 @@ def report_linked(report: Report, out: Path, *, quick: bool) -> None:
                 "system": name,
                 "tokens": _LENGTH,
                 "samples": len(each),
-                "emulated_ssd_bytes_per_s": rate,
+                "emulated_ssd_bytes_per_s": memory.rate,
                 "ssd_loaded_bytes": bytes_,
             }
             | summary(each, "ttft_ms", 1e3)

@@ -46,8 +46,9 @@ from sgl_ext.serving import server
 from sgl_ext.serving.http import generate, live, wait_until_stored
 from sgl_ext.serving.server import System
 
-_POOL, _HOST = 4096, 8192
-"""Tokens of the device pool, and of host memory: twice as many, as HiCache has by default."""
+MEMORY = Memory(pool=4096, host=8192)
+"""Memory of all systems. Host memory holds twice as much as the device, as HiCache's does by
+default."""
 _DOCUMENTS = REFERENCE
 """Tokens of each prompt over documents."""
 _ORDERS = 3
@@ -93,7 +94,7 @@ def report_mixed(report: Report, out: Path, *, quick: bool) -> None:
     made = materials(model, template, sizes)
     with scratch(out) as places:
         logs = out / "logs" / "mixed"
-        unit, memory = measured(model, logs)
+        unit, memory = measured(model, logs, MEMORY)
         systems = [memory.system(name, places) for name in names]
         with server.serve(systems, model, logs, deadline=_START_DEADLINE_S) as servers:
             found: dict[str, list[Timed]] = {name: [] for name in names}
@@ -185,21 +186,21 @@ def _part(each: Sequence[Each], size: int, number: int) -> Sequence[Each]:
     return each[number * size : (number + 1) * size]
 
 
-def measured(model: Path, logs: Path) -> tuple[float, Memory]:
-    """Measures the unit of the traces with stock SGLang.
+def measured(
+    model: Path, logs: Path, memory: Memory, tokens: int = REFERENCE
+) -> tuple[float, Memory]:
+    """Measures how long stock SGLang computes a prompt of ``tokens`` tokens.
 
     Returns:
-        The unit in seconds, and the memory of all systems, with an SSD that loads the KV of a
-        prompt in the time in which it is computed.
+        This time in seconds, the unit of a trace; and the memory of all systems, with an SSD that
+        loads the KV of the prompt in that time.
     """
-    memory = Memory(_POOL, _HOST)
     with server.serve([System("unit", memory.arguments, ENVIRONMENT)], model, logs) as (stock,):
-        unit = unit_of(stock.url)
-    return unit, replace(memory, rate=round(REFERENCE * TOKEN_BYTES / unit))
+        unit = _unit_of(stock.url, tokens)
+    return unit, replace(memory, rate=round(tokens * TOKEN_BYTES / unit))
 
 
-def unit_of(url: str, tokens: int = REFERENCE) -> float:
-    """Returns the seconds in which an idle server computes a prompt of ``tokens`` tokens."""
+def _unit_of(url: str, tokens: int) -> float:
     chance = random.Random(0)  # noqa: S311
     seconds = []
     for _ in range(4):
