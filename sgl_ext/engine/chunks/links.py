@@ -148,36 +148,41 @@ class ChunkLinks:
         self.release(req.rid)
         if (composition := composition_of(req)) is None:
             return None
-        found: dict[int, Found] = {}
-        have = req.prefix_len
-        if not computing:
-            if (wanted := self._lead(req, have)) is not None:
-                found[LEAD] = self._search.find(wanted)
-                have = max(have, found[LEAD].leading)
-            for number, wanted in _chunks(req, have):
-                found[number] = self._search.find(wanted)
-            here = [
-                range(at + each.start, at + each.stop)
-                for number, one in found.items()
-                for at in [_start(composition, number)]
-                for each in one.available
-            ]
-            tokens, costs = sum(map(len, here)), self._costs
-            if costs is not None and not choices.links(costs, tokens, req.prefix_len, req.rid):
-                for one in found.values():
-                    self._search.let_go(one)
-                self.acquire(req, computing=True)
-                self._requests[req.rid].spared = here
-                return self.report(req)
+        found, spared = {} if computing else self._find(req), list[range]()
+        here = [
+            range(at + each.start, at + each.stop)
+            for number, one in found.items()
+            for at in [_start(composition, number)]
+            for each in one.available
+        ]
+        tokens, costs = sum(map(len, here)), self._costs
+        if found and costs is not None:
+            computing = not choices.links(costs, tokens, req.prefix_len, req.rid)
+        if found and computing:
+            for one in found.values():
+                self._search.let_go(one)
+            found, spared = {}, here
         if not self._divides:
             self.forget(req.rid)
         elif computing:
             self._search.forget(req.rid)
         tokens = len(req.origin_input_ids)
         plan = PrefillPlan([Span(0, tokens, Compute())])
-        self._requests[req.rid] = LinkedRequest(composition, tokens, found, plan, req.prefix_len)
+        self._requests[req.rid] = LinkedRequest(
+            composition, tokens, found, plan, req.prefix_len, spared
+        )
         self.plan(req.rid)
         return self.report(req)
+
+    def _find(self, req: Req) -> dict[int, Found]:
+        """Finds and keeps the lead and the chunks behind the prefix that ``req`` has."""
+        found, have = dict[int, Found](), req.prefix_len
+        if (wanted := self._lead(req, have)) is not None:
+            found[LEAD] = self._search.find(wanted)
+            have = max(have, found[LEAD].leading)
+        for number, wanted in _chunks(req, have):
+            found[number] = self._search.find(wanted)
+        return found
 
     def plan(self, rid: str) -> None:
         """Makes the plan of an acquired request's next forward, with all KV that is here by now."""
