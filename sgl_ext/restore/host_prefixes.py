@@ -19,6 +19,7 @@ class Held:
 
     first: int
     """Number of the first page in the prompt."""
+    keys: Sequence[Key]
     pages: Pages
     """Places in host memory."""
     by: Strategy
@@ -59,9 +60,13 @@ class HostPrefixes:
             by: strategy that restores them.
         """
         self.release(rid)
-        pages = self._host.use(keys)
+        pages = self._host.use(keys, times=1)  # a request that waits is looked up many times
         self._host.pin(pages)
-        self._held[rid] = Held(first, pages, by, self._clock())
+        self._held[rid] = Held(first, keys, pages, by, self._clock())
+
+    def used(self, rid: str) -> None:
+        """Counts a use of the request's pages."""
+        self._host.use(self._held[rid].keys)
 
     def computed(self, rid: str, tokens: int) -> None:
         """Records that a forward has computed so many tokens of the request's pages."""

@@ -34,15 +34,20 @@ class Holds:
     def hold(self, keys: Sequence[Key]) -> Pages:
         """Pins the leading ``keys`` that are in host memory until :meth:`let_go`.
 
+        It does not count as a use: a request that waits may be looked up many times.
+
         Returns:
             The slots of these pages; empty if the tiers are disabled.
         """
-        here = keys[: self._host.lookup(keys)]
-        pages = self._host.use(here)
+        pages = self._host.use(keys[: self._host.lookup(keys)], times=1)
         self._host.pin(pages)
-        self._hits["host"] += len(pages)
-        self._demotions.offer(here, pages)
         return pages
+
+    def used(self, keys: Sequence[Key]) -> None:
+        """Counts that a request uses pages, which are pinned."""
+        pages = self._host.use(keys)
+        self._hits["host"] += len(pages)
+        self._demotions.offer(keys, pages)
 
     def let_go(self, pages: Pages) -> None:
         """Unpins ``pages``."""

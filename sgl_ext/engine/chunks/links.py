@@ -184,6 +184,12 @@ class ChunkLinks:
             found[number] = self._search.find(wanted)
         return found
 
+    def admitted(self, rid: str) -> None:
+        """Counts the uses of the chunks of an acquired request that was admitted."""
+        if (request := self._requests.get(rid)) is not None:
+            for found in request.found.values():
+                self._search.used(found)
+
     def plan(self, rid: str) -> None:
         """Makes the plan of an acquired request's next forward, with all KV that is here by now."""
         if (request := self._requests.get(rid)) is None:

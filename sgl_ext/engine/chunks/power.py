@@ -140,6 +140,7 @@ class ChunksPower(Power[Chunks]):
             return
         self._linked = None
         if admitted:
+            self.links.admitted(req.rid)
             self.continued(req)
         else:
             self.links.release(req.rid)

@@ -53,8 +53,10 @@ class Found:
     origin: int
     """Position at which the first token was computed."""
     lock: TreeLock
+    keys: Sequence[Key]
+    """Pages that are pinned in host memory."""
     pages: Pages
-    """Pinned slots of host memory."""
+    """Their slots."""
     held: int
     """Number of the leading :attr:`places` that lie in them; further ones belong to the planner."""
 
@@ -167,7 +169,12 @@ class ChunkSearch:
             every = (pages[:, None] * page + np.arange(page)).ravel()
             here = every[max(start - begin, 0) : end - begin]
             places[: (held := len(here))] = here
-        return Found(slots, places, start, lock, pages, held)
+        return Found(slots, places, start, lock, keys[: len(pages)], pages, held)
+
+    def used(self, found: Found) -> None:
+        """Counts a use of the pages in host memory."""
+        if self._tiers is not None:
+            self._tiers.holds.used(found.keys)
 
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)

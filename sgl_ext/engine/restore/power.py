@@ -31,7 +31,7 @@ from sgl_ext.planning.plan import Load, LoadOrCompute, Source, Span
 from sgl_ext.planning.request import Restored
 from sgl_ext.planning.strategy import choose_strategy
 from sgl_ext.planning.want import Run, Want
-from sgl_ext.restore.host_prefixes import Held, HostPrefixes
+from sgl_ext.restore.host_prefixes import HostPrefixes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -266,7 +266,7 @@ class RestorePower(Power[Restore]):
             self._ext.plans.pop(rid, None)
             return
         if rid in self.prefixes:
-            self._ended_within(self.prefixes[rid])
+            self._ended_within(rid)
         if self._restores(rid):
             self._ext.plans.pop(rid, None)
         self.prefixes.release(rid)
@@ -274,10 +274,12 @@ class RestorePower(Power[Restore]):
         for kind in ("load_or_compute", "tokens_or_layers", "compute_or_give_way"):
             self.planner.costs.decisions.ended(kind, rid, None)
 
-    def _ended_within(self, held: Held) -> None:
+    def _ended_within(self, rid: str) -> None:
         """Reports a restored prefix in host memory, if its last forward was admitted."""
+        held = self.prefixes[rid]
         if held.told is None:
             return
+        self.prefixes.used(rid)
         page = self.stack.layout.page
         loaded = {"host": len(held.pages) * page - held.computed}
         self.stack.hits["host"] += loaded["host"] // page

@@ -115,7 +115,7 @@ def test_prefixes_in_host_memory_do_not_count_computed_tokens(
     computed: int, reached: int, counted: int
 ) -> None:
     req = request(200, _sgl_ext_reached=reached)
-    held = Held(2, np.arange(6), Strategy.TOKENS, 0.0, computed=7)
+    held = Held(2, (), np.arange(6), Strategy.TOKENS, 0.0, computed=7)
     found = power(Stretch("ssd", 2, 8))
     found.prefixes = {"r": held}  # type: ignore[assignment]
     found.stack = SimpleNamespace(layout=SimpleNamespace(page=PAGE))  # type: ignore[assignment]

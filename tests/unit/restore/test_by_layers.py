@@ -121,6 +121,9 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     held.hold("a", names[2:4], 2, Strategy.LAYERS)  # a second lookup finds fewer pages
     held.check_integrity()
     assert host.room == PAGES - 2
+    assert not host.worth_keeping(pages, 2, 0).any()  # lookups are no uses
+    held.used("a")
+    assert np.flatnonzero(host.worth_keeping(pages, 2, 0)).tolist() == [2, 3]
     assert held["a"].pages.tolist() == pages[2:4].tolist()
     assert held.plan("a", 21).spans == (
         Span(0, 8, Compute()),

@@ -470,3 +470,20 @@ def test_check_integrity_detects_lost_pins_and_slots_with_two_owners(page: int) 
     with pytest.raises(AssertionError, match="is free"):
         machine.stack.host.check_integrity(reserved=[places(15)])
     machine.close()
+
+
+def test_a_page_that_is_held_for_a_waiting_request_is_used_when_it_is_admitted(
+    machine: Machine,
+) -> None:
+    names, stack = keys(1, 2), machine.stack
+    assert machine.store(names, places(0, 1))
+    for _ in range(5):
+        stack.holds.let_go(stack.holds.hold(names))
+        stack.poll()
+    assert stack.hits["host"] == 0
+    assert not machine.shelf.pages
+    pages = stack.holds.hold(names)
+    stack.holds.used(names)
+    assert stack.hits["host"] == 2
+    machine.until(lambda: len(machine.shelf.pages) == 2)
+    stack.holds.let_go(pages)
