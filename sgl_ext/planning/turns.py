@@ -68,8 +68,10 @@ class Turns:
             return False
         if not self._chosen:
             self._choose()
-        if active is None and self._first is None:
-            # No request that holds places will release any, so this one takes those that are free.
+        first = self._first
+        if active is None and (first is None or request.want.precedence < first.precedence):
+            # No request that holds places will release any, or it is less urgent and may have to
+            # wait for memory: this one takes the places that are free, or loads nothing.
             if (active := wants.open(request, scarce=True)) is None:
                 self.release(name)
                 return True

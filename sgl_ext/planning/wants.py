@@ -102,8 +102,10 @@ class Wants:
         _, arrived = self._followers.pop(name, (None, now))
         runs = [run.keys[run.here :] for run in want.runs]
         for lacking in filter(None, runs):
-            # A want that shares little, such as a system prompt, loads that part again.
-            if (other := self._owners.get(lacking[0])) is not None and self._loads(other):
+            # A want that shares little, such as a system prompt, loads that part again; also one
+            # that is more urgent, because the other one's request may have to wait for memory.
+            other = self._owners.get(lacking[0])
+            if other is not None and self._loads(other) and not self._precedes(want, other):
                 shared = sum(self._owners.get(key) == other for key in lacking)
                 if shared >= _FOLLOWS * len(lacking):
                     self._followers[name] = other, arrived
@@ -146,6 +148,10 @@ class Wants:
             with self._channels.lock:
                 active.precedence = want.precedence
                 self._channels.changed(active)
+
+    def _precedes(self, want: Want, name: Name) -> bool:
+        """Returns whether a want is more urgent than another one, which loads."""
+        return want.precedence < self.requests[name].want.precedence
 
     def _loads(self, name: Name) -> bool:
         return name in self.unopened or name in self.opened

@@ -208,6 +208,57 @@ def test_a_more_urgent_request_goes_before_a_shorter_one(machine: Machine) -> No
     assert machine.planner.turn("short", continuing=False)
 
 
+@pytest.mark.parametrize("landed", [False, True])
+def test_an_urgent_request_does_not_wait_for_a_less_urgent_one_with_its_pages(
+    machine: Machine, landed: bool
+) -> None:
+    """The other one's request may wait for memory that more urgent requests hold."""
+    names = keys(*range(20))
+    machine.keep(names)
+    if not landed:
+        machine.shelf.open.clear()
+    machine.ask("late", names, 0, 0, 83, precedence=1)
+    if landed:
+        until(lambda: not machine.planner.loads("late"))
+    machine.ask("urgent", names, 0, 0, 90)
+    machine.ask("same", names, 0, 0, 90, precedence=1)
+    machine.planner.advance()
+    assert machine.planner.turn("urgent", continuing=False)
+    assert not machine.planner.turn("late", continuing=False)
+    assert not machine.planner.turn("same", continuing=False)
+    machine.shelf.open.set()
+    machine.run("urgent", names, 90)
+    for rid in ("urgent", "late"):
+        machine.planner.release(rid)
+    machine.settle()
+    machine.planner.check_integrity()
+    assert machine.host.free == 64 - len(machine.host)
+
+
+@pytest.mark.parametrize(("places", "loaded"), [(20, 0), (26, 6)])
+def test_an_urgent_request_does_not_wait_for_places_of_a_less_urgent_one(
+    places: int, loaded: int
+) -> None:
+    machine = Machine(places)
+    late, names = keys(*range(20)), keys(*range(20, 40))
+    machine.keep(late + names)
+    machine.ask("late", late, 0, 0, 83, precedence=1)
+    until(lambda: not machine.planner.loads("late"))
+    machine.ask("urgent", names, 0, 0, 90)
+    until(lambda: machine.planner.wants.requests["urgent"].answered)
+    machine.planner.advance()
+    assert machine.planner.turn("urgent", continuing=False)
+    assert machine.planner.restores("urgent") == (loaded > 0)
+    plans = machine.run("urgent", names, 90)
+    spans = [span for plan in plans for span in plan.spans if isinstance(span.source, Load)]
+    assert all(span.start >= (20 - loaded) * PAGE for span in spans)
+    for rid in ("urgent", "late"):
+        machine.planner.release(rid)
+    machine.settle()
+    assert machine.host.free == places - len(machine.host)
+    machine.planner.close()
+
+
 def test_wait_of_a_former_follower_counts_from_its_arrival(machine: Machine) -> None:
     names = keys(*range(20))
     machine.keep(names)
