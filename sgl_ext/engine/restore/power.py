@@ -115,7 +115,7 @@ class RestorePower(Power[Restore]):
         determines the prompt to restore."""
         self.prefixes.release(req.rid)
         self._asking = None
-        if self._ext.owner(req) is None:
+        if not self.owned(req):
             self._asking = prompt_of(req, prefix, self.planner.page)
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
@@ -177,9 +177,7 @@ class RestorePower(Power[Restore]):
             return 0
         urgency = precedence(req)
         return sum(
-            one.rid not in self.planner.wants
-            and precedence(one) <= urgency
-            and self._ext.owner(one) is None
+            one.rid not in self.planner.wants and precedence(one) <= urgency and not self.owned(one)
             for one in self._scheduler.waiting_queue
             if one is not req
         )
@@ -212,6 +210,10 @@ class RestorePower(Power[Restore]):
         elif (found := self.planner.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
             self._count(found)
+
+    def owned(self, req: Req) -> bool:
+        """Returns whether another power provides or records the KV of a request."""
+        return self._ext.owner(req) is not None
 
     def _restores(self, rid: str) -> bool:
         return rid in self.prefixes or self.planner.restores(rid)

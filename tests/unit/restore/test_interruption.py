@@ -71,7 +71,7 @@ class Setup:
             new_token_ratio_tracker=SimpleNamespace(current=0.5),
             _add_request_to_queue=self._queue,
         )  # fmt: skip
-        self.power._scheduler = self.scheduler
+        self.power._scheduler, self.power._ext = self.scheduler, ext
 
     def _queue(self, req: Any, *, is_retracted: bool) -> None:
         assert is_retracted
@@ -131,9 +131,18 @@ def test_a_prompt_that_loads_nothing_is_interrupted_for_the_last_running_request
 
 @pytest.mark.parametrize(
     "why",
-    ["nobody comes first", "it is not in the queue", "no room", "prompt logprobs", "not cached"],
+    [
+        "nobody comes first",
+        "it is not in the queue",
+        "no room",
+        "prompt logprobs",
+        "not cached",
+        "recorded",
+    ],
 )
-def test_a_prompt_is_not_interrupted_without_benefit(setup: Setup, why: str) -> None:
+def test_a_prompt_is_not_interrupted_without_benefit(
+    setup: Setup, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     match why:
         case "nobody comes first":
             setup.planner.first = None
@@ -145,6 +154,8 @@ def test_a_prompt_is_not_interrupted_without_benefit(setup: Setup, why: str) -> 
             setup.long.return_logprob, setup.long.logprob_start_len = True, 10
         case "not cached":
             setup.long.skip_radix_cache_insert = True
+        case "recorded":
+            monkeypatch.setattr(setup.power, "owned", lambda _req: True)
     before = [*setup.scheduler.waiting_queue]
     assert not setup.step()
     assert setup.scheduler.chunked_req is setup.long
