@@ -1,4 +1,4 @@
-"""How often pages are used again, and which pages of host memory a lower tier should get.
+"""Which pages of host memory a lower tier should get: those that will be used again often enough.
 
 A page that is used again saves the difference between computing it and loading it, and storing a
 page takes about as long as loading it. A page that was used ``n`` times should therefore be stored
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from sgl_ext.planning.costs import COMPUTE, Costs
 
-MOST = 4
-"""Uses that are told apart. After so many a page is stored in any case: shares of pages with many
-uses are hardly known, and estimates that a tier gave once have to be measured again."""
+_MOST = 4
+"""Uses after which a page is stored in any case: shares of pages with many uses are hardly known,
+and estimates that a tier gave once have to be measured again."""
 _UNKNOWN = 2
 """Uses after which a page is stored while costs are unknown."""
 _WINDOW = 1 << 16
@@ -28,7 +28,7 @@ class Reuse:
     """
 
     def __init__(self) -> None:
-        self._reached = [0.0] * (MOST + 2)
+        self._reached = [0.0] * (_MOST + 1)
         """Pages that were used so often, by the number of uses."""
 
     def used(self, before: NDArray[np.unsignedinteger], after: NDArray[np.unsignedinteger]) -> None:
@@ -37,20 +37,14 @@ class Reuse:
         Args:
             before, after: number of uses of each page, ``[pages]``.
         """
-        for uses in range(1, MOST + 2):
+        for uses in range(1, _MOST + 1):
             self._reached[uses] += np.count_nonzero((before < uses) & (uses <= after))
         if self._reached[1] > _WINDOW:
             self._reached = [each / 2 for each in self._reached]
 
     def again(self, uses: int) -> float:
-        """Returns the share of the pages with so many uses that are used again.
-
-        Args:
-            uses: 1 to :data:`MOST`; the share does not decrease with it.
-        """
-        reached = self._reached
-        shares = ((reached[n + 1] + 1) / (reached[n] + 2) for n in range(1, uses + 1))
-        return min(max(shares), 1.0)
+        """Returns the share of the pages with ``uses`` uses that are used again."""
+        return min((self._reached[uses + 1] + 1) / (self._reached[uses] + 2), 1.0)
 
 
 def store_after(costs: Costs, reuse: Reuse, tier: str) -> int:
@@ -59,6 +53,6 @@ def store_after(costs: Costs, reuse: Reuse, tier: str) -> int:
         return _UNKNOWN
     load = costs.per_loaded(tier)
     saved = costs.computing(0, costs.chunk) / costs.chunk - load
-    worth = (uses for uses in range(1, MOST) if reuse.again(uses) * saved > load)
-    after = next(worth, MOST)
+    worth = (uses for uses in range(1, _MOST) if reuse.again(uses) * saved > load)
+    after = next(worth, _MOST)
     return int(costs.decisions.chose("store_after", str(after), {str(after): load}, tier))

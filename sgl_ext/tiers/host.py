@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from sgl_ext.memory.runs import runs_of
 from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.planning.leaving import Reuse
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.eviction import EvictionOrder
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,9 @@ class HostPages:
     """Slots ``0 .. capacity - 1`` of an arena and the index of the pages in them.
 
     A slot is free, reserved (for a transfer that fills it, until :meth:`publish` or
-    :meth:`release`) or holds a page that is in the index. :class:`EvictionOrder` says which page is
-    evicted first. Pinned pages are not evicted.
+    :meth:`release`) or holds a page that is in the index. The least recently used page is evicted
+    first. Within one prompt the tail is evicted before the head, because a page is of no use
+    without the pages before it. Pinned pages are not evicted.
 
     Not thread-safe: only the scheduler's thread uses it.
 
@@ -50,11 +50,15 @@ class HostPages:
         self._chain_of = np.full(capacity, -1, np.int64)
         """Sequence of each slot, -1 for none, ``[capacity]``; not updated when a slot is freed."""
         self._begun = 0
-        self._index: dict[Key, int] = {}
+        self._index: OrderedDict[Key, int] = OrderedDict()
         self._pins = np.zeros(capacity, np.int32)
         self._pinned = 0  # slots with at least one pin
+        self._uses = np.zeros(capacity, np.uint32)
         self._copied = np.zeros(capacity, np.uint8)
-        self._order = EvictionOrder(capacity, _GHOSTS * capacity)
+        self._ghosts: OrderedDict[Key, int] = OrderedDict()
+        """Uses of removed pages by key; the pages that were removed last are kept."""
+        self.reuse = Reuse()
+        """How often pages are used again, also after they were evicted."""
         self.evicted = 0
         """Pages evicted so far."""
         self.refused = 0
@@ -64,11 +68,6 @@ class HostPages:
 
     def __len__(self) -> int:
         return len(self._index)
-
-    @property
-    def reuse(self) -> Reuse:
-        """How often pages are used again, also after they were evicted."""
-        return self._order.reuse
 
     @property
     def room(self) -> int:
@@ -117,7 +116,10 @@ class HostPages:
                 keeps its own count if that is higher. 0 adds one use.
         """
         pages = self.places(keys)
-        self._order.use(keys, pages, times)
+        deque(map(self._index.move_to_end, reversed(keys)), maxlen=0)
+        before = self._uses[pages]
+        self._uses[pages] = after = np.maximum(before + (times == 0), times)
+        self.reuse.used(before, after)
         return pages
 
     def reserve(self, count: int, after: int | None = None) -> Pages | None:
@@ -166,9 +168,12 @@ class HostPages:
         if len(fresh) < len(keys):
             self.release(np.delete(pages, fresh))
             keys, pages = [keys[at] for at in fresh], pages[fresh]
+        # The use count of a page survives its eviction.
+        seen = np.array([self._ghosts.pop(key, 0) for key in keys], np.uint32)
+        self._uses[pages] = seen + 1
+        self.reuse.used(seen, seen + 1)
         self._copied[pages] = 0
-        self._order.add(keys, pages)
-        self._index.update(zip(keys, pages.tolist(), strict=True))
+        self._index.update(zip(reversed(keys), reversed(pages.tolist()), strict=True))
 
     def release(self, pages: Pages) -> None:
         """Frees reserved slots."""
@@ -194,7 +199,7 @@ class HostPages:
             tier: Number of the tier, 0 to 7.
         """
         there = (self._copied[pages] & (1 << tier)) != 0
-        worth: NDArray[np.bool_] = (self._order.uses[pages] >= uses) & ~there
+        worth: NDArray[np.bool_] = (self._uses[pages] >= uses) & ~there
         return worth
 
     def copied(self, pages: Pages) -> NDArray[np.bool_]:
@@ -240,7 +245,9 @@ class HostPages:
     def _evict(self, count: int) -> bool:
         if count <= 0:
             return True
-        if (keys := self._order.first(count, self._index.__getitem__, self._pins)) is None:
+        unpinned = (key for key, page in self._index.items() if not self._pins[page])
+        keys = list(islice(unpinned, count))
+        if len(keys) < count:
             return False
         self.evicted += count
         self._remove(keys)
@@ -248,7 +255,9 @@ class HostPages:
 
     def _remove(self, keys: Sequence[Key]) -> None:
         pages = np.fromiter(map(self._index.pop, keys), np.int64, len(keys))
-        self._order.remove(keys, pages)
+        self._ghosts.update(zip(keys, self._uses[pages].tolist(), strict=True))
+        while len(self._ghosts) > _GHOSTS * self.capacity:
+            self._ghosts.popitem(last=False)
         self._groups.release(runs_of(np.sort(pages)))
 
     def check_integrity(self, pinned: Iterable[Pages] = (), reserved: Iterable[Pages] = ()) -> None:
@@ -262,7 +271,6 @@ class HostPages:
             AssertionError: A slot is counted twice or not at all, or the pins do not add up.
         """
         self._groups.check_integrity()
-        self._order.check_integrity(self._index)
         places = _joined([np.fromiter(self._index.values(), np.int64, len(self)), *reserved])
         if len(np.unique(places)) < len(places):
             raise AssertionError(f"pages and reservations share places: {np.sort(places)}")

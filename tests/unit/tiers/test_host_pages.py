@@ -103,7 +103,7 @@ def test_use_counts_survive_flushes_and_evictions(leaves: str) -> None:
     assert not host.worth_keeping(pages, 4, 0).any()
     for number in range(10, 40, 2):
         put(host, keys(number, number + 1))
-    assert len(host._order._ghosts) == 8  # bounded
+    assert len(host._ghosts) == 8  # bounded
 
 
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 40))
