@@ -10,7 +10,7 @@ from sgl_ext.clock import Clock
 from sgl_ext.planning.plan import Compute, LoadOrCompute, PrefillPlan, Span
 from sgl_ext.planning.strategy import Strategy
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.holds import Holds
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Held:
     first: int
     """Number of the first page in the prompt."""
     keys: Sequence[Key]
+    """Keys of the pages."""
     pages: Pages
     """Places in host memory."""
     by: Strategy
@@ -40,9 +41,9 @@ class HostPrefixes:
         clock: clock of the times of pinning.
     """
 
-    def __init__(self, host: HostPages, page: int, clock: Clock) -> None:
+    def __init__(self, holds: Holds, page: int, clock: Clock) -> None:
         self._clock = clock
-        self._host = host
+        self._holds = holds
         self._page = page
         self._held: dict[str, Held] = {}
 
@@ -60,13 +61,13 @@ class HostPrefixes:
             by: strategy that restores them.
         """
         self.release(rid)
-        pages = self._host.use(keys, times=1)  # a request that waits is looked up many times
-        self._host.pin(pages)
+        pages = self._holds.hold(keys)
         self._held[rid] = Held(first, keys, pages, by, self._clock())
 
     def used(self, rid: str) -> None:
-        """Counts a use of the request's pages."""
-        self._host.use(self._held[rid].keys)
+        """Counts a use of the request's pages, and those of them that were loaded."""
+        held = self._held[rid]
+        self._holds.used(held.keys, len(held.pages) - held.computed // self._page)
 
     def computed(self, rid: str, tokens: int) -> None:
         """Records that a forward has computed so many tokens of the request's pages."""
@@ -82,7 +83,7 @@ class HostPrefixes:
     def release(self, rid: str) -> None:
         """Unpins the pages of a request whose prefill has ended or will not run."""
         if (held := self._held.pop(rid, None)) is not None:
-            self._host.unpin(held.pages)
+            self._holds.let_go(held.pages)
 
     def expire(self, since: float, kept: Container[str]) -> None:
         """Releases pages that were pinned before ``since``, except for the requests in ``kept``.
@@ -125,7 +126,7 @@ class HostPrefixes:
             AssertionError: a request holds no pages or pages that are not pinned for it, or the
                 count of its computed tokens is not within these pages.
         """
-        self._host.check_integrity(self.pinned)
+        self._holds.check_integrity(self.pinned)
         for rid, held in self._held.items():
             tokens = len(held.pages) * self._page
             if held.first < 0 or not 0 <= held.computed <= tokens or not tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
 from sgl_ext.tiers.arena import Key, Pages
@@ -43,11 +43,14 @@ class Holds:
         self._host.pin(pages)
         return pages
 
-    def used(self, keys: Sequence[Key]) -> None:
-        """Counts that a request uses pages, which are pinned."""
-        pages = self._host.use(keys)
-        self._hits["host"] += len(pages)
-        self._demotions.offer(keys, pages)
+    def used(self, keys: Sequence[Key], loaded: int | None = None) -> None:
+        """Counts that a request uses pages, which are pinned.
+
+        Args:
+            loaded: number of these pages that it loaded; None for all.
+        """
+        self._hits["host"] += len(keys) if loaded is None else loaded
+        self._demotions.offer(keys, self._host.use(keys))
 
     def let_go(self, pages: Pages) -> None:
         """Unpins ``pages``."""
@@ -93,6 +96,14 @@ class Holds:
             One ticket for each layer; the index is the layer's number.
         """
         return self._copies.load_from_the_top(pages, blocks)
+
+    def check_integrity(self, pinned: Iterable[Pages]) -> None:
+        """Checks that ``pinned``, which are held at the same time, are pinned. O(pages).
+
+        Raises:
+            AssertionError: host memory has fewer pins.
+        """
+        self._host.check_integrity(pinned)
 
     def addresses(self, pages: Pages) -> Pages:
         """Returns the address of the first byte of each of ``pages``."""

@@ -155,9 +155,9 @@ class ChunkLinks:
             for at in [_start(composition, number)]
             for each in one.available
         ]
-        tokens, costs = sum(map(len, here)), self._costs
+        costs = self._costs
         if found and costs is not None:
-            computing = not choices.links(costs, tokens, req.prefix_len, req.rid)
+            computing = not choices.links(costs, sum(map(len, here)), req.prefix_len, req.rid)
         if found and computing:
             for one in found.values():
                 self._search.let_go(one)

@@ -100,7 +100,7 @@ class RestorePower(Power[Restore]):
         setup.prepare(
             self.section, self.stack.layout.page, get_schedule().chunked_prefill_size, ext.costs
         )
-        self.prefixes = HostPrefixes(self.stack.host, self.stack.layout.page, time.monotonic)
+        self.prefixes = HostPrefixes(self.stack.holds, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         ext.tiers.linker.restoring = self
         if get_observability().enable_metrics:
@@ -284,7 +284,6 @@ class RestorePower(Power[Restore]):
         self.prefixes.used(rid)
         page = self.stack.layout.page
         loaded = {"host": len(held.pages) * page - held.computed}
-        self.stack.hits["host"] += loaded["host"] // page
         restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
         held.told |= restored
         self._count(restored)

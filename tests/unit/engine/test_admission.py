@@ -234,6 +234,7 @@ class Links:
     def __init__(self) -> None:
         self.coming = {"r"}
         self.asked: list[Any] = []
+        self.uses = 0
 
     def ask(self, req: Any) -> None:
         self.asked.append(req)
@@ -250,6 +251,9 @@ class Links:
 
     def plan(self, _rid: str) -> None:
         pass
+
+    def admitted(self, rid: str) -> None:
+        self.uses += 1
 
     def release(self, _rid: str) -> None:
         pass
@@ -292,6 +296,7 @@ def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
     for _ in range(2):
         admission._admit(admits, adder, req)
     assert [entry["linked"] for entry in told(req, "chunks")] == [3]
+    assert power.links.uses == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("readable", "tries"), [(True, True), (None, False), (False, True)])

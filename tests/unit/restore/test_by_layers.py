@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from stack_kit import Machine
 from tier_kit import LAYOUTS, arena, content, keys
 
 from sgl_ext.engine.restore.by_layers import end, taken_back
@@ -18,7 +19,6 @@ from sgl_ext.planning.plan import Compute, LoadOrCompute, Span
 from sgl_ext.planning.strategy import Strategy
 from sgl_ext.restore.host_prefixes import HostPrefixes
 from sgl_ext.tiers.copies import DeviceCopies
-from sgl_ext.tiers.host import HostPages
 
 PAGE = 4
 LAYOUT = LAYOUTS[PAGE]
@@ -112,18 +112,19 @@ def test_a_late_load_does_not_keep_others_from_being_cancelled() -> None:
 
 
 def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
-    host, names = HostPages(PAGES), keys(*range(PAGES))
-    pages = host.reserve(PAGES)
-    assert pages is not None
-    host.publish(names, pages)
-    held = HostPrefixes(host, PAGE, time.monotonic)
+    machine, names = Machine(PAGE, PAGES, keep_after=2), keys(*range(PAGES))
+    assert machine.store(names, np.arange(PAGES))
+    host, pages = machine.stack.host, machine.stack.host.places(names)
+    held = HostPrefixes(machine.stack.holds, PAGE, time.monotonic)
     held.hold("a", names[2:5], 2, Strategy.LAYERS)
     held.hold("a", names[2:4], 2, Strategy.LAYERS)  # a second lookup finds fewer pages
     held.check_integrity()
     assert host.room == PAGES - 2
     assert not host.worth_keeping(pages, 2, 0).any()  # lookups are no uses
+    held.computed("a", PAGE)
     held.used("a")
-    assert np.flatnonzero(host.worth_keeping(pages, 2, 0)).tolist() == [2, 3]
+    assert machine.stack.hits == {"host": 1}
+    machine.until(lambda: {*machine.shelf.pages} == {*names[2:4]})
     assert held["a"].pages.tolist() == pages[2:4].tolist()
     assert held.plan("a", 21).spans == (
         Span(0, 8, Compute()),
@@ -147,4 +148,4 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     assert held.clear() == ["b"]
     assert host.room == PAGES
     held.check_integrity()
-    host.check_integrity()
+    machine.close()
