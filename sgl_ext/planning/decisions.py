@@ -43,6 +43,8 @@ class Kind:
     """Predictions of the last decision, in seconds by alternative."""
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Recent predictions and measurements, in seconds."""
+    compared: int = 0
+    """Number of predictions that were compared with a measurement."""
 
     @property
     def error(self) -> float | None:
@@ -110,7 +112,9 @@ class Decisions:
     def observed(self, kind: str, predicted: float, seconds: float) -> None:
         """Records a prediction and what was measured."""
         if seconds > 0:
-            self._kinds.setdefault(kind, Kind()).recent.append((predicted, seconds))
+            found = self._kinds.setdefault(kind, Kind())
+            found.recent.append((predicted, seconds))
+            found.compared += 1
 
     def count(self, kind: str) -> int:
         """Returns the number of decisions of a kind."""
@@ -122,12 +126,13 @@ class Decisions:
         return [*self._kinds.items()]
 
     def describe(self) -> dict[str, dict[str, object]]:
-        """Returns choices, last predictions and error by kind, for ``/server_info``."""
+        """Returns choices, last predictions, error and its basis by kind, for ``/server_info``."""
         return {
             kind: {
                 "choices": {name: asdict(choice) for name, choice in found.choices.items()},
                 "last": found.last,
                 "error": found.error,
+                "compared": found.compared,
             }
             for kind, found in self.kinds()
         }

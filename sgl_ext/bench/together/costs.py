@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,11 @@ from sgl_ext.serving.http import live
 
 
 def report_costs(report: Report, out: Path, *, quick: bool) -> None:
-    """Adds the median error of each kind of prediction, and their median as a figure."""
+    """Adds the median error of the predictions of each kind, and of all.
+
+    The latter is the median of the kinds' medians, each of which counts as often as predictions of
+    its kind were compared.
+    """
     model, sizes = prepare(SMOLLM2), QUICK if quick else WHOLE
     template = template_of(model)
     made = materials(model, template, sizes)
@@ -44,27 +50,31 @@ def report_costs(report: Report, out: Path, *, quick: bool) -> None:
         report.runs.append({"what": "costs", "kind": "none reported"})
         return
     found = errors(planning)
-    for kind, error in found.items():
-        report.runs.append({"what": "costs", "kind": kind, "median_error": error})
+    for kind, (error, compared) in found.items():
+        run = {"what": "costs", "kind": kind, "median_error": error, "predictions": compared}
+        report.runs.append(run)
         report.figures[f"costs_{kind}_median_error"] = error
     if found:
-        report.figures["costs_median_error"] = statistics.median(found.values())
+        report.figures["costs_median_error"] = weighted_median(found.values())
+        each = [error for error, _ in found.values()]
+        report.figures["costs_median_error_of_kinds"] = statistics.median(each)
 
 
-def errors(planning: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the median absolute relative errors in the state of planning, by kind.
+def errors(planning: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """Returns the median absolute relative error and the number of predictions, by kind."""
+    return {
+        kind: (found["error"], found["compared"])
+        for kind, found in planning["decisions"].items()
+        if found["compared"]
+    }
 
-    An error is a number whose key contains ``error``; its kind is the key of the mapping that it
-    is in.
+
+def weighted_median(pairs: Iterable[tuple[float, int]]) -> float:
+    """Returns the least of some values that has half of the weight at or below it.
+
+    Args:
+        pairs: values and their weights, at least one.
     """
-    found: dict[str, float] = {}
-
-    def look(name: str, value: Mapping[str, Any]) -> None:
-        for key, each in value.items():
-            if isinstance(each, Mapping):
-                look(key, each)
-            elif "error" in key and isinstance(each, int | float) and not isinstance(each, bool):
-                found[name] = float(each)
-
-    look("all", planning)
-    return found
+    values, weights = zip(*sorted(pairs), strict=True)
+    reached = [*accumulate(weights)]
+    return float(values[bisect_left(reached, reached[-1] / 2)])

@@ -17,7 +17,7 @@ from aiohttp import web
 from sgl_ext.bench.chunks.prompts import Prompt
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together import bench, replay
-from sgl_ext.bench.together.costs import errors
+from sgl_ext.bench.together.costs import errors, weighted_median
 from sgl_ext.bench.together.mixed import figures
 from sgl_ext.bench.together.systems import (
     ALL,
@@ -43,6 +43,7 @@ from sgl_ext.bench.together.trace import (
 )
 from sgl_ext.config import load, sets
 from sgl_ext.errors import ExtError
+from sgl_ext.planning.decisions import Decisions
 from sgl_ext.serving.server import free_port
 
 MATERIAL = Material(
@@ -117,12 +118,18 @@ def test_the_figures_compare_with_the_best_single_power_at_each_percentile() -> 
 
 
 def test_errors_of_predictions_are_found_by_kind() -> None:
-    planning = {
-        "costs": {"forward": {"median_error": 0.1, "samples": 40}},
-        "decisions": {"load_or_compute": {"choices": {"load": 3}, "error": 0.2}, "leave": {}},
-        "errors": "none",
-    }
-    assert errors(planning) == {"forward": 0.1, "load_or_compute": 0.2}
+    decisions = Decisions()
+    decisions.least("leave", {"host": 1.0, "drop": 2.0})
+    for predicted in (1.1, 1.3, 1.2):
+        decisions.observed("forward", predicted, 1.0)
+    found = errors({"costs": {}, "decisions": decisions.describe()})
+    assert found == {"forward": (pytest.approx(0.2), 3)}
+
+
+def test_kinds_with_more_predictions_weigh_more() -> None:
+    assert weighted_median([(0.5, 10), (0.1, 100), (0.3, 10)]) == 0.1
+    assert weighted_median([(0.5, 10), (0.1, 10), (0.3, 10)]) == 0.3
+    assert weighted_median([(0.5, 10), (0.1, 10)]) == 0.1
 
 
 @pytest.fixture

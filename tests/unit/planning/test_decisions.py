@@ -29,6 +29,7 @@ def test_choices_are_counted_with_their_durations() -> None:
         },
         "last": {"load": 5.0, "compute": 4.0},
         "error": 0.5,
+        "compared": 1,
     }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def test_the_error_is_the_median_of_recent_relative_errors() -> None:
     decisions.observed("forward", 1.0, 0.0)  # the clock did not see it
     assert decisions.describe()["forward"]["error"] == pytest.approx(0.2)
     assert decisions.describe()["forward"]["choices"] == {}
+    assert decisions.describe()["forward"]["compared"] == 1300
 
 
 @settings(deadline=None)
