@@ -184,5 +184,14 @@ def test_invalid_priorities_and_unknown_requests_are_refused(
     assert "Traceback" not in answer.text
 
 
+def test_prompts_that_can_never_be_admitted_are_refused(server: Server) -> None:
+    """SGLang keeps back one page, and would let all other requests wait behind such a prompt."""
+    for tokens, served in ((1295, True), (1296, False), (1306, False)):
+        body = {"input_ids": [5] * tokens, "sampling_params": {"max_new_tokens": 4}}
+        answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+        assert answer.ok == served, answer.text
+        assert served or "exceeds the KV memory budget" in answer.text
+
+
 def test_malformed_requests_do_not_affect_server_or_other_clients(server: Server) -> None:
     assert bombard(server, "swap")[400] > 0

@@ -150,11 +150,12 @@ class BlockGroupAllocator(BaseTokenToKVPoolAllocator):
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **kwargs: object
     ) -> int | None:
+        token_capacity = max(token_capacity, self.promised)
+        # SGLang would queue such a prompt, never admit it, and admit nothing behind it.
+        if input_tokens + self.page_size >= token_capacity:
+            return None
         clipped: int | None = super().max_new_tokens_for_memory(
-            input_tokens,
-            max_new_tokens,
-            token_capacity=max(token_capacity, self.promised),
-            **kwargs,
+            input_tokens, max_new_tokens, token_capacity=token_capacity, **kwargs
         )
         return clipped
 

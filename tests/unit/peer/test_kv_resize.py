@@ -78,7 +78,9 @@ def test_promised_blocks_raise_the_limits_of_requests(scheduler: SimpleNamespace
     assert clip(30, 99, **options) == BLOCKS * PAGE - 32 - PAGE - 1
     resizer.promise(0)
     assert scheduler.max_req_len == 19
-    assert clip(30, 99, **options) == 0
+    assert clip(30, 99, **options) is None
+    assert clip(4 * PAGE, 99, **options) is None  # SGLang would never admit it
+    assert clip(4 * PAGE - 1, 99, **options) == 0
 
 
 def test_blocks_are_not_removed_during_a_copy(scheduler: SimpleNamespace) -> None:
