@@ -6,7 +6,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-python=${SGL_EXT_VENV:-$root/.venv}/bin/python
+python=${SGLEXT_VENV:-$root/.venv}/bin/python
 [[ -x $python ]] || python=python3
 
 if ! package=$("$python" -c '

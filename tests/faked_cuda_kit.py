@@ -45,10 +45,10 @@ def environment(folder: Path, journal: Path) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "LD_LIBRARY_PATH": str(libraries),
-        "SGL_EXT_FAKED_CUDA": "1",
-        "SGL_EXT_UNTRIED": "1",
-        "SGL_EXT_FAKED_CUDART": str(libraries / "libcudart.so"),
-        "SGL_EXT_FAKED_CUDA_JOURNAL": str(journal),
+        "SGLEXT_FAKED_CUDA": "1",
+        "SGLEXT_UNTRIED": "1",
+        "SGLEXT_FAKED_CUDART": str(libraries / "libcudart.so"),
+        "SGLEXT_FAKED_CUDA_JOURNAL": str(journal),
     }
 
 
@@ -59,7 +59,7 @@ def on_faked_cuda(name: str, folder: Path, *arguments: str) -> System:
 
 def journal(server: Server) -> Iterator[dict[str, Any]]:
     """Yields the lines of a server's journal; see :func:`lines`."""
-    return lines(Path(server.system.environment["SGL_EXT_FAKED_CUDA_JOURNAL"]))
+    return lines(Path(server.system.environment["SGLEXT_FAKED_CUDA_JOURNAL"]))
 
 
 def lines(folder: Path) -> Iterator[dict[str, Any]]:

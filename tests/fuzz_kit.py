@@ -13,8 +13,8 @@ _REGION = 64
 
 
 def rounds(default: int) -> int:
-    """Returns the number of rounds of a test: ``SGL_EXT_ROUNDS``, or the default."""
-    return int(os.environ.get("SGL_EXT_ROUNDS", default))
+    """Returns the number of rounds of a test: ``SGLEXT_ROUNDS``, or the default."""
+    return int(os.environ.get("SGLEXT_ROUNDS", default))
 
 
 PATIENT = pytest.mark.timeout(600 + rounds(0) // 50)

@@ -6,7 +6,7 @@ import re
 
 ALLOWED = {
     "root writes anywhere": "CI runs as root, whom no mode keeps from writing",
-    "takes minutes; set SGL_EXT_ROUNDS": "run by hand before a release",
+    "takes minutes; set SGLEXT_ROUNDS": "run by hand before a release",
     "this kernel refuses huge pages": "depends on the kernel of CI's machine",
     "this kernel does not count the memory of io_uring": "depends on the kernel, too",
 }

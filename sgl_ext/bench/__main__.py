@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--quick",
         action="store_true",
         help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 10 "
-        "for peer and restore, 14 for chunks and 15 for together",
+        "for peer and restore, 14 for chunks and 42 for together",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(

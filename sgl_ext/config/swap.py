@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from sgl_ext.config.source import ConfigError
 from sgl_ext.config.values import Bytes, Section
 
-EXPERIMENT = "SGL_EXT_SWAP_EXPERIMENT"
+EXPERIMENT = "SGLEXT_SWAP_EXPERIMENT"
 """Environment variable of benchmarks and tests: a :class:`SwapExperiment` as JSON."""
 
 

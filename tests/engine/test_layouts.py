@@ -11,7 +11,7 @@ from fuzz_kit import rounds
 from sgl_ext.bench.data.texts import sharegpt_prompts
 
 PROMPTS = rounds(12)
-"""Number of ShareGPT prompts; SGL_EXT_ROUNDS=50 takes four times as long."""
+"""Number of ShareGPT prompts; SGLEXT_ROUNDS=50 takes four times as long."""
 
 PROGRAM = """
 import json, sys

@@ -48,7 +48,7 @@ def test_transfer_engine_passes_its_cpp_tests_under_sanitizers(sanitizer: str) -
     with directory_lock(build):
         if not complete.exists():
             configure = ["-S", str(SOURCES), "-B", str(build), "-G", "Ninja"]
-            configure += ["-DSGL_EXT_TESTS=ON", f"-DSGL_EXT_SANITIZE={sanitizer}"]
+            configure += ["-DSGLEXT_TESTS=ON", f"-DSGLEXT_SANITIZE={sanitizer}"]
             configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-DPython_EXECUTABLE={sys.executable}"]
             run("cmake", *configure, timeout=BUILD_DEADLINE_S)
             target = ["--build", str(build), "--target", "transfer_tests"]

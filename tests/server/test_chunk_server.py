@@ -428,7 +428,7 @@ class User:
 def test_random_operations_of_concurrent_clients_leak_no_kv(
     server: Server, texts: list[str]
 ) -> None:
-    """Runs SGL_EXT_ROUNDS operations while SGLang checks its memory in every step."""
+    """Runs SGLEXT_ROUNDS operations while SGLang checks its memory in every step."""
     users = [User(server, texts, seed) for seed in range(3)]
     with ThreadPoolExecutor(len(users)) as threads:
         for running in [threads.submit(user.run, rounds(36) // len(users)) for user in users]:

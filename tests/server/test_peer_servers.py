@@ -1,7 +1,7 @@
 """Tests of a master whose requests run in the memory of a worker that serves another model.
 
 The master returns the answers of a large server, also when the worker reclaims memory or is killed.
-``SGL_EXT_STREAMS=direct,layer,layers`` runs all tests with each way of reading borrowed memory,
+``SGLEXT_STREAMS=direct,layer,layers`` runs all tests with each way of reading borrowed memory,
 which takes ten minutes each.
 """
 
@@ -96,7 +96,7 @@ def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
     return System("worker", (*arguments, *ours))
 
 
-@pytest.fixture(scope="module", params=os.environ.get("SGL_EXT_STREAMS", "direct").split(","))
+@pytest.fixture(scope="module", params=os.environ.get("SGLEXT_STREAMS", "direct").split(","))
 def pair(
     request: pytest.FixtureRequest,
     worker_system: System,

@@ -28,7 +28,7 @@ pytest.importorskip(
 def master(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [str(ROOT / "scripts" / "mooncake.sh"), f"--rpc_port={port}"]
     command += [f"--metrics_port={free_port()}"]
-    environment = {**os.environ, "SGL_EXT_VENV": str(Path(sys.prefix))}
+    environment = {**os.environ, "SGLEXT_VENV": str(Path(sys.prefix))}
     with log.open("ab") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
     try:

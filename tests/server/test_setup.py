@@ -15,7 +15,7 @@ SETUP = ROOT / "scripts" / "setup.sh"
 
 def run(venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [SETUP], env={**os.environ, "SGL_EXT_VENV": str(venv), **environment},
+        [SETUP], env={**os.environ, "SGLEXT_VENV": str(venv), **environment},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -40,20 +40,20 @@ def refused_at_last(result: subprocess.CompletedProcess[str]) -> str:
 
 def test_other_python_versions_are_refused(tmp_path: Path) -> None:
     old = program(tmp_path / "python3.9", "echo 3.9")
-    message = refused(run(tmp_path / "venv", SGL_EXT_PYTHON=old))
+    message = refused(run(tmp_path / "venv", SGLEXT_PYTHON=old))
     assert f"Python 3.11 is needed (the pinned packages are built for it), {old} is 3.9" in message
     assert not (tmp_path / "venv").exists()
 
 
 def test_a_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
-    assert "does not run" in refused(run(tmp_path / "venv", SGL_EXT_PYTHON="/bin/false"))
+    assert "does not run" in refused(run(tmp_path / "venv", SGLEXT_PYTHON="/bin/false"))
 
 
 def test_folder_that_is_not_a_virtual_environment_is_kept(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data").write_text("keep")
-    message = refused_at_last(run(precious, SGL_EXT_PYTHON=sys.executable))
+    message = refused_at_last(run(precious, SGLEXT_PYTHON=sys.executable))
     assert "is not a virtual environment" in message
     assert (precious / "data").read_text() == "keep"
 
@@ -63,13 +63,13 @@ def test_missing_system_libraries_are_named_with_the_command(tmp_path: Path) -> 
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "data").touch()  # not a virtual environment, so that the set-up ends
     path = f"{tmp_path}:{os.environ['PATH']}"
-    result = run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="")
+    result = run(tmp_path / "venv", PATH=path, SGLEXT_PYTHON=sys.executable, CI="")
     said = result.stderr.splitlines()[0]
     assert "on Debian and Ubuntu, as root: apt-get update && apt-get install -y" in said
     assert said.endswith(" libibverbs1 libnuma1")
     if os.geteuid() == 0:  # CI runs as root
         program(tmp_path / "apt-get", f"echo $@ >> {tmp_path}/called")
-        run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable, CI="1")
+        run(tmp_path / "venv", PATH=path, SGLEXT_PYTHON=sys.executable, CI="1")
         update, install = (tmp_path / "called").read_text().splitlines()
         assert update == "update"
         assert install.endswith("--no-install-recommends libibverbs1 libnuma1")
@@ -78,23 +78,23 @@ def test_missing_system_libraries_are_named_with_the_command(tmp_path: Path) -> 
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     program(tmp_path / "df", "printf 'head\\nfs 100 90 10 90%% /\\n'")
     path = f"{tmp_path}:{os.environ['PATH']}"
-    result = run(tmp_path / "venv", PATH=path, SGL_EXT_PYTHON=sys.executable)
+    result = run(tmp_path / "venv", PATH=path, SGLEXT_PYTHON=sys.executable)
     assert "needs 5000 MiB" in refused(result)
     assert "has 10 MiB free" in result.stderr
 
 
 def test_an_unwritable_location_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = run(tmp_path / "file" / "venv", SGL_EXT_PYTHON=sys.executable)
+    result = run(tmp_path / "file" / "venv", SGLEXT_PYTHON=sys.executable)
     assert result.returncode != 0
-    assert "set SGL_EXT_VENV to a writable place" in result.stderr
+    assert "set SGLEXT_VENV to a writable place" in result.stderr
 
 
 def test_a_failed_install_names_its_command_and_leaves_no_stamp(tmp_path: Path) -> None:
     """Runs pip without an index, as on a machine without a network."""
     environment = {
         "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull,
-        "SGL_EXT_PYTHON": sys.executable,
+        "SGLEXT_PYTHON": sys.executable,
     }  # fmt: skip
     venv = tmp_path / "venv"
     result = run(venv, **environment)

@@ -1,6 +1,6 @@
 """A server that is killed at a random moment leaves an SSD tier that the next server can use.
 
-The tests are skipped unless SGL_EXT_ROUNDS sets a number of rounds. Ten rounds take about eight
+The tests are skipped unless SGLEXT_ROUNDS sets a number of rounds. Ten rounds take about eight
 minutes. ``test_ssd_crash.py`` checks the files themselves after a kill.
 """
 
@@ -20,10 +20,10 @@ from test_tier_server import ask, config, settled, tiers
 from sgl_ext.bench.data.conversations import conversations
 from sgl_ext.serving.server import Server, System, serve
 
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0"))
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "0"))
 
 
-@pytest.mark.skipif(not ROUNDS, reason="takes minutes; set SGL_EXT_ROUNDS")
+@pytest.mark.skipif(not ROUNDS, reason="takes minutes; set SGLEXT_ROUNDS")
 def test_answers_stay_correct_after_a_server_is_killed_under_load(
     model: Path, tmp_path: Path
 ) -> None:

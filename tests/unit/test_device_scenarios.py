@@ -15,7 +15,7 @@ from simulated_device import SimulatedDevice
 from simulated_streams import SimulatedStreams
 from transfer_kit import fake_cuda
 
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0")) or 2000
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "0")) or 2000
 PARTS = 10
 LENT = max(ROUNDS // 20, 1)
 """Scenarios in which memory is lent, whose blocks are 5,000 times as large."""

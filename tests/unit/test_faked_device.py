@@ -84,7 +84,7 @@ assert torch.cuda.current_stream() == torch.cuda.default_stream() and stream.cud
 assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 # What torch computes waits for what native code has put on the stream.
-library, address = ctypes.CDLL(os.environ["SGL_EXT_FAKED_CUDART"]), ctypes.c_void_p
+library, address = ctypes.CDLL(os.environ["SGLEXT_FAKED_CUDART"]), ctypes.c_void_p
 current = address(torch.cuda.current_stream().cuda_stream)
 before, after = torch.zeros(6, device="cuda"), torch.full((6,), 42.0)
 library.fake_hold(1)

@@ -1,6 +1,6 @@
 """Fuzz tests: mutated inputs raise the documented error, or none.
 
-The inputs are files, messages, parameters and configurations; ``SGL_EXT_ROUNDS`` sets the number of
+The inputs are files, messages, parameters and configurations; ``SGLEXT_ROUNDS`` sets the number of
 each kind.
 """
 

@@ -29,7 +29,7 @@ SDIST_FILE = replace(FILE, member="a_package-1.0/data/file.bin", sdist=True)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SGL_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SGLEXT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -128,7 +128,7 @@ def test_a_failed_download_raises_ext_error(cache: Path) -> None:
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
 def test_an_unwritable_cache_is_refused(cache: Path) -> None:
     cache.mkdir(mode=0o500)
-    with pytest.raises(ExtError, match="set SGL_EXT_CACHE"):
+    with pytest.raises(ExtError, match="set SGLEXT_CACHE"):
         packages.fetch(FILE)
 
 

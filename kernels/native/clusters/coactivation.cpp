@@ -8,9 +8,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 // One clone per instruction set, chosen when the module is loaded.
-#define SGL_EXT_CLONES __attribute__((target_clones("arch=icelake-server", "popcnt", "default")))
+#define SGLEXT_CLONES __attribute__((target_clones("arch=icelake-server", "popcnt", "default")))
 #else
-#define SGL_EXT_CLONES
+#define SGLEXT_CLONES
 #endif
 
 namespace sgl_ext::coactivation {
@@ -40,7 +40,7 @@ std::vector<std::int32_t> frequencies(const Activations &activations) {
   return counts;
 }
 
-SGL_EXT_CLONES
+SGLEXT_CLONES
 void row(const Activations &activations, const std::int32_t *counts, std::size_t from,
          float *out) {
   const std::uint64_t *own = activations.bits + from * activations.words;
@@ -49,7 +49,7 @@ void row(const Activations &activations, const std::int32_t *counts, std::size_t
                       counts[from], counts[j]);
 }
 
-SGL_EXT_CLONES
+SGLEXT_CLONES
 std::int32_t nearer(const Activations &activations, const std::int32_t *counts, std::size_t from,
                     float radius) {
   const std::uint64_t *own = activations.bits + from * activations.words;
@@ -60,7 +60,7 @@ std::int32_t nearer(const Activations &activations, const std::int32_t *counts, 
   return found - 1;  // without the entry itself
 }
 
-SGL_EXT_CLONES
+SGLEXT_CLONES
 float mean_distance(const Activations &activations, const std::int32_t *counts, std::size_t from,
                     const std::int32_t *members, std::size_t count) {
   const std::uint64_t *own = activations.bits + from * activations.words;
@@ -145,7 +145,7 @@ namespace {
 constexpr float gone = 3.0e38f;  // sum of an entry that is already in a block
 
 // Adds the distance from `from` to the sum of distances of each entry of `near`.
-SGL_EXT_CLONES
+SGLEXT_CLONES
 void add_distances(const Activations &activations, const std::int32_t *counts, std::size_t from,
                    const std::vector<std::int32_t> &near, float *sums) {
   const std::uint64_t *own = activations.bits + from * activations.words;

@@ -167,11 +167,11 @@ template <class Lanes>
   }
 }
 
-SGL_EXT_CLONES void add_one(const Part &part, float *out) { add_mass<One>(part, out); }
-SGL_EXT_CLONES void add_four(const Part &part, float *out) { add_mass<Four>(part, out); }
-SGL_EXT_CLONES void add_eight(const Part &part, float *out) { add_mass<Eight>(part, out); }
+SGLEXT_CLONES void add_one(const Part &part, float *out) { add_mass<One>(part, out); }
+SGLEXT_CLONES void add_four(const Part &part, float *out) { add_mass<Four>(part, out); }
+SGLEXT_CLONES void add_eight(const Part &part, float *out) { add_mass<Eight>(part, out); }
 
-SGL_EXT_CLONES
+SGLEXT_CLONES
 void add(const float *values, std::size_t count, float *out) {
   for (std::size_t i = 0; i < count; ++i) out[i] += values[i];
 }

@@ -8,9 +8,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 // One clone per instruction set, chosen when the module is loaded.
-#define SGL_EXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define SGLEXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
-#define SGL_EXT_CLONES
+#define SGLEXT_CLONES
 #endif
 
 namespace sgl_ext {

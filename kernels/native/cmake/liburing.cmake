@@ -3,7 +3,7 @@
 # target.
 include_guard()
 
-set(SGL_EXT_URING ON CACHE BOOL "Use io_uring for file I/O where liburing can be found")
+set(SGLEXT_URING ON CACHE BOOL "Use io_uring for file I/O where liburing can be found")
 set(LIBURING_SDIST liburing==2024.5.3)
 set(LIBURING_SHA256 e20420187e913d219109eccc15dcf014291da668c8b2ae9f44ccac043e6de270)
 
@@ -29,8 +29,8 @@ endfunction()
 # file is kept in the user's cache, because pip prepares an sdist before it saves it, which takes
 # half a minute.
 function(liburing_download archive why)
-  if(DEFINED ENV{SGL_EXT_CACHE})
-    set(cache "$ENV{SGL_EXT_CACHE}")
+  if(DEFINED ENV{SGLEXT_CACHE})
+    set(cache "$ENV{SGLEXT_CACHE}")
   elseif(DEFINED ENV{XDG_CACHE_HOME})
     set(cache "$ENV{XDG_CACHE_HOME}/sgl_ext")
   elseif(DEFINED ENV{HOME})
@@ -105,7 +105,7 @@ function(liburing_from_sdist why)
   message(STATUS "liburing: built from ${LIBURING_SDIST}")
 endfunction()
 
-if(SGL_EXT_URING AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+if(SGLEXT_URING AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   liburing_from_system()
   if(NOT TARGET liburing)
     liburing_from_sdist(liburing_missing)

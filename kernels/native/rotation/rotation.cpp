@@ -4,9 +4,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 // One clone per instruction set, chosen when the module is loaded.
-#define SGL_EXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define SGLEXT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
-#define SGL_EXT_CLONES
+#define SGLEXT_CLONES
 #endif
 
 namespace sgl_ext::rotation {
@@ -88,8 +88,8 @@ inline void copy_runs(const Run *runs, std::size_t count, std::int64_t first, st
 }
 
 // The callees are inlined into each clone, so that they are compiled for its instruction set.
-#define SGL_EXT_COPY(name, T)                                                                \
-  SGL_EXT_CLONES void name(const Run *runs, std::size_t count, std::int64_t first,           \
+#define SGLEXT_COPY(name, T)                                                                \
+  SGLEXT_CLONES void name(const Run *runs, std::size_t count, std::int64_t first,           \
                            std::int64_t last, const Shape &shape, const float *cosines,      \
                            const float *sines) {                                             \
     copy_runs<T>(runs, count, first, last, [&](const char *from, char *to) {                 \
@@ -97,8 +97,8 @@ inline void copy_runs(const Run *runs, std::size_t count, std::int64_t first, st
     });                                                                                      \
   }
 
-SGL_EXT_COPY(copy_bf16, Bf16)
-SGL_EXT_COPY(copy_fp32, float)
+SGLEXT_COPY(copy_bf16, Bf16)
+SGLEXT_COPY(copy_fp32, float)
 
 }  // namespace
 

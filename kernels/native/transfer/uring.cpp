@@ -1,6 +1,6 @@
 #include "io_backend.h"
 
-#if defined(SGL_EXT_HAVE_LIBURING)
+#if defined(SGLEXT_HAVE_LIBURING)
 
 #include <liburing.h>
 #include <poll.h>

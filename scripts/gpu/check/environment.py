@@ -89,7 +89,7 @@ def set_paths() -> None:
     # Servers are started in any folder: this one has a package of the same name.
     os.environ["PYTHONSAFEPATH"] = "1"
     # Here powers that were only run on a simulated device are tried on a real one.
-    os.environ.setdefault("SGL_EXT_UNTRIED", "1")
+    os.environ.setdefault("SGLEXT_UNTRIED", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Triton rounds float32 to TF32 in matrix products otherwise, in other ways in other batches.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

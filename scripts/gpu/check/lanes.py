@@ -54,7 +54,7 @@ def _lane(setup: Setup, engine: Any) -> Any:
     import torch
 
     # The runtime that the process has loaded, unless CUDA is faked (tests/faked_cuda).
-    library = os.environ.get("SGL_EXT_FAKED_CUDART")
+    library = os.environ.get("SGLEXT_FAKED_CUDART")
     return engine.cuda_lane(torch.cuda.current_device(), library=library)
 
 

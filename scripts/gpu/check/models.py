@@ -58,7 +58,7 @@ def large(setup: Setup, layers: int) -> Path:
 def smollm2() -> Path | None:
     """Returns SmolLM2-135M's folder, converted from what was carried; None if it is not there.
 
-    ``SGL_EXT_CACHE`` may hold it already converted.
+    ``SGLEXT_CACHE`` may hold it already converted.
     """
     from sgl_ext import models, packages
 

@@ -50,7 +50,7 @@ def arguments(setup: Setup, tokens: int, dtype: str = "float32") -> tuple[str, .
     cuda: tuple[str, ...] = ("--attention-backend", backend, "--cuda-graph-max-bs-decode", "16")
     if setup.stand_in:
         cuda += ("--sampling-backend", "pytorch", "--disable-prefill-cuda-graph")
-    if os.environ.get("SGL_EXT_FAKED_CUDA") == "1":  # see tests/faked_cuda
+    if os.environ.get("SGLEXT_FAKED_CUDA") == "1":  # see tests/faked_cuda
         cuda += ("--triton-attention-num-kv-splits", "1", *EAGER)
     return (*common, *cuda)
 

@@ -53,7 +53,7 @@ class AttentionTrial:
         layers: number of attention layers, each with its own K and V.
         layout: layout of the pool's memory.
         run: number of successive tokens whose slots are successive.
-        kernels: kernels of ``ours``, a value of SGL_EXT_ATTENTION.
+        kernels: kernels of ``ours``, a value of SGLEXT_ATTENTION.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
                 *COMMON, "--max-total-tokens", str(sizes.local), "--enable-hierarchical-cache",
                 "--hicache-size", str(_HICACHE_GB),
             ),
-            {} if rate is None else {"SGL_EXT_EMULATED_HICACHE": str(rate)},
+            {} if rate is None else {"SGLEXT_EMULATED_HICACHE": str(rate)},
         )  # fmt: skip
         with pair(setup, logs / name, beside=(hicache,)) as (master, _, other):
             times, waited = _timed({"peer": master, "hicache": other}, texts, sizes)

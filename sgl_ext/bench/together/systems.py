@@ -27,7 +27,7 @@ SINGLE: Mapping[str, Sections] = {
     "clusters": frozenset({"clusters"}),
 }
 """Each power alone, with the tiers if it needs them."""
-PLANNING = "SGL_EXT_PLANNING"
+PLANNING = "SGLEXT_PLANNING"
 """Environment variable whose value ``independent`` makes powers decide by themselves."""
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 

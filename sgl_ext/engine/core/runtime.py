@@ -16,7 +16,7 @@ from sgl_ext.memory.slab import Slab
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Compute, PrefillPlan, Source
 
-PLANNING = "SGL_EXT_PLANNING"
+PLANNING = "SGLEXT_PLANNING"
 """Environment variable of benchmarks: ``independent`` has each power decide for itself. Chunks in
 lower tiers are loaded as a whole also with restore, and the KV of preempted requests and of lent
 memory does not go on to other tiers."""

@@ -19,7 +19,7 @@ READY: Mapping[str, frozenset[str]] = {
 """Powers that are implemented for each type of device; other types of devices have none."""
 TRIED: Mapping[str, frozenset[str]] = {"cpu": READY["cpu"], "cuda": frozenset()}
 """Powers that have been run on a real device of each type; the others need :data:`UNTRIED`."""
-UNTRIED = "SGL_EXT_UNTRIED"
+UNTRIED = "SGLEXT_UNTRIED"
 """Environment variable that, set to 1, starts powers that were only run on a simulated device."""
 SLAB_DEVICES = frozenset({"cpu", "cuda"})
 """Types of devices in whose memory the slab can lie."""

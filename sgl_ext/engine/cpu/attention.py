@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.clusters.recorder import Recorder
     from sgl_ext.engine.peer.stream import LayerStream
 
-STOCK_ATTENTION = "SGL_EXT_STOCK_ATTENTION"
+STOCK_ATTENTION = "SGLEXT_STOCK_ATTENTION"
 """Environment variable; 1 keeps SGLang's own ``torch_native`` (the benchmark's comparison)."""
 
 
@@ -107,7 +107,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
     that rows of one request see each other as in a sequential run.
 
     Args:
-        kernels: value of SGL_EXT_ATTENTION; None takes the environment's.
+        kernels: value of SGLEXT_ATTENTION; None takes the environment's.
     """
 
     def __init__(self, model_runner: ModelRunner, *, kernels: str | None = None) -> None:

@@ -16,7 +16,7 @@ import torch
 from sgl_ext.engine.core import hooks
 from sgl_ext.errors import ExtError
 
-EMULATED = "SGL_EXT_EMULATED_HICACHE"
+EMULATED = "SGLEXT_EMULATED_HICACHE"
 """Environment variable: bytes per second between host memory and the device; unset for no limit."""
 
 logger = logging.getLogger(__name__)

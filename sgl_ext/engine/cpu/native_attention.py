@@ -20,7 +20,7 @@ from sgl_ext.errors import ExtError
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
 
-ATTENTION = "SGL_EXT_ATTENTION"
+ATTENTION = "SGLEXT_ATTENTION"
 """Environment variable that selects the kernels.
 
 The values are ``native`` (default), an instruction set of the native kernels, and ``torch``, which

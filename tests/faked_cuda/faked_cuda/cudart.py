@@ -114,11 +114,11 @@ class CudaRuntime:
 
 @cache
 def runtime() -> CudaRuntime:
-    """Returns the library that ``SGL_EXT_FAKED_CUDART`` names."""
-    path = os.environ.get("SGL_EXT_FAKED_CUDART")
+    """Returns the library that ``SGLEXT_FAKED_CUDART`` names."""
+    path = os.environ.get("SGLEXT_FAKED_CUDART")
     if not path:
         raise RuntimeError(
-            "CUDA is faked, but SGL_EXT_FAKED_CUDART names no CUDA runtime library; set it to the "
+            "CUDA is faked, but SGLEXT_FAKED_CUDART names no CUDA runtime library; set it to the "
             "library that is built from kernels/native/tests/fake_cuda"
         )
     return CudaRuntime(path)

@@ -1,6 +1,6 @@
 """Journal of calls that would synchronize host and device, with the places that made them.
 
-The file is ``$SGL_EXT_FAKED_CUDA_JOURNAL/<pid>.jsonl``; without the variable nothing is written. A
+The file is ``$SGLEXT_FAKED_CUDA_JOURNAL/<pid>.jsonl``; without the variable nothing is written. A
 line has the keys ``at`` (seconds of the monotonic clock), ``thread``, ``kind``, ``what`` and
 ``places``, the innermost callers outside of torch and of this package, innermost first.
 
@@ -28,7 +28,7 @@ _pid = 0
 
 def _open() -> TextIO | None:
     global _file, _pid
-    folder = os.environ.get("SGL_EXT_FAKED_CUDA_JOURNAL")
+    folder = os.environ.get("SGLEXT_FAKED_CUDA_JOURNAL")
     if folder and _pid != os.getpid():
         _pid = os.getpid()
         Path(folder).mkdir(parents=True, exist_ok=True)

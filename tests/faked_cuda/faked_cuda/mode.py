@@ -86,11 +86,11 @@ def _require_one_device(func: Any, inputs: list[torch.Tensor]) -> None:
 def refuse(error: Exception) -> None:
     """Writes an error of a device into the journal and raises it.
 
-    With SGL_EXT_FAKED_CUDA_LENIENT=1 it is not raised and the host's result counts, so that one run
+    With SGLEXT_FAKED_CUDA_LENIENT=1 it is not raised and the host's result counts, so that one run
     finds all such places.
     """
     journal.write("refused", str(error))
-    if os.environ.get("SGL_EXT_FAKED_CUDA_LENIENT") != "1":
+    if os.environ.get("SGLEXT_FAKED_CUDA_LENIENT") != "1":
         raise error
 
 

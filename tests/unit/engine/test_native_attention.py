@@ -255,7 +255,7 @@ def test_the_environment_selects_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(native_attention.ATTENTION, "portable")
     assert uses_native(AttentionTrial(Geometry(), [8]), monkeypatch)
     monkeypatch.setenv(native_attention.ATTENTION, "sse9")
-    with pytest.raises(ExtError, match=r"SGL_EXT_ATTENTION=sse9 .* native, torch or one of"):
+    with pytest.raises(ExtError, match=r"SGLEXT_ATTENTION=sse9 .* native, torch or one of"):
         AttentionTrial(Geometry(), [8])
 
 

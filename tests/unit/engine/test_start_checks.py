@@ -145,7 +145,7 @@ def test_no_power_is_served_on_another_device_than_the_cpu(
     first = next(iter(load(SECTION[power]).sections()))
     why = f"is not implemented for the device {named}; serve on"
     if first in served.READY.get(named, ()):
-        why = f"on the device {named} has only been run on a simulated device, .* SGL_EXT_UNTRIED=1"
+        why = f"on the device {named} has only been run on a simulated device, .* SGLEXT_UNTRIED=1"
     with pytest.raises(ActivationError, match=f"^{first} {why} .*remove {first}$"):
         start_checks.require_resolved(
             arguments(device=device, attention_backend="triton"), load(SECTION[power])

@@ -2,7 +2,7 @@
 
 Their memory is the host's, or that of a simulated CUDA device.
 
-``SGL_EXT_ROUNDS`` sets the number of rounds (default: 12; the long run takes 200).
+``SGLEXT_ROUNDS`` sets the number of rounds (default: 12; the long run takes 200).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 from peer_process import TERMS, Said
 from transfer_kit import fake_cuda
 
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "12"))
 PROGRAM = Path(__file__).with_name("peer_process.py")
 DEADLINE_S = 60.0
 LONGEST_WAIT_S = TERMS.deadline + 30.0

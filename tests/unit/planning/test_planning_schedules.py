@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from planning_schedules import Schedule
 
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0")) or 1000
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "0")) or 1000
 PARTS = 4
 EVENTS = 60
 OCCUR = (

@@ -19,7 +19,7 @@ from sgl_ext.swap.manager import SwapManager
 from sgl_ext.tiers.arena import Key
 
 PAGE = 4
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "0")) or 1000
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "0")) or 1000
 
 
 @dataclass

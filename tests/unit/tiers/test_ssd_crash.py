@@ -20,7 +20,7 @@ from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.arena import TRAILER
 from sgl_ext.tiers.ssd import SsdTier
 
-ROUNDS = int(os.environ.get("SGL_EXT_ROUNDS", "60"))
+ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "60"))
 NUMBERS = 96
 SLOTS = 24
 
@@ -130,7 +130,7 @@ def test_acknowledged_pages_survive_kills_of_the_writer(
 ) -> None:
     """Kills writers at any moment of opening, storing, evicting and loading, on the same files.
 
-    ``SGL_EXT_ROUNDS`` sets the number of kills.
+    ``SGLEXT_ROUNDS`` sets the number of kills.
     """
     rng = random.Random(11)  # noqa: S311
     host = arena(engine, NUMBERS, LARGE)
