@@ -404,6 +404,31 @@ TABLES: dict[str, Table] = {
             ),
         ],
     ),
+    "together": Table(
+        "together",
+        "TTFT of a mixed trace",
+        {
+            "stock SGLang": {"system": "stock"},
+            "stock HiCache": {"system": "hicache"},
+            "`tiers`": {"system": "tiers"},
+            "`chunks`": {"system": "chunks"},
+            "`tiers` and `restore`": {"system": "restore"},
+            "`tiers` and `swap`": {"system": "swap"},
+            "all sections": {"system": "all"},
+            "all sections, each decides alone": {"system": "all, independent"},
+        },
+        [
+            mixed := Column("p50", "ttft_ms_p50", S_OF_MS, {"what": "mixed, all"}),
+            mixed._replace(title="p95", key="ttft_ms_p95"),
+            *(
+                Column(f"{title}, p50", "ttft_ms_p50", S_OF_MS, {"what": f"mixed, {kind}"})
+                for title, kind in (
+                    ("later turns", "later turns of chats"), ("documents", "documents"),
+                    ("batch jobs", "batch"), ("urgent calls", "urgent"),
+                )
+            ),
+        ],
+    ),
 }  # fmt: skip
 
 RATIOS: dict[str, Figures] = {
@@ -422,6 +447,33 @@ RATIOS: dict[str, Figures] = {
             ),
             "prefill of 4,096 tokens: time on the slab to time on a layer-major pool": (
                 "prefill_ratio_vs_layer_major", TIMES,
+            ),
+        },
+    ),
+    "together-ratios": Figures(
+        "together",
+        "ratio",
+        {
+            "TTFT p50 of the trace, all sections to the best single system": (
+                "mixed_trace_ttft_p50_ratio_vs_best_single", TIMES,
+            ),
+            "TTFT p95, likewise": (
+                "mixed_trace_ttft_p95_ratio_vs_best_single", TIMES,
+            ),
+            "TTFT p50, all sections to all that decide alone": (
+                "mixed_trace_ttft_p50_ratio_vs_all_independent", TIMES,
+            ),
+            "TTFT p95, all sections to all that decide alone": (
+                "mixed_trace_ttft_p95_ratio_vs_all_independent", TIMES,
+            ),
+            "TTFT of linked prompts, restored from an SSD to staged": (
+                "linked_from_ssd_ttft_ratio_vs_staged", TIMES,
+            ),
+            "time to resume a preempted request, from an SSD to recomputed": (
+                "swap_to_ssd_ttft_ratio_vs_recompute", TIMES,
+            ),
+            "tokens recomputed after a peer reclaims memory, with tiers to without": (
+                "reclaim_tokens_recomputed_ratio", form(3),
             ),
         },
     ),
