@@ -62,7 +62,7 @@ class HostPrefixes:
         """
         self.release(rid)
         pages = self._holds.hold(keys)
-        self._held[rid] = Held(first, keys, pages, by, self._clock())
+        self._held[rid] = Held(first, keys[: len(pages)], pages, by, self._clock())
 
     def used(self, rid: str) -> None:
         """Counts a use of the request's pages, and those of them that were loaded."""
