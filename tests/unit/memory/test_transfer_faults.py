@@ -167,13 +167,16 @@ def test_adopt_without_free_descriptors_raises_os_error(lane: FileLane, tmp_path
     (tmp_path / "data").write_bytes(b"")
     fd = os.open(tmp_path / "data", os.O_RDONLY)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # not later, when it would close descriptors below the limit
     free = os.dup(fd)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    gc.disable()
     try:
         with pytest.raises(OSError, match=f"file descriptor {fd}: Too many open") as caught:
             lane.adopt(fd, PAGE)
     finally:
+        gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.close(fd)
     assert caught.value.errno == errno.EMFILE
