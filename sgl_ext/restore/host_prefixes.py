@@ -64,10 +64,12 @@ class HostPrefixes:
         pages = self._holds.hold(keys)
         self._held[rid] = Held(first, keys[: len(pages)], pages, by, self._clock())
 
-    def used(self, rid: str) -> None:
-        """Counts a use of the request's pages, and those of them that were loaded."""
+    def used(self, rid: str) -> int:
+        """Counts a use of the request's pages, and returns the tokens of them that were loaded."""
         held = self._held[rid]
-        self._holds.used(held.keys, len(held.pages) - held.computed // self._page)
+        loaded = len(held.pages) * self._page - held.computed
+        self._holds.used(held.keys, loaded // self._page)
+        return loaded
 
     def computed(self, rid: str, tokens: int) -> None:
         """Records that a forward has computed so many tokens of the request's pages."""

@@ -281,9 +281,7 @@ class RestorePower(Power[Restore]):
         held = self.prefixes[rid]
         if held.told is None:
             return
-        self.prefixes.used(rid)
-        page = self.stack.layout.page
-        loaded = {"host": len(held.pages) * page - held.computed}
+        loaded = {"host": self.prefixes.used(rid)}
         restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
         held.told |= restored
         self._count(restored)

@@ -122,7 +122,7 @@ def test_prefixes_stay_pinned_until_release_or_expiry() -> None:
     assert host.room == PAGES - 2
     assert not host.worth_keeping(pages, 2, 0).any()  # lookups are no uses
     held.computed("a", PAGE)
-    held.used("a")
+    assert held.used("a") == PAGE
     assert machine.stack.hits == {"host": 1}
     machine.until(lambda: {*machine.shelf.pages} == {*names[2:4]})
     assert held["a"].pages.tolist() == pages[2:4].tolist()
