@@ -2,21 +2,29 @@
 
 Both systems use the same platform and attention. Two processes of one system differ by a few
 percent throughout their lifetime, because their memory lies at different places. Two processes
-therefore serve each system, and their samples are pooled. Each round sends one ShareGPT prompt,
-truncated to a fixed number of tokens, to all processes in turn.
+therefore serve each system. Each round sends one ShareGPT prompt, truncated to a fixed number of
+tokens, to all processes in turn. A round's ratio is that of the systems' mean times, because what
+else the machine does changes from round to round by more than the overhead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
+from sgl_ext.bench.harness.sampling import interleaved, paired_ratio
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
+
+if TYPE_CHECKING:
+    from sgl_ext.bench.harness.load_generator import Timing
 
 _PROMPT_TOKENS = 96
 _OUTPUT_TOKENS = 24
@@ -26,8 +34,7 @@ _PROCESSES = 2
 
 
 def run(*, quick: bool, out: Path) -> Report:
-    # A first token takes a tenth of the time of an answer here and varies more: more rounds.
-    first_rounds, answer_rounds = (40, 6) if quick else (400, 100)
+    first_rounds, answer_rounds = rounds(quick=quick)
     report = Report(
         "overhead",
         {
@@ -48,6 +55,14 @@ def run(*, quick: bool, out: Path) -> Report:
     return report
 
 
+def rounds(*, quick: bool) -> tuple[int, int]:
+    """Returns the number of prompts for times of first tokens, and for those of whole answers.
+
+    A first token takes a tenth of the time of an answer here and varies more: more rounds.
+    """
+    return (120, 20) if quick else (400, 100)
+
+
 def measure(
     report: Report,
     flags: Mapping[str, Sequence[Sequence[str]]],
@@ -58,6 +73,8 @@ def measure(
 ) -> None:
     """Adds TTFT and TPOT of two systems, and the figures ``ttft_ratio`` and ``tpot_ratio``.
 
+    The last row has the ratios' 95 % confidence intervals.
+
     Args:
         flags: SGLang's arguments of each process of each system, as many of both; the ratios are
             those of the second system to the first.
@@ -65,7 +82,7 @@ def measure(
         answer_rounds: number of prompts whose whole answer is timed.
         prefix: beginning of the figures' names.
     """
-    from sgl_ext.bench.harness.load_generator import Request, Timing
+    from sgl_ext.bench.harness.load_generator import Request
     from sgl_ext.bench.harness.load_generator import run as send
 
     model = prepare(SMOLLM2)
@@ -77,31 +94,41 @@ def measure(
             names.append(name)
     with server.serve(systems, model, logs) as servers:
 
-        def samples(what: str, rounds: int, output_tokens: int) -> dict[str, list[Timing]]:
-            """Returns the timings of each system, pooled over its processes."""
+        def samples(what: str, rounds: int, output_tokens: int) -> dict[str, list[list[Timing]]]:
+            """Returns the timings of each system: a list of all rounds for each process."""
             requests = [Request(next(prompts), output_tokens) for _ in range(rounds)]
             samplers = [
                 lambda n, url=running.url: send(url, [requests[n]])[0] for running in servers
             ]
-            pooled: dict[str, list[Timing]] = {name: [] for name in flags}
+            found: dict[str, list[list[Timing]]] = {name: [] for name in flags}
             for name, timings in zip(names, interleaved(samplers, rounds, what), strict=True):
-                pooled[name] += timings
-            return pooled
+                found[name].append(timings)
+            return found
 
         samples("warm-up", _WARM_UP, _OUTPUT_TOKENS)
         firsts = samples("first tokens", first_rounds, 1)
         answers = samples("answers", answer_rounds, _OUTPUT_TOKENS)
-    ttft = {name: [timing.ttft for timing in timings] for name, timings in firsts.items()}
-    tpot = {name: [timing.tpot for timing in timings] for name, timings in answers.items()}
+    ttft = {name: _seconds(timings, "ttft") for name, timings in firsts.items()}
+    tpot = {name: _seconds(timings, "tpot") for name, timings in answers.items()}
+    stock, ours = flags
+    what = f"{prefix}overhead".replace("_", " ")
     for name in flags:
         report.runs.append(
-            {"what": f"{prefix}overhead".replace("_", " "), "system": name}
-            | summary(ttft[name], "ttft_ms", 1e3)
-            | summary(tpot[name], "tpot_ms", 1e3)
+            {"what": what, "system": name}
+            | summary(ttft[name].ravel().tolist(), "ttft_ms", 1e3)
+            | summary(tpot[name].ravel().tolist(), "tpot_ms", 1e3)
         )
-    stock, ours = flags
+    intervals: dict[str, float] = {}
     for figure, times in (("ttft_ratio", ttft), ("tpot_ratio", tpot)):
-        report.figures[f"{prefix}{figure}"] = ratio_of_medians(times[ours], times[stock])
+        ratio = paired_ratio(times[ours].mean(0), times[stock].mean(0))
+        report.figures[f"{prefix}{figure}"] = ratio.median
+        intervals |= {f"{figure}_low": ratio.low, f"{figure}_high": ratio.high}
+    report.runs.append({"what": what, "system": f"{ours} / {stock}"} | intervals)
+
+
+def _seconds(timings: list[list[Timing]], field: str) -> NDArray[np.float64]:
+    """Returns the times of shape ``(processes, rounds)``."""
+    return np.array([[getattr(timing, field) for timing in process] for process in timings])
 
 
 def _prompts(model: Path, count: int) -> list[list[int]]:

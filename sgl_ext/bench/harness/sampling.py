@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from sgl_ext.progress import Progress
 
 Sample = TypeVar("Sample")
+_RESAMPLES = 2000
 
 
 def interleaved(
@@ -31,6 +35,25 @@ def interleaved(
             samples[index].append(samplers[index](number))
         progress.step()
     return samples
+
+
+class Ratio(NamedTuple):
+    """Median ratio of paired samples, and its 95 % confidence interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def paired_ratio(samples: ArrayLike, to: ArrayLike) -> Ratio:
+    """Returns the median of the samples' ratios to those of the same rounds.
+
+    The interval is a percentile bootstrap over the rounds.
+    """
+    ratios = np.asarray(samples) / np.asarray(to)
+    drawn = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 def ratio_of_medians(samples: Sequence[float], to: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ _PROCESSES = 2
 
 def report_idle(report: Report, out: Path, *, quick: bool) -> None:
     """Adds ``idle_ttft_ratio`` and ``idle_tpot_ratio``: short prompts, none of them cached."""
-    first, answers = (40, 6) if quick else (400, 100)
+    first, answers = overhead.rounds(quick=quick)
     with scratch(out) as places:
         systems = {
             name: [_MEMORY.system(name, places).arguments for _ in range(_PROCESSES)]

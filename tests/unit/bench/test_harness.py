@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from conftest import until
@@ -16,7 +17,7 @@ from conftest import until
 from sgl_ext.bench.data import texts as data
 from sgl_ext.bench.harness.load_generator import Request, RequestError, run
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.sampling import interleaved
+from sgl_ext.bench.harness.sampling import interleaved, paired_ratio
 from sgl_ext.bench.memory import bench as memory_bench
 from sgl_ext.errors import ExtError
 from sgl_ext.progress import Progress
@@ -34,6 +35,14 @@ def test_interleaving_rotates_the_first_sampler() -> None:
     order.clear()
     interleaved([partial(lambda name, _: order.append(name), name) for name in "abc"], 3)
     assert "".join(order) == "abcbcacab"
+
+
+def test_the_ratio_of_paired_samples_ignores_what_changes_between_rounds() -> None:
+    rounds = np.linspace(1, 100, 101)
+    ratio = paired_ratio(1.01 * rounds, rounds)
+    assert ratio == pytest.approx((1.01, 1.01, 1.01))
+    half, low, high = paired_ratio(np.where(rounds < 50, 0.9, 1.1) * rounds, rounds)
+    assert (half, low, high) == pytest.approx((1.1, 0.9, 1.1))
 
 
 def test_a_report_is_written_to_one_complete_file(tmp_path: Path) -> None:
