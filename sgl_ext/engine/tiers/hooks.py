@@ -7,13 +7,19 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import LinkerWrapper, Node, Req, Scheduler
 
 _IDLE_S = 0.001
-"""Longest sleep of an idle scheduler while requests wait for I/O, in seconds."""
+"""Longest sleep of an idle scheduler while I/O is in progress, in seconds."""
 
 
 def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: object) -> object:
     """Starts to load pages from lower tiers when their request arrives, not at its admission."""
     ext = runtime.current
-    if ext is not None and ext.tiers is not None and ext.tiers.stack.lower:
+    # The admission of an idle scheduler follows at once, and looks the request up itself.
+    idle = (
+        not scheduler.waiting_queue
+        and scheduler.running_batch.is_empty()
+        and scheduler.chunked_req is None
+    )
+    if ext is not None and ext.tiers is not None and ext.tiers.stack.lower and not idle:
         req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
     return original(scheduler, req, *args)
 
@@ -25,6 +31,18 @@ def _sleep_while_waiting(_result: None, _scheduler: Scheduler) -> None:
         return
     if ext.pending():
         ext.tiers.stack.wait(_IDLE_S)
+
+
+def _stay_awake(original: Original, scheduler: Scheduler) -> None:
+    """Lets an idle scheduler process the end of copies to host memory, and begin what follows.
+
+    The next request would otherwise wait for this.
+    """
+    ext = runtime.current
+    if ext is not None and ext.tiers is not None and ext.tiers.stack.stores.in_progress:
+        ext.tiers.stack.wait(_IDLE_S)
+    else:
+        original(scheduler)
 
 
 def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
@@ -52,5 +70,11 @@ HOOKS = (
         "after",
         _sleep_while_waiting,
         "SGLang's loop spins while a request is in its queue",
+    ),
+    hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle",
+        "around",
+        _stay_awake,
+        "SGLang's loop sleeps until the next request, which then waits for the end of stores",
     ),
 )

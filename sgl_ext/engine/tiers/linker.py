@@ -105,7 +105,7 @@ class TierLinker(UnifiedCacheLinker):
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads: deque[tuple[Sequence[Key], Download, Key | None]] = deque()
-        """Offloads whose slots are not known yet: keys, slots and the key of the page before."""
+        """Offloads that have not begun: keys, slots and the key of the page before."""
         self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
@@ -146,8 +146,8 @@ class TierLinker(UnifiedCacheLinker):
         # the node stored only if all ranks report success in the end.
         parent, self.parent = self.parent, None
         slots = Download(transfers[0].device_indices[:: self._page])
+        # Begun by the next poll, not while a first token waits to be sent. SGLang locks the node.
         self._offloads.append((_keys(transfers[0]), slots, parent))
-        self._begin_offloads(wait=False)
         return True
 
     def flush(self) -> None:
