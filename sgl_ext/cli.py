@@ -105,6 +105,53 @@ def calibrate(
 
 
 @app.command()
+def store(
+    file: Annotated[Path, typer.Argument(help="Text of the context, in UTF-8.")],
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:30000",
+    api_key: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it)
+        typer.Option(envvar="SGLANG_API_KEY", help="API key of the server, if it has one."),
+    ] = None,
+    cache_salt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Salt of the tenant that the context belongs to."),
+    ] = None,
+) -> None:
+    """Has a running server store a text on its devices, and prints the id of the context."""
+    import time
+
+    from rich.progress import Progress
+
+    from sgl_ext.clusters.client import store as ask
+
+    try:
+        text, began = file.read_text(encoding="utf-8"), time.monotonic()
+        with Progress(console=Console(stderr=True)) as progress:
+            bar = progress.add_task("waiting", total=None)
+
+            def tell(what: str) -> None:
+                stage, _, layers = what.partition(" ")
+                done, _, of = layers.partition("/")
+                progress.update(
+                    bar,
+                    description=stage,
+                    completed=int(done) if of else None,
+                    total=int(of) if of else None,
+                )
+
+            found = ask(url, text, api_key=api_key, cache_salt=cache_salt, tell=tell)
+    except (ExtError, OSError, UnicodeDecodeError) as error:
+        typer.echo(f"sgl_ext: {error}", err=True)
+        raise typer.Exit(1) from None
+    seconds, tokens = time.monotonic() - began, found["tokens"]
+    typer.echo(
+        f"{tokens} tokens in {seconds:.1f} s, {1e3 * seconds / tokens:.1f} s per 1,000 tokens",
+        err=True,
+    )
+    print(found["id"])
+
+
+@app.command()
 def cluster(
     record: Annotated[Path, typer.Argument(help="Record of a context that a server has written.")],
     directories: Annotated[

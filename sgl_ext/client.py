@@ -126,7 +126,7 @@ class ContextCache:
         except requests.RequestException as error:
             raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
         if not answer.ok:
-            raise _error(url, answer)
+            raise refusal(url, answer, "chunks")
         try:
             # msgspec inspects a type at its first use, and crashes if two threads do so at once.
             with _DECODING:
@@ -138,7 +138,12 @@ class ContextCache:
             ) from None
 
 
-def _error(url: str, answer: requests.Response) -> ExtError:
+def refusal(url: str, answer: requests.Response, section: str) -> ExtError:
+    """Returns the error of an answer whose status is one.
+
+    Args:
+        section: section of the configuration that the route belongs to.
+    """
     try:
         body = answer.json()
     except ValueError:
@@ -153,7 +158,7 @@ def _error(url: str, answer: requests.Response) -> ExtError:
             found = answer.text
     if answer.status_code == 404:
         return ExtError(
-            f"{url} was not found; start the server with --enable-ext and a chunks section in its "
-            "--ext-config"
+            f"{url} was not found; start the server with --enable-ext and a {section} section in "
+            "its --ext-config"
         )
     return ExtError(f"{url} answered {answer.status_code}: {str(found)[:_LONGEST_ECHO]}")

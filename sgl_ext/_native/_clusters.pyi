@@ -79,6 +79,20 @@ def blocks(bits: NDArray[np.uint64], block: int, window: int) -> NDArray[np.int3
 def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
     """Computes a checksum of each row of ``[rows, bytes]``; runs without the GIL."""
 
+def nearest(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Finds the nearest centroid of each point in each subspace; without the GIL.
+
+    Args:
+        points: ``[subspaces, points, width]``.
+        centroids: ``[subspaces, centroids, width]``, at least one.
+
+    Returns:
+        Numbers of the centroids, ``[subspaces, points]``; of equally near ones the first.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+
 class Codes:
     """Codes of the keys of one layer, which it keeps alive.
 

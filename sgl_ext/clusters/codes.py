@@ -74,10 +74,11 @@ class Codes:
             order = _balanced(turned.var(axis=0), subspaces)
             projection[head] = projection[head][:, order]
             parts = turned[:, order].reshape(entries, subspaces, -1).transpose(1, 0, 2)
+            parts = np.ascontiguousarray(parts)
             trained = parts[:, chance.permutation(entries)[: _TRAINED_ON * CENTROIDS]]
             bits, found = bfloat16(_k_means(trained, chance))
             centroids[head, :, : found.shape[1]] = bits.transpose(0, 2, 1).reshape(head_dim, -1)
-            codes[head] = _nearest(parts, found).T
+            codes[head] = _clusters.nearest(parts, found).T
         return cls(codes, centroids, projection, mean)
 
     @property
@@ -141,9 +142,6 @@ def _balanced(variance: NDArray[np.float32], subspaces: int) -> NDArray[np.int64
 def _k_means(points: NDArray[np.float32], chance: np.random.Generator) -> NDArray[np.float32]:
     """Returns centroids of ``points`` by Lloyd's algorithm, ``[subspaces, centroids, width]``.
 
-    All subspaces are processed together. Libraries process them one by one, with matrix products
-    that are too small to be fast.
-
     Args:
         points: Points, ``[subspaces, points, width]``.
     """
@@ -151,7 +149,7 @@ def _k_means(points: NDArray[np.float32], chance: np.random.Generator) -> NDArra
     size = min(CENTROIDS, count)
     centroids = points[:, chance.permutation(count)[:size]].copy()
     for _ in range(_ROUNDS):
-        nearest = _nearest(points, centroids) + size * np.arange(subspaces)[:, None]
+        nearest = _clusters.nearest(points, centroids) + size * np.arange(subspaces)[:, None]
         members = np.bincount(nearest.ravel(), minlength=subspaces * size).reshape(subspaces, size)
         for at in range(width):
             sums = np.bincount(
@@ -160,17 +158,3 @@ def _k_means(points: NDArray[np.float32], chance: np.random.Generator) -> NDArra
             moved = sums / np.maximum(members, 1)
             centroids[:, :, at] = np.where(members > 0, moved, centroids[:, :, at])
     return centroids
-
-
-def _nearest(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Returns the nearest centroid of each point, int64 ``[subspaces, points]``."""
-    norms = np.square(centroids).sum(axis=2)[:, None, :] / 2
-    found = np.empty(points.shape[:2], np.int64)
-    for start in range(0, points.shape[1], _PIECE):
-        piece = slice(start, start + _PIECE)
-        found[:, piece] = (norms - points[:, piece] @ centroids.transpose(0, 2, 1)).argmin(axis=2)
-    return found
-
-
-_PIECE = 2048
-"""Points of a subspace that are compared with the centroids at once."""

@@ -263,6 +263,38 @@ def test_the_cluster_command_stores_a_record_while_the_server_runs(
     assert blocks_given(server) == given
 
 
+def test_the_store_command_shows_progress_and_prints_the_id(
+    server: Server, asked: tuple[list[int], list[list[int]]], model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "context.txt"
+    file.write_text(AutoTokenizer.from_pretrained(model).decode(asked[0]))
+    command = ["store", str(file), "--url", server.url]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.stderr
+    id_ = done.stdout.strip()
+    found = requests.get(f"{server.url}/ext/clusters/{id_}", timeout=60).json()
+    assert f"{found['tokens']} tokens in " in done.stderr
+    requests.delete(f"{server.url}/ext/clusters/{id_}", timeout=60)
+
+    with requests.post(
+        f"{server.url}/ext/clusters", json={"input_ids": asked[0], "stream": True}, stream=True,
+        timeout=DEADLINE_S,
+    ) as answer:  # fmt: skip
+        lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
+    *progress, last = map(json.loads, lines)
+    said = [one["progress"] for one in progress]
+    assert said[:2] == ["waiting", "computing"]
+    assert said[-1].startswith("layer ")
+    requests.delete(f"{server.url}/ext/clusters/{last['id']}", timeout=60)
+
+    file.write_text("Too short.")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "sgl_ext: the context has " in done.stderr
+    listed = requests.get(f"{server.url}/ext/clusters/list", timeout=60).json()
+    assert listed["storing"] == {}
+
+
 def test_forged_cache_keys_are_refused_and_forged_parameters_ignored(
     server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
 ) -> None:

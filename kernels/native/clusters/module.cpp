@@ -17,6 +17,7 @@
 #include "codes.h"
 #include "hot_blocks.h"
 #include "log_sum.h"
+#include "nearest.h"
 
 namespace nb = nanobind;
 using namespace sgl_ext::coactivation;
@@ -110,6 +111,19 @@ Array empty(std::size_t rows, std::size_t columns) {
 }
 
 using Slots = Of<std::int64_t, 1>;
+
+auto nearest_of(const Of<float, 3> &points, const Of<float, 3> &centroids) {
+  const std::size_t subspaces = points.shape(0), count = points.shape(1), width = points.shape(2);
+  const std::size_t size = centroids.shape(1);
+  if (centroids.shape(0) != subspaces || centroids.shape(2) != width || !size)
+    throw std::invalid_argument("the shapes of points and centroids do not match");
+  auto out = empty<Numbers>(subspaces, count);
+  nb::gil_scoped_release release;
+  for (std::size_t s = 0; s < subspaces; ++s)
+    sgl_ext::nearest(points.data() + s * count * width, count, centroids.data() + s * size * width,
+                     size, width, out.data() + s * count);
+  return out;
+}
 
 // Codes of the keys of one layer; keeps the Python arrays alive.
 struct Codes {
@@ -285,6 +299,7 @@ NB_MODULE(_clusters, m) {
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
   m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
   m.def("checksums", &checksums_of, nb::arg("rows"));
+  m.def("nearest", &nearest_of, nb::arg("points"), nb::arg("centroids"));
   nb::class_<Codes>(m, "Codes")
       .def(nb::init<Of<std::uint8_t, 3>, Of<std::uint16_t, 3>, Of<float, 3>, Of<float, 2>>(),
            nb::arg("codes"), nb::arg("centroids"), nb::arg("projection"), nb::arg("mean"));

@@ -13,7 +13,7 @@ from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
 from sgl_ext.engine.chunks.parameters import SELECTION
-from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.own_requests import OwnRequests, all_of
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
@@ -97,12 +97,7 @@ class ChunkPreparation:
             async with turns:
                 return await self.prepare(method, lead, behind, tokens, salt)
 
-        tasks = [asyncio.create_task(one(*each)) for each in zip(before, chunks, strict=True)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await all_of(one(*each) for each in zip(before, chunks, strict=True))
 
     async def prepare(
         self,

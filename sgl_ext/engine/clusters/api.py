@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Self
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import while_connected
 from sgl_ext.engine.front.text import Text
+from sgl_ext.errors import ExtError
 
 
 class StoreContext(BaseModel):
@@ -24,6 +28,8 @@ class StoreContext(BaseModel):
     """Token ids of the context, instead of its text."""
     record_only: bool = False
     """True to only record the context in a file, from which ``sgl-ext cluster`` stores it."""
+    stream: bool = False
+    """True to stream the progress as server-sent events before the context."""
     cache_salt: Annotated[Text, Field(max_length=1 << 16)] | None = None
     """Salt of the tenant; other tenants cannot follow, see or delete the context."""
 
@@ -31,6 +37,8 @@ class StoreContext(BaseModel):
     def _one_of_both(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("give exactly one of text and input_ids")
+        if self.stream and self.record_only:
+            raise ValueError("a record has no progress to stream; omit stream or record_only")
         return self
 
 
@@ -44,8 +52,11 @@ def install(app: FastAPI, service: StoredService) -> None:
 
     @routes.post("")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    async def create(body: StoreContext, request: Request) -> dict[str, object]:
+    async def create(body: StoreContext, request: Request) -> Any:
         context, salt = body.text or body.input_ids or "", body.cache_salt
+        if body.stream:
+            events = _events(service, context, salt)
+            return StreamingResponse(events, media_type="text/event-stream")
         if body.record_only:
             return {
                 "record": str(
@@ -77,3 +88,26 @@ def install(app: FastAPI, service: StoredService) -> None:
         return {"deleted": id_}
 
     add_routes(app, routes)
+
+
+async def _events(
+    service: StoredService, context: str | Sequence[int], salt: str | None
+) -> AsyncIterator[bytes]:
+    """Stores a context; yields its progress, then the context or the error as the last event."""
+    told: asyncio.Queue[str | None] = asyncio.Queue()
+    task = asyncio.ensure_future(service.creation.create(context, salt, told.put_nowait))
+    task.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        yield _event({"progress": "waiting"})
+        while (progress := await told.get()) is not None:
+            yield _event({"progress": progress})
+        try:
+            yield _event(msgspec.structs.asdict(service.describe(await task, salt)))
+        except ExtError as error:
+            yield _event({"error": {"message": str(error), "code": int(error.status)}})
+    finally:
+        task.cancel()  # the client has disconnected
+
+
+def _event(data: object) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

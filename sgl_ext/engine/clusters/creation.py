@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from sgl_ext.clusters.files import failed_file, new_id, recorded_file, remove, s
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
 from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
-from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.own_requests import OwnRequests, all_of
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
@@ -62,7 +62,13 @@ class _Storing:
     """Context that is being stored or is queued."""
 
     salt: str | None
+    tell: Callable[[str], None]
+    """Function that is called with each new progress."""
     progress: str = "waiting"
+
+    def reached(self, progress: str) -> None:
+        self.progress = progress
+        self.tell(progress)
 
 
 class StoredCreation:
@@ -101,13 +107,22 @@ class StoredCreation:
         found = [*self._storing.items()]
         return {id_: one.progress for id_, one in found if one.salt == salt}
 
-    async def create(self, text: str | Sequence[int], salt: str | None) -> str:
+    async def create(
+        self,
+        text: str | Sequence[int],
+        salt: str | None,
+        tell: Callable[[str], None] = lambda _progress: None,
+    ) -> str:
         """Computes, profiles and stores a context; returns its id.
+
+        Args:
+            tell: called with the context's progress, as :meth:`progress` returns it, when it
+                changes.
 
         Raises:
             ExtError: see :meth:`record`, or the context cannot be stored.
         """
-        async with self._recorded(text, salt) as (id_, record):
+        async with self._recorded(text, salt, tell) as (id_, record):
             await self._store(id_, record)
         return id_
 
@@ -119,12 +134,12 @@ class StoredCreation:
             ExtError: the context is too long or too short, has token ids beyond the vocabulary, has
                 no room on the devices, cannot be computed or recorded, or is late.
         """
-        async with self._recorded(text, salt) as (_, record):
+        async with self._recorded(text, salt, lambda _progress: None) as (_, record):
             return record.rename(record.with_suffix(".context"))
 
     @asynccontextmanager
     async def _recorded(
-        self, text: str | Sequence[int], salt: str | None
+        self, text: str | Sequence[int], salt: str | None, tell: Callable[[str], None]
     ) -> AsyncIterator[tuple[str, Path]]:
         """Computes and records a context, and yields its id and the file of the record.
 
@@ -136,13 +151,13 @@ class StoredCreation:
             )
         id_ = new_id()
         record = recorded_file(self._folders[0], id_)
-        one = self._storing[id_] = _Storing(salt)
+        one = self._storing[id_] = _Storing(salt, tell)
         try:
             async with asyncio.timeout(_STORE_DEADLINE_S):
                 loop = asyncio.get_running_loop()
                 tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
                 async with self._one:
-                    one.progress = "computing"
+                    one.reached("computing")
                     with storing(self._folders[0]):
                         await self._record(id_, tokens, salt)
                         await self._written(record)
@@ -205,11 +220,14 @@ class StoredCreation:
         """Has the scheduler compute and record the context and the answers to the questions."""
         first = IsRecorded(id_, len(tokens), _QUERIES, last=False, salt=salt)
         await self._ask(tokens, first, 0)
-        for number, question in enumerate(_ASKED, 1):
-            asked = self._manager.tokenizer.encode(question, add_special_tokens=False)
-            last = number == len(_ASKED)
-            how = IsRecorded(id_, len(tokens), 0, last=last, salt=salt)
-            entries = await self._ask([*tokens, *asked], how, _ANSWER)
+        *others, last = [
+            [*tokens, *self._manager.tokenizer.encode(question, add_special_tokens=False)]
+            for question in _ASKED
+        ]
+        how = IsRecorded(id_, len(tokens), 0, last=False, salt=salt)
+        await all_of([self._ask(asked, how, _ANSWER) for asked in others])
+        # The record is written when this request ends, so it is sent when the others have ended.
+        entries = await self._ask(last, msgspec.structs.replace(how, last=True), _ANSWER)
         if not any(entry.get("recorded") for entry in entries):
             raise ExtError(
                 "the context was preempted by other requests while it was computed; try again "
@@ -263,7 +281,7 @@ class StoredCreation:
                 async for line in process.stdout:
                     told = line.decode(errors="replace").strip()
                     if _LAYERS.fullmatch(told):
-                        self._storing[id_].progress = f"layer {told}"
+                        self._storing[id_].reached(f"layer {told}")
             await process.wait()
         finally:
             if process.returncode is None:

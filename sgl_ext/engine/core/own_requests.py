@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
+
+T = TypeVar("T")
 
 _ASKING = "_ext_asking"
 """Attribute of SGLang's ``TokenizerManager``: ``id()`` of the extension's requests in progress."""
@@ -15,6 +18,16 @@ _ASKING = "_ext_asking"
 def is_own(manager: TokenizerManager, request: object) -> bool:
     """Returns whether a request in progress is one of the extension's, and not of a user."""
     return id(request) in getattr(manager, _ASKING, ())
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of concurrent work, in its order; cancels the rest if one part fails."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class OwnRequests:

@@ -50,6 +50,31 @@ def test_mass_is_the_softmax_over_the_centroids(
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-6)
 
 
+@settings(deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.booleans(),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_the_nearest_centroid_is_the_first_of_the_nearest(
+    subspaces: int, count: int, size: int, width: int, whole: bool, seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    points = chance.normal(size=(subspaces, count, width)).astype(np.float32)
+    centroids = chance.normal(size=(subspaces, size, width)).astype(np.float32)
+    if whole:  # many are equally near
+        points, centroids = np.round(points), np.round(centroids)
+    found = _clusters.nearest(points, centroids)
+    far = np.square(points[:, :, None].astype(np.float64) - centroids[:, None]).sum(axis=3)
+    assert found.shape == (subspaces, count)
+    chosen = np.take_along_axis(far, found[:, :, None], axis=2)[:, :, 0]
+    np.testing.assert_allclose(chosen, far.min(axis=2), atol=1e-5)
+    if whole:
+        assert (found == far.argmin(axis=2)).all()
+    for wrong in (centroids[:, :0], centroids[1:], np.repeat(centroids, 2, axis=2)):
+        with pytest.raises(ValueError, match="do not match"):
+            _clusters.nearest(points, np.ascontiguousarray(wrong))
+
+
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20))
 def test_bfloat16_rounds_to_nearest(values: list[float]) -> None:
     given_ = torch.tensor(values)

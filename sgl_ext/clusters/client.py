@@ -1,0 +1,65 @@
+"""Client that has a running server store a context."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import requests
+
+from sgl_ext.client import refusal
+from sgl_ext.errors import ExtError
+
+_CONNECT_S = 10.0
+_SILENCE_S = 3600.0
+"""Longest time between two events, in seconds: the server's own deadline for a context."""
+
+
+def store(
+    url: str,
+    text: str,
+    *,
+    api_key: str | None = None,
+    cache_salt: str | None = None,
+    tell: Callable[[str], None] = lambda _progress: None,
+) -> dict[str, Any]:
+    """Has the server at ``url`` store a text as a context, and returns the context's description.
+
+    Args:
+        api_key: API key of the server, if it has one.
+        cache_salt: salt of the tenant.
+        tell: called with the progress: ``waiting``, ``computing``, ``layer 3/30``.
+
+    Raises:
+        ExtError: the server does not answer, or it cannot store the context.
+    """
+    route = f"{url.rstrip('/')}/ext/clusters"
+    body = {"text": text, "stream": True}
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    found: dict[str, Any] = {}
+    try:
+        with requests.post(
+            route, json=body, headers=headers, stream=True, timeout=(_CONNECT_S, _SILENCE_S)
+        ) as answer:
+            if not answer.ok:
+                raise refusal(route, answer, "clusters")
+            for found in _events(answer):
+                if progress := found.get("progress"):
+                    tell(progress)
+    except requests.RequestException as error:
+        raise ExtError(f"no answer from {route}: {error}; is a server running there?") from None
+    if refused := found.get("error"):
+        raise ExtError(refused["message"])
+    if "id" not in found:
+        raise ExtError(f"{route} ended its answer early; see the server's log")
+    return found
+
+
+def _events(answer: requests.Response) -> Iterator[dict[str, Any]]:
+    """Yields the data of server-sent events."""
+    for line in answer.iter_lines():
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
