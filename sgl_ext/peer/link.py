@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import zmq
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _LINGER_MS = 200
+_FILE = "ipc://"
 _NAME = b"w"  # prefix of identities: ZeroMQ reserves those that begin with a zero byte
 _QUEUE = 16
 """Number of messages queued for a side that does not read; later messages are lost"""
@@ -196,6 +198,8 @@ class Link:
             self._send()
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
+        if self._master and self._address.startswith(_FILE):
+            Path(self._address.removeprefix(_FILE)).unlink(missing_ok=True)  # ZeroMQ leaves it
         os.close(self._wake)
         os.close(self.news)
 

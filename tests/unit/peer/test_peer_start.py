@@ -98,6 +98,17 @@ def test_an_address_that_cannot_be_used_is_refused(private: Path) -> None:
     assert psutil.Process().num_fds() <= before + 1  # ZeroMQ keeps one of its first context
 
 
+def test_a_closed_master_leaves_no_socket(private: Path) -> None:
+    for role in ("master", "worker"):
+        master = Link("master", directory.address(private))
+        assert [file.name for file in private.iterdir()] == ["master"]
+        if role == "worker":  # a worker that ends keeps the socket of its master
+            assert Link("worker", directory.address(private)).close()
+            assert [file.name for file in private.iterdir()] == ["master"]
+        assert master.close()
+        assert not [*private.iterdir()]
+
+
 def test_a_failed_activation_is_reported_in_one_line(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
