@@ -14,9 +14,20 @@ from sgl_ext.engine.workarounds import beams, penalties
 
 
 def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> object:
-    ext = runtime.current
-    if ext is None:
+    if (ext := runtime.current) is None:
         return original(adder, req, *args, **kw)
+    result = _tried(ext, original, adder, req, *args, **kw)
+    if _lacks_memory(result, adder, req) and _made_room(ext, adder, req):
+        # Pages that the request's look-up found may have been evicted meanwhile.
+        req.init_next_round_input(adder.tree_cache)
+        result = _tried(ext, original, adder, req, *args, **kw)
+    return result
+
+
+def _tried(
+    ext: ExtRuntime, original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any
+) -> object:
+    """Admits or resumes a request if there is room for it, and returns SGLang's result."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     if not planned(ext, adder, req, kw.get("has_chunked_req", False)):
@@ -31,11 +42,9 @@ def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **k
     for power in ext.inside_out:
         power.acquire(req)
     result = original(adder, req, *args, **kw)
-    # SGLang's result says whether to try the next request: this one may have been admitted.
-    full = result is AddReqResult.NO_TOKEN and not _admitted(adder, req)
-    alone = full and not _made_room(ext, adder, req) and _alone(adder)
     # The KV that powers keep for the request leaves no room for the request itself, and no other
     # request will end and free memory.
+    alone = _lacks_memory(result, adder, req) and _alone(adder)
     if alone and any(power.concede(req) for power in ext.inside_out):
         result = original(adder, req, *args, **kw)
     if admitted := _admitted(adder, req):
@@ -103,6 +112,16 @@ def has_row(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
 
 def _made_room(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> bool:
     return any(power.make_room(adder, req) for power in ext.inside_out)
+
+
+def _lacks_memory(result: object, adder: PrefillAdder, req: Req) -> bool:
+    """Returns whether a request was refused for lack of memory.
+
+    SGLang's result says whether to try the next request: this one may have been admitted.
+    """
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return result is AddReqResult.NO_TOKEN and not _admitted(adder, req)
 
 
 def _admitted(adder: PrefillAdder, req: Req) -> bool:

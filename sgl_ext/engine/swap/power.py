@@ -158,16 +158,10 @@ class SwapPower(Power[Swap]):
         return True
 
     def resume(self, adder: PrefillAdder, req: Req) -> object | None:
-        from sglang.srt.managers.schedule_policy import AddReqResult
-
         if (swapped := self.manager.get(req.rid)) is None:
             return None
         with self.manager.clock.on():
-            result = resume.try_resume(self, adder, req, swapped)
-        if result is AddReqResult.NO_TOKEN:
-            # The next look-up decides, because making room may evict pages that this one found.
-            self.make_room(adder, req)
-        return result
+            return resume.try_resume(self, adder, req, swapped)
 
     def make_room(self, adder: PrefillAdder, req: Req) -> bool:
         """Preempts requests for one that memory is missing for, and returns whether it fits.
@@ -183,7 +177,8 @@ class SwapPower(Power[Swap]):
             found = resume.look_up(self, adder.tree_cache, req)
             with adder._lock_node(found.node):
                 lacking = resume.lacking(adder, req, found.tokens)
-            return out.displace(adder, req, lacking)
+            # Below 0, there are tokens for it, and only no slots for its pages yet.
+            return lacking >= 0 and out.displace(adder, req, lacking)
 
     def preempt(self, original: Original, adder: PrefillAdder, req: Req) -> bool | None:
         with self.manager.clock.on():

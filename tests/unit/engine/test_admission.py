@@ -188,7 +188,7 @@ def test_the_rest_of_a_prompt_that_is_cut_is_reserved(ext: Any, adder: Any) -> N
 def test_a_deferred_request_drops_its_plan(ext: Any, inner: Stub, adder: Any) -> None:
     inner.result = AddReqResult.NO_TOKEN
     assert admission._admit(refuses, adder, request()) is AddReqResult.NO_TOKEN
-    assert inner.calls[-1] == "deferred"
+    assert inner.calls[-2:] == ["deferred", "make_room"]
     assert not inner.held
     assert not admission._preempt(lambda *_: False, adder, request())
     assert inner.calls[-1] == "deferred"
@@ -209,7 +209,35 @@ def test_powers_concede_kept_kv_if_no_other_request_holds_memory(
     last = AddReqResult.CONTINUE if alone else AddReqResult.NO_TOKEN
     assert admission._admit(original, adder, request()) == last
     assert held == [3, 0] if alone else [3]
-    assert inner.calls[-1] == ("considered", alone)
+    assert [call for call in inner.calls if "considered" in call] == [("considered", alone)]
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_request_is_admitted_in_the_step_that_makes_room(
+    ext: Any, inner: Stub, adder: Any, resumed: bool
+) -> None:
+    """Making room may evict what the look-up of the request found, so it is looked up again."""
+    room, looked_up = [], []
+
+    def make_room(_adder: Any, _req: Any) -> bool:
+        room.append(1)
+        inner.result = AddReqResult.CONTINUE if resumed else None
+        return True
+
+    def original(adder: Any, req: Any) -> AddReqResult:
+        assert looked_up == ([] if not room else [adder.tree_cache])
+        return admits(adder, req) if room else AddReqResult.NO_TOKEN
+
+    inner.make_room = make_room  # type: ignore[method-assign]
+    inner.result = AddReqResult.NO_TOKEN if resumed else None
+    req = request()
+    req.init_next_round_input = looked_up.append
+    assert admission._admit(original, adder, req) == AddReqResult.CONTINUE
+    assert (len(room), len(looked_up)) == (1, 1)
+    assert len(adder.can_run_list) == (not resumed)
+    if not resumed:
+        admitted = [call[1] for call in inner.calls if call[0] == "considered"]
+        assert admitted == [False, True]
 
 
 def test_no_request_is_preempted_for_an_admitted_request(ext: Any, inner: Stub, adder: Any) -> None:
