@@ -110,7 +110,7 @@ def store(
     url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:30000",
     api_key: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it)
-        typer.Option(envvar="SGLANG_API_KEY", help="API key of the server, if it has one."),
+        typer.Option(help="API key of the server, if it has one."),
     ] = None,
     cache_salt: Annotated[
         Optional[str],  # noqa: UP045

@@ -164,7 +164,7 @@ class Req(Protocol):
 
     def set_finish_with_abort(self, message: str, status: int = ...) -> None: ...
 
-    def init_next_round_input(self, tree: RadixTree, *, cow_mamba: bool) -> None: ...
+    def init_next_round_input(self, tree: RadixTree, cow_mamba: bool | None = None) -> None: ...
 
     def _compute_max_prefix_len(self, tokens: int) -> int: ...
 
@@ -385,6 +385,7 @@ class Scheduler(Protocol):
     enable_overlap: bool
     beam_coordinator: BeamCoordinator
     grammar_manager: Any
+    idle_sleeper: Any
     invariant_checker: Any
     pool_stats_observer: Any
     new_token_ratio_tracker: Any

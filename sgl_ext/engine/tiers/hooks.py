@@ -39,10 +39,11 @@ def _stay_awake(original: Original, scheduler: Scheduler) -> None:
     The next request would otherwise wait for this.
     """
     ext = runtime.current
-    if ext is not None and ext.tiers is not None and ext.tiers.stack.stores.in_progress:
-        ext.tiers.stack.wait(_IDLE_S)
-    else:
+    stack = None if ext is None or ext.tiers is None else ext.tiers.stack
+    if stack is None or scheduler.idle_sleeper is None or not stack.stores.in_progress:
         original(scheduler)
+    else:
+        stack.wait(_IDLE_S)
 
 
 def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
