@@ -71,6 +71,10 @@ class _Storing:
         self.tell(progress)
 
 
+def _unheard(_progress: str) -> None:
+    """Progress that nobody asked for."""
+
+
 class StoredCreation:
     """Creation of one server's contexts, one at a time.
 
@@ -111,7 +115,7 @@ class StoredCreation:
         self,
         text: str | Sequence[int],
         salt: str | None,
-        tell: Callable[[str], None] = lambda _progress: None,
+        tell: Callable[[str], None] = _unheard,
     ) -> str:
         """Computes, profiles and stores a context; returns its id.
 
@@ -134,7 +138,7 @@ class StoredCreation:
             ExtError: the context is too long or too short, has token ids beyond the vocabulary, has
                 no room on the devices, cannot be computed or recorded, or is late.
         """
-        async with self._recorded(text, salt, lambda _progress: None) as (_, record):
+        async with self._recorded(text, salt, _unheard) as (_, record):
             return record.rename(record.with_suffix(".context"))
 
     @asynccontextmanager
