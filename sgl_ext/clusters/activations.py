@@ -106,16 +106,18 @@ def attention_mass(
     entries, kv_heads, _ = keys.shape
     group = heads // kv_heads
     mass = np.zeros((count, entries), np.float32)
-    hidden = None if seen is None else np.arange(entries) >= seen[:, None]
+    # No query hides an entry before the `first` one.
+    first = entries if seen is None else int(seen.min(initial=entries))
+    hidden = None if seen is None else np.arange(first, entries) >= seen[:, None]
     for head in range(heads):
         logits = (queries[:, head] * scale) @ keys[:, head // group].T
         if hidden is not None:
-            logits[hidden] = -np.inf
+            logits[:, first:][hidden] = -np.inf
         highest = np.maximum(logits.max(axis=1), beside[:, head])[:, None]
         logits -= highest
         np.exp(logits, out=logits)
         total = logits.sum(axis=1, keepdims=True) + np.exp(beside[:, head, None] - highest)
-        logits /= total
+        logits *= 1 / total
         mass += logits
     if counted is not None:
         mass[np.arange(entries) >= counted[:, None]] = 0

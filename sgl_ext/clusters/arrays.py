@@ -1,8 +1,8 @@
 """Arrays and their description in a safetensors file of which every byte is verified.
 
-The metadata holds a JSON text with the version, the description and a digest of the arrays, and a
-digest of that text. A reader of the header alone can therefore verify the header. A digest is not
-a signature, so shapes and ranges of the data are checked as well.
+The metadata holds a JSON text with the version, the description and a digest of each array, and a
+digest of that text. A reader of the header, or of some of the arrays, can therefore verify what it
+reads. A digest is not a signature, so shapes and ranges of the data are checked as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
 
-VERSION = 3
+VERSION = 4
 _LARGEST_HEADER = 1 << 20
 _READ = 1 << 30
 """Largest size of one read, in bytes."""
@@ -48,8 +48,8 @@ class DamagedError(ExtError):
 class _Header(msgspec.Struct):
     version: int
     about: msgspec.Raw
-    digest: str
-    """Digest of all arrays."""
+    digests: dict[str, str]
+    """Digest of each array, by its name."""
 
 
 class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,7 +72,8 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
         OSError: The file cannot be written.
     """
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    header = {"version": VERSION, "about": about, "digest": _digest(contiguous)}
+    digests = {name: _digest(array) for name, array in contiguous.items()}
+    header = {"version": VERSION, "about": about, "digests": digests}
     text = msgspec.json.encode(header).decode()
     try:
         save_file(contiguous, path, metadata={"sgl_ext": text, "digest": _digest_of(text)})
@@ -95,20 +96,48 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
     Raises:
         DamagedError: The file is missing, is damaged, has other arrays or is of another version.
     """
-    with _opened(path) as file:
-        header, tensors, start = _read_header(path, file)
-        about = _decode(header.about, kind)
-        expected = shapes(about)
-        _require_shapes(tensors, expected, os.fstat(file.fileno()).st_size - start)
-        arrays = {
-            name: _read(file, start + tensors[name].data_offsets[0], dtype, shape)
-            for name, (dtype, shape) in expected.items()
-        }
-    if _digest(arrays) != header.digest:
-        raise DamagedError(
-            f"{path.name} is damaged (its checksum differs); store the context again"
-        )
-    return arrays, about
+    file = ArrayFile(path, kind, shapes)
+    return {name: file.read(name) for name in file.shapes}, file.about
+
+
+class ArrayFile(Generic[About]):
+    """File that :func:`save` wrote, of which single arrays are read. Threads may read at once.
+
+    The arguments and errors are those of :func:`load`.
+
+    Attributes:
+        about: Description of the arrays.
+        shapes: Dtype and shape of each array, by its name.
+    """
+
+    def __init__(self, path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> None:
+        self._path = path
+        with _opened(path) as fd:
+            header, tensors, start = _read_header(path, fd)
+            self.about: About = _decode(header.about, kind)
+            self.shapes = shapes(self.about)
+            _require_shapes(tensors, self.shapes, os.fstat(fd).st_size - start)
+            if header.digests.keys() != self.shapes.keys():
+                raise ValueError("it has other checksums than arrays")
+        self._digests = header.digests
+        self._offsets = {name: start + each.data_offsets[0] for name, each in tensors.items()}
+
+    def read(self, name: str, into: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Reads and verifies an array.
+
+        Args:
+            into: Contiguous array for it, of its dtype and shape; a new one if None.
+
+        Raises:
+            DamagedError: See :func:`load`.
+        """
+        dtype, shape = self.shapes[name]
+        with _opened(self._path) as fd:
+            array = np.empty(shape, dtype) if into is None else into
+            _read(fd, self._offsets[name], array)
+        if _digest(array) != self._digests[name]:
+            raise _differing(self._path)
+        return array
 
 
 def load_about(path: Path, kind: type[About]) -> About:
@@ -117,15 +146,18 @@ def load_about(path: Path, kind: type[About]) -> About:
     Raises:
         DamagedError: See :func:`load`.
     """
-    with _opened(path) as file:
-        return _decode(_read_header(path, file)[0].about, kind)
+    with _opened(path) as fd:
+        return _decode(_read_header(path, fd)[0].about, kind)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[int]:
     try:
-        with os.fdopen(open_own(path, os.O_RDONLY), "rb", buffering=0) as file:
-            yield file
+        fd = open_own(path, os.O_RDONLY)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
         reason = reason_of(error) or "too large"
         raise DamagedError(
@@ -133,19 +165,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         ) from None
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[_Header, dict[str, _Tensor], int]:
+def _differing(path: Path) -> DamagedError:
+    return DamagedError(f"{path.name} is damaged (its checksum differs); store the context again")
+
+
+def _read_header(path: Path, fd: int) -> tuple[_Header, dict[str, _Tensor], int]:
     """Returns the header, the tensors by name, and the offset of their data in the file."""
-    length = int.from_bytes(file.read(8), "little")
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 0 < length <= _LARGEST_HEADER:
         raise ValueError(f"its header has an invalid length of {length} B")
-    found = _decode(file.read(length), dict[str, msgspec.Raw])
+    found = _decode(os.pread(fd, length, 8), dict[str, msgspec.Raw])
     if "__metadata__" not in found:
         raise ValueError("it has no metadata")
     metadata = _decode(found.pop("__metadata__"), _Metadata)
     if _digest_of(metadata.sgl_ext) != metadata.digest:
-        raise DamagedError(
-            f"{path.name} is damaged (its checksum differs); store the context again"
-        )
+        raise _differing(path)
     header = _decode(metadata.sgl_ext, _Header)
     if header.version != VERSION:
         raise DamagedError(
@@ -186,28 +220,22 @@ def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int)
         raise ValueError(f"its arrays take {at:,} B, expected {size:,} B")
 
 
-def _read(
-    file: BinaryIO, offset: int, dtype: type[np.generic], shape: tuple[int, ...]
-) -> NDArray[Any]:
-    """Reads an array from ``offset``.
+def _read(fd: int, offset: int, array: NDArray[Any]) -> None:
+    """Reads a contiguous array from ``offset``.
 
     The file is not mapped, because a mapping ends the process if the file becomes shorter.
     """
-    array = np.empty(shape, dtype)
     left = array.reshape(-1).view(np.uint8)
     while len(left):
-        count = os.preadv(file.fileno(), [left[:_READ].data], offset)
+        count = os.preadv(fd, [left[:_READ].data], offset)
         if not count:
             raise ValueError("it was truncated while it was read")
         left, offset = left[count:], offset + count
-    return array
 
 
-def _digest(arrays: Arrays) -> str:
-    found = xxhash.xxh3_64()
-    for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        found.update(array.data)
+def _digest(array: NDArray[Any]) -> str:
+    found = xxhash.xxh3_64(f"{array.dtype.str} {array.shape}".encode())
+    found.update(array.data)
     return found.hexdigest()
 
 

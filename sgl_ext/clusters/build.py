@@ -21,7 +21,7 @@ from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.files import block_file, index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
-from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.recorded import Recorded, RecordedLayer
 from sgl_ext.clusters.stored import About, out_of_range
 from sgl_ext.errors import ExtError, reason_of
 
@@ -143,10 +143,11 @@ def _layers(
 def _layer(
     recorded: Recorded, layer: int, options: Options, blocks: Blocks, files: Sequence[BinaryIO]
 ) -> Arrays:
-    profile = Profile.of(recorded, layer, options, blocks.block)
-    sinks, end = options.sinks, len(recorded.tokens) - options.window
-    codes, kv = profile.codes, recorded.kv[layer]
-    sums = _write(recorded, layer, sinks + profile.order, blocks, files)
+    of = recorded.layer(layer)
+    profile = Profile.of(of, options, blocks.block)
+    sinks, end = options.sinks, len(of.kv) - options.window
+    codes, kv = profile.codes, of.kv
+    sums = _write(of, sinks + profile.order, blocks, files)
     return {
         "order": profile.order,
         "often": profile.often(blocks.block).astype(np.int32),
@@ -160,17 +161,16 @@ def _layer(
 
 
 def _write(
-    recorded: Recorded,
-    layer: int,
+    layer: RecordedLayer,
     tokens: NDArray[np.int32],
     blocks: Blocks,
     files: Sequence[BinaryIO],
 ) -> NDArray[np.uint64]:
     """Writes the blocks of a layer; returns their checksums, uint64 ``[blocks]``."""
     padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
-    entries = recorded.kv[layer, tokens].reshape(blocks.blocks, -1)
+    entries = layer.kv[tokens].reshape(blocks.blocks, -1)
     padded[:, : entries.shape[1]] = entries
-    device, offset = blocks.place(layer, np.arange(blocks.blocks))
+    device, offset = blocks.place(layer.number, np.arange(blocks.blocks))
     for at, file in enumerate(files):
         mine = np.flatnonzero(device == at)
         if not len(mine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import requests
@@ -18,24 +18,30 @@ _SILENCE_S = 3600.0
 
 def store(
     url: str,
-    text: str,
+    context: str | Sequence[int],
     *,
     api_key: str | None = None,
     cache_salt: str | None = None,
     tell: Callable[[str], None] = lambda _progress: None,
 ) -> dict[str, Any]:
-    """Has the server at ``url`` store a text as a context, and returns the context's description.
+    """Has the server at ``url`` store a context, and returns its description.
 
     Args:
+        context: its text, or its token ids.
         api_key: API key of the server, if it has one.
         cache_salt: salt of the tenant.
-        tell: called with the progress: ``waiting``, ``computing``, ``layer 3/30``.
+        tell: called with the progress: ``waiting``, ``computing 4096/65536`` (tokens),
+            ``layer 3/30``.
 
     Raises:
         ExtError: the server does not answer, or it cannot store the context.
     """
     route = f"{url.rstrip('/')}/ext/clusters"
-    body = {"text": text, "stream": True}
+    body: dict[str, Any] = {"stream": True}
+    if isinstance(context, str):
+        body["text"] = context
+    else:
+        body["input_ids"] = [*context]
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

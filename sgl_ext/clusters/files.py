@@ -12,13 +12,16 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sgl_ext.errors import ExtError
 from sgl_ext.own_files import make_own_folder, open_own
 
+PART = ".part"
+"""Suffix of the files of a record."""
 PREFIX = "stx-"
 """Prefix of generated names of contexts."""
 _FOLDER = "sgl_ext-contexts"
@@ -96,9 +99,24 @@ def remove(name: str, directories: Sequence[Path]) -> None:
 
 def _remove_written(name: str, first: Path) -> None:
     """Removes the files of a context that exist only until it is stored, or if that fails."""
-    record, index = recorded_file(first, name), index_file(first, name)
-    for path in (record, scratch_of(record), failed_file(first, name), scratch_of(index)):
+    remove_record(record_folder(first, name))
+    scratch_of(index_file(first, name)).unlink(missing_ok=True)
+
+
+def remove_record(folder: Path) -> None:
+    """Removes the record of a context if it exists, even while a part of it is written."""
+    gone = scratch_of(folder)
+    _discard(gone)
+    with suppress(FileNotFoundError):
+        folder.rename(gone)  # from here on no part can be added
+    _discard(gone)
+
+
+def _discard(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 @contextmanager
@@ -150,7 +168,7 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
     found = {
         path.name.partition(".")[0]
         for path in first.glob(f"{PREFIX}*")
-        if path.name.endswith((".0.blocks", _RECORDED, _FAILED, _SCRATCH))
+        if path.name.endswith((".0.blocks", _RECORDED, _SCRATCH))
     }
     for name in found & stored:
         _remove_written(name, first)
@@ -179,13 +197,18 @@ def index_file(directory: Path, name: str) -> Path:
     return directory / f"{name}{_INDEX}"
 
 
-def recorded_file(directory: Path, name: str) -> Path:
+def record_folder(directory: Path, name: str) -> Path:
+    """Returns the folder with the record of a context, which exists until it is stored."""
     return directory / f"{name}{_RECORDED}"
 
 
-def failed_file(directory: Path, name: str) -> Path:
-    """Returns the path of the file that says in one line why there is no record."""
-    return directory / f"{name}{_FAILED}"
+def part_file(record: Path, part: str) -> Path:
+    return record / f"{part}{PART}"
+
+
+def failed_file(part: Path) -> Path:
+    """Returns the path of the file that says in one line why a part of a record is missing."""
+    return part.with_name(part.name + _FAILED)
 
 
 def block_file(directory: Path, name: str, device: int) -> Path:

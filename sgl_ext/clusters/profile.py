@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
 from sgl_ext.clusters.codes import Codes
-from sgl_ext.clusters.recorded import Recorded, as_float32
+from sgl_ext.clusters.recorded import RecordedLayer, as_float32
 from sgl_ext.errors import ExtError
 
 _QUERIES = 64
@@ -73,8 +73,8 @@ class Profile:
     codes: Codes
 
     @classmethod
-    def of(cls, recorded: Recorded, layer: int, options: Options, block: int) -> Profile:
-        """Computes the profile of a layer from the record of a context.
+    def of(cls, layer: RecordedLayer, options: Options, block: int) -> Profile:
+        """Computes the profile of a layer.
 
         Args:
             options: Options that are fitted to the context.
@@ -83,18 +83,18 @@ class Profile:
         Raises:
             ExtError: The layer has keys, values or queries that are not finite.
         """
-        keys, queries = recorded.keys(layer), recorded.queries[layer]
-        kv = as_float32(recorded.kv[layer], recorded.geometry.dtype)
+        keys, queries = layer.keys, layer.queries
+        kv = as_float32(layer.kv, layer.geometry.dtype)
         if not (np.isfinite(kv).all() and np.isfinite(queries).all()):
             raise ExtError(
-                f"layer {layer} of the context has keys, values or queries that are not finite; "
-                "serve the model with another --dtype"
+                f"layer {layer.number} of the context has keys, values or queries that are not "
+                "finite; serve the model with another --dtype"
             )
         middle = keys[options.sinks : len(keys) - options.window]
-        masses = _masses(recorded, layer, options, keys)
+        masses = _masses(layer, options)
         activations = Activations.of(masses, options.activated)
         order = _clusters.blocks(activations.bits, block, max(_WINDOW, block))
-        codes = Codes.of(middle[order], queries, options.subspaces, seed=layer)
+        codes = Codes.of(middle[order], queries, options.subspaces, seed=layer.number)
         return cls(activations, order, codes)
 
     def often(self, block: int) -> NDArray[np.int64]:
@@ -104,19 +104,18 @@ class Profile:
         return Activations(bits, self.activations.queries).frequency
 
 
-def _masses(
-    recorded: Recorded, layer: int, options: Options, keys: NDArray[np.float32]
-) -> Iterator[NDArray[np.float32]]:
+def _masses(layer: RecordedLayer, options: Options) -> Iterator[NDArray[np.float32]]:
     """Yields the attention of the profile's queries to the entries between sinks and window.
 
     Each array has some queries, ``[queries, entries]``. Entries in the local window of a query at
     its own position are not counted, because the window is always in memory.
     """
+    keys, scale = layer.keys, layer.geometry.scale
     sinks, end = options.sinks, len(keys) - options.window
-    scale, resident = recorded.geometry.scale, np.concatenate([keys[:sinks], keys[end:]])
-    for start in range(0, len(recorded.seen), _QUERIES):
-        queries = recorded.queries[layer, start : start + _QUERIES]
-        seen = recorded.seen[start : start + _QUERIES]
+    resident = np.concatenate([keys[:sinks], keys[end:]])
+    for start in range(0, len(layer.seen), _QUERIES):
+        queries = layer.queries[start : start + _QUERIES]
+        seen = layer.seen[start : start + _QUERIES]
         # A query sees the part of the context's window that comes before it.
         near = np.minimum(seen, sinks) + np.maximum(seen - end, 0)
         beside = log_sum(queries, resident, scale, near)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from sgl_ext.bench.data.questions import questions
 from sgl_ext.cli import app
-from sgl_ext.clusters.files import index_file, own_folders
+from sgl_ext.clusters.files import index_file, own_folders, remove_record
 from sgl_ext.engine.clusters.metrics import BLOCKS
 from sgl_ext.serving.http import live
 from sgl_ext.serving.server import Server, System, serve
@@ -145,6 +145,35 @@ def test_reading_all_blocks_equals_dense_attention(
         ]  # fmt: skip
 
 
+def test_a_context_larger_than_the_kv_pool_is_stored(
+    server: Server, asked: tuple[list[int], list[list[int]]], model: Path, tmp_path: Path
+) -> None:
+    """The pool holds 768 tokens, so that the context is computed in four parts."""
+    context, prompts = asked
+    section = {"directories": [str(tmp_path)], "largest": 1.0}
+    arguments = (
+        "--max-total-tokens", "768", "--page-size", "16", "--dtype", "float32",
+        "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
+    )  # fmt: skip
+    with serve([System("small", arguments)], model, tmp_path / "logs") as (small,):
+        with requests.post(
+            f"{small.url}/ext/clusters", json={"input_ids": context, "stream": True}, stream=True,
+            timeout=DEADLINE_S,
+        ) as answer:  # fmt: skip
+            lines = [json.loads(line[6:]) for line in answer.iter_lines() if line]
+        said = [one.get("progress") for one in lines]
+        parts = [f"computing {done}/{_CONTEXT}" for done in (0, 375, 750, 1125, 1500)]
+        assert said[:6] == ["waiting", *parts]
+        for prompt in prompts[:2]:
+            dense = generate(server, [*context, *prompt], tokens=10).json()
+            found = generate(small, prompt, lines[-1]["id"], sparsity=1.0, tokens=10).json()
+            assert found["output_ids"] == dense["output_ids"]
+            assert logprobs(found) == pytest.approx(logprobs(dense), abs=2e-4)
+        # Room for a request of the whole pool: no KV of the parts is held.
+        assert generate(small, context[:700], tokens=10).ok
+        assert not [*tmp_path.rglob("*.recorded*")]
+
+
 def blocks_given(server: Server) -> float:
     """Returns the sum of the block counters in ``/metrics``."""
     text = requests.get(f"{server.url}/metrics", timeout=60).text
@@ -251,7 +280,7 @@ def test_the_cluster_command_stores_a_record_while_the_server_runs(
     outside = CliRunner().invoke(app, [*command, "../by-hand"])
     assert outside.exit_code == 1
     assert "A-Z" in outside.output
-    Path(record).unlink()
+    remove_record(Path(record))
     assert id_ in live(server.url)["clusters"]["open"]
     opened = live(server.url)["clusters"]["open"].values()
     given = sum(one[name] for one in opened for name in BLOCKS)
@@ -283,7 +312,7 @@ def test_the_store_command_shows_progress_and_prints_the_id(
         lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
     *progress, last = map(json.loads, lines)
     said = [one["progress"] for one in progress]
-    assert said[:2] == ["waiting", "computing"]
+    assert said[:2] == ["waiting", f"computing 0/{_CONTEXT}"]
     assert said[-1].startswith("layer ")
     requests.delete(f"{server.url}/ext/clusters/{last['id']}", timeout=60)
 
@@ -303,7 +332,12 @@ def test_forged_cache_keys_are_refused_and_forged_parameters_ignored(
         answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
         assert answer.status_code == 400, answer.text
         assert "is reserved for the server" in answer.text
-    own = {"ext_recorded": {"id": "stx-a", "tokens": 3, "queries": 1, "last": True}}
+    own = {
+        "ext_recorded": {
+            "id": "stx-a", "part": "kv-0", "start": 0, "tokens": 3, "kv": True, "queries": 1,
+            "keep": False,
+        }
+    }  # fmt: skip
     params = {"max_new_tokens": 1, "custom_params": own}
     body = {"input_ids": [5, 6, 7, 8], "sampling_params": params}
     answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)

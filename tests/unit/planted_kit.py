@@ -18,7 +18,7 @@ def planted(path: Path, text: bytes, content: arrays.Arrays) -> None:
     """Writes a file whose digests are right, whatever its content."""
     content = {name: np.ascontiguousarray(array) for name, array in content.items()}
     header = {"version": arrays.VERSION, "about": msgspec.Raw(text)}
-    header["digest"] = arrays._digest(content)
+    header["digests"] = {name: arrays._digest(array) for name, array in content.items()}
     said = msgspec.json.encode(header).decode(errors="replace")
     save_file(content, path, {"sgl_ext": said, "digest": arrays._digest_of(said)})
 

@@ -158,15 +158,21 @@ void add_distances(const Activations &activations, const std::int32_t *counts, s
 
 }  // namespace
 
-std::vector<std::int32_t> blocks(const Activations &activations, std::size_t block,
-                                 std::size_t window) {
-  const auto counts = frequencies(activations);
-  std::vector<std::int32_t> left(activations.entries);
+std::vector<std::int32_t> blocks(const Activations &given, std::size_t block, std::size_t window) {
+  std::vector<std::int32_t> counts = frequencies(given), left(given.entries);
   std::iota(left.begin(), left.end(), 0);
   std::stable_sort(left.begin(), left.end(), [&counts](std::int32_t a, std::int32_t b) {
     return counts[std::size_t(a)] > counts[std::size_t(b)];
   });
-  std::size_t taken = 0;  // entries of `left` that were moved to `near`
+  // The most frequently activated entries come first in memory as well, so that the entries of
+  // `near` are read from front to back.
+  std::vector<std::uint64_t> bits(given.entries * given.words);
+  for (std::size_t i = 0; i < given.entries; ++i)
+    std::copy_n(given.bits + std::size_t(left[i]) * given.words, given.words,
+                bits.data() + i * given.words);
+  const Activations activations{bits.data(), given.entries, given.words};
+  counts = frequencies(activations);
+  std::size_t taken = 0;  // number of entries that were moved to `near`
   std::vector<std::int32_t> near;
   std::vector<float> sums;
   std::vector<std::int32_t> order;
@@ -178,7 +184,7 @@ std::vector<std::int32_t> blocks(const Activations &activations, std::size_t blo
     for (std::size_t i = 0; i < near.size(); ++i)
       if (sums[i] < gone) near[kept++] = near[i];
     near.resize(kept);
-    while (near.size() < window && taken < left.size()) near.push_back(left[taken++]);
+    while (near.size() < window && taken < left.size()) near.push_back(std::int32_t(taken++));
     sums.assign(near.size(), 0.0f);
 
     std::size_t members = 0;
@@ -206,10 +212,12 @@ std::vector<std::int32_t> blocks(const Activations &activations, std::size_t blo
         members = 0;
       }
       sums[best] = gone;
-      add_distances(activations, counts.data(), std::size_t(order.back()), near, sums.data());
       ++members;
+      if (members < size)  // else nothing is added to this block
+        add_distances(activations, counts.data(), std::size_t(order.back()), near, sums.data());
     }
   }
+  for (std::int32_t &entry : order) entry = left[std::size_t(entry)];
   return order;
 }
 

@@ -9,9 +9,10 @@
 namespace sgl_ext {
 namespace {
 
-typedef std::int32_t Numbers __attribute__((vector_size(64)));
+// Eight lanes, because GCC compares wider vectors one element at a time where it has only AVX2.
+typedef std::int32_t Numbers __attribute__((vector_size(32)));
 
-constexpr std::size_t lanes = lanes_of<Sixteen>;
+constexpr std::size_t lanes = lanes_of<Eight>;
 constexpr std::size_t together = 4;  // points that share the loads of a centroid
 
 // Centroids with one per lane. Half of the squared distance, less the same for all centroids, is
@@ -43,18 +44,18 @@ void find(const float *points, std::size_t count, const Columns &columns, std::i
     const float *from[together];
     for (std::size_t p = 0; p < together; ++p)
       from[p] = points + std::min(first + p, count - 1) * width;
-    Sixteen least[together];
+    Eight least[together];
     Numbers best[together], numbers;
     for (std::size_t l = 0; l < lanes; ++l) numbers[l] = std::int32_t(l);
     for (std::size_t p = 0; p < together; ++p) {
-      least[p] = all<Sixteen>(INFINITY);
+      least[p] = all<Eight>(INFINITY);
       best[p] = numbers;
     }
     for (std::size_t c = 0; c < size; c += lanes, numbers += std::int32_t(lanes)) {
-      Sixteen far[together];
-      for (std::size_t p = 0; p < together; ++p) far[p] = sixteen(columns.halves.data() + c);
+      Eight far[together];
+      for (std::size_t p = 0; p < together; ++p) far[p] = load<Eight>(columns.halves.data() + c);
       for (std::size_t i = 0; i < width; ++i) {
-        const Sixteen values = sixteen(columns.values.data() + i * size + c);
+        const Eight values = load<Eight>(columns.values.data() + i * size + c);
         for (std::size_t p = 0; p < together; ++p) far[p] -= from[p][i] * values;
       }
       for (std::size_t p = 0; p < together; ++p) {

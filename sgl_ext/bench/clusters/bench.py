@@ -2,7 +2,7 @@
 
 A server records keys and queries of real texts. The part ``mass`` calculates from them the share
 of the attention that a selection covers. In the parts ``answers`` and ``serving``, servers follow
-stored contexts.
+stored contexts; in the part ``storing``, they store one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from sgl_ext.bench.clusters.answers import report_answers
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters.serving import report_serving
+from sgl_ext.bench.clusters.storing import report_storing
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 
-PARTS = ("mass", "answers", "serving")
+PARTS = ("mass", "answers", "serving", "storing")
 _DEVICES = 4
 
 
@@ -36,10 +37,14 @@ class _Sizes:
     pool: int
     shares: Sequence[float]
     rounds: int
+    stored: int
+    """Length of the context whose storage is measured, in tokens."""
+    stores: int
+    """Number of times that it is stored."""
 
 
-_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2)
-_WHOLE = _Sizes((4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10)
+_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1)
+_WHOLE = _Sizes((4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10, 7000, 3)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -60,6 +65,12 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _find(
             report, partial, "serving",
             lambda found: report_serving(found, model, read[-1], sizes.pool, sizes.rounds, out),
+        )  # fmt: skip
+    if "storing" in parts:
+        (longest,) = samples(model, (sizes.stored,), sizes.unseen)
+        _find(
+            report, partial, "storing",
+            lambda found: report_storing(found, model, longest, sizes.stores, out),
         )  # fmt: skip
     if "mass" in parts:
         report_mass(report, observed, partial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sgl_ext.bench.data.needles import essays
 from sgl_ext.bench.data.questions import QuestionSet, questions
 from sgl_ext.clusters.activations import attention_mass, log_sum
+from sgl_ext.clusters.files import remove_record
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
@@ -126,7 +127,7 @@ def stored_system(
 
 
 def record(url: str, tokens: Sequence[int]) -> Recorded:
-    """Has the server at ``url`` record a context, loads the record and removes its file.
+    """Has the server at ``url`` record a context, loads the record and removes its folder.
 
     Raises:
         ExtError: the server did not record the context, or the record cannot be loaded.
@@ -140,9 +141,10 @@ def record(url: str, tokens: Sequence[int]) -> Recorded:
         raise ExtError(f"{url} did not record a context: {answer.text[:300]}")
     path = Path(answer.json()["record"])
     try:
-        return Recorded.load(path)
+        found = Recorded.load(path)
+        return replace(found, kv=found.kv[:])
     finally:
-        path.unlink()
+        remove_record(path)
 
 
 @dataclass(frozen=True)
@@ -189,13 +191,13 @@ class Observed:
 
     def _layer(self, number: int, options: Options, block: int) -> Layer:
         tokens, unseen = len(self.sample.context), len(self.sample.unseen)
-        keys, scale = self.asked.keys(number), self.asked.geometry.scale
+        keys, scale = self.asked.layer(number).keys, self.asked.geometry.scale
         queries = self.asked.queries[number, self.unseen]
         sinks, end = options.sinks, tokens - options.window
         resident = np.concatenate([keys[:sinks], keys[end:]])
         seen = sinks + options.window + np.arange(1, unseen + 1)
         beside = log_sum(queries, resident, scale, seen)
-        profile = Profile.of(self.profile, number, options, block)
+        profile = Profile.of(self.profile.layer(number), options, block)
         return Layer(number, block, keys[sinks:end], queries, beside, scale, profile)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,69 +21,13 @@ from sgl_ext._native import _clusters
 from sgl_ext.clusters.selection import blocks_of, each_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.clusters.memory import StoredMemory
+from sgl_ext.engine.clusters.own import Own, OwnTokensError
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 
 _ROWS = 32
 """Maximum number of rows that blocks are selected for at a time; each row has a score for every
 entry."""
-
-
-class OwnTokensError(ExtError):
-    """Error raised when the attention of a row to its own tokens is not finite.
-
-    The context is not at fault.
-    """
-
-
-class Own(NamedTuple):
-    """Requests' own tokens, which follow the context and whose KV is in the pool.
-
-    A row's tokens are given by their slots in a pool in host memory, or by ``sums``.
-
-    Attributes:
-        slots: slots of the tokens of all requests, int64 ``[tokens]``; rows of a request share
-            them.
-        starts: index in ``slots`` of the first token of each row's request, int64 ``[rows]``.
-        lengths: number of tokens that each row sees, the last of which is the row's token, int64
-            ``[rows]``.
-        before: number of tokens before the forward of each row's request, int64 ``[rows]``.
-        sums: log-sum-exp of the logits of further tokens that each row sees, float32
-            ``[rows, heads]``; None if there are none.
-    """
-
-    slots: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    before: NDArray[np.int64]
-    sums: NDArray[np.float32] | None = None
-
-    @classmethod
-    def of(cls, slots: Sequence[NDArray[np.int64]], new: Sequence[int]) -> Own:
-        """Returns the own tokens that the rows of some requests see.
-
-        Args:
-            slots: slots of each request's own tokens.
-            new: number of rows of each request; they are its last tokens.
-        """
-        ends = np.array([len(each) for each in slots], np.int64)
-        rows = np.array(new, np.int64)
-        before = np.repeat(ends - rows, rows)
-        at = np.arange(len(before)) - np.repeat(np.cumsum(rows) - rows, rows)
-        return cls(
-            np.concatenate(slots), np.repeat(np.cumsum(ends) - ends, rows), before + at + 1, before
-        )
-
-    @classmethod
-    def elsewhere(cls, rows: int) -> Own:
-        """Returns the own tokens of rows that see none in host memory."""
-        none = np.zeros(rows, np.int64)
-        return cls(none[:0], none, none, none)
-
-    def only(self, some: slice) -> Own:
-        """Returns the own tokens of some of the rows."""
-        sums = None if self.sums is None else self.sums[some]
-        return Own(self.slots, self.starts[some], self.lengths[some], self.before[some], sums)
 
 
 class StoredAttention:
@@ -120,21 +63,9 @@ class StoredAttention:
         share: float,
         sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes the attention of rows, of one query each, to the context and their own tokens.
+        """See :meth:`Attended.attend <sgl_ext.engine.clusters.attended.Attended.attend>`.
 
         Own tokens without slots count in the selection of blocks only.
-
-        Args:
-            query: ``[rows, heads, head_dim]``, the rows of each request one after the other.
-            keys: K of the pool in this layer, ``[slots, kv_heads, head_dim]``.
-            values: V of the pool in this layer, shaped as ``keys``.
-            own: own tokens of the rows.
-            share: share of the context's blocks that each row is given.
-            sums: tensor for the log-sum-exp of the logits that the output is computed from,
-                float32 ``[rows, heads]``; None if it is not wanted.
-
-        Returns:
-            The output, ``[rows, heads, head_dim]``.
 
         Raises:
             DeviceError: a block cannot be read, is late, or is damaged.
@@ -190,14 +121,10 @@ class StoredAttention:
         share: float,
         times: float,
     ) -> None:
-        """Starts to read the blocks that rows will probably need.
+        """See :meth:`Attended.prefetch <sgl_ext.engine.clusters.attended.Attended.prefetch>`.
 
         Does nothing for more than :data:`_ROWS` rows, for a share of 1, or if the context has
         failed.
-
-        Args:
-            query: predicted queries, shaped as for :meth:`attend`.
-            times: number of blocks to read for each row, as a multiple of those that it is given.
         """
         if share >= 1 or len(query) > _ROWS or self.failed:
             return
@@ -214,6 +141,10 @@ class StoredAttention:
         began = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - began
+
+    def close(self) -> None:
+        """See :meth:`StoredMemory.close`."""
+        self.memory.close()
 
     def describe(self) -> dict[str, object]:
         """Returns the cost of following the context, for ``/server_info``."""

@@ -9,17 +9,19 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from sgl_ext.clusters.files import names, own_folders
+from sgl_ext.clusters.files import names, own_folders, record_folder
 from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters
+from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.follower import Follower, end_request
 from sgl_ext.engine.clusters.memory import StoredMemory
 from sgl_ext.engine.clusters.metrics import BLOCKS, StoredMetrics
-from sgl_ext.engine.clusters.parameters import FollowsStored
+from sgl_ext.engine.clusters.parameters import FollowsStored, IsRecorded
+from sgl_ext.engine.clusters.recorded_attention import RecordedAttention
 from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.transfer import TransferEngine
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOKED_EVERY_S = 1.0
+_RECORD = ":"
+"""Character between the id of a context that is recorded and the number of its tokens; ids of
+stored contexts do not contain it."""
 
 
 class UnavailableError(ExtError):
@@ -72,7 +77,7 @@ class StoredContexts:
             for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))
         ]
         # Ordered by use, the most recently used last.
-        self._open: dict[str, Future[StoredAttention]] = {}
+        self._open: dict[str, Future[Attended]] = {}
         self._gone: set[str] = set()
         """Ids of open contexts that were deleted, as of the last check."""
         self._look = 0.0
@@ -104,8 +109,22 @@ class StoredContexts:
             )
         follower = Follower(asked.id, share, req, time.monotonic())
         self._followers[req.rid] = follower
-        self._begin(asked.id)
+        self._begin(follower)
         return follower
+
+    def ask_recorded(self, req: Req, asked: IsRecorded) -> None:
+        """Adds SGLang's ``req`` as a follower of the tokens that are recorded before its prompt.
+
+        Raises:
+            ExtError: contexts cannot be followed any more.
+        """
+        if self.stale:
+            raise ExtError(self.stale)
+        if req.rid not in self._followers:
+            id_ = f"{asked.id}{_RECORD}{asked.start}"
+            follower = Follower(id_, 1.0, req, time.monotonic(), recorded=asked)
+            self._followers[req.rid] = follower
+            self._begin(follower)
 
     def follower(self, rid: str) -> Follower | None:
         """Returns the follower with a request id; None if the request follows no context."""
@@ -144,7 +163,7 @@ class StoredContexts:
         """
         if (follower := self._followers.get(rid)) is None or follower.tokens:
             return True
-        self._begin(follower.id)
+        self._begin(follower)
         future = self._open.get(follower.id)
         if future is None or not future.done():
             if time.monotonic() - follower.since > self._config.wait:
@@ -184,7 +203,7 @@ class StoredContexts:
         future = self._open.get(follower.id)
         return future is None or not future.done()
 
-    def context(self, follower: Follower) -> StoredAttention:
+    def context(self, follower: Follower) -> Attended:
         """Returns the open context of a request that runs."""
         return self._open[follower.id].result()
 
@@ -212,7 +231,9 @@ class StoredContexts:
         if self._open and (now := time.monotonic()) >= self._look:
             self._look = now + _LOOKED_EVERY_S
             self._threads.submit(self._find_gone, {*self._open})
-        failed = {id_ for id_, one in self._usable.items() if one.failed}
+        failed = {
+            id_ for id_, one in self._open.items() if (found := _result(one)) and found.failed
+        }
         if gone := self._gone | failed:
             for id_ in gone & self._unused():
                 self._close(id_)
@@ -235,29 +256,35 @@ class StoredContexts:
 
     @property
     def _usable(self) -> dict[str, StoredAttention]:
-        """Open contexts, by id."""
+        """Open stored contexts, by id."""
         return {
-            id_: future.result()
+            id_: found
             for id_, future in self._open.items()
-            if future.done() and future.exception() is None
+            if isinstance(found := _result(future), StoredAttention)
         }
 
     def _unused(self) -> set[str]:
         followed = {follower.id for follower in self._followers.values()}
         return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
 
-    def _begin(self, id_: str) -> None:
-        """Starts to open a context unless it is open; marks it as used.
+    def _begin(self, follower: Follower) -> None:
+        """Starts to open a request's context unless it is open; marks it as used.
 
         If the limit of open contexts is reached, closes the least recently used one that no request
-        follows. Does nothing if there is none.
+        follows. Does nothing if there is none. Records do not count.
         """
+        id_ = follower.id
+        if follower.recorded is not None:
+            if id_ not in self._open:
+                self._open[id_] = self._threads.submit(self._opened_record, follower.recorded)
+            return
         if id_ in self._open:
             self._open[id_] = self._open.pop(id_)
             return
-        if len(self._open) >= self._config.open:
+        stored = [one for one in self._open if _RECORD not in one]
+        if len(stored) >= self._config.open:
             unused = self._unused()
-            if (oldest := next((one for one in self._open if one in unused), None)) is None:
+            if (oldest := next((one for one in stored if one in unused), None)) is None:
                 return
             self._close(oldest)
         self._open[id_] = self._threads.submit(self._opened, id_)
@@ -271,6 +298,11 @@ class StoredContexts:
     def _find_gone(self, opened: set[str]) -> None:
         """Finds deleted contexts. It runs in a thread, because it reads a directory."""
         self._gone = opened - {*names(self._folders)}
+
+    def _opened_record(self, asked: IsRecorded) -> RecordedAttention:
+        """Opens the first tokens of a context that is recorded. It runs in a thread."""
+        folder = record_folder(self._folders[0], asked.id)
+        return RecordedAttention(folder, asked.start, self._geometry, self._config.deadline)
 
     def _opened(self, id_: str) -> StoredAttention:
         """Opens a context. It runs in a thread, because it reads files."""
@@ -291,9 +323,14 @@ def _costs(opened: StoredAttention) -> Counter[str]:
     return Counter({name: found[name] for name in BLOCKS}) + Counter(opened.seconds)
 
 
-def _close(opened: Future[StoredAttention]) -> None:
+def _result(opened: Future[Attended]) -> Attended | None:
+    """Returns a context that is open; None if it is not, or cannot be opened."""
+    return opened.result() if opened.done() and opened.exception() is None else None
+
+
+def _close(opened: Future[Attended]) -> None:
     if opened.exception() is None:
         try:
-            opened.result().memory.close()
+            opened.result().close()
         except ExtError as error:  # a device does not respond
             logger.error("a stored context was not closed, so its memory is not freed: %s", error)

@@ -8,38 +8,23 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from sgl_ext.clusters.files import failed_file, new_id, recorded_file, remove, storing
+from sgl_ext.clusters.files import new_id, record_folder, remove, remove_record, storing
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
-from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
-from sgl_ext.engine.core.own_requests import OwnRequests, all_of
+from sgl_ext.engine.clusters.recording import ROOM, Recording
+from sgl_ext.engine.core.own_requests import OwnRequests
 from sgl_ext.engine.core.sglang_types import TokenizerManager
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, reason_of
+from sgl_ext.own_files import make_own_folder
 
-_QUERIES = 512
-"""Number of last tokens of a context whose queries profile it."""
-_ASKED = (
-    "\n\nSummarize the text above.",
-    "\n\nWhat is the main point of this text?",
-    "\n\nWho is mentioned in the text, and what did they do?",
-    "\n\nList the places and dates in the text.",
-    "\n\nWhy did this happen?",
-    "\n\nExplain the most important details.",
-)
-"""General questions. The queries of their tokens and answers profile the context as well."""
-_ANSWER = 24
-_WRITE_DEADLINE_S = 120.0
-_STORE_DEADLINE_S = 3600.0
-"""Deadline in seconds of a request that stores a context, including its time in the queue."""
+_DEADLINE_S = 3600.0
+"""Longest time without progress of a context that is being stored or is queued, in seconds."""
 _AT_ONCE = 8
 """Maximum number of contexts that are being stored or are queued."""
 _LAYERS = re.compile(r"\d+/\d+")
@@ -65,10 +50,13 @@ class _Storing:
     tell: Callable[[str], None]
     """Function that is called with each new progress."""
     progress: str = "waiting"
+    deadline: asyncio.Timeout | None = None
 
     def reached(self, progress: str) -> None:
         self.progress = progress
         self.tell(progress)
+        if self.deadline is not None:
+            self.deadline.reschedule(asyncio.get_running_loop().time() + _DEADLINE_S)
 
 
 def _unheard(_progress: str) -> None:
@@ -83,6 +71,7 @@ class StoredCreation:
         directories: directories of the configuration, one for each device.
         folders: folder of contexts in each directory.
         pool: tokens that the device's KV pool holds.
+        in_parts: whether a context may be larger than the pool.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
     """
@@ -94,12 +83,15 @@ class StoredCreation:
         folders: Sequence[Path],
         *,
         pool: int,
+        in_parts: bool,
         layers: int,
         entry_bytes: int,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
         self._layers, self._entry_bytes = layers, entry_bytes
-        self._most = min(manager.context_len, pool) - 2 * _QUERIES
+        self._most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
+        # Half of the pool is left to other requests.
+        self._largest = pool // 2 if in_parts else pool - ROOM
         self._one = asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
         self.requests = OwnRequests(manager, "the context")
@@ -131,7 +123,7 @@ class StoredCreation:
         return id_
 
     async def record(self, text: str | Sequence[int], salt: str | None) -> Path:
-        """Computes and records a context; returns the file, which ``sgl-ext cluster`` stores.
+        """Computes and records a context; returns the folder, which ``sgl-ext cluster`` stores.
 
         Raises:
             BusyError: too many other contexts are being stored.
@@ -145,44 +137,50 @@ class StoredCreation:
     async def _recorded(
         self, text: str | Sequence[int], salt: str | None, tell: Callable[[str], None]
     ) -> AsyncIterator[tuple[str, Path]]:
-        """Computes and records a context, and yields its id and the file of the record.
+        """Computes and records a context, and yields its id and the folder of the record.
 
-        Removes the file in the end, and all files of the context if an error is raised.
+        Removes the folder in the end, and all files of the context if an error is raised.
         """
         if len(self._storing) >= _AT_ONCE:
             raise BusyError(
                 f"{_AT_ONCE} contexts are already being stored or waiting; try again later"
             )
         id_ = new_id()
-        record = recorded_file(self._folders[0], id_)
+        record = record_folder(self._folders[0], id_)
         one = self._storing[id_] = _Storing(salt, tell)
         try:
-            async with asyncio.timeout(_STORE_DEADLINE_S):
+            async with asyncio.timeout(_DEADLINE_S) as one.deadline:
                 loop = asyncio.get_running_loop()
                 tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
                 async with self._one:
-                    one.reached("computing")
                     with storing(self._folders[0]):
-                        await self._record(id_, tokens, salt)
-                        await self._written(record)
+                        make_own_folder(record)
+                        await Recording(
+                            self._manager, self.requests, record, id_, salt, self._largest,
+                            lambda done: one.reached(f"computing {done}/{len(tokens)}"),
+                        ).record(tokens)  # fmt: skip
                         yield id_, record
         except BaseException as error:
             remove(id_, self._folders)
             if isinstance(error, TimeoutError):
                 raise ExtError(
-                    f"the context was not stored within {_STORE_DEADLINE_S:g} s; its progress "
-                    f"was: {one.progress}; try again when the server has less load"
+                    f"storing the context made no progress for {_DEADLINE_S:g} s; it was at: "
+                    f"{one.progress}; try again when the server has less load"
+                ) from None
+            if isinstance(error, OSError):
+                raise ExtError(
+                    f"cannot store the context on device 0: {reason_of(error)}; check the device"
                 ) from None
             raise
         finally:
-            record.unlink(missing_ok=True)
+            remove_record(record)
             del self._storing[id_]
 
     def _tokens_of(self, text: str | Sequence[int]) -> list[int]:
         if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
             what = "characters" if isinstance(text, str) else "tokens"
             raise ExtError(
-                f"the context has {len(text)} {what}; the model and the KV pool allow "
+                f"the context has {len(text)} {what}; this server allows "
                 f"{self._most} tokens, besides those that profile the context: store a shorter "
                 "context"
             )
@@ -198,7 +196,7 @@ class StoredCreation:
                 )
         if len(tokens) > self._most:
             raise ExtError(
-                f"the context has {len(tokens)} tokens; the model and the KV pool allow "
+                f"the context has {len(tokens)} tokens; this server allows "
                 f"{self._most} tokens, besides those that profile the context: store a shorter "
                 "context"
             )
@@ -219,59 +217,6 @@ class StoredCreation:
                     f"{free:,} B are free; delete contexts, or configure larger or more "
                     "directories"
                 )
-
-    async def _record(self, id_: str, tokens: list[int], salt: str | None) -> None:
-        """Has the scheduler compute and record the context and the answers to the questions."""
-        first = IsRecorded(id_, len(tokens), _QUERIES, last=False, salt=salt)
-        await self._ask(tokens, first, 0)
-        *others, last = [
-            [*tokens, *self._manager.tokenizer.encode(question, add_special_tokens=False)]
-            for question in _ASKED
-        ]
-        how = IsRecorded(id_, len(tokens), 0, last=False, salt=salt)
-        await all_of([self._ask(asked, how, _ANSWER) for asked in others])
-        # The record is written when this request ends, so it is sent when the others have ended.
-        entries = await self._ask(last, msgspec.structs.replace(how, last=True), _ANSWER)
-        if not any(entry.get("recorded") for entry in entries):
-            raise ExtError(
-                "the context was preempted by other requests while it was computed; try again "
-                "when the server has less load, or give it more KV memory"
-            )
-
-    async def _ask(
-        self, tokens: list[int], how: IsRecorded, answer: int
-    ) -> list[dict[str, object]]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        request = GenerateReqInput(
-            input_ids=tokens,
-            sampling_params={
-                "max_new_tokens": answer, "temperature": 0,
-                "custom_params": {RECORDED: msgspec.to_builtins(how)},
-            },
-            extra_key=f"ext:recorded:{how.id}",  # a new key, under which no KV is cached
-            cache_salt=how.salt,
-        )  # fmt: skip
-        found = await self.requests.answer(request)
-        entries: list[dict[str, object]] = found["meta_info"].get("ext", [])
-        return entries
-
-    async def _written(self, record: Path) -> None:
-        """Waits for the record, which the scheduler writes in a thread.
-
-        Raises:
-            ExtError: the record cannot be written, or is late.
-        """
-        end = time.monotonic() + _WRITE_DEADLINE_S
-        failed = failed_file(record.parent, record.stem)
-        while not record.exists():
-            if failed.exists():
-                raise ExtError(f"cannot store the context: {failed.read_text(errors='replace')}")
-            if time.monotonic() > end:
-                raise ExtError(
-                    f"{record.name} was not written within {_WRITE_DEADLINE_S:g} s; try again"
-                )
-            await asyncio.sleep(0.05)
 
     async def _store(self, id_: str, record: Path) -> None:
         process = await asyncio.create_subprocess_exec(

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from sgl_ext.clusters.recorded import Geometry
-from sgl_ext.engine.clusters.attention import Own
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
+from sgl_ext.engine.clusters.own import Own
 from sgl_ext.engine.clusters.recorder import Recorder
 from sgl_ext.engine.core.attention_backends import require_kernels, require_running
 from sgl_ext.engine.core.served import Property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.core.sglang_types import Req
 
 
@@ -18,6 +19,8 @@ class Follower:
         req: SGLang's request.
         since: arrival of the request on the monotonic clock, in seconds.
         tokens: number of tokens of the context; 0 until the request may run.
+        recorded: parameter of a request that follows the tokens of a context that are recorded so
+            far; None if the request follows a stored context.
     """
 
     id: str
@@ -25,6 +28,7 @@ class Follower:
     req: Req
     since: float
     tokens: int = 0
+    recorded: IsRecorded | None = None
 
 
 def end_request(req: Req, message: str) -> None:

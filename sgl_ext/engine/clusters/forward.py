@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.reader import DeviceError
-from sgl_ext.engine.clusters.attention import Own, OwnTokensError, StoredAttention
+from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.follower import Follower, end_request
+from sgl_ext.engine.clusters.own import Own, OwnTokensError
 from sgl_ext.engine.cpu.native_attention import NativeAttention
 from sgl_ext.errors import ExtError
 
@@ -37,7 +38,7 @@ class _Part(NamedTuple):
     ``queries`` are the places of their queries among those of all followers.
     """
 
-    context: StoredAttention
+    context: Attended
     followers: list[Follower]
     own: Own
     queries: slice
@@ -105,7 +106,7 @@ class StoredForward:
         Args:
             query: predicted queries of all followers.
             keys: see :meth:`attend`.
-            times: see :meth:`StoredAttention.prefetch`.
+            times: see :meth:`Attended.prefetch`.
             beside: see :meth:`attend`; of the tokens before the forward.
         """
         for key, part, own in self._running(beside):
@@ -126,7 +127,7 @@ class StoredForward:
     ) -> torch.Tensor:
         """Returns the attention of followers, shaped as ``query``.
 
-        See :meth:`StoredAttention.attend` for the other arguments. The output of failed rows is 0,
+        See :meth:`Attended.attend` for the other arguments. The output of failed rows is 0,
         and their sum minus infinity.
 
         Args:

@@ -10,22 +10,25 @@ from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.sglang_types import RadixAttention, RadixTree, Req
 
 
-def _on_checkpoint(tree: RadixTree, req: Req, *_args: object, **_kw: object) -> None:
-    """Records the KV of a request that has ended, before the request loses its slots."""
+def _checkpointed(
+    original: Original, tree: RadixTree, req: Req, *args: object, **kw: object
+) -> object:
+    """Records the KV of a request that has ended, before the request loses its slots.
+
+    The tree does not get KV that no later request of its context reads from the pool.
+    """
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or not power.recorder.any:
-        return
-    if not req.finished():
-        return
+        return original(tree, req, *args, **kw)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    prompt = req.origin_input_ids
-    if isinstance(req.finished_reason, FINISH_ABORT):
-        power.recorder.ended(req.rid, prompt, None)
-        return
-    slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(prompt)].long()
-    if recorded := power.recorder.ended(req.rid, prompt, slots):
-        tell(req, {"power": power.name, "recorded": recorded})
+    passing = power.recorder.passing(req.rid)
+    if req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
+        prompt = req.origin_input_ids
+        slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(prompt)].long()
+        if power.recorder.ended(req.rid, prompt, slots):
+            tell(req, {"power": power.name, "recorded": True})
+    return None if passing else original(tree, req, *args, **kw)
 
 
 def _attended(
@@ -68,8 +71,8 @@ HOOKS = (
     ),
     hooks.Hook(
         f"{_TREE}.checkpoint",
-        "before",
-        _on_checkpoint,
+        "around",
+        _checkpointed,
         "the KV of a request that ends is owned by its radix tree only",
     ),
     hooks.Hook(

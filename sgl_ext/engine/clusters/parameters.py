@@ -24,16 +24,25 @@ class FollowsStored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IsRecorded(msgspec.Struct, frozen=True):
-    """Parameter of a prompt that begins with a context whose KV and queries are recorded."""
+    """Parameter of a prompt that is recorded: tokens of a context, and tokens that follow it.
+
+    The prompt does not contain the first tokens of the context if those are recorded already.
+    """
 
     id: Name
+    part: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,32}\Z")]
+    """Name of the part of the record that the request writes."""
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    """Number of the context's tokens before the prompt."""
     tokens: Annotated[int, msgspec.Meta(ge=1)]
-    """Number of tokens of the context, which the prompt begins with."""
+    """Number of tokens of the context."""
+    kv: bool
+    """True to record the KV of the prompt."""
     queries: Annotated[int, msgspec.Meta(ge=0)]
-    """Number of the context's last tokens whose queries profile it, as those of all tokens behind
-    the context do."""
-    last: bool
-    """True for the last prompt of the context, after which the record is written."""
+    """Number of the context's last tokens whose queries are recorded if the prompt has them, as
+    those of all tokens behind the context are."""
+    keep: bool
+    """True if the KV of the prompt is cached for the requests that come next."""
     salt: str | None = None
     """``cache_salt`` of the tenant that owns the context."""
 

@@ -82,7 +82,8 @@ class ClustersPower(Power[Clusters]):
 
         memory = info[REPORT_KEY]["memory"]
         service = StoredService(
-            manager, self.section, pool=info["max_total_num_tokens"], layers=memory["layers"],
+            manager, self.section, pool=info["max_total_num_tokens"],
+            in_parts=not memory["on_device"], layers=memory["layers"],
             entry_bytes=memory["block_bytes"] // memory["page"] // memory["layers"],
         )  # fmt: skip
         api.install(app, service)
@@ -134,6 +135,8 @@ class ClustersPower(Power[Clusters]):
                     req.extra_key = f"{key}:{req.extra_key}" if req.extra_key else key
             elif asked is not None:
                 self.recorder.ask(req.rid, asked)
+                if asked.start:
+                    self.stored.ask_recorded(req, asked)
         except (ExtError, ValueError) as error:
             _refuse(req, error)
 
@@ -153,7 +156,7 @@ class ClustersPower(Power[Clusters]):
             self.stored.refuse(req.rid, error)
             return False
         follower = self.stored.follower(req.rid)
-        if opened and follower is not None and not told(req, self.name):
+        if opened and follower is not None and not (follower.recorded or told(req, self.name)):
             tell(
                 req,
                 {
@@ -223,8 +226,8 @@ class ClustersPower(Power[Clusters]):
         self.stored.running = None
         if not followers:
             return
-        from sgl_ext.engine.clusters.attention import Own
         from sgl_ext.engine.clusters.forward import StoredForward
+        from sgl_ext.engine.clusters.own import Own
 
         table, contexts = self._runner.req_to_token_pool.req_to_token, batch.seq_lens_cpu.tolist()
 
@@ -240,7 +243,7 @@ class ClustersPower(Power[Clusters]):
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         if not checkpointed:
-            self.recorder.ended(req.rid, (), None)
+            self.recorder.interrupted(req.rid)
 
     def weights_changed(self) -> None:
         """Aborts requests that follow contexts, and rejects new recordings.

@@ -1,8 +1,9 @@
 """Recorder of the KV and the queries of contexts that are to be stored.
 
-From a device, queries are copied to pinned memory without waiting, each layer's when it is
-computed. The KV is copied to pageable memory when the last prompt of the context has ended, which
-blocks the scheduler's thread: the slots are freed afterwards.
+Each recorded request writes a part of its context's record when it ends. From a device, queries are
+copied to pinned memory without waiting, each layer's when it is computed. The KV is copied to
+pageable memory when the request has ended, which blocks the scheduler's thread: the slots are freed
+afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.files import failed_file, recorded_file, scratch_of
-from sgl_ext.clusters.recorded import Geometry, Recorded
+from sgl_ext.clusters.files import failed_file, part_file, record_folder, scratch_of
+from sgl_ext.clusters.recorded import Geometry, Part
 from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.kv.indices import Download
 from sgl_ext.errors import ExtError
@@ -34,12 +35,15 @@ _TOKENS = 4096
 
 
 @dataclass
-class _Queries:
-    """Queries of a context that are recorded so far."""
+class _Recording:
+    """Request that is recorded, and the queries that are recorded so far."""
 
+    asked: IsRecorded
     seen: list[int] = field(default_factory=list)
     """Number of the context's tokens that each query sees."""
     layers: list[list[Download]] = field(default_factory=list)
+    spoilt: bool = False
+    """True if some queries could not be recorded."""
 
 
 class Recorder:
@@ -48,7 +52,7 @@ class Recorder:
     Args:
         slab: memory that holds the KV.
         geometry: geometry of the model.
-        directory: folder that records are written to.
+        directory: folder of the records.
         streams: streams of the device that has the slab.
     """
 
@@ -57,38 +61,38 @@ class Recorder:
         self._streams = streams
         self.stale = ""
         """Reason why nothing can be recorded any more; empty if contexts can be recorded."""
-        self._asked: dict[str, IsRecorded] = {}
-        self._spoilt: set[str] = set()
-        self._queries: dict[str, _Queries] = {}
-        self._taking: list[tuple[str, _Queries, int, int]] = []
+        self._requests: dict[str, _Recording] = {}
+        self._taking: list[tuple[_Recording, int, int]] = []
         self._threads = ThreadPoolExecutor(1, "sgl_ext-recorder")
 
     def ask(self, rid: str, asked: IsRecorded) -> None:
-        """Registers a request whose prompt begins with a context that is recorded.
+        """Registers a request that is recorded, or begins again with one that was interrupted.
 
         Raises:
             ExtError: nothing can be recorded any more.
         """
         if self.stale:
             raise ExtError(self.stale)
-        if asked.id not in self._queries and asked.queries:
-            # Contexts are stored one at a time, so all others will not be completed.
-            self._queries, self._spoilt = {}, set()
-        self._asked[rid] = asked
+        self._requests[rid] = _Recording(asked)
 
     def __contains__(self, rid: str) -> bool:
         """Returns whether a request is recorded."""
-        return rid in self._asked
+        return rid in self._requests
 
     @property
     def any(self) -> bool:
         """True if any request is recorded."""
-        return bool(self._asked)
+        return bool(self._requests)
 
     @property
     def taking(self) -> bool:
         """True if queries of the current forward are recorded."""
         return bool(self._taking)
+
+    def passing(self, rid: str) -> bool:
+        """Returns whether the KV of a request is recorded and not to be cached."""
+        found = self._requests.get(rid)
+        return found is not None and not found.asked.keep
 
     def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
         """Determines which queries of the next forward are recorded.
@@ -99,10 +103,9 @@ class Recorder:
             lengths: number of new tokens of each row.
         """
         self._taking = []
-        for asked, first, end, at in self._recorded(rids, contexts, lengths):
-            queries = self._queries.setdefault(asked.id, _Queries())
-            queries.seen += [min(token + 1, asked.tokens) for token in range(first, end)]
-            self._taking.append((asked.id, queries, at, at + end - first))
+        for one, first, end, at in self._recorded(rids, contexts, lengths):
+            one.seen += [min(token + 1, one.asked.tokens) for token in range(first, end)]
+            self._taking.append((one, at, at + end - first))
 
     def go_on(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
         """Determines which queries of the forward are recorded from its next layer on.
@@ -114,28 +117,29 @@ class Recorder:
             contexts: see :meth:`begin`.
             lengths: see :meth:`begin`.
         """
-        taking = {id_ for id_, *_ in self._taking}
+        taking = [one for one, *_ in self._taking]
         self._taking = [
-            (asked.id, self._queries[asked.id], at, at + end - first)
-            for asked, first, end, at in self._recorded(rids, contexts, lengths)
-            if asked.id in taking  # else a layer's queries could not be recorded
+            (one, at, at + end - first)
+            for one, first, end, at in self._recorded(rids, contexts, lengths)
+            if any(one is each for each in taking)  # else a layer's queries could not be recorded
         ]
 
     def _recorded(
         self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]
-    ) -> Iterator[tuple[IsRecorded, int, int, int]]:
-        """Yields the recorded tokens of each row: their request, the first one and the end in its
-        prompt, and the index of the first one in the forward."""
-        if not self._asked:
+    ) -> Iterator[tuple[_Recording, int, int, int]]:
+        """Yields the recorded tokens of each row: their request, the first one and the end in the
+        context and what follows it, and the index of the first one in the forward."""
+        if not self._requests:
             return
         start = 0
         # Rows of beams come last, and have no id.
-        for rid, end, new in zip(rids, contexts, lengths, strict=False):
-            if (asked := self._asked.get(rid)) is not None:
+        for rid, length, new in zip(rids, contexts, lengths, strict=False):
+            if (one := self._requests.get(rid)) is not None:
+                asked, end = one.asked, one.asked.start + length
                 # The last tokens of the context, and all tokens behind it.
                 first = max(end - new, asked.tokens - asked.queries)
                 if first < end:
-                    yield asked, first, end, start + first - (end - new)
+                    yield one, first, end, start + first - (end - new)
             start += new
 
     def take(self, layer: int, query: torch.Tensor) -> None:
@@ -145,51 +149,53 @@ class Recorder:
             query: queries of all rows, ``[tokens, heads, head_dim]``.
         """
         try:
-            for _, queries, start, end in self._taking:
-                while len(queries.layers) <= layer:
-                    queries.layers.append([])
-                queries.layers[layer].append(Download(query[start:end].float()))
+            for one, start, end in self._taking:
+                while len(one.layers) <= layer:
+                    one.layers.append([])
+                one.layers[layer].append(Download(query[start:end].float()))
         except RuntimeError:  # for example, too little memory
             logger.exception("the queries of a context cannot be recorded")
-            self._spoilt.update(id_ for id_, *_ in self._taking)
+            for one, *_ in self._taking:
+                one.spoilt = True
             self._taking = []
 
-    def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor | None) -> int:
-        """Forgets a request that has ended, and writes the record after the context's last prompt.
+    def ended(self, rid: str, tokens: Sequence[int], slots: torch.Tensor) -> bool:
+        """Forgets a request that was computed to its end, and writes its part of the record.
 
-        The record is written in a thread, and only if all prompts of the context were computed.
+        The part is written in a thread.
 
         Args:
             tokens: token ids of the prompt.
-            slots: slots of these tokens; None if the request was not computed to its end.
+            slots: slots of these tokens.
 
         Returns:
-            The number of queries in the record that is written; 0 if none is, also because there
-            is too little memory for a copy of the KV.
+            Whether the part is written; False also if there is too little memory for a copy of the
+            KV.
         """
-        if (asked := self._asked.pop(rid, None)) is None:
-            return 0
-        if slots is None:
-            self._queries.pop(asked.id, None)  # some queries would be missing or recorded twice
-            self._spoilt.add(asked.id)
-        elif asked.id in self._spoilt:
-            self._queries.pop(asked.id, None)
-        elif asked.last and (queries := self._queries.pop(asked.id, None)) is not None:
-            # The slots are freed when this method returns; only the KV must be copied before.
-            try:
-                kv = self._kv(slots[: asked.tokens])
-            except RuntimeError:
-                logger.exception("the KV of a context cannot be recorded")
-                return 0
-            context = np.array(tokens[: asked.tokens], np.int32)
-            self._threads.submit(self._write, asked, context, kv, queries)
-            return len(queries.seen)
-        return 0
+        if (one := self._requests.pop(rid, None)) is None or one.spoilt:
+            return False
+        end = one.asked.start + len(tokens)
+        if len(one.seen) < end - max(one.asked.start, one.asked.tokens - one.asked.queries):
+            return False  # queries of the prompt were lost when the request was preempted
+        context = np.array(tokens if one.asked.kv else (), np.int32)
+        # The slots are freed when this method returns; only the KV must be copied before.
+        try:
+            kv = self._kv(slots[: len(context)])
+        except RuntimeError:
+            logger.exception("the KV of a context cannot be recorded")
+            return False
+        self._threads.submit(self._write, one, context, kv)
+        return True
+
+    def interrupted(self, rid: str) -> None:
+        """Forgets the queries of a request whose KV is freed before its end."""
+        if (one := self._requests.get(rid)) is not None:
+            self._requests[rid] = _Recording(one.asked)
+            self._taking = [each for each in self._taking if each[0] is not one]
 
     def keep(self, rids: Collection[str]) -> None:
         """Forgets all requests but ``rids``, because they have ended."""
-        for rid in self._asked.keys() - set(rids):
-            self.ended(rid, (), None)
+        self._requests = {rid: one for rid, one in self._requests.items() if rid in rids}
 
     def _kv(self, slots: torch.Tensor) -> NDArray[np.uint8]:
         """Returns a copy of the KV in ``slots``, uint8 ``[layers, tokens, entry_bytes]``."""
@@ -206,34 +212,37 @@ class Recorder:
         bytes_: NDArray[np.uint8] = found.flatten(2).view(torch.uint8).numpy()
         return bytes_
 
-    def _write(
-        self,
-        asked: IsRecorded,
-        tokens: NDArray[np.int32],
-        kv: NDArray[np.uint8],
-        queries: _Queries,
-    ) -> None:
-        path = recorded_file(self._directory, asked.id)
+    def _write(self, one: _Recording, tokens: NDArray[np.int32], kv: NDArray[np.uint8]) -> None:
+        asked, geometry = one.asked, self._geometry
+        folder = record_folder(self._directory, asked.id)
+        path = part_file(folder, asked.part)
         scratch = scratch_of(path)
         try:
-            layers = torch.stack(
-                [torch.cat([one.tensor() for one in each]) for each in queries.layers]
-            ).numpy()
-            seen = np.array(queries.seen, np.int64)
-            Recorded(self._geometry, tokens, kv, layers, seen, asked.salt).save(scratch)
+            queries = np.empty((geometry.layers, 0, geometry.heads, geometry.head_dim), np.float32)
+            if one.layers:
+                queries = torch.stack(
+                    [torch.cat([each.tensor() for each in layer]) for layer in one.layers]
+                ).numpy()
+            part = Part(
+                geometry, asked.start, tokens, [*kv], queries, np.array(one.seen, np.int64),
+                asked.salt,
+            )  # fmt: skip
+            part.save(scratch)
             scratch.rename(path)
         except Exception as error:  # an exception in this thread would be lost
+            if not folder.exists():
+                return  # nobody waits for the record any more
             logger.exception("cannot write the record of a context")
             scratch.unlink(missing_ok=True)
             with suppress(OSError):
-                failed_file(self._directory, asked.id).write_text(self._why(error, kv.nbytes))
+                failed_file(path).write_text(self._why(error, kv.nbytes))
 
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):
             return f"{type(error).__name__}; see the server's log"
         free = shutil.disk_usage(self._directory).free
         return (
-            f"{error.strerror or error}: the record is written to device 0 first and needs more "
-            f"than {needed:,} B, but {free:,} B are free; delete contexts, or configure a larger "
-            "first directory"
+            f"{error.strerror or error}: the record is written to device 0 first and this part "
+            f"needs {needed:,} B more, but {free:,} B are free; delete contexts, or configure a "
+            "larger first directory"
         )

@@ -51,6 +51,7 @@ class StoredService(Front):
         manager: SGLang's ``TokenizerManager``.
         config: the ``clusters`` section.
         pool: tokens that the device's KV pool holds.
+        in_parts: whether a context may be larger than the pool.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
     """
@@ -61,13 +62,14 @@ class StoredService(Front):
         config: Clusters,
         *,
         pool: int,
+        in_parts: bool,
         layers: int,
         entry_bytes: int,
     ) -> None:
         self._manager, self._folders = manager, own_folders(config.directories)
         self.creation = StoredCreation(
             manager, config.directories, self._folders,
-            pool=pool, layers=layers, entry_bytes=entry_bytes,
+            pool=pool, in_parts=in_parts, layers=layers, entry_bytes=entry_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""

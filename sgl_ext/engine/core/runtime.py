@@ -172,6 +172,7 @@ class ExtRuntime:
             "block_bytes": layout.block_bytes,
             "layers": layout.layers,
             "dtype": layout.dtype,
+            "on_device": self.slab.device is not None,
             "fingerprint": layout.fingerprint,
         }
 

@@ -29,13 +29,13 @@ def layer() -> Layer:
     """Returns a layer of a recorded context, which is the input of the selectors."""
     recorded = recorded_context()
     options = Options(subspaces=4, window=40).fitted(len(recorded.tokens), BLOCK)
-    keys, queries = recorded.keys(1), recorded.queries[1, -30:]
+    keys, queries = recorded.layer(1).keys, recorded.queries[1, -30:]
     sinks, end = options.sinks, len(keys) - options.window
     near = np.concatenate([keys[:sinks], keys[end:]])
     scale = recorded.geometry.scale
     return Layer(
         1, BLOCK, keys[sinks:end], queries, log_sum(queries, near, scale), scale,
-        Profile.of(recorded, 1, options, BLOCK),
+        Profile.of(recorded.layer(1), options, BLOCK),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def manager() -> Waiting:
 @pytest.fixture
 def service(manager: Waiting, directories: list[Path]) -> StoredService:
     return StoredService(
-        manager, Clusters(directories=tuple(directories)), pool=5000,
+        manager, Clusters(directories=tuple(directories)), pool=5000, in_parts=True,
         layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
     )  # fmt: skip
 
@@ -217,9 +217,9 @@ def test_context_with_missing_blocks_is_listed_as_unreadable(
     [
         ({"text": "too short"}, "has 10 tokens, of which 260 stay in memory"),
         ({"input_ids": [1] * 12}, "has 12 tokens, of which 260 stay in memory"),
-        ({"input_ids": [1] * 4000}, "has 4000 tokens; the model and the KV pool allow 3976"),
-        ({"text": "x" * 4000}, "has 4001 tokens; the model and the KV pool allow 3976"),
-        ({"text": "x" * 300_000}, "has 300000 characters; the model and the KV pool allow 3976"),
+        ({"input_ids": [1] * 4000}, "has 4000 tokens; this server allows 3976"),
+        ({"text": "x" * 4000}, "has 4001 tokens; this server allows 3976"),
+        ({"text": "x" * 300_000}, "has 300000 characters; this server allows 3976"),
         ({"input_ids": [1, 200, *[1] * 400]}, "token ids .200. are outside the vocabulary of 200"),
     ],
 )  # fmt: skip
@@ -282,7 +282,7 @@ def test_store_queue_is_bounded_and_cancelled_with_its_clients(
             for _ in range(stored_creation._AT_ONCE)
         ]
         await manager.asked.wait()
-        assert sorted(creation.progress("mine").values()) == ["computing", *["waiting"] * 7]
+        assert sorted(creation.progress("mine").values()) == ["computing 0/1000", *["waiting"] * 7]
         assert creation.progress(None) == {}
         assert len(manager.requests) == 1
         with pytest.raises(BusyError, match="8 contexts are already being stored or waiting"):
@@ -304,8 +304,8 @@ def test_store_queue_is_bounded_and_cancelled_with_its_clients(
 def test_store_ends_at_its_deadline(
     service: StoredService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_creation, "_STORE_DEADLINE_S", 2)
-    with pytest.raises(ExtError, match="not stored within 2 s; its progress was: computing"):
+    monkeypatch.setattr(stored_creation, "_DEADLINE_S", 2)
+    with pytest.raises(ExtError, match="made no progress for 2 s; it was at: computing"):
         asyncio.run(service.creation.create([1] * 1000, None))
 
 
@@ -315,8 +315,8 @@ def test_store_deadline_includes_the_wait_for_other_contexts(
     async def run() -> None:
         before = asyncio.create_task(service.creation.create([1] * 1000, None))
         await manager.asked.wait()
-        monkeypatch.setattr(stored_creation, "_STORE_DEADLINE_S", 0.1)
-        with pytest.raises(ExtError, match=r"not stored within 0\.1 s; its progress was: waiting"):
+        monkeypatch.setattr(stored_creation, "_DEADLINE_S", 0.1)
+        with pytest.raises(ExtError, match=r"made no progress for 0\.1 s; it was at: waiting"):
             await service.creation.create([1] * 1000, None)
         before.cancel()
 

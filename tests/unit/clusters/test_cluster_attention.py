@@ -18,10 +18,11 @@ from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
-from sgl_ext.engine.clusters.attention import Own, StoredAttention
+from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
 from sgl_ext.engine.clusters.memory import StoredMemory
+from sgl_ext.engine.clusters.own import Own
 from sgl_ext.engine.clusters.power import ClustersPower, _refuse
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError

@@ -21,10 +21,20 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import block_file, index_file, names, remove, storing, sweep
+from sgl_ext.clusters.files import (
+    block_file,
+    index_file,
+    names,
+    part_file,
+    record_folder,
+    remove,
+    remove_record,
+    storing,
+    sweep,
+)
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import Device, DeviceError, Reader
-from sgl_ext.clusters.recorded import Geometry, Recorded, as_float32
+from sgl_ext.clusters.recorded import Geometry, Part, Recorded, as_float32
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import Priority, TransferEngine
@@ -46,6 +56,15 @@ def recorded_context(geometry: Geometry = GEOMETRY, tokens: int = TOKENS) -> Rec
         chance.normal(size=shape).astype(np.float32),
         np.concatenate([np.arange(tokens - 60, tokens), np.full(30, tokens)]),
     )
+
+
+def saved(recorded: Recorded, folder: Path) -> Path:
+    """Writes a record of one part into a new folder; returns the file."""
+    folder.mkdir()
+    part = Part(recorded.geometry, 0, recorded.tokens, [*recorded.kv], recorded.queries,
+                recorded.seen, recorded.salt)  # fmt: skip
+    part.save(path := part_file(folder, "a"))
+    return path
 
 
 @pytest.fixture
@@ -89,7 +108,7 @@ def test_codes_of_the_index_find_the_most_attended_entries(directories: list[Pat
     build(recorded, "a", directories, OPTIONS)
     stored = Stored.open("a", directories, GEOMETRY)
     queries = recorded.queries[1, -30:]
-    keys, end = recorded.keys(1), TOKENS - stored.about.window
+    keys, end = recorded.layer(1).keys, TOKENS - stored.about.window
     beside = log_sum(queries, np.concatenate([keys[:4], keys[end:]]), GEOMETRY.scale)
     exact = attention_mass(queries, keys[4:end], GEOMETRY.scale, beside)
     layer = stored.layers[1]
@@ -114,15 +133,28 @@ def test_profile_counts_only_entries_that_queries_see(directories: list[Path]) -
 
 def test_a_recorded_context_is_read_back(tmp_path: Path) -> None:
     recorded = recorded_context()
-    recorded.save(tmp_path / "recorded")
-    found = Recorded.load(tmp_path / "recorded")
+    part = saved(recorded, tmp_path / "recorded")
+    found = Recorded.load(part.parent)
     assert found.geometry == GEOMETRY
-    for name in ("tokens", "kv", "queries", "seen"):
+    for name in ("tokens", "queries", "seen"):
         assert (getattr(found, name) == getattr(recorded, name)).all()
-    (tmp_path / "other").write_bytes(b"nothing of the kind" * 9)
-    for name in ("other", "missing"):
-        with pytest.raises(ExtError, match="is not a context file of sgl_ext"):
-            Recorded.load(tmp_path / name)
+    assert np.array_equal(found.kv[:], recorded.kv)
+    part.write_bytes(b"nothing of the kind" * 9)
+    with pytest.raises(ExtError, match=r"a.part is not a context file of sgl_ext"):
+        Recorded.load(part.parent)
+    with pytest.raises(ExtError, match="missing is not a folder with the record of a context"):
+        Recorded.load(tmp_path / "missing")
+
+
+def test_a_record_is_removed_while_a_part_is_written(tmp_path: Path) -> None:
+    part = saved(recorded_context(), folder := tmp_path / "stx-a.recorded")
+    with (folder / "b.part.tmp").open("wb") as written:
+        remove_record(folder)
+        written.write(b"x")
+    with pytest.raises(FileNotFoundError):
+        part.write_bytes(b"x")
+    assert not [*tmp_path.iterdir()]
+    remove_record(folder)
 
 
 def test_as_float32_converts_bytes_of_each_dtype() -> None:
@@ -180,9 +212,10 @@ def test_sweep_removes_incomplete_contexts(directories: list[Path]) -> None:
     for name in [*left, "something.else"]:
         (directories[0] / name).write_text("x")
     (directories[2] / "stx-b.2.blocks").write_text("x")
+    saved(recorded_context(), record_folder(directories[0], "stx-e"))
     with storing(directories[0]):
         assert sweep(directories) == []
-    assert sweep(directories) == ["stx-b", "stx-c", "stx-d"]
+    assert sweep(directories) == ["stx-b", "stx-c", "stx-d", "stx-e"]
     assert files() - before == {"something.else"}
     remove("stx-a", directories)
     assert files() == {"something.else"}

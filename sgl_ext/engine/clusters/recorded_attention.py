@@ -1,0 +1,146 @@
+"""Attention over the part of a context that is recorded so far and no longer in the KV pool.
+
+A context that is larger than the pool is computed by several requests. Each one's own tokens are in
+the pool; the KV of the tokens before them is read from the record, one layer at a time, while the
+previous layer is computed. Rows see all of it, in the order of the text, as in one prompt.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_ext._native import _attention
+from sgl_ext.clusters.recorded import Geometry, RecordedKV
+from sgl_ext.engine.clusters.own import Own
+from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
+from sgl_ext.errors import ExtError
+
+
+class RecordedAttention:
+    """Attention over the first tokens of a context, whose KV is in its record.
+
+    Its memory holds two layers of these tokens. Only the thread of forwards calls it.
+
+    Args:
+        folder: folder of the record.
+        tokens: number of these tokens.
+        geometry: geometry of this process's model.
+        deadline: deadline for reading a layer, in seconds.
+
+    Raises:
+        ExtError: the record lacks some of these tokens, or is another model's.
+    """
+
+    def __init__(self, folder: Path, tokens: int, geometry: Geometry, deadline: float) -> None:
+        self._kv = RecordedKV(folder, tokens)
+        if self._kv.tokens != tokens or self._kv.geometry != geometry:
+            raise ExtError(f"{folder.name} lacks a part of the context; store the context again")
+        self._name, self._geometry, self._deadline = folder.name, geometry, deadline
+        row = (tokens, 2, geometry.kv_heads, geometry.head_dim)
+        self._layers = [torch.empty(*row, dtype=getattr(torch, geometry.dtype)) for _ in range(2)]
+        self._reader = ThreadPoolExecutor(1, "sgl_ext-record")
+        self._reading: tuple[int, Future[None]] | None = None
+        """Layer that is read into the second of the two tensors, and the read."""
+        self._batch: tuple[NDArray[np.int64], torch.Tensor, _attention.Batch] | None = None
+        """Slots of the latest forward's own tokens, table of all slots, and batch over it."""
+        self.failed = ""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are recorded."""
+        return self._kv.tokens
+
+    def attend(
+        self,
+        native: NativeAttention,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        own: Own,
+        share: float,  # noqa: ARG002
+        sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`Attended.attend <sgl_ext.engine.clusters.attended.Attended.attend>`.
+
+        Rows are given all tokens, whatever their share.
+
+        Raises:
+            ExtError: the layer cannot be read, is late or is damaged, the output is not finite, or
+                the context has failed before.
+        """
+        if self.failed:
+            raise ExtError(self.failed)
+        kv = self._read(layer)
+        found = native.attend(
+            self._batch_of(own, len(keys)), query, keys, values, scale=self._geometry.scale,
+            elsewhere=kv, beyond=True, sums=sums,
+        )  # fmt: skip
+        if not torch.isfinite(found).all():  # sampling from it would terminate the process
+            raise ExtError(
+                f"the attention of layer {layer} is not finite; serve the model with another "
+                "--dtype"
+            )
+        return found
+
+    def prefetch(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        own: Own,
+        share: float,
+        times: float,
+    ) -> None:
+        """Does nothing, because :meth:`attend` reads ahead."""
+
+    def close(self) -> None:
+        """Ends the reading thread when its current read has ended."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, layer: int) -> torch.Tensor:
+        """Returns K and V of a layer, ``[tokens, 2, kv_heads, head_dim]``; begins the next read."""
+        if self._reading is None or self._reading[0] != layer:
+            self._begin(layer)  # behind the read in progress, whose thread is the same
+        assert self._reading is not None  # noqa: S101
+        try:
+            self._reading[1].result(self._deadline)
+        except TimeoutError:
+            raise ExtError(
+                f"layer {layer} of {self._name} was not read within {self._deadline:g} s; check "
+                "device 0, or raise clusters.deadline"
+            ) from None
+        self._layers.reverse()
+        self._begin((layer + 1) % self._geometry.layers)
+        return self._layers[0]
+
+    def _begin(self, layer: int) -> None:
+        into = self._layers[1].view(torch.uint8).numpy().reshape(self.tokens, -1)
+        self._reading = layer, self._reader.submit(self._kv.read, layer, into)
+
+    def _batch_of(self, own: Own, pool: int) -> _attention.Batch:
+        """Returns the batch of rows whose own tokens come behind the recorded ones.
+
+        Args:
+            pool: number of slots of the pool, behind which those of the recorded tokens come.
+        """
+        if self._batch is None or self._batch[0] is not own.slots:
+            # One line for each request: the rows of a request have the same first token.
+            last = np.flatnonzero(np.diff(own.starts, append=-1))
+            new = np.diff(last, prepend=-1)
+            lengths = own.lengths[last]
+            recorded = np.arange(pool, pool + self.tokens)
+            lines = np.zeros((len(last), self.tokens + int(lengths.max())), np.int32)
+            for line, start, length in zip(lines, own.starts[last], lengths, strict=True):
+                line[: self.tokens] = recorded
+                line[self.tokens : self.tokens + length] = own.slots[start : start + length]
+            table = torch.from_numpy(lines)
+            contexts = (lengths + self.tokens).tolist()
+            batch = batch_of(table, range(len(lines)), contexts, new.tolist())
+            self._batch = own.slots, table, batch
+        return self._batch[2]

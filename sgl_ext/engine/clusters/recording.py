@@ -1,0 +1,136 @@
+"""Recording of a context by requests of SGLang's tokenizer process to its own server.
+
+The context is computed as one prompt, or, if it is larger than a part of the KV pool, as several
+prompts one after the other. Each of them follows what is recorded already. Behind the last one come
+general questions, whose queries profile the context as those of its last tokens do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgl_ext.clusters.files import failed_file, part_file
+from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
+from sgl_ext.engine.core.own_requests import OwnRequests, all_of
+from sgl_ext.engine.core.sglang_types import TokenizerManager
+from sgl_ext.errors import ExtError
+
+QUERIES = 512
+"""Number of last tokens of a context whose queries profile it."""
+ROOM = 2 * QUERIES
+"""Number of tokens beyond a context that the requests which record it may need."""
+_ASKED = (
+    "\n\nSummarize the text above.",
+    "\n\nWhat is the main point of this text?",
+    "\n\nWho is mentioned in the text, and what did they do?",
+    "\n\nList the places and dates in the text.",
+    "\n\nWhy did this happen?",
+    "\n\nExplain the most important details.",
+)
+"""General questions. The queries of their tokens and answers profile the context as well."""
+_ANSWER = 24
+_WRITE_DEADLINE_S = 120.0
+
+
+class Recording:
+    """Recording of one context.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        requests: requests in progress that compute contexts.
+        folder: folder of the record, which exists.
+        id_: id of the context.
+        salt: ``cache_salt`` of the tenant.
+        largest: maximum number of tokens of a prompt.
+        reached: called with the number of tokens that are recorded.
+    """
+
+    def __init__(
+        self,
+        manager: TokenizerManager,
+        requests: OwnRequests,
+        folder: Path,
+        id_: str,
+        salt: str | None,
+        largest: int,
+        reached: Callable[[int], None],
+    ) -> None:
+        self._manager, self._requests, self._folder = manager, requests, folder
+        self._id, self._salt, self._largest, self._reached = id_, salt, largest, reached
+
+    async def record(self, tokens: Sequence[int]) -> None:
+        """Has the scheduler compute and record the context and the answers to the questions.
+
+        Raises:
+            ExtError: a request is rejected, aborted or preempted, or a part cannot be written.
+        """
+        count = len(tokens)
+        each = math.ceil(count / math.ceil(count / self._largest))
+        for start in range(0, count, each):
+            self._reached(start)
+            last = start + each >= count
+            part = IsRecorded(
+                self._id, f"kv-{start:010d}", start, count, kv=True, queries=QUERIES, keep=last,
+                salt=self._salt,
+            )  # fmt: skip
+            await self._ask(tokens[start : start + each], part, 0)
+        self._reached(count)
+        asked = msgspec.structs.replace(part, kv=False, queries=0)
+        await all_of(
+            [
+                self._ask(
+                    [
+                        *tokens[start:],
+                        *self._manager.tokenizer.encode(question, add_special_tokens=False),
+                    ],
+                    msgspec.structs.replace(asked, part=f"asked-{number}"),
+                    _ANSWER,
+                )
+                for number, question in enumerate(_ASKED)
+            ]
+        )
+
+    async def _ask(self, tokens: Sequence[int], how: IsRecorded, answer: int) -> None:
+        """Has the scheduler compute a prompt and its answer, and write a part of the record."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=[*tokens],
+            sampling_params={
+                "max_new_tokens": answer, "temperature": 0,
+                "custom_params": {RECORDED: msgspec.to_builtins(how)},
+            },
+            # A new key, under which only the KV of the same part of this context is cached.
+            extra_key=f"ext:recorded:{how.id}:{how.start}",
+            cache_salt=how.salt,
+        )  # fmt: skip
+        found = await self._requests.answer(request)
+        if not any(entry.get("recorded") for entry in found["meta_info"].get("ext", ())):
+            raise ExtError(
+                "the context was preempted by other requests while it was computed; try again "
+                "when the server has less load, or give it more KV memory"
+            )
+        await self._written(part_file(self._folder, how.part))
+
+    async def _written(self, part: Path) -> None:
+        """Waits for a part, which the scheduler writes in a thread.
+
+        Raises:
+            ExtError: the part cannot be written, or is late.
+        """
+        end = time.monotonic() + _WRITE_DEADLINE_S
+        failed = failed_file(part)
+        while not part.exists():
+            if failed.exists():
+                raise ExtError(f"cannot store the context: {failed.read_text(errors='replace')}")
+            if time.monotonic() > end:
+                raise ExtError(
+                    f"{part.name} was not written within {_WRITE_DEADLINE_S:g} s; try again"
+                )
+            await asyncio.sleep(0.02)
