@@ -174,10 +174,11 @@ class Recorder:
         """
         if (one := self._requests.pop(rid, None)) is None or one.spoilt:
             return False
-        end = one.asked.start + len(tokens)
-        if len(one.seen) < end - max(one.asked.start, one.asked.tokens - one.asked.queries):
-            return False  # queries of the prompt were lost when the request was preempted
-        context = np.array(tokens if one.asked.kv else (), np.int32)
+        asked = one.asked
+        end = min(asked.start + len(tokens), asked.tokens)
+        if len(one.seen) < end - max(asked.start, asked.tokens - asked.queries):
+            return False  # queries of the context were lost when the request was preempted
+        context = np.array(tokens if asked.kv else (), np.int32)
         # The slots are freed when this method returns; only the KV must be copied before.
         try:
             kv = self._kv(slots[: len(context)])

@@ -76,7 +76,10 @@ def test_queries_are_recorded_when_a_forward_goes_on_with_other_rows(
 
 
 def test_a_context_is_recorded_in_parts(recording: Recorder, tmp_path: Path) -> None:
-    """Two prompts with the context's tokens, and one with a question behind the second."""
+    """Two prompts with the context's tokens, and one with a question behind the second.
+
+    The KV of the question's first token is cached, because another one begins with it.
+    """
     first = replace(ASKED, part="kv-0", tokens=10, queries=5, keep=False)
     second = replace(first, part="kv-6", start=6, keep=True)
     asked = replace(second, part="asked", kv=False, queries=0)
@@ -84,7 +87,7 @@ def test_a_context_is_recorded_in_parts(recording: Recorder, tmp_path: Path) -> 
     pool.normal_()
     queries = torch.randn(GEOMETRY.layers, 6 + 4 + 3, GEOMETRY.heads, GEOMETRY.head_dim)
     passed = 0
-    for rid, part, cached, new in (("a", first, 0, 6), ("b", second, 0, 4), ("c", asked, 4, 3)):
+    for rid, part, cached, new in (("a", first, 0, 6), ("b", second, 0, 4), ("c", asked, 5, 3)):
         recording.ask(rid, part)
         assert recording.passing(rid) == (rid == "a")
         recording.begin([rid], [cached + new], [new])
