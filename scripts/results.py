@@ -384,6 +384,20 @@ TABLES: dict[str, Table] = {
             Column("top-1 agreement", "top1", form(1, " %", 100)),
         ],
     ),
+    "clusters-storing": Table(
+        "clusters-storing",
+        "7,000 tokens",
+        {
+            "one prompt": {"system": "prefill"},
+            "stored; the KV pool holds the context": {"system": "pool of the whole context"},
+            "stored; the KV pool holds a tenth of it": {"system": "pool of a tenth"},
+        },
+        [
+            Column("computing the KV, p50", "computed_s_p50", form(1, " s")),
+            Column("questions", "asked_s_p50", form(1, " s")),
+            Column("all", "stored_s_p50", form(1, " s")),
+        ],
+    ),
     "clusters-serving": Table(
         "clusters",
         "devices",
