@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,9 @@ PREFIX = "stx-"
 _FOLDER = "sgl_ext-contexts"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
+_KEY = "key"
+KEPT_S = 86_400.0
+"""Time in seconds that an interrupted record is kept after its latest part."""
 
 
 class UnknownContextError(ExtError):
@@ -92,15 +96,15 @@ def names(directories: Sequence[Path]) -> Iterator[str]:
 def remove(name: str, directories: Sequence[Path]) -> None:
     """Removes all files of a context, complete or not; its index first."""
     index_file(directories[0], name).unlink(missing_ok=True)
-    _remove_written(name, directories[0])
+    remove_record(record_folder(directories[0], name))
+    remove_blocks(name, directories)
+
+
+def remove_blocks(name: str, directories: Sequence[Path]) -> None:
+    """Removes what was stored of a context that has no index; its record is kept."""
+    scratch_of(index_file(directories[0], name)).unlink(missing_ok=True)
     for at, directory in reversed([*enumerate(directories)]):
         block_file(directory, name, at).unlink(missing_ok=True)
-
-
-def _remove_written(name: str, first: Path) -> None:
-    """Removes the files of a context that exist only until it is stored, or if that fails."""
-    remove_record(record_folder(first, name))
-    scratch_of(index_file(first, name)).unlink(missing_ok=True)
 
 
 def remove_record(folder: Path) -> None:
@@ -117,6 +121,65 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
+
+
+@contextmanager
+def claimed(directory: Path, key: str) -> Iterator[tuple[str, Path]]:
+    """Yields the id of a context and the folder of its record, which no other process gets.
+
+    It is a record with the same key that was interrupted, or else a new one.
+
+    Args:
+        key: digest of what determines the parts of the record.
+
+    Raises:
+        OSError: The folder cannot be created.
+    """
+    for folder in _records(directory):
+        if (fd := _claim(folder)) is not None:
+            try:
+                if os.pread(fd, len(key) + 1, 0) == key.encode():
+                    yield folder.name.removesuffix(_RECORDED), folder
+                    return
+            finally:
+                os.close(fd)
+    id_ = new_id()
+    make_own_folder(folder := record_folder(directory, id_))
+    fd = open_own(folder / _KEY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, key.encode())
+        yield id_, folder
+    finally:
+        os.close(fd)
+
+
+def expire(directory: Path, seconds: float) -> None:
+    """Removes interrupted records to which nothing was added for ``seconds``."""
+    for folder in _records(directory):
+        if (fd := _claim(folder)) is not None:
+            with suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime >= seconds:
+                    remove_record(folder)
+            os.close(fd)
+
+
+def _records(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"{PREFIX}*{_RECORDED}"))
+
+
+def _claim(folder: Path) -> int | None:
+    """Locks a record; None if another process has locked it, or it cannot go on."""
+    try:
+        fd = open_own(folder / _KEY, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 @contextmanager
@@ -154,9 +217,9 @@ def _locked(directory: Path, how: int) -> Iterator[bool]:
 def sweep(directories: Sequence[Path]) -> list[str]:
     """Removes the files of contexts that were not stored completely; returns their names.
 
-    Removes nothing while a process is :func:`storing` a context. Files in further directories are
-    kept if the first directory has no file of their context: it may not be mounted, or it may be
-    another directory than before.
+    Recent records that can go on are kept, see :func:`claimed`. Removes nothing while a process is
+    :func:`storing` a context. Files in further directories are kept if the first directory has no
+    file of their context: it may not be mounted, or it may be another directory than before.
     """
     with _locked(directories[0], fcntl.LOCK_EX) as ours:
         return _sweep(directories) if ours else []
@@ -164,17 +227,22 @@ def sweep(directories: Sequence[Path]) -> list[str]:
 
 def _sweep(directories: Sequence[Path]) -> list[str]:
     first = directories[0]
+    expire(first, KEPT_S)
     stored = set(names(directories))
+    kept = {path.name.partition(".")[0] for path in _records(first) if (path / _KEY).is_file()}
     found = {
         path.name.partition(".")[0]
         for path in first.glob(f"{PREFIX}*")
         if path.name.endswith((".0.blocks", _RECORDED, _SCRATCH))
     }
     for name in found & stored:
-        _remove_written(name, first)
-    for name in found - stored:
+        remove_record(record_folder(first, name))
+        scratch_of(index_file(first, name)).unlink(missing_ok=True)
+    for name in found & kept - stored:
+        remove_blocks(name, directories)
+    for name in found - kept - stored:
         remove(name, directories)
-    return sorted(found - stored)
+    return sorted(found - kept - stored)
 
 
 def new_id(name: str = "") -> str:

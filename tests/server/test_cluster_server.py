@@ -148,7 +148,10 @@ def test_reading_all_blocks_equals_dense_attention(
 def test_a_context_larger_than_the_kv_pool_is_stored(
     server: Server, asked: tuple[list[int], list[list[int]]], model: Path, tmp_path: Path
 ) -> None:
-    """The pool holds 768 tokens, so that the context is computed in four parts."""
+    """The pool holds 768 tokens, so that the context is computed in four parts.
+
+    A request that is interrupted after two of them goes on with the third.
+    """
     context, prompts = asked
     section = {"directories": [str(tmp_path)], "largest": 1.0}
     arguments = (
@@ -156,17 +159,28 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
         "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
     )  # fmt: skip
     with serve([System("small", arguments)], model, tmp_path / "logs") as (small,):
-        with requests.post(
-            f"{small.url}/ext/clusters", json={"input_ids": context, "stream": True}, stream=True,
-            timeout=DEADLINE_S,
-        ) as answer:  # fmt: skip
-            lines = [json.loads(line[6:]) for line in answer.iter_lines() if line]
-        said = [one.get("progress") for one in lines]
-        parts = [f"computing {done}/{_CONTEXT}" for done in (0, 375, 750, 1125, 1500)]
-        assert said[:6] == ["waiting", *parts]
+        url = f"{small.url}/ext/clusters"
+
+        def stored() -> Iterator[dict[str, Any]]:
+            body = {"input_ids": context, "stream": True}
+            with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
+                for line in answer.iter_lines():
+                    if line:
+                        yield json.loads(line.removeprefix(b"data: "))
+
+        events, said = stored(), []
+        while said[-1:] != ["computing 750/1500"]:
+            said.append(next(events)["progress"])
+        assert said == ["waiting", *(f"computing {done}/1500" for done in (0, 375, 750))]
+        events.close()
+        until(lambda: requests.get(f"{url}/list", timeout=60).json()["storing"] == {}, within=60)
+        *progress, last = stored()
+        said = [one["progress"] for one in progress]
+        assert said[1] in ("computing 750/1500", "computing 1125/1500")
+        assert "computing 1500/1500" in said
         for prompt in prompts[:2]:
             dense = generate(server, [*context, *prompt], tokens=10).json()
-            found = generate(small, prompt, lines[-1]["id"], sparsity=1.0, tokens=10).json()
+            found = generate(small, prompt, last["id"], sparsity=1.0, tokens=10).json()
             assert found["output_ids"] == dense["output_ids"]
             assert logprobs(found) == pytest.approx(logprobs(dense), abs=2e-4)
         # Room for a request of the whole pool: no KV of the parts is held.

@@ -14,14 +14,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_ext.clusters.files import new_id, record_folder, remove, remove_record, storing
+import numpy as np
+import xxhash
+
+from sgl_ext.clusters.files import (
+    KEPT_S,
+    PART,
+    claimed,
+    expire,
+    new_id,
+    record_folder,
+    remove,
+    remove_blocks,
+    remove_record,
+    storing,
+)
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
-from sgl_ext.engine.clusters.recording import ROOM, Recording
+from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size
 from sgl_ext.engine.core.own_requests import OwnRequests
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError, reason_of
-from sgl_ext.own_files import make_own_folder
 
 _DEADLINE_S = 3600.0
 """Longest time without progress of a context that is being stored or is queued, in seconds."""
@@ -42,10 +55,11 @@ class BusyError(ExtError):
     status = 429
 
 
-@dataclass
+@dataclass(eq=False)
 class _Storing:
     """Context that is being stored or is queued."""
 
+    id: str
     salt: str | None
     tell: Callable[[str], None]
     """Function that is called with each new progress."""
@@ -64,7 +78,7 @@ def _unheard(_progress: str) -> None:
 
 
 class StoredCreation:
-    """Creation of one server's contexts, one at a time.
+    """Creation of one server's contexts. One is computed at a time, and one is stored.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
@@ -72,6 +86,7 @@ class StoredCreation:
         folders: folder of contexts in each directory.
         pool: tokens that the device's KV pool holds.
         in_parts: whether a context may be larger than the pool.
+        fingerprint: fingerprint of the model.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
     """
@@ -84,24 +99,25 @@ class StoredCreation:
         *,
         pool: int,
         in_parts: bool,
+        fingerprint: str,
         layers: int,
         entry_bytes: int,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
-        self._layers, self._entry_bytes = layers, entry_bytes
+        self._layers, self._entry_bytes, self._fingerprint = layers, entry_bytes, fingerprint
         self._most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
         # Half of the pool is left to other requests.
         self._largest = pool // 2 if in_parts else pool - ROOM
-        self._one = asyncio.Lock()
+        # While a context is profiled and stored, the next one is computed.
+        self._computing, self._building = asyncio.Lock(), asyncio.Lock()
         self._reading = ThreadPoolExecutor(1, "sgl_ext-stored-text")
         self.requests = OwnRequests(manager, "the context")
         """Requests in progress that compute contexts."""
-        self._storing: dict[str, _Storing] = {}
+        self._storing: list[_Storing] = []
 
     def progress(self, salt: str | None) -> dict[str, str]:
         """Returns the progress of the tenant's contexts that are being stored, by id."""
-        found = [*self._storing.items()]
-        return {id_: one.progress for id_, one in found if one.salt == salt}
+        return {one.id: one.progress for one in [*self._storing] if one.salt == salt}
 
     async def create(
         self,
@@ -118,9 +134,9 @@ class StoredCreation:
         Raises:
             ExtError: see :meth:`record`, or the context cannot be stored.
         """
-        async with self._recorded(text, salt, tell) as (id_, record):
-            await self._store(id_, record)
-        return id_
+        async with self._recorded(text, salt, tell) as (one, record):
+            await self._store(one, record)
+        return one.id
 
     async def record(self, text: str | Sequence[int], salt: str | None) -> Path:
         """Computes and records a context; returns the folder, which ``sgl-ext cluster`` stores.
@@ -136,32 +152,34 @@ class StoredCreation:
     @asynccontextmanager
     async def _recorded(
         self, text: str | Sequence[int], salt: str | None, tell: Callable[[str], None]
-    ) -> AsyncIterator[tuple[str, Path]]:
-        """Computes and records a context, and yields its id and the folder of the record.
+    ) -> AsyncIterator[tuple[_Storing, Path]]:
+        """Computes and records a context, and yields it and the folder of the record.
 
-        Removes the folder in the end, and all files of the context if an error is raised.
+        Removes the folder in the end, and all files of the context if it cannot be stored.
         """
         if len(self._storing) >= _AT_ONCE:
             raise BusyError(
                 f"{_AT_ONCE} contexts are already being stored or waiting; try again later"
             )
-        id_ = new_id()
-        record = record_folder(self._folders[0], id_)
-        one = self._storing[id_] = _Storing(salt, tell)
+        one = _Storing(new_id(), salt, tell)
+        self._storing.append(one)
         try:
             async with asyncio.timeout(_DEADLINE_S) as one.deadline:
                 loop = asyncio.get_running_loop()
                 tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
-                async with self._one:
-                    with storing(self._folders[0]):
-                        make_own_folder(record)
+                with storing(self._folders[0]), claimed(
+                    self._folders[0], self._key(tokens, salt)
+                ) as (one.id, record):  # fmt: skip
+                    async with self._computing:
                         await Recording(
-                            self._manager, self.requests, record, id_, salt, self._largest,
+                            self._manager, self.requests, record, one.id, salt, self._largest,
                             lambda done: one.reached(f"computing {done}/{len(tokens)}"),
                         ).record(tokens)  # fmt: skip
-                        yield id_, record
+                    async with self._building:
+                        yield one, record
+                    remove_record(record)
         except BaseException as error:
-            remove(id_, self._folders)
+            self._clean(one.id, error)
             if isinstance(error, TimeoutError):
                 raise ExtError(
                     f"storing the context made no progress for {_DEADLINE_S:g} s; it was at: "
@@ -173,8 +191,26 @@ class StoredCreation:
                 ) from None
             raise
         finally:
-            remove_record(record)
-            del self._storing[id_]
+            self._storing.remove(one)
+
+    def _clean(self, id_: str, error: BaseException) -> None:
+        """Removes the files of a context that is not stored.
+
+        What was computed is kept if storing was interrupted and did not fail.
+        """
+        record = record_folder(self._folders[0], id_)
+        interrupted = isinstance(error, TimeoutError | asyncio.CancelledError | GeneratorExit)
+        if interrupted and any(record.glob(f"*{PART}")):
+            remove_blocks(id_, self._folders)
+        else:
+            remove(id_, self._folders)
+
+    def _key(self, tokens: Sequence[int], salt: str | None) -> str:
+        """Returns a digest of what determines the parts of a record."""
+        found = xxhash.xxh3_128(np.array(tokens, np.int32).tobytes())
+        size = part_size(len(tokens), self._largest)
+        found.update(repr((self._fingerprint, size, salt)).encode())
+        return found.hexdigest()
 
     def _tokens_of(self, text: str | Sequence[int]) -> list[int]:
         if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
@@ -209,8 +245,11 @@ class StoredCreation:
         middle = tokens - options.sinks - options.window
         blocks = Blocks(middle, self._entry_bytes, len(self._folders), self._layers)
         record = tokens * self._layers * self._entry_bytes
+        expire(self._folders[0], KEPT_S)
         for at, folder in enumerate(self._folders):
             needed = blocks.file_bytes + (0 if at else record)
+            if shutil.disk_usage(folder).free < needed:
+                expire(self._folders[0], 0)
             if (free := shutil.disk_usage(folder).free) < needed:
                 raise ExtError(
                     f"device {at} has not enough free space: the context needs {needed:,} B, "
@@ -218,9 +257,9 @@ class StoredCreation:
                     "directories"
                 )
 
-    async def _store(self, id_: str, record: Path) -> None:
+    async def _store(self, one: _Storing, record: Path) -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sgl_ext.clusters.job", record, id_, *self._directories,
+            sys.executable, "-m", "sgl_ext.clusters.job", record, one.id, *self._directories,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -230,14 +269,14 @@ class StoredCreation:
                 async for line in process.stdout:
                     told = line.decode(errors="replace").strip()
                     if _LAYERS.fullmatch(told):
-                        self._storing[id_].reached(f"layer {told}")
+                        one.reached(f"layer {told}")
             await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            logger.error("cannot store context %s: %s", id_, told)
+            logger.error("cannot store context %s: %s", one.id, told)
             if not told.startswith(_SAYS):
                 raise ExtError("cannot store the context; see the server's log")
             for device, directory in enumerate(self._directories):

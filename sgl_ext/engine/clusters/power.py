@@ -83,7 +83,8 @@ class ClustersPower(Power[Clusters]):
         memory = info[REPORT_KEY]["memory"]
         service = StoredService(
             manager, self.section, pool=info["max_total_num_tokens"],
-            in_parts=not memory["on_device"], layers=memory["layers"],
+            in_parts=not memory["on_device"], fingerprint=memory["fingerprint"],
+            layers=memory["layers"],
             entry_bytes=memory["block_bytes"] // memory["page"] // memory["layers"],
         )  # fmt: skip
         api.install(app, service)

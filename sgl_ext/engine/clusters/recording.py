@@ -38,6 +38,16 @@ _ANSWER = 24
 _WRITE_DEADLINE_S = 120.0
 
 
+def part_size(tokens: int, largest: int) -> int:
+    """Returns the tokens of each prompt of a context, of which the last one may have fewer.
+
+    Args:
+        tokens: number of tokens of the context.
+        largest: maximum number of tokens of a prompt.
+    """
+    return math.ceil(tokens / math.ceil(tokens / largest))
+
+
 class Recording:
     """Recording of one context.
 
@@ -67,19 +77,21 @@ class Recording:
     async def record(self, tokens: Sequence[int]) -> None:
         """Has the scheduler compute and record the context and the answers to the questions.
 
+        Parts that the record has already are not computed again.
+
         Raises:
             ExtError: a request is rejected, aborted or preempted, or a part cannot be written.
         """
-        count = len(tokens)
-        each = math.ceil(count / math.ceil(count / self._largest))
+        count, each = len(tokens), part_size(len(tokens), self._largest)
         for start in range(0, count, each):
-            self._reached(start)
             last = start + each >= count
             part = IsRecorded(
                 self._id, f"kv-{start:010d}", start, count, kv=True, queries=QUERIES, keep=last,
                 salt=self._salt,
             )  # fmt: skip
-            await self._ask(tokens[start : start + each], part, 0)
+            if not self._path(part).exists():
+                self._reached(start)
+                await self._ask(tokens[start : start + each], part, 0)
         self._reached(count)
         asked = msgspec.structs.replace(part, kv=False, queries=0)
         await all_of(
@@ -98,6 +110,8 @@ class Recording:
 
     async def _ask(self, tokens: Sequence[int], how: IsRecorded, answer: int) -> None:
         """Has the scheduler compute a prompt and its answer, and write a part of the record."""
+        if (path := self._path(how)).exists():  # the record was interrupted
+            return
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -116,7 +130,10 @@ class Recording:
                 "the context was preempted by other requests while it was computed; try again "
                 "when the server has less load, or give it more KV memory"
             )
-        await self._written(part_file(self._folder, how.part))
+        await self._written(path)
+
+    def _path(self, how: IsRecorded) -> Path:
+        return part_file(self._folder, how.part)
 
     async def _written(self, part: Path) -> None:
         """Waits for a part, which the scheduler writes in a thread.

@@ -52,6 +52,7 @@ class StoredService(Front):
         config: the ``clusters`` section.
         pool: tokens that the device's KV pool holds.
         in_parts: whether a context may be larger than the pool.
+        fingerprint: fingerprint of the model.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
     """
@@ -63,13 +64,15 @@ class StoredService(Front):
         *,
         pool: int,
         in_parts: bool,
+        fingerprint: str,
         layers: int,
         entry_bytes: int,
     ) -> None:
         self._manager, self._folders = manager, own_folders(config.directories)
         self.creation = StoredCreation(
             manager, config.directories, self._folders,
-            pool=pool, in_parts=in_parts, layers=layers, entry_bytes=entry_bytes,
+            pool=pool, in_parts=in_parts, fingerprint=fingerprint, layers=layers,
+            entry_bytes=entry_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""

@@ -73,7 +73,7 @@ def manager() -> Waiting:
 def service(manager: Waiting, directories: list[Path]) -> StoredService:
     return StoredService(
         manager, Clusters(directories=tuple(directories)), pool=5000, in_parts=True,
-        layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
+        fingerprint="a model", layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
     )  # fmt: skip
 
 
@@ -293,7 +293,8 @@ def test_store_queue_is_bounded_and_cancelled_with_its_clients(
         assert {type(each) for each in found} == {ClientGoneError}
         while creation.progress("mine"):
             await asyncio.sleep(0.01)
-        assert not creation._one.locked()
+        assert not creation._computing.locked()
+        assert not creation._building.locked()
 
     asyncio.run(run())
     assert [*names(folders)] == before

@@ -22,7 +22,10 @@ from numpy.typing import NDArray
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import (
+    KEPT_S,
     block_file,
+    claimed,
+    expire,
     index_file,
     names,
     part_file,
@@ -219,6 +222,28 @@ def test_sweep_removes_incomplete_contexts(directories: list[Path]) -> None:
     assert files() - before == {"something.else"}
     remove("stx-a", directories)
     assert files() == {"something.else"}
+
+
+def test_an_interrupted_record_goes_on(directories: list[Path]) -> None:
+    first = directories[0]
+    with claimed(first, "a key") as (id_, folder):
+        (folder / "a.part").write_text("x")
+        with claimed(first, "a key") as (other, beside):  # the first one is in use
+            assert other != id_
+        expire(first, 0)
+        assert folder.exists()
+    (first / f"{id_}.0.blocks").write_text("x")
+    (directories[1] / f"{id_}.1.blocks").write_text("x")
+    assert sweep(directories) == []
+    assert not [path for each in directories for path in each.glob("*.blocks")]
+    remove_record(beside)
+    with claimed(first, "another key") as (other, _):
+        assert other != id_
+    with claimed(first, "a key") as found:
+        assert found == (id_, folder)
+    os.utime(folder, (0, 0))
+    expire(first, KEPT_S)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("named", ["first is empty", "another order"])
