@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -83,6 +84,7 @@ class ContextCache:
         prefix: str | None = None,
         ttl: float | None = None,
         split: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> tuple[ContextInfo, ...]:
         """Computes the KV of chunks and returns their contexts, in the order of the chunks.
 
@@ -94,11 +96,17 @@ class ContextCache:
             ttl: Seconds until the contexts expire; if None, they never expire.
             split: How each chunk is split first, such as ``{"by": "markdown", "tokens": 512}``,
                 see :class:`sgl_ext.chunks.split.Split`. Each part then becomes a context.
+            tell: Called with the progress, such as ``3/20`` chunks, while they are computed.
         """
         given = {"method": method, "prefix": prefix, "ttl": ttl, "split": split}
         body = {name: value for name, value in given.items() if value is not None}
         parts = [chunks] if isinstance(chunks, str) else list(chunks)
-        return self._ask("POST", "", _Listed, json={"chunks": parts, **body, **self._salt}).contexts
+        content = {"chunks": parts, **body, **self._salt}
+        if tell is None:
+            return self._ask("POST", "", _Listed, json=content).contexts
+        with self._request("POST", "", json={**content, "stream": True}, stream=True) as answer:
+            found = result_of(answer, tell)
+        return msgspec.convert(found, _Listed).contexts
 
     def get(self, id_: str) -> ContextInfo:
         """Returns a context and marks it as used."""
@@ -113,6 +121,18 @@ class ContextCache:
         self._ask("DELETE", f"/{quote(id_, safe='')}", dict[str, str], params=self._salt)
 
     def _ask(self, verb: str, path: str, type_: type[T], **content: Any) -> T:
+        answer = self._request(verb, path, **content)
+        try:
+            # msgspec inspects a type at its first use, and crashes if two threads do so at once.
+            with _DECODING:
+                return msgspec.json.decode(answer.content, type=type_)
+        except msgspec.DecodeError as error:
+            raise ExtError(
+                f"{answer.url} returned an answer that is not of the context cache: {error}; check "
+                "the URL of the server"
+            ) from None
+
+    def _request(self, verb: str, path: str, **content: Any) -> requests.Response:
         url = f"{self.url}/ext/chunks{path}"
         try:
             answer = requests.request(
@@ -127,15 +147,31 @@ class ContextCache:
             raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
         if not answer.ok:
             raise refusal(url, answer, "chunks")
-        try:
-            # msgspec inspects a type at its first use, and crashes if two threads do so at once.
-            with _DECODING:
-                return msgspec.json.decode(answer.content, type=type_)
-        except msgspec.DecodeError as error:
-            raise ExtError(
-                f"{url} returned an answer that is not of the context cache: {error}; check the "
-                "URL of the server"
-            ) from None
+        return answer
+
+
+def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Reads the server-sent events of long work; returns its result.
+
+    Args:
+        tell: Called with each progress.
+
+    Raises:
+        ExtError: The work has failed, or the server has ended the answer early.
+    """
+    try:
+        for line in answer.iter_lines():
+            if not line.startswith(b"data: "):
+                continue
+            found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            if refused := found.get("error"):
+                raise ExtError(refused["message"])
+            if (progress := found.get("progress")) is None:
+                return found
+            tell(progress)
+    except requests.RequestException as error:
+        raise ExtError(f"the answer of {answer.url} was cut off: {error}") from None
+    raise ExtError(f"{answer.url} ended its answer early; see the server's log")
 
 
 def refusal(url: str, answer: requests.Response, section: str) -> ExtError:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from sgl_ext.errors import ExtError
+
+logger = logging.getLogger(__name__)
 
 _ID_BYTES = 16
 _SLACK = 64
@@ -48,6 +53,17 @@ class Context:
     """Expiry on the registry's clock, in seconds; None if it does not expire."""
 
 
+class Keeper(Protocol):
+    """Store of contexts that outlives the registry.
+
+    Contexts in it expire on the wall clock. See :class:`~sgl_ext.chunks.kept.KeptContexts`.
+    """
+
+    def all(self) -> Iterable[Context]: ...
+    def add(self, context: Context) -> None: ...
+    def remove(self, id_: str) -> None: ...
+
+
 @dataclass
 class Contexts:
     """Registry of chunks, by id and by text.
@@ -55,10 +71,14 @@ class Contexts:
     Args:
         limit: maximum number of chunks; the least recently used ones are removed first.
         clock: returns the time in seconds.
+        keeper: store of the contexts, from which the registry is filled; None if there is none.
+        wall: returns the time of the wall clock in seconds.
     """
 
     limit: int
     clock: Callable[[], float]
+    keeper: Keeper | None = None
+    wall: Callable[[], float] = time.time
     _contexts: OrderedDict[str, Context] = field(default_factory=OrderedDict)
     _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
@@ -66,6 +86,16 @@ class Contexts:
     """Interned prefixes of contexts. Prefixes are long and most contexts share one."""
     _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Number of contexts with each prefix."""
+    tokens: int = field(default=0, init=False)
+    """Number of tokens of all contexts, prefixes not included."""
+
+    def __post_init__(self) -> None:
+        for context in self.keeper.all() if self.keeper is not None else ():
+            left = None if context.expires is None else context.expires - self.wall()
+            expires = None if left is None else self.clock() + left
+            self._insert(replace(context, expires=expires))
+        self._expire()
+        self._evict()
 
     def __len__(self) -> int:
         self._expire()
@@ -87,28 +117,40 @@ class Contexts:
         blend: int = 0,
         salt: str | None = None,
         ttl: float | None = None,
+        keep: bool = True,
     ) -> Context:
         """Creates a context of these tokens and removes contexts beyond the limit.
 
         Args:
             ttl: seconds until the context expires; None if it does not.
+            keep: whether the context is given to the keeper.
+
+        Raises:
+            ExtError: the keeper cannot store the context, which is then not created.
         """
         self._expire()
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
-        behind = tuple(before)
-        behind = self._before.setdefault(behind, behind)
-        self._sharing[behind] += 1
         context = Context(
-            id_, text, tuple(tokens), method, behind, tuple(recompute), blend, salt, expires
+            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires
         )
-        self._contexts[id_] = context
-        if text is not None:
-            self._by_text.setdefault((salt, text), []).append(id_)
-        if expires is not None:
-            heapq.heappush(self._expiry, (expires, id_))
-        while len(self._contexts) > self.limit:
-            self._remove(next(iter(self._contexts)))
+        if keep and self.keeper is not None:
+            self.keeper.add(replace(context, expires=None if ttl is None else self.wall() + ttl))
+        context = self._insert(context)
+        self._evict()
+        return context
+
+    def _insert(self, context: Context) -> Context:
+        """Adds a context, and returns it with an interned prefix."""
+        behind = self._before.setdefault(context.before, context.before)
+        self._sharing[behind] += 1
+        self.tokens += len(context.tokens)
+        context = replace(context, before=behind)
+        self._contexts[context.id] = context
+        if context.text is not None:
+            self._by_text.setdefault((context.salt, context.text), []).append(context.id)
+        if context.expires is not None:
+            heapq.heappush(self._expiry, (context.expires, context.id))
         return context
 
     def get(self, id_: str, salt: str | None = None) -> Context:
@@ -145,18 +187,37 @@ class Contexts:
 
         Raises:
             UnknownContextError: the tenant has no such context.
+            ExtError: the keeper cannot remove the context, which still exists.
         """
-        self._remove(self.get(id_, salt).id)
+        context = self.get(id_, salt)
+        if self.keeper is not None:
+            self.keeper.remove(id_)
+        self.forget(context.id)
 
     def _expire(self) -> None:
         now = self.clock()
         while self._expiry and self._expiry[0][0] <= now:
             _, id_ = heapq.heappop(self._expiry)
             if id_ in self._contexts:
-                self._remove(id_)
+                self._drop(id_)
 
-    def _remove(self, id_: str) -> None:
+    def _evict(self) -> None:
+        while len(self._contexts) > self.limit:
+            self._drop(next(iter(self._contexts)))
+
+    def _drop(self, id_: str) -> None:
+        """Removes a context that has expired or is beyond the limit."""
+        self.forget(id_)
+        if self.keeper is not None:
+            try:
+                self.keeper.remove(id_)
+            except ExtError as error:
+                logger.warning("context %s is not used any more: %s", id_, error)
+
+    def forget(self, id_: str) -> None:
+        """Removes a context from the registry only."""
         context = self._contexts.pop(id_)
+        self.tokens -= len(context.tokens)
         self._sharing[context.before] -= 1
         if not self._sharing[context.before]:
             del self._sharing[context.before], self._before[context.before]

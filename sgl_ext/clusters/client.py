@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import requests
 
-from sgl_ext.client import refusal
+from sgl_ext.client import refusal, result_of
 from sgl_ext.errors import ExtError
 
 _CONNECT_S = 10.0
@@ -45,27 +44,12 @@ def store(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    found: dict[str, Any] = {}
     try:
         with requests.post(
             route, json=body, headers=headers, stream=True, timeout=(_CONNECT_S, _SILENCE_S)
         ) as answer:
             if not answer.ok:
                 raise refusal(route, answer, "clusters")
-            for found in _events(answer):
-                if progress := found.get("progress"):
-                    tell(progress)
+            return result_of(answer, tell)
     except requests.RequestException as error:
         raise ExtError(f"no answer from {route}: {error}; is a server running there?") from None
-    if refused := found.get("error"):
-        raise ExtError(refused["message"])
-    if "id" not in found:
-        raise ExtError(f"{route} ended its answer early; see the server's log")
-    return found
-
-
-def _events(answer: requests.Response) -> Iterator[dict[str, Any]]:
-    """Yields the data of server-sent events."""
-    for line in answer.iter_lines():
-        if line.startswith(b"data: "):
-            yield json.loads(line.removeprefix(b"data: "))

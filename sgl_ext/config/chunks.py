@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from sgl_ext.chunks.methods import link_method
-from sgl_ext.config.values import Section
+from sgl_ext.config.values import Directory, Section
 from sgl_ext.errors import ExtError
 
 
@@ -25,6 +25,9 @@ class Chunks(Section):
     link: Literal["auto", "always"] = "auto"
     """``auto`` computes chunks where the cost model expects that to take less time; with ``always``
     answers do not depend on measured times."""
+    directory: Directory | None = None
+    """Directory of a database that keeps contexts across restarts; None if they end with the
+    server."""
     automatic: bool = False
     """True to link a text part of a prompt that equals a context's text without being named."""
 

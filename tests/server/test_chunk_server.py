@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,15 @@ from typing import Any
 import pytest
 import requests
 import sglang as sgl
+from conftest import until
 from fuzz_kit import rounds
 from msgspec import to_builtins
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
+from sgl_ext.chunks.contexts import UnknownContextError
+from sgl_ext.client import ContextCache
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION
@@ -438,3 +442,43 @@ def test_random_operations_of_concurrent_clients_leak_no_kv(
     answer = post(server, "/generate", **prompt)
     assert answer.status_code == 200, answer.text
     assert answer.json()["meta_info"]["prompt_tokens"] == 3804
+
+
+def test_contexts_outlive_a_server_that_is_killed(
+    model: Path, texts: list[str], tmp_path: Path
+) -> None:
+    section = {"method": "lego-16", "link": "always", "directory": str(tmp_path)}
+    arguments = ("--max-total-tokens", "2048", "--page-size", "16", "--dtype", "float32")
+    config = json.dumps({"chunks": section})
+    system = System("kept", (*arguments, "--enable-ext", "--ext-config", config))
+    progress: list[str] = []
+    with serve([system], model, tmp_path / "logs") as (server,):
+        cache = ContextCache(server.url)
+        made = cache.create(texts[:2], tell=progress.append)
+        ids = [each.id for each in made]
+        before = generate(server, "Read this. ", *ids, "What is it about?")
+        short = cache.create(["A text that expires soon."], ttl=1e-3)
+        for process in [*reversed(server.process.children(recursive=True)), server.process]:
+            process.send_signal(signal.SIGKILL)
+    assert progress == ["1/2", "2/2"]
+    with serve([system], model, tmp_path / "logs") as (server,):
+        cache = ContextCache(server.url)
+        assert [(each.id, each.tokens) for each in cache.list()] == [
+            (each.id, each.tokens) for each in made
+        ]
+        with pytest.raises(UnknownContextError):
+            cache.get(short[0].id)
+        answer = generate(server, "Read this. ", *ids, "What is it about?")
+        (entry,) = answer["meta_info"]["ext"]
+        assert entry["missing"] > 0  # computed, and renewed in the background
+
+        def linked() -> bool:
+            again = generate(server, "Read that. ", *ids, "What is it about?")
+            return bool(again["meta_info"]["ext"][0]["missing"] == 0)
+
+        until(linked, within=120)
+        post(server, "/flush_cache")
+        until(linked, within=120)  # from here on as in the first server
+        answer = generate(server, "Read this. ", *ids, "What is it about?")
+        assert told(answer)["linked"] > 100
+        assert answer["output_ids"] == before["output_ids"]

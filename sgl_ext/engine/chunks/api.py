@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from sgl_ext.chunks.contexts import Context
@@ -15,6 +17,7 @@ from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.middleware import Parts
 from sgl_ext.engine.chunks.service import ContextService
 from sgl_ext.engine.front.client_gone import while_connected
+from sgl_ext.engine.front.events import Tell, events
 from sgl_ext.engine.front.text import Text
 from sgl_ext.errors import ExtError
 
@@ -39,12 +42,23 @@ class CreateContexts(BaseModel):
     """Text that the prompts that link the contexts begin with, such as the system prompt."""
     ttl: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Seconds until the contexts expire; if None, they never expire."""
+    stream: bool = False
+    """True to stream the progress as server-sent events before the contexts."""
     cache_salt: Text | None = None
     """Salt of the tenant; other tenants have no access to the contexts."""
 
 
-async def created(service: ContextService, body: CreateContexts) -> list[Context]:
+def _untold(_done: int, _of: int) -> None:
+    """Progress that nobody asked for."""
+
+
+async def created(
+    service: ContextService, body: CreateContexts, tell: Callable[[int, int], None] = _untold
+) -> list[Context]:
     """Splits the chunks of a request, and creates and returns their contexts.
+
+    Args:
+        tell: called with the number of chunks that are computed, and of all.
 
     Raises:
         ExtError: the texts are too long in all; see also :meth:`ContextService.create` and
@@ -63,6 +77,7 @@ async def created(service: ContextService, body: CreateContexts) -> list[Context
         prefix=body.prefix,
         ttl=body.ttl,
         salt=body.cache_salt,
+        tell=tell,
     )
 
 
@@ -77,10 +92,20 @@ def router(service: ContextService) -> APIRouter:
     def told(context: Context) -> dict[str, object]:
         return msgspec.structs.asdict(service.describe(context))
 
+    def made(contexts: Sequence[Context]) -> dict[str, object]:
+        warning = service.warning
+        more = {} if warning is None else {"warning": warning}
+        return {"contexts": [*map(told, contexts)], **more}
+
     @routes.post("")
-    async def create(body: CreateContexts, request: Request) -> dict[str, object]:
-        found = await while_connected(request, created(service, body))
-        return {"contexts": [*map(told, found)]}
+    async def create(body: CreateContexts, request: Request) -> Any:
+        if body.stream:
+
+            async def work(tell: Tell) -> object:
+                return made(await created(service, body, lambda done, of: tell(f"{done}/{of}")))
+
+            return StreamingResponse(events(work), media_type="text/event-stream")
+        return made(await while_connected(request, created(service, body)))
 
     @routes.get("/list")
     async def every(cache_salt: str | None = None) -> dict[str, object]:
@@ -97,7 +122,7 @@ def router(service: ContextService) -> APIRouter:
 
     @routes.delete("/{id_}")
     async def delete(id_: str, cache_salt: str | None = None) -> dict[str, object]:
-        service.contexts.delete(id_, cache_salt)
+        service.delete(id_, cache_salt)
         return {"deleted": id_}
 
     return routes

@@ -70,7 +70,7 @@ class EngineContexts:
 
     def delete(self, id_: str) -> None:
         """Deletes a context; requests that already link it continue."""
-        self._service.contexts.delete(id_, self._salt)
+        self._service.delete(id_, self._salt)
 
     def prompt(self, *parts: str | ContextInfo) -> str:
         """Returns the prompt for ``engine.generate`` of these texts and contexts, in this order."""
@@ -107,7 +107,7 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
     manager = engine.tokenizer_manager
     if (service := attached_contexts(manager)) is None:
         info = engine._scheduler_init_result.scheduler_infos[0]
-        service = context_service(manager, config.chunks, info)
+        service = context_service(manager, config.chunks, config.tiers, info)
         add_front(manager, service)
     if service.fidelity is None:
         own = EngineContexts(engine, service, fidelity.SALT)

@@ -64,7 +64,7 @@ class ChunksPower(Power[Chunks]):
         from sgl_ext.engine.chunks import api
         from sgl_ext.engine.chunks.service import context_service
 
-        service = context_service(manager, self.section, info)
+        service = context_service(manager, self.section, self.config.tiers, info)
         api.install(app, service, self.section)
         return service
 

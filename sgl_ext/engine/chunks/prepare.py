@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -82,20 +82,29 @@ class ChunkPreparation:
         before: Sequence[Sequence[int]],
         chunks: Sequence[Sequence[int]],
         salt: str | None,
+        tell: Callable[[int, int], None],
     ) -> list[Sequence[int]]:
         """Prepares several chunks as :meth:`prepare` does.
 
         The number of chunks at a time is limited, because the KV of a chunk must not be evicted
         before its tokens are selected.
 
+        Args:
+            tell: called with the number of prepared chunks, and of all.
+
         Raises:
             ExtError: the server does not compute a chunk; the others are cancelled.
         """
         turns = asyncio.Semaphore(_AT_ONCE)
+        done = 0
 
         async def one(behind: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+            nonlocal done
             async with turns:
-                return await self.prepare(method, lead, behind, tokens, salt)
+                found = await self.prepare(method, lead, behind, tokens, salt)
+            done += 1
+            tell(done, len(chunks))
+            return found
 
         return await all_of(one(*each) for each in zip(before, chunks, strict=True))
 

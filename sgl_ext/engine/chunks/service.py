@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_ext.chunks.contexts import Context, Contexts
+from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.chunks.methods import PASSAGES, LinkMethod, Preparation, Recompute, link_method
 from sgl_ext.client import ContextInfo
-from sgl_ext.config import Chunks
+from sgl_ext.config import Chunks, Tiers
+from sgl_ext.engine.chunks.fidelity import SALT
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, blend_refusal
 from sgl_ext.engine.chunks.prepare import ChunkPreparation
 from sgl_ext.engine.chunks.prompt import PromptLinking
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class ContextService(Front):
     """Contexts of one server.
@@ -45,6 +50,8 @@ class ContextService(Front):
         page: tokens of a page of KV.
         token_bytes: bytes of the KV of a token.
         pool: tokens that the device's KV pool holds.
+        kept: database of the contexts; None if they end with the server.
+        room: tokens that the KV pool and the tiers hold; None if that is not known.
     """
 
     def __init__(
@@ -56,6 +63,8 @@ class ContextService(Front):
         page: int,
         token_bytes: int,
         pool: int,
+        kept: KeptContexts | None = None,
+        room: int | None = None,
     ) -> None:
         self.fidelity: Fidelity | None = None
         """Measured fidelity of the model; None before it is measured."""
@@ -63,8 +72,10 @@ class ContextService(Front):
         self._token_bytes = token_bytes
         self.method = method
         """Name of the default link method."""
-        self.contexts = Contexts(limit, time.monotonic)
+        self.contexts = Contexts(limit, time.monotonic, kept)
         """Registry of the contexts."""
+        self._kept, self._keeping = kept, asyncio.Lock()
+        self._room = room
         self._preparation = ChunkPreparation(manager, page)
         self.renewal = Renewal(
             lambda context: self._preparation.compute(context.before, context.tokens, context.salt),
@@ -91,6 +102,17 @@ class ContextService(Front):
             expires_in=None if expires is None else expires - time.monotonic(),
         )
 
+    @property
+    def warning(self) -> str | None:
+        """Warning that the KV of the contexts does not stay; None if there is room for it."""
+        if self._room is None or self.contexts.tokens <= self._room:
+            return None
+        return (
+            f"the contexts of this server have more tokens than the {self._room:,} that its KV "
+            "pool and its tiers hold, so that the KV of some is evicted, and computed again when a "
+            "prompt names them; delete contexts, or give the server tiers"
+        )
+
     async def create(
         self,
         chunks: Sequence[str | Sequence[int]],
@@ -99,6 +121,7 @@ class ContextService(Front):
         prefix: str | None = None,
         ttl: float | None = None,
         salt: str | None = None,
+        tell: Callable[[int, int], None] = lambda _done, _of: None,
     ) -> list[Context]:
         """Computes the KV of chunks, and creates and returns their contexts in the same order.
 
@@ -110,11 +133,12 @@ class ContextService(Front):
                 prompt; primed chunks are computed behind it.
             ttl: seconds until the contexts expire; if None, they never expire.
             salt: ``cache_salt`` of the tenant.
+            tell: called with the number of chunks that are computed, and of all.
 
         Raises:
             ExtError: a chunk is empty, too long, or has token ids beyond the vocabulary; there are
-                too many chunks; the method does not exist or cannot be used here; or the server
-                does not compute a chunk.
+                too many chunks; the method does not exist or cannot be used here; the server does
+                not compute a chunk; or the contexts cannot be kept.
         """
         if len(chunks) > self.contexts.limit:
             raise ExtError(
@@ -133,20 +157,40 @@ class ContextService(Front):
         self._require_room(tokens, before)
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
-        recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt)
-        return [
-            self.contexts.create(
-                ids,
-                method=str(how),
-                text=chunk if isinstance(chunk, str) else None,
-                before=text,
-                recompute=again,
-                blend=how.amount if how.recompute is Recompute.BLEND else 0,
-                salt=salt,
-                ttl=ttl,
-            )
-            for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
-        ]
+        recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt, tell)
+        made: list[Context] = []
+        async with self._keeping:
+            try:
+                for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True):
+                    made.append(
+                        self.contexts.create(
+                            ids,
+                            method=str(how),
+                            text=chunk if isinstance(chunk, str) else None,
+                            before=text,
+                            recompute=again,
+                            blend=how.amount if how.recompute is Recompute.BLEND else 0,
+                            salt=salt,
+                            ttl=ttl,
+                            keep=salt != SALT,
+                        )
+                    )
+                if self._kept is not None:
+                    await self._read(self._kept.commit)
+            except ExtError:
+                for context in made:
+                    if context.id in self.contexts:
+                        self.contexts.forget(context.id)
+                raise
+        if (warning := self.warning) is not None:
+            logger.warning("sgl_ext: %s", warning)
+        return made
+
+    def delete(self, id_: str, salt: str | None) -> None:
+        """Deletes a context; see :meth:`Contexts.delete`."""
+        self.contexts.delete(id_, salt)
+        if self._kept is not None:
+            self._kept.commit()
 
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
         """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.
@@ -247,21 +291,37 @@ class ContextService(Front):
 
 
 def context_service(
-    manager: TokenizerManager, config: Chunks, info: Mapping[str, Any]
+    manager: TokenizerManager, config: Chunks, tiers: Tiers | None, info: Mapping[str, Any]
 ) -> ContextService:
     """Creates the context service of SGLang's ``TokenizerManager``.
 
     Args:
+        tiers: section of the tiers that hold KV of contexts, too.
         info: ready message of the first scheduler.
+
+    Raises:
+        ExtError: contexts cannot be kept in ``config.directory``.
     """
-    memory = info[REPORT_KEY]["memory"]
+    memory, kept = info[REPORT_KEY]["memory"], None
+    token_bytes, room = memory["block_bytes"] // memory["page"], info["max_total_num_tokens"]
+    if tiers is not None and tiers.remote is not None:
+        room = None
+    elif tiers is not None:
+        ssd = tiers.ssd
+        below = 0 if tiers.host is None else tiers.host.capacity
+        below += 0 if ssd is None else ssd.capacity * len(ssd.directories)
+        room += below // token_bytes
+    if config.directory is not None:
+        kept = KeptContexts(config.directory, memory["fingerprint"])
     return ContextService(
         manager,
         method=config.method,
         limit=config.limit,
         page=memory["page"],
-        token_bytes=memory["block_bytes"] // memory["page"],
+        token_bytes=token_bytes,
         pool=info["max_total_num_tokens"],
+        kept=kept,
+        room=room,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -13,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import while_connected
+from sgl_ext.engine.front.events import Tell, events
 from sgl_ext.engine.front.text import Text
-from sgl_ext.errors import ExtError
 
 
 class StoreContext(BaseModel):
@@ -55,8 +53,13 @@ def install(app: FastAPI, service: StoredService) -> None:
     async def create(body: StoreContext, request: Request) -> Any:
         context, salt = body.text or body.input_ids or "", body.cache_salt
         if body.stream:
-            events = _events(service, context, salt)
-            return StreamingResponse(events, media_type="text/event-stream")
+
+            async def work(tell: Tell) -> object:
+                tell("waiting")
+                id_ = await service.creation.create(context, salt, tell)
+                return msgspec.structs.asdict(service.describe(id_, salt))
+
+            return StreamingResponse(events(work), media_type="text/event-stream")
         if body.record_only:
             return {
                 "record": str(
@@ -88,26 +91,3 @@ def install(app: FastAPI, service: StoredService) -> None:
         return {"deleted": id_}
 
     add_routes(app, routes)
-
-
-async def _events(
-    service: StoredService, context: str | Sequence[int], salt: str | None
-) -> AsyncIterator[bytes]:
-    """Stores a context; yields its progress, then the context or the error as the last event."""
-    told: asyncio.Queue[str | None] = asyncio.Queue()
-    task = asyncio.ensure_future(service.creation.create(context, salt, told.put_nowait))
-    task.add_done_callback(lambda _: told.put_nowait(None))
-    try:
-        yield _event({"progress": "waiting"})
-        while (progress := await told.get()) is not None:
-            yield _event({"progress": progress})
-        try:
-            yield _event(msgspec.structs.asdict(service.describe(await task, salt)))
-        except ExtError as error:
-            yield _event({"error": {"message": str(error), "code": int(error.status)}})
-    finally:
-        task.cancel()  # the client has disconnected
-
-
-def _event(data: object) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,133 @@
+"""Contexts in a database on disk, so that their ids outlive the server.
+
+Only the description of a context is kept. Its KV is where SGLang and the tiers have it, or is
+computed again when a prompt names the context.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sgl_ext.chunks.contexts import Context
+from sgl_ext.errors import ExtError
+from sgl_ext.own_files import open_own
+
+_VERSION = 1
+_FILE = "sgl_ext-chunks.sqlite"
+
+
+class KeptContexts:
+    """Database of contexts. Only one server at a time may use it.
+
+    Changes are kept when they are committed.
+
+    Args:
+        directory: directory of the file, which exists.
+        model: fingerprint of the model. Contexts of other models are kept, but not seen.
+
+    Raises:
+        ExtError: the file cannot be used, another server uses it, or it is of another version.
+    """
+
+    def __init__(self, directory: Path, model: str) -> None:
+        self._path, self._model = directory / _FILE, model
+        try:
+            os.close(open_own(self._path))  # creates it with the mode 0600
+            self._db = sqlite3.connect(self._path, timeout=0, check_same_thread=False)
+            try:
+                self._begin()
+            except BaseException:
+                self._db.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise ExtError(
+                f"contexts cannot be kept in {self._path}: {error}; check that no other server "
+                "uses the file and that this user may write it, or choose another chunks.directory"
+            ) from None
+
+    def _begin(self) -> None:
+        """Locks the database, and creates its table if it is new."""
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise ExtError(
+                f"{self._path} has version {version}, but sgl_ext reads version {_VERSION}; "
+                "choose another chunks.directory, or remove the file"
+            )
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS contexts (place INTEGER PRIMARY KEY, "
+                "id TEXT UNIQUE NOT NULL, model TEXT NOT NULL, content BLOB NOT NULL)"
+            )
+
+    def all(self) -> Iterator[Context]:
+        """Yields the contexts of the model, the first created first.
+
+        Raises:
+            ExtError: the database is damaged.
+        """
+        try:
+            found = self._db.execute(
+                "SELECT content FROM contexts WHERE model = ? ORDER BY place", (self._model,)
+            )
+            for (content,) in found:
+                yield msgspec.msgpack.decode(content, type=Context)
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise ExtError(
+                f"{self._path} is damaged: {error}; remove the file, and create the contexts again"
+            ) from None
+
+    def add(self, context: Context) -> None:
+        """Adds a context, whose expiry is in seconds of the wall clock.
+
+        Raises:
+            ExtError: the database cannot be written.
+        """
+        content = msgspec.msgpack.encode(context)
+        self._execute(
+            "INSERT INTO contexts (id, model, content) VALUES (?, ?, ?)",
+            context.id, self._model, content,
+        )  # fmt: skip
+
+    def remove(self, id_: str) -> None:
+        """Removes a context if it is there.
+
+        Raises:
+            ExtError: the database cannot be written.
+        """
+        self._execute("DELETE FROM contexts WHERE id = ?", id_)
+
+    def commit(self) -> None:
+        """Keeps all changes, also if the machine fails from now on.
+
+        Raises:
+            ExtError: the database cannot be written. The changes are undone.
+        """
+        try:
+            self._db.commit()
+        except sqlite3.Error as error:
+            self._db.rollback()
+            raise self._unwritten(error) from None
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _execute(self, statement: str, *values: object) -> None:
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise self._unwritten(error) from None
+
+    def _unwritten(self, error: sqlite3.Error) -> ExtError:
+        return ExtError(
+            f"contexts cannot be kept in {self._path}: {error}; check the device and its free space"
+        )

@@ -1,0 +1,121 @@
+"""Contexts in a database outlive their registry, for one model and in one server at a time."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.chunks.contexts import Contexts, UnknownContextError
+from sgl_ext.chunks.kept import KeptContexts
+from sgl_ext.errors import ExtError
+
+
+class Time:
+    """Clock of a server, which begins anew, and the wall clock."""
+
+    def __init__(self, wall: float) -> None:
+        self.now, self.started = wall, wall
+
+    def clock(self) -> float:
+        return self.now - self.started
+
+    def wall(self) -> float:
+        return self.now
+
+
+def opened(directory: Path, time: Time, limit: int = 16) -> tuple[Contexts, KeptContexts]:
+    kept = KeptContexts(directory, "a model")
+    return Contexts(limit, time.clock, kept, time.wall), kept
+
+
+def test_contexts_are_found_after_a_restart(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, time := Time(1000.0))
+    text = "a text with \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")
+    first = contexts.create(
+        [1, 2, 3], method="lego-1", text=text, before=[7, 8], recompute=[0, 2], blend=5, salt="a"
+    )
+    short = contexts.create([4], method="naive", before=[7, 8], ttl=10)
+    long = contexts.create([5], method="naive", ttl=100)
+    deleted = contexts.create([6], method="naive")
+    contexts.delete(deleted.id)
+    unkept = contexts.create([9], method="naive", keep=False)
+    kept.commit()
+    uncommitted = contexts.create([10], method="naive")
+    kept.close()
+
+    time = Time(1020.0)
+    contexts, kept = opened(tmp_path, time)
+    assert contexts.get(first.id, "a") == first
+    assert contexts.find(text, "a") == first
+    found = contexts.get(long.id)
+    assert found.expires == pytest.approx(80)
+    assert [each.id for each in contexts.all()] == [long.id]
+    for gone in (short, deleted, unkept, uncommitted):
+        with pytest.raises(UnknownContextError):
+            contexts.get(gone.id, gone.salt)
+    time.now += 90
+    assert len(contexts) == 1  # and the expired one is removed from the database
+    kept.commit()
+    assert [each.id for each in kept.all()] == [first.id]
+    kept.close()
+
+
+def test_the_limit_holds_after_a_restart(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, time := Time(0.0))
+    made = [contexts.create([at], method="naive") for at in range(20)]
+    kept.commit()
+    kept.close()
+    contexts, kept = opened(tmp_path, time, limit=3)
+    assert [each.id for each in contexts.all()] == [each.id for each in made[-3:]]
+    kept.close()
+
+
+def test_contexts_of_another_model_are_kept_but_not_seen(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, time := Time(0.0))
+    made = contexts.create([1], method="naive")
+    kept.commit()
+    kept.close()
+    other = KeptContexts(tmp_path, "another model")
+    assert not [*other.all()]
+    other.close()
+    contexts, kept = opened(tmp_path, time)
+    assert contexts.get(made.id) == made
+    kept.close()
+
+
+def test_a_database_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    kept = KeptContexts(tmp_path, "a model")
+    program = "import sys; from pathlib import Path; from sgl_ext.chunks.kept import KeptContexts\n"
+    program += "KeptContexts(Path(sys.argv[1]), 'a model')"
+    second = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert "check that no other server uses the file" in second.stderr
+    kept.close()
+    (file,) = tmp_path.glob("*.sqlite")
+    assert file.stat().st_mode & 0o777 == 0o600
+    with sqlite3.connect(file) as database:
+        database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(ExtError, match="has version 9, but sgl_ext reads version 1"):
+        KeptContexts(tmp_path, "a model")
+    file.write_bytes(b"nothing of the kind" * 500)
+    with pytest.raises(ExtError, match=r"contexts cannot be kept in .* not a database"):
+        KeptContexts(tmp_path, "a model")
+    with pytest.raises(ExtError, match=r"contexts cannot be kept in .* No such file"):
+        KeptContexts(tmp_path / "missing", "a model")
+
+
+def test_a_context_that_cannot_be_kept_is_not_created(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, Time(0.0))
+    kept._db.execute("PRAGMA max_page_count = 8")
+    with pytest.raises(ExtError, match="full; check the device"):
+        for _ in range(100):
+            contexts.create(range(1000), method="naive")
+            kept.commit()
+    assert len(contexts) == len([*kept.all()])
+    kept.close()
