@@ -33,7 +33,7 @@ BENCHES = {
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
-_QUICK_MINUTES = {"chunks": 14, "clusters": 4, "overhead": 5, "peer": 10, "restore": 10}
+_QUICK_MINUTES = {"chunks": 14, "clusters": 8, "overhead": 5, "peer": 10, "restore": 10}
 """Estimated minutes of ``--quick`` on two cores, rounded up."""
 
 

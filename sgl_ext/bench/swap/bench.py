@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ import numpy as np
 
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.harness.sampling import paired_ratio
 from sgl_ext.bench.swap.exact import report_exact
 from sgl_ext.bench.swap.runs import Run, Workload, mean_answer, mean_pages, measure, warm_up
 from sgl_ext.bench.swap.systems import (
+    BESIDE_TIER,
     DEFINITIONS,
     HICACHE,
     OURS,
+    OURS_AGAIN,
     PAGE,
     PER_PAGE,
     RECOMPUTE,
@@ -47,7 +50,7 @@ _HEAVY = 1.3
 _LEVELS = (0, 100)
 _START_DEADLINE_S = 900.0
 """Deadline for the start of all servers side by side, in seconds."""
-_SMALL = ("link", "without", "traces", "static")
+_SMALL = ("link", "without", "traces", "static", "speeds")
 _LARGE = ("native",)
 PARTS = (*_SMALL, *_LARGE, "exact")
 
@@ -68,10 +71,15 @@ class _Sizes:
     seeds: Sequence[int]
     few_seeds: Sequence[int]
     """Seeds of the parts that need fewer runs."""
+    speeds: Sequence[float] = ()
+    """Times of a copy on the links of the part ``speeds``, relative to the link of the others; 0
+    for host memory as it is."""
 
 
-_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,))
-_SMALL_SIZES = _Sizes(48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2))
+_QUICK = _Sizes(6, 512, 2.0, 1024, "768MiB", 50, (0,), (0,), (0, 1))
+_SMALL_SIZES = _Sizes(
+    48, 320, 2.0, 3072, "768MiB", 50, (*range(5),), (0, 1, 2), (0, 0.03, 0.3, 1, 3, 10)
+)
 # Each draw of the priorities costs a recomputation of as much as the device holds. Against stock
 # SGLang the device therefore holds more, and more conversations share it.
 _LARGE_SIZES = _Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2))
@@ -137,6 +145,26 @@ class _Bench:
             _recomputed(one) for one in runs[RECOMPUTE]
         )
 
+    def speeds(self) -> None:
+        """Compares our system with the better of two others, and with itself, on several links."""
+        names, figures = (BESIDE_TIER, PER_PAGE, OURS, OURS_AGAIN), self._report.figures
+        for times in self._sizes.speeds:
+            runs = self._offer(
+                f"speeds {times:g}", names, self._trace, _HEAVY, linked=times > 0, times=times,
+                few=True,
+            )  # fmt: skip
+            for name, of in (("throughput", _steady), ("p95_ttft_speed", _speed)):
+                ours, again, *others = (
+                    [of(one) for one in runs[each]]
+                    for each in (OURS, OURS_AGAIN, BESIDE_TIER, PER_PAGE)
+                )
+                found = paired_ratio(ours, np.max(others, axis=0))
+                same = paired_ratio(ours, again)
+                at = f"{name}_at_{times:g}"
+                figures[at] = found.median
+                figures[f"{at}_low"] = found.low
+                figures[f"{at}_same_half_width"] = max(same.high - 1, 1 - same.low)
+
     def without(self) -> None:
         """Measures our system without each of its parts, as in :meth:`link`."""
         names = (OURS, *WITHOUT)
@@ -185,6 +213,7 @@ class _Bench:
         linked: bool,
         levels: tuple[int | None, ...] = (None,),
         few: bool = False,
+        times: float = 1.0,
     ) -> Runs:
         """Sends the same conversations at the same times to each system, for each seed.
 
@@ -196,10 +225,12 @@ class _Bench:
             linked: True to put the systems behind the link.
             levels: priorities, of which each conversation draws one.
             few: True to use only ``few_seeds``.
+            times: time of a copy relative to the link of the other parts.
         """
         seeds = self._sizes.few_seeds if few else self._sizes.seeds
         talks = [self._workload.talks(seed, levels) for seed in seeds]
-        ideal, link = self._capacity(OURS, linked=False), self._link() if linked else None
+        ideal = self._capacity(OURS, linked=False)
+        link = replace(self._link(), times=times) if linked else None
         names_of = {name: [f"{what}/{load:.3f}/{name}/{seed}" for seed in seeds] for name in names}
         missing = [name for name in names if any(key not in self._kept for key in names_of[name])]
         with self._serve(missing, policy, link) as servers:
@@ -213,7 +244,11 @@ class _Bench:
         for name, each in runs.items():
             link_of = "emulated" if linked else "as it is"
             row = {"what": what, "system": name, "load": load, "link": link_of, **policy}
-            self._report.runs.append(row | _summary(each))
+            of_seeds = {
+                "tokens_per_s_of_seeds": [round(_steady(one), 1) for one in each],
+                "ttft_p95_s_of_seeds": [round(_p95(one), 3) for one in each],
+            }
+            self._report.runs.append(row | _summary(each) | of_seeds)
         return runs
 
     def _capacity(self, name: str, *, linked: bool) -> float:
@@ -291,6 +326,16 @@ def _p50(run: Run) -> float:
 
 def _throughput(run: Run) -> float:
     return run.throughput
+
+
+def _steady(run: Run) -> float:
+    """Returns the generated tokens per second before the batch drains."""
+    return run.per_second
+
+
+def _speed(run: Run) -> float:
+    """Returns the inverse of a TTFT percentile, so that more is better."""
+    return 1 / run.percentile(95)
 
 
 def _stored(run: Run) -> float:

@@ -6,6 +6,8 @@ when a turn ends, even pages that host memory has. All other requests wait until
 is swapped out, and until a resumed request is swapped in.
 
 ``RECOMPUTE`` is SGLang without host memory, with the same choice of the preempted requests.
+``BESIDE_TIER`` recomputes what a preempted request had of its answer, too, but has the same host
+memory as our system for prefixes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from sgl_ext.serving import server
 
 PAGE = 16
 RECOMPUTE, PER_PAGE, OURS = "recompute", "per page, waiting", "ours"
+BESIDE_TIER, OURS_AGAIN = "recompute beside a tier", "ours, again"
 STOCK, HICACHE = "stock", "stock with hicache"
 WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REUSE = WITHOUT = (
     "ours, page by page",
@@ -35,6 +38,7 @@ _SWAP: Mapping[str, Mapping[str, Any]] = {
 }
 _EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
     RECOMPUTE: {"recompute": True},
+    BESIDE_TIER: {"recompute": True},
     PER_PAGE: {"by_layer": True, "wait": True, "copy_again": True},
     WITHOUT_GROUPS: {"by_layer": True},
     WITHOUT_ASYNC_OUT: {"wait": True},
@@ -52,11 +56,13 @@ class Link:
         iteration: seconds of an iteration on this machine.
         pages: mean number of pages of a swapped request.
         page_bytes: bytes of a page.
+        times: factor by which a copy takes longer than that.
     """
 
     iteration: float
     pages: float
     page_bytes: int
+    times: float = 1.0
 
     PER_PAGE = 1.16
     """Iterations that a swap by pages and layers takes, with LLaMA-8B on an A10 with PCIe 4."""
@@ -65,7 +71,7 @@ class Link:
 
     def config(self) -> dict[str, Any]:
         """Returns the value of the option ``tiers.host.link``."""
-        page = self.iteration / self.pages
+        page = self.times * self.iteration / self.pages
         return {
             "bytes_per_second": round(self.page_bytes / (self.BYTES * page)),
             "operations_per_second": _COPIES_OF_A_PAGE / (self.PER_PAGE * page),

@@ -9,7 +9,17 @@ import pytest
 
 from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
 from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
-from sgl_ext.bench.swap.systems import HICACHE, OURS, PER_PAGE, STOCK, WITHOUT, Link, systems
+from sgl_ext.bench.swap.systems import (
+    BESIDE_TIER,
+    HICACHE,
+    OURS,
+    OURS_AGAIN,
+    PER_PAGE,
+    STOCK,
+    WITHOUT,
+    Link,
+    systems,
+)
 from sgl_ext.config import ExtConfig, SwapExperiment
 from sgl_ext.config.swap import EXPERIMENT
 
@@ -30,12 +40,15 @@ def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:
     config = Link(iteration=0.05, pages=20, page_bytes=1_000_000).config()
     assert 20 * 60 / config["operations_per_second"] == pytest.approx(1.16 * 0.05)
     assert 20 * 1e6 / config["bytes_per_second"] == pytest.approx(0.15 * 0.05, rel=1e-3)
+    slower = Link(iteration=0.05, pages=20, page_bytes=1_000_000, times=3).config()
+    for name, value in config.items():
+        assert 3 * slower[name] == pytest.approx(value, rel=1e-3)
 
 
 def test_every_system_can_be_configured() -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    names = (STOCK, HICACHE, "recompute", PER_PAGE, OURS, *WITHOUT)
+    names = (STOCK, HICACHE, "recompute", BESIDE_TIER, PER_PAGE, OURS, OURS_AGAIN, *WITHOUT)
     policy = {"trace": "random", "quantum": 25}
     made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000))
     assert [each.name for each in made] == list(names)
