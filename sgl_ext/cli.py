@@ -163,6 +163,9 @@ def cluster(
             help="Start of the context's id, after stx-; up to 40 letters, digits, - and _."
         ),
     ] = "",
+    copies: Annotated[
+        int, typer.Option(min=1, max=2, help="Copies of each block, on different devices.")
+    ] = 1,
 ) -> None:
     """Stores a recorded context on devices, so that requests can follow it."""
     import re
@@ -184,7 +187,7 @@ def cluster(
             bar = progress.add_task("layers", total=None)
             store(
                 record, id_, directories,
-                lambda done, of: progress.update(bar, completed=done, total=of),
+                lambda done, of: progress.update(bar, completed=done, total=of), copies,
             )  # fmt: skip
     except (ExtError, OSError) as error:
         typer.echo(f"sgl_ext: {error}", err=True)

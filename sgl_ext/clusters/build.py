@@ -35,12 +35,14 @@ def build(
     directories: Sequence[Path],
     options: Options | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
+    copies: int = 1,
 ) -> None:
-    """Writes blocks into all directories, and last the index into the first one.
+    """Writes blocks into all directories, and last the index into the first ones.
 
     Args:
         name: Name of the context, which is part of the file names.
         directories: One directory for each device.
+        copies: Copies of each block, on different devices.
         progress: Called with the number of finished layers and the number of all layers.
 
     Raises:
@@ -50,8 +52,8 @@ def build(
     geometry, tokens = recorded.geometry, len(recorded.tokens)
     options = (options or Options()).fitted(tokens, Blocks.fitting(geometry.entry_bytes))
     middle = tokens - options.sinks - options.window
-    blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers)
-    index = index_file(directories[0], name)
+    blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers, copies)
+    indexes = [index_file(directory, name) for directory in directories[:copies]]
     new: list[Path] = []
     try:
         with ExitStack() as opened:
@@ -72,19 +74,21 @@ def build(
                 f"cannot store the context: its index has {wrong}; serve the model with another "
                 "--dtype"
             )
-        scratch = scratch_of(index)
-        with scratch.open("xb"):
-            new.append(scratch)
         about = About(
             geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
-            recorded.salt,
+            recorded.salt, copies,
         )  # fmt: skip
-        save(arrays, scratch, about)
-        _sync(scratch)
+        for index in indexes:
+            with scratch_of(index).open("xb"):
+                new.append(scratch_of(index))
+            save(arrays, scratch_of(index), about)
+            _sync(scratch_of(index))
         for directory in directories:
             _sync(directory)
-        scratch.rename(index)  # the context is stored from here on
-        _sync(directories[0])
+        for index in reversed(indexes):
+            new.append(index)
+            scratch_of(index).rename(index)  # the context is stored from here on
+            _sync(index.parent)
     except BaseException as error:
         for path in reversed(new):
             path.unlink(missing_ok=True)
@@ -170,15 +174,16 @@ def _write(
     padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
     entries = layer.kv[tokens].reshape(blocks.blocks, -1)
     padded[:, : entries.shape[1]] = entries
-    device, offset = blocks.place(layer.number, np.arange(blocks.blocks))
-    for at, file in enumerate(files):
-        mine = np.flatnonzero(device == at)
-        if not len(mine):
-            continue
-        place = int(offset[mine[0]])  # blocks of a layer are consecutive
-        for start in range(0, len(mine), _WRITTEN):
-            left = padded[mine[start : start + _WRITTEN]].reshape(-1)
-            while len(left):
-                written = os.pwrite(file.fileno(), left.data, place)
-                left, place = left[written:], place + written
+    for copy in range(blocks.copies):
+        device, offset = blocks.place(layer.number, np.arange(blocks.blocks), copy)
+        for at, file in enumerate(files):
+            mine = np.flatnonzero(device == at)
+            if not len(mine):
+                continue
+            place = int(offset[mine[0]])  # blocks of a layer are consecutive
+            for start in range(0, len(mine), _WRITTEN):
+                left = padded[mine[start : start + _WRITTEN]].reshape(-1)
+                while len(left):
+                    written = os.pwrite(file.fileno(), left.data, place)
+                    left, place = left[written:], place + written
     return _clusters.checksums(padded)

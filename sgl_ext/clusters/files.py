@@ -1,7 +1,8 @@
 """Files of stored contexts: their names, their owner, and the removal of incomplete contexts.
 
-Every folder has a file ``<folder>/<name>.<device>.blocks``, and the first one a ``<name>.index``.
-The index is written last: without it the context does not exist. Among the files of blocks, that of
+Every folder has a file ``<folder>/<name>.<device>.blocks``, and the first one a ``<name>.index``,
+which the second one has, too, if there are two copies of the blocks. The index is written last:
+without it the context does not exist. Among the files of blocks, that of
 the first folder is created first and removed last, so that the first folder shows every incomplete
 context.
 """
@@ -29,6 +30,8 @@ _FOLDER = "sgl_ext-contexts"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
 _KEY = "key"
+MOST_COPIES = 2
+"""Maximum number of copies of a context's blocks, and of its index."""
 KEPT_S = 86_400.0
 """Time in seconds that an interrupted record is kept after its latest part."""
 
@@ -65,46 +68,60 @@ def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
     return folders
 
 
-def require(name: str, directories: Sequence[Path]) -> Path:
-    """Returns the path of a context's index.
+def require(name: str, directories: Sequence[Path]) -> list[Path]:
+    """Returns the paths of a context's indexes, which are copies of each other.
 
     Raises:
-        UnknownContextError: The index does not exist.
-        ExtError: The index cannot be looked up.
+        UnknownContextError: There is no index.
+        ExtError: There is none where the index can be looked up.
     """
     if not _NAME.fullmatch(name):
         raise UnknownContextError(name)
-    path = index_file(directories[0], name)
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        raise UnknownContextError(name) from None
-    except OSError as error:
-        raise ExtError(
-            f"cannot look up context {name} on device 0: {error.strerror}; check the device"
-        ) from None
-    return path
+    found, failed = [], None
+    for device, directory in enumerate(directories[:MOST_COPIES]):
+        path = index_file(directory, name)
+        try:
+            path.lstat()
+            found.append(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failed = failed or ExtError(
+                f"cannot look up context {name} on device {device}: {error.strerror}; check the "
+                "device"
+            )
+    if not found:
+        raise failed or UnknownContextError(name)
+    return found
 
 
-def names(directories: Sequence[Path]) -> Iterator[str]:
-    """Yields the names of all contexts that have an index."""
-    for path in sorted(directories[0].glob(f"*{_INDEX}")):
-        if _NAME.fullmatch(name := path.name.removesuffix(_INDEX)):
-            yield name
+def names(directories: Sequence[Path]) -> list[str]:
+    """Returns the names of all contexts that have an index, sorted."""
+    found = set()
+    for directory in directories[:MOST_COPIES]:
+        with suppress(OSError):  # the other one may have them
+            found |= {path.name.removesuffix(_INDEX) for path in directory.glob(f"*{_INDEX}")}
+    return sorted(name for name in found if _NAME.fullmatch(name))
 
 
 def remove(name: str, directories: Sequence[Path]) -> None:
     """Removes all files of a context, complete or not; its index first."""
-    index_file(directories[0], name).unlink(missing_ok=True)
+    for directory in directories[:MOST_COPIES]:
+        index_file(directory, name).unlink(missing_ok=True)
     remove_record(record_folder(directories[0], name))
     remove_blocks(name, directories)
 
 
 def remove_blocks(name: str, directories: Sequence[Path]) -> None:
     """Removes what was stored of a context that has no index; its record is kept."""
-    scratch_of(index_file(directories[0], name)).unlink(missing_ok=True)
+    _remove_scratch(name, directories)
     for at, directory in reversed([*enumerate(directories)]):
         block_file(directory, name, at).unlink(missing_ok=True)
+
+
+def _remove_scratch(name: str, directories: Sequence[Path]) -> None:
+    for directory in directories[:MOST_COPIES]:
+        scratch_of(index_file(directory, name)).unlink(missing_ok=True)
 
 
 def remove_record(folder: Path) -> None:
@@ -237,7 +254,7 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
     }
     for name in found & stored:
         remove_record(record_folder(first, name))
-        scratch_of(index_file(first, name)).unlink(missing_ok=True)
+        _remove_scratch(name, directories)
     for name in found & kept - stored:
         remove_blocks(name, directories)
     for name in found - kept - stored:

@@ -16,7 +16,11 @@ from sgl_ext.errors import ExtError, reason_of
 
 
 def store(
-    record: Path, id_: str, directories: Sequence[Path], progress: Callable[[int, int], None]
+    record: Path,
+    id_: str,
+    directories: Sequence[Path],
+    progress: Callable[[int, int], None],
+    copies: int = 1,
 ) -> None:
     """Stores a context from the record that a server has written.
 
@@ -25,6 +29,7 @@ def store(
         id_: Id of the stored context.
         directories: One directory for each device.
         progress: Called with the number of finished layers and the number of all layers.
+        copies: Copies of each block, on different devices.
 
     Raises:
         ExtError: The context cannot be stored.
@@ -33,7 +38,7 @@ def store(
     options = Options(threads=len(os.sched_getaffinity(0)))
     folders = own_folders(directories)
     with storing(folders[0]):
-        build(Recorded.load(record), id_, folders, options, progress)
+        build(Recorded.load(record), id_, folders, options, progress, copies)
 
 
 def main() -> None:
@@ -42,12 +47,13 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("id")
     parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("--copies", type=int, default=1)
     options = parser.parse_args()
     os.nice(10)  # the server has priority
     try:
         store(
             options.record, options.id, options.directories,
-            lambda done, of: print(f"{done}/{of}", flush=True),
+            lambda done, of: print(f"{done}/{of}", flush=True), options.copies,
         )  # fmt: skip
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from sgl_ext.clusters.placement import SECTOR
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.errors import ExtError, reason_of
+from sgl_ext.memory.lanes import File
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.transfer import (
     FileLane,
@@ -29,9 +32,17 @@ _SETTLE_S = 10.0
 
 
 class DeviceError(ExtError):
-    """Error of a device: a read was refused, failed, or is late. The message says why."""
+    """Error of devices: a read was refused, failed, is late, or gave damaged blocks.
+
+    Attributes:
+        devices: Numbers of the devices at fault; empty if they are not known.
+    """
 
     status = 503
+
+    def __init__(self, message: str, devices: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.devices = frozenset(devices)
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,8 @@ class Reading:
             self.cancel()
             self.settle(_SETTLE_S)
             raise DeviceError(
-                f"a read from device {device.number} was refused: {error}; try again later"
+                f"a read from device {device.number} was refused: {error}; try again later",
+                (device.number,),
             ) from None
 
     @property
@@ -129,12 +141,14 @@ class Reading:
         except TimeoutError:
             raise DeviceError(
                 f"device {device.number} returned {ticket.bytes_done:,} of {ticket.bytes_total:,} "
-                "B of a context before the deadline; check the device"
+                "B of a context before the deadline; check the device",
+                (device.number,),
             ) from None
         except TransferError as error:
             raise DeviceError(
                 f"device {device.number} cannot be read: {error.strerror}; check the device, or "
-                "store the context again"
+                "store the context again",
+                (device.number,),
             ) from None
         except TransferCancelledError:
             raise DeviceError(
@@ -155,25 +169,56 @@ class Reader:
     def __init__(self, engine: TransferEngine, devices: Sequence[Device], stored: Stored) -> None:
         self._engine, self._devices = engine, devices
         self._blocks = stored.about.blocks
-        self._files = []
-        try:
-            for device, path in zip(devices, stored.files, strict=True):
-                self._files.append(
-                    device.files.open(path.relative_to(device.directory), self._blocks.file_bytes)
+        self.lost: frozenset[int] = frozenset()
+        """Devices whose blocks are read from their copies on other devices."""
+        self._files: dict[int, File] = {}
+        for device, path in zip(devices, stored.files, strict=True):
+            try:
+                if device.number in stored.lost:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                self._files[device.number] = device.files.open(
+                    path.relative_to(device.directory), self._blocks.file_bytes
                 )
-        except (OSError, ValueError) as error:
-            self.close()
-            raise ExtError(
-                f"context {stored.name} cannot be read: {reason_of(error)}; store it again"
-            ) from None
-        odd = next((file.alignment for file in self._files if SECTOR % max(file.alignment)), None)
+            except (OSError, ValueError) as error:
+                if self.lose((device.number,)):
+                    continue
+                self.close()
+                raise ExtError(
+                    f"context {stored.name} cannot be read: {reason_of(error)}; store it again"
+                ) from None
+        alignments = [max(file.alignment) for file in self._files.values()]
+        odd = next((each for each in alignments if SECTOR % each), None)
         if odd is not None:
             self.close()
             raise ExtError(
                 f"context {stored.name} is on a device whose alignment for direct I/O, "
-                f"{max(odd):,} B, does not divide {SECTOR:,} B; store it on another device"
+                f"{odd:,} B, does not divide {SECTOR:,} B; store it on another device"
             )
-        self._bases = np.array([file.base for file in self._files], np.int64)
+        self._bases = np.zeros(len(devices), np.int64)
+        for number, file in self._files.items():
+            self._bases[number] = file.base
+
+    def lose(self, devices: Collection[int]) -> bool:
+        """Reads no more blocks from some devices; returns False if there are not enough copies."""
+        lost = self.lost | frozenset(devices)
+        if not devices or len(lost) >= self._blocks.copies:
+            return False
+        self.lost = lost
+        return True
+
+    def devices_of(self, layer: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the device that each of the blocks ``numbers`` of a layer is read from."""
+        return self._place(layer, numbers)[0]
+
+    def _place(
+        self, layer: int, numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the device and the file offset that each block is read from."""
+        device, offset = self._blocks.place(layer, numbers)
+        if self.lost:
+            copy = np.isin(device, [*self.lost]).astype(np.int64)
+            device, offset = self._blocks.place(layer, numbers, copy)
+        return device, offset
 
     def reading(self, layer: int, numbers: NDArray[np.int64], address: int) -> Reading:
         """Prepares a read of blocks of a layer.
@@ -182,7 +227,7 @@ class Reader:
             numbers: Numbers of the blocks, without duplicates.
             address: Address of registered memory for all of them, aligned to :data:`SECTOR`.
         """
-        device, offset = self._blocks.place(layer, numbers)
+        device, offset = self._place(layer, numbers)
         size = self._blocks.block_bytes
         place = device * (self._blocks.file_bytes // size + 1) + offset // size
         order = np.argsort(place)
@@ -205,5 +250,6 @@ class Reader:
             ExtError: A read is still in progress.
         """
         while self._files:
-            self._files[-1].close()
-            self._files.pop()
+            number, file = next(iter(self._files.items()))
+            file.close()
+            del self._files[number]

@@ -8,23 +8,24 @@ blocks, and codes of its keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.arrays import Arrays, Shapes, load, load_about
+from sgl_ext.clusters.arrays import Arrays, DamagedError, Shapes, load, load_about
 from sgl_ext.clusters.codes import CENTROIDS, Codes
-from sgl_ext.clusters.files import block_file, require
+from sgl_ext.clusters.files import MOST_COPIES, block_file, require
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Count, Geometry, Salt, as_float32
 from sgl_ext.errors import ExtError
 from sgl_ext.own_files import open_own
 
+Found = TypeVar("Found")
 _Near = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -40,6 +41,8 @@ class About(msgspec.Struct, frozen=True):
     """Bytes of the code of a key, for each KV head."""
     salt: Salt | None = None
     """``cache_salt`` of the tenant; other tenants cannot follow, see or delete the context."""
+    copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
+    """Copies of each block, on different devices."""
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -48,6 +51,8 @@ class About(msgspec.Struct, frozen=True):
                 f"{blocks.entries} entries outside sinks and window are not a positive multiple "
                 f"of the block size {blocks.block}"
             )
+        if self.copies > self.devices:
+            raise ValueError(f"{self.copies} copies do not fit on {self.devices} devices")
         if self.geometry.head_dim % self.subspaces:
             raise ValueError(
                 f"head_dim {self.geometry.head_dim} is not a multiple of {self.subspaces} subspaces"
@@ -58,7 +63,7 @@ class About(msgspec.Struct, frozen=True):
         """Placement of the entries on the devices."""
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
-        return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers)
+        return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers, self.copies)
 
     def shapes(self) -> Shapes:
         """Returns dtypes and shapes of the arrays: the tokens, and those of all layers."""
@@ -112,6 +117,7 @@ class Stored:
     Attributes:
         tokens: Token ids, int32 ``[n]``.
         files: Files of blocks, one for each device.
+        lost: Devices whose file is missing or has another size; there are copies of its blocks.
     """
 
     name: str
@@ -119,12 +125,13 @@ class Stored:
     tokens: NDArray[np.int32]
     layers: tuple[Layer, ...]
     files: tuple[Path, ...]
+    lost: frozenset[int] = frozenset()
 
     @classmethod
     def open(
         cls, name: str, folders: Sequence[Path], geometry: Geometry, longest: int | None = None
     ) -> Stored:
-        """Reads and checks the index of a context, and checks that its files exist.
+        """Reads and checks the index of a context, and checks that enough of its files exist.
 
         Blocks are verified only when they are read.
 
@@ -150,11 +157,12 @@ class Stored:
             require_files(name, about, folders)
             return about.shapes()
 
-        arrays, about = load(require(name, folders), About, shapes)
+        arrays, about = _first(require(name, folders), lambda path: load(path, About, shapes))
+        lost = require_files(name, about, folders)
         if wrong := out_of_range(arrays, geometry.dtype):
             raise ExtError(f"context {name} has {wrong}; store it again")
         layers = tuple(Layer.of(arrays, at) for at in range(geometry.layers))
-        return cls(name, about, arrays["tokens"], layers, _files(name, folders))
+        return cls(name, about, arrays["tokens"], layers, _files(name, folders), lost)
 
 
 def about(name: str, folders: Sequence[Path]) -> About:
@@ -164,32 +172,49 @@ def about(name: str, folders: Sequence[Path]) -> About:
         UnknownContextError: The context does not exist.
         DamagedError: The file is not an index.
     """
-    return load_about(require(name, folders), About)
+    return _first(require(name, folders), lambda path: load_about(path, About))
 
 
-def require_files(name: str, about: About, folders: Sequence[Path]) -> None:
-    """Raises ExtError unless there is one file of blocks per device, each of its original size."""
+def _first(paths: Sequence[Path], read: Callable[[Path], Found]) -> Found:
+    """Returns what is read from the first file that is not damaged."""
+    for path in paths[:-1]:
+        try:
+            return read(path)
+        except DamagedError:
+            continue
+    return read(paths[-1])
+
+
+def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset[int]:
+    """Checks that the files of blocks exist and have their original size.
+
+    Returns:
+        Devices without such a file; the other devices have copies of its blocks.
+
+    Raises:
+        ExtError: Blocks are missing, or the context is on another number of devices.
+    """
     if about.devices != len(folders):
         raise ExtError(
             f"context {name} is stored on {about.devices} devices, but {len(folders)} directories "
             "are configured; configure the directories that it was stored in, in the same order"
         )
-    for file in _files(name, folders):
+    lost = {}
+    for device, file in enumerate(_files(name, folders)):
         try:
             opened = open_own(file, os.O_RDONLY)
         except OSError as error:
-            raise ExtError(
-                f"context {name}: {file.name}: {error.strerror}; store it again"
-            ) from None
+            lost[device] = f"{file.name}: {error.strerror}"
+            continue
         try:
             found = os.fstat(opened).st_size
         finally:
             os.close(opened)
         if found != about.blocks.file_bytes:
-            raise ExtError(
-                f"context {name}: {file.name} has {found:,} B, expected "
-                f"{about.blocks.file_bytes:,} B; store it again"
-            )
+            lost[device] = f"{file.name} has {found:,} B, expected {about.blocks.file_bytes:,} B"
+    if len(lost) >= about.copies:
+        raise ExtError(f"context {name}: {next(iter(lost.values()))}; store it again")
+    return frozenset(lost)
 
 
 def _files(name: str, folders: Sequence[Path]) -> tuple[Path, ...]:

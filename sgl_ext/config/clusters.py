@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from sgl_ext.clusters.files import MOST_COPIES
 from sgl_ext.config.values import Bytes, Directories, EmulatedDevice, Seconds, Section, Share
 
 
@@ -15,6 +16,9 @@ class Clusters(Section):
     directories: Directories
     """Directories of the contexts, one for each device. Contexts are found again only under the
     same directories in the same order."""
+    copies: Annotated[int, Field(ge=1, le=MOST_COPIES, strict=True)] = 1
+    """Copies of each block of new contexts, on different devices; with two, answers go on if one
+    device is lost."""
     sparsity: Share = 0.1
     """Share of a context's blocks that each query reads, unless its request says otherwise."""
     largest: Share = 0.25
@@ -34,6 +38,8 @@ class Clusters(Section):
 
     @model_validator(mode="after")
     def _within(self) -> Self:
+        if self.copies > len(self.directories):
+            raise ValueError("more copies than directories; add directories")
         if self.sparsity > self.largest:
             raise ValueError("sparsity exceeds largest; raise largest")
         return self

@@ -150,10 +150,14 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
 ) -> None:
     """The pool holds 768 tokens, so that the context is computed in four parts.
 
-    A request that is interrupted after two of them goes on with the third.
+    A request that is interrupted after two of them goes on with the third. Of two devices, each of
+    which has a copy of the blocks, one is lost.
     """
     context, prompts = asked
-    section = {"directories": [str(tmp_path)], "largest": 1.0}
+    devices = [tmp_path / "device0", tmp_path / "device1"]
+    for each in devices:
+        each.mkdir()
+    section = {"directories": [*map(str, devices)], "largest": 1.0, "copies": 2, "hot": "64KiB"}
     arguments = (
         "--max-total-tokens", "768", "--page-size", "16", "--dtype", "float32",
         "--enable-ext", "--ext-config", json.dumps({"clusters": section}),
@@ -178,11 +182,17 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
         said = [one["progress"] for one in progress]
         assert said[1] in ("computing 750/1500", "computing 1125/1500")
         assert "computing 1500/1500" in said
-        for prompt in prompts[:2]:
+        for number, prompt in enumerate(prompts[:3]):
             dense = generate(server, [*context, *prompt], tokens=10).json()
             found = generate(small, prompt, last["id"], sparsity=1.0, tokens=10).json()
             assert found["output_ids"] == dense["output_ids"]
             assert logprobs(found) == pytest.approx(logprobs(dense), abs=2e-4)
+            if not number:
+                assert live(small.url)["clusters"]["open"][last["id"]]["lost"] == []
+                for file in own_folders(devices)[0].glob(f"{last['id']}*"):
+                    os.truncate(file, 0)
+        assert live(small.url)["clusters"]["open"][last["id"]]["lost"] == [0]
+        assert requests.get(f"{url}/{last['id']}", timeout=60).json()["tokens"] == 1500
         # Room for a request of the whole pool: no KV of the parts is held.
         assert generate(small, context[:700], tokens=10).ok
         assert not [*tmp_path.rglob("*.recorded*")]

@@ -8,8 +8,8 @@ timed, as an application would do; the documents that prime them are in none of 
 fastest on the machine; answers are compared in float32.
 
 A whole run takes hours. An interrupted run continues with the prompt at which it stopped if it is
-given the same ``--out``; it measures load again. It must continue on the same machine, because all
-systems are measured on a prompt one after another.
+given the same ``--out``; it measures load and creation again. It must continue on the same machine,
+because all systems are measured on a prompt one after another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sgl_ext.bench.chunks.accuracy import PARTS as ACCURACY
 from sgl_ext.bench.chunks.accuracy import Accuracy, AccuracySizes
+from sgl_ext.bench.chunks.creation import Creation, CreationSizes
 from sgl_ext.bench.chunks.linked import DEFAULT, EXACT, PAGE, systems
 from sgl_ext.bench.chunks.load import Load, LoadSizes
 from sgl_ext.bench.chunks.prompts import Template
@@ -48,6 +49,7 @@ class _Sizes:
     speed: SpeedSizes
     load: LoadSizes
     accuracy: AccuracySizes
+    creation: CreationSizes
 
 
 _QUICK = _Sizes(
@@ -55,6 +57,7 @@ _QUICK = _Sizes(
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
     AccuracySizes(_COMPARED, _COMPARED, as_they_are=10),
+    CreationSizes(1, (DEFAULT,)),
 )
 _WHOLE = _Sizes(
     300_000,
@@ -70,10 +73,11 @@ _WHOLE = _Sizes(
         needles=60,
         needle_length=2048,
     ),
+    CreationSizes(4, ("lego-16", "primed", DEFAULT)),
 )
 
 
-PARTS = ("speed", "load", *ACCURACY)
+PARTS = ("speed", "load", "creation", *ACCURACY)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -85,15 +89,19 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
     report = Report("chunks", config)
-    # A pool that is too small ends the run; its size has no other effect. Load is measured again.
-    deciding = {name: value for name, value in config.items() if name not in ("pool", "load")}
+    # A pool that is too small ends the run; its size has no other effect. Load and creation are
+    # measured again.
+    again = ("pool", "load", "creation")
+    deciding = {name: value for name, value in config.items() if name not in again}
     partial = Partial(out, "chunks", deciding, quick=quick)
-    if {"speed", "load"} & {*parts}:
+    if {"speed", "load", "creation"} & {*parts}:
         with server.serve(systems(sizes.pool), model, out / "logs") as (stock, ours):
             if "speed" in parts:
                 Speed(stock, ours, template, sizes.speed, partial).report(report)
             if "load" in parts:
                 Load(stock, ours, template, sizes.load).report(report)
+            if "creation" in parts:
+                Creation(stock, ours, template, sizes.creation).report(report)
     if {*ACCURACY} & {*parts}:
         exact, logs = systems(_COMPARED_POOL, *EXACT), out / "logs" / "compared"
         with server.serve(exact, model, logs) as (stock, ours):

@@ -86,6 +86,7 @@ class StoredCreation:
         folders: folder of contexts in each directory.
         pool: tokens that the device's KV pool holds.
         in_parts: whether a context may be larger than the pool.
+        copies: copies of each block.
         fingerprint: fingerprint of the model.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
@@ -99,12 +100,14 @@ class StoredCreation:
         *,
         pool: int,
         in_parts: bool,
+        copies: int,
         fingerprint: str,
         layers: int,
         entry_bytes: int,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
         self._layers, self._entry_bytes, self._fingerprint = layers, entry_bytes, fingerprint
+        self._copies = copies
         self._most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
         # Half of the pool is left to other requests.
         self._largest = pool // 2 if in_parts else pool - ROOM
@@ -243,7 +246,8 @@ class StoredCreation:
         """Raises ExtError if ``tokens`` are too few to be stored, or too many for a device."""
         options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
         middle = tokens - options.sinks - options.window
-        blocks = Blocks(middle, self._entry_bytes, len(self._folders), self._layers)
+        devices = len(self._folders)
+        blocks = Blocks(middle, self._entry_bytes, devices, self._layers, self._copies)
         record = tokens * self._layers * self._entry_bytes
         expire(self._folders[0], KEPT_S)
         for at, folder in enumerate(self._folders):
@@ -260,6 +264,7 @@ class StoredCreation:
     async def _store(self, one: _Storing, record: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sgl_ext.clusters.job", record, one.id, *self._directories,
+            "--copies", str(self._copies),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -6,6 +6,7 @@ holds the blocks that were fetched for the current layer, which those of the nex
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.memory.transfer import Priority, TransferEngine
+
+logger = logging.getLogger(__name__)
 
 
 class _Prefetched(NamedTuple):
@@ -104,9 +107,13 @@ class StoredMemory:
         self._fetched_bytes = bytes_[fetched:].reshape(self.most, each)
         self._fetched = fetched
         self._reader = Reader(engine, devices, stored)
+        if self._reader.lost:
+            self._log_lost("a file is missing")
         self._asked = _Area(engine, blocks, self.most)
         # Two areas, because a layer is prefetched before the previous layer's blocks are wanted.
         self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
+        self._late: list[_Area] = []
+        """Memory that lost devices may still write into."""
         self.requests = 0
         """Number of reads that were submitted to devices."""
         self.hits = np.zeros(geometry.layers, np.int64)
@@ -134,6 +141,7 @@ class StoredMemory:
         counts = {"fetched": self.fetched, "prefetched": self.prefetched, "in_memory": self.hits}
         return {
             "requests": self.requests,
+            "lost": sorted(self._reader.lost),
             **{name: int(each.sum()) for name, each in counts.items()},
             "by_layer": {name: each.tolist() for name, each in counts.items()},
         }
@@ -144,12 +152,13 @@ class StoredMemory:
         Raises:
             ExtError: a read is still in progress.
         """
-        for area in (self._asked, *self._ahead):
+        areas = (self._asked, *self._ahead, *self._late)
+        for area in areas:
             if area.reading is not None:
                 area.reading.cancel()
                 area.reading.settle(self._deadline)
         self._reader.close()
-        for area in (self._asked, *self._ahead):
+        for area in areas:
             self._engine.unregister(area.region)
 
     def prefetch(self, layer: int, wanted: NDArray[np.int64]) -> None:
@@ -239,14 +248,22 @@ class StoredMemory:
             return none
         try:
             reading.wait(self._deadline)
-        except DeviceError:
-            if area.busy:
-                raise  # another read from the device would be late as well
+        except DeviceError as error:
+            if area.busy:  # another read from the device would be late as well
+                if not self._lose(error):
+                    raise
+                self._late.append(area)
+                self._ahead[layer % 2] = _Area(self._engine, self._blocks, self.most)
             return none  # the blocks are read again, and that read raises the error
         at = np.searchsorted(prefetched.numbers[prefetched.order], missing)
         rows = prefetched.order[np.minimum(at, len(prefetched.order) - 1)]
         found: NDArray[np.bool_] = prefetched.numbers[rows] == missing
-        self._take(layer, missing[found], area.bytes[rows[found]], 0)
+        try:
+            self._take(layer, missing[found], area.bytes[rows[found]], 0)
+        except DeviceError as error:
+            if not self._lose(error):
+                raise
+            return none
         self.prefetched[layer] += np.count_nonzero(found)
         self._coverage[layer].observe(float(found.mean()))
         return found
@@ -261,17 +278,45 @@ class StoredMemory:
         Returns:
             Place of each block, counted from the first of these places, int64 ``[blocks]``.
         """
-        area = self._asked
-        if area.busy:
-            raise DeviceError(
-                f"context {self._stored.name}: an earlier read from a device is still pending; "
-                "try again later"
-            )
-        reading = self._read(layer, numbers, area, Priority.URGENT)
-        reading.wait(self._deadline)
-        self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
+        while True:
+            area = self._asked
+            if area.busy:
+                raise DeviceError(
+                    f"context {self._stored.name}: an earlier read from a device is still pending; "
+                    "try again later"
+                )
+            try:
+                reading = self._read(layer, numbers, area, Priority.URGENT)
+                reading.wait(self._deadline)
+                self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
+                break
+            except DeviceError as error:
+                if not self._lose(error):
+                    raise
+                if self._asked.busy:
+                    self._late.append(area)
+                    self._asked = _Area(self._engine, self._blocks, self.most)
         self.fetched[layer] += len(numbers)
         return np.argsort(reading.numbers)
+
+    def _lose(self, error: DeviceError) -> bool:
+        """Reads the blocks of the devices at fault from their copies from now on.
+
+        Returns:
+            False if there are no copies of these blocks.
+        """
+        if not self._reader.lose(error.devices):
+            return False
+        for area in self._ahead:  # may have been read from these devices
+            area.prefetched = None
+        self._log_lost(str(error))
+        return True
+
+    def _log_lost(self, why: str) -> None:
+        logger.warning(
+            "context %s: device %s is lost, and its blocks are read from their copies: %s",
+            self._stored.name, ", ".join(map(str, sorted(self._reader.lost))), why,
+        )  # fmt: skip
 
     def _read(
         self, layer: int, numbers: NDArray[np.int64], area: _Area, priority: Priority
@@ -293,7 +338,8 @@ class StoredMemory:
         if (wrong := found != self._stored.layers[layer].sums[numbers]).any():
             raise DeviceError(
                 f"context {self._stored.name}: {wrong.sum()} of {len(wrong)} blocks are damaged "
-                "(their checksums differ); store it again"
+                "(their checksums differ); store it again",
+                self._reader.devices_of(layer, numbers[wrong]).tolist(),
             )
         used = self._blocks.block * self._blocks.entry_bytes
         self._fetched_bytes[behind : behind + len(numbers)] = blocks[:, :used]

@@ -11,7 +11,6 @@ import msgspec
 from sgl_ext.clusters.arrays import DamagedError
 from sgl_ext.clusters.files import (
     UnknownContextError,
-    index_file,
     names,
     own_folders,
     remove,
@@ -36,7 +35,7 @@ class StoredInfo(msgspec.Struct, frozen=True):
     id: str
     tokens: int
     bytes: int
-    """Bytes of the context's blocks on the devices."""
+    """Bytes of the context's blocks on the devices, all copies together."""
     index_bytes: int
     """Bytes of the index without sinks and window, which is in memory while requests follow the
     context."""
@@ -71,8 +70,8 @@ class StoredService(Front):
         self._manager, self._folders = manager, own_folders(config.directories)
         self.creation = StoredCreation(
             manager, config.directories, self._folders,
-            pool=pool, in_parts=in_parts, fingerprint=fingerprint, layers=layers,
-            entry_bytes=entry_bytes,
+            pool=pool, in_parts=in_parts, copies=config.copies, fingerprint=fingerprint,
+            layers=layers, entry_bytes=entry_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""
@@ -144,7 +143,7 @@ class StoredService(Front):
             except UnknownContextError:
                 continue  # of another tenant, or deleted in the meantime
             except ExtError as error:
-                damaged += index_file(self._folders[0], id_).exists()
+                damaged += id_ in names(self._folders)
                 if id_ not in self._told:
                     self._told.add(id_)
                     logger.warning("stored context %s is damaged: %s", id_, error)
@@ -170,14 +169,13 @@ class StoredService(Front):
         blocks = found.blocks
         require_files(id_, found, self._folders)
         try:
-            index = index_file(self._folders[0], id_).stat().st_size
+            index = require(id_, self._folders)[0].stat().st_size
         except FileNotFoundError:
             raise UnknownContextError(id_) from None
         resident = (found.sinks + found.window) * blocks.entry_bytes * blocks.layers
-        return StoredInfo(
-            id_, found.tokens, blocks.layers * blocks.blocks * blocks.block_bytes,
-            index - resident, found.geometry.fingerprint,
-        )  # fmt: skip
+        stored = blocks.copies * blocks.layers * blocks.blocks * blocks.block_bytes
+        fingerprint = found.geometry.fingerprint
+        return StoredInfo(id_, found.tokens, stored, index - resident, fingerprint)
 
     def delete(self, id_: str, salt: str | None) -> None:
         """Deletes one of the tenant's contexts, or a damaged context of any tenant.

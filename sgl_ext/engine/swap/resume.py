@@ -77,7 +77,8 @@ def try_resume(power: SwapPower, adder: PrefillAdder, req: Req, swapped: Swapped
     tree.linker.hit_markers.pop(req.rid, None)
     here = found.tokens // page
     missing = swapped.keys[here:]
-    running = len(adder.running_batch.reqs) + len(power.resuming)
+    # All of these wait for KV that is loaded before the forward.
+    running = len(adder.running_batch.reqs) + len(adder.can_run_list) + len(power.resuming)
     if choices.recomputes(
         power.ext.costs, found.tokens, swapped.tokens, running, power.section.swap_in, req.rid
     ):

@@ -14,7 +14,8 @@ import torch
 from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.reader import DeviceError
+from sgl_ext.clusters.files import index_file
+from sgl_ext.clusters.reader import DeviceError, Reading
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
@@ -35,12 +36,14 @@ POOL = 40
 class Setup:
     """Stored context, and the same context in one pool for comparison."""
 
-    def __init__(self, directory: Path, engine: TransferEngine, **options: int) -> None:
+    def __init__(
+        self, directory: Path, engine: TransferEngine, *, copies: int = 1, **options: int
+    ) -> None:
         self.directories = [directory / f"device{at}" for at in range(3)]
         for each in self.directories:
             each.mkdir()
         self.recorded: Recorded = recorded_context()
-        build(self.recorded, "a", self.directories, OPTIONS)
+        build(self.recorded, "a", self.directories, OPTIONS, copies=copies)
         self.stored = Stored.open("a", self.directories, GEOMETRY)
         devices = devices_of(engine, self.directories)
         self.memory = StoredMemory(
@@ -314,6 +317,62 @@ def test_a_failed_device_causes_errors_not_wrong_outputs(
     setup.memory._asked.reading = SimpleNamespace(finished=False)  # type: ignore[assignment]
     with pytest.raises(DeviceError, match="an earlier read from a device is still pending"):
         setup.sparse(0, query, own, 0.3)
+
+
+@pytest.mark.parametrize("times", [0, 1.5])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("how", ["it fails", "it is damaged", "it hangs", "its file is gone"])
+def test_any_device_may_be_lost_if_there_are_two_copies(
+    how: str, lost: int, times: float, engine: TransferEngine, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    setup = Setup(tmp_path, engine, copies=2, hot=4 * 4096 * GEOMETRY.layers, deadline=1)
+    own, query = own_tokens(5, setup.chance), setup.query(5)
+    expected = [setup.sparse(layer, query, own, 0.3)[0] for layer in range(GEOMETRY.layers)]
+    assert setup.memory.describe()["lost"] == []
+    file = setup.stored.files[lost]
+    if how == "it fails":
+        os.truncate(file, 0)
+    elif how == "it is damaged":
+        file.write_bytes(os.urandom(file.stat().st_size))
+    elif how == "it hangs":
+        wait, late = Reading._wait, set[int]()
+
+        def hang(reading: Reading, ticket: Any, device: Any, timeout: float) -> None:
+            if device.number == lost:
+                late.add(id(reading))
+                raise DeviceError(f"device {lost} is late", (lost,))
+            wait(reading, ticket, device, timeout)
+
+        monkeypatch.setattr(Reading, "_wait", hang)
+        monkeypatch.setattr(Reading, "finished", property(lambda each: id(each) not in late))
+    else:
+        setup.memory.close()
+        file.unlink()
+        index_file(setup.directories[lost], "a").unlink(missing_ok=True)  # of the first two
+        stored = Stored.open("a", setup.directories, GEOMETRY)
+        assert stored.lost == {lost}
+        devices = devices_of(engine, setup.directories)
+        setup.memory = StoredMemory(engine, devices, stored, hot=0, most=1000, deadline=1)
+        setup.attention = StoredAttention(stored, setup.memory)
+    for _ in range(2):
+        for layer in range(GEOMETRY.layers):
+            if times:
+                keys = setup.pool[layer][:, 0]
+                setup.attention.prefetch(layer, query, keys, own, 0.3, times)
+            found, _ = setup.sparse(layer, query, own, 0.3)
+            assert torch.equal(found, expected[layer])
+    assert setup.memory.describe()["lost"] == [lost]
+    assert f"device {lost} is lost" in caplog.text
+    # Without a second device, the rest of the blocks is missing.
+    other = setup.stored.files[(lost + 1) % 3]
+    os.truncate(other, 0)
+    with pytest.raises(DeviceError):
+        setup.sparse(0, setup.query(5), own, 0.9)
+    with pytest.raises(ExtError, match=r"store it again"):
+        for each in (file, other):
+            each.unlink(missing_ok=True)
+        Stored.open("a", setup.directories, GEOMETRY)
 
 
 @pytest.mark.parametrize("error", [IndexError("it is cut"), DeviceError("it is gone")])
