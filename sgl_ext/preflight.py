@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
-from sgl_ext.config import SECTIONS, Clusters, ExtConfig, Peer, Swap, Tiers
+from sgl_ext.config import SECTIONS, Chunks, Clusters, ExtConfig, Peer, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.limits import available_memory
@@ -143,6 +143,8 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         if isinstance(section, Clusters):
             for directory in section.directories:
                 yield _ssd_directory(name, directory, 0)
+        if isinstance(section, Chunks) and section.directory is not None:
+            yield _directory(name, section.directory)
         if isinstance(section, Peer):
             yield _peer_directory(section)
 
@@ -209,7 +211,7 @@ def _peer_directory(peer: Peer) -> Check:
     return Check(name, "ok", f"can be used by a {peer.role}")
 
 
-def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
+def _directory(section: str, directory: Path) -> Check:
     name = f"{section} directory {directory}"
     if not os.path.isdir(directory):  # noqa: PTH112  # also False for an invalid name
         if os.path.exists(directory):  # noqa: PTH110
@@ -217,6 +219,14 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
         return Check(name, "fail", "does not exist", "create it")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(name, "fail", "not writable", "change its owner or mode")
+    return Check(name, "ok", "can be written")
+
+
+def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
+    found = _directory(section, directory)
+    if found.verdict != "ok":
+        return found
+    name = found.name
     usage = shutil.disk_usage(directory)
     if capacity > usage.total:
         return Check(
@@ -225,7 +235,7 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
             f"capacity {gib(capacity)} on a disk of {gib(usage.total)}",
             "lower the capacity",
         )
-    found = f"{gib(usage.free)} free"
+    free = f"{gib(usage.free)} free"
     try:
         direct = _takes_direct_io(directory)
     except OSError as error:
@@ -235,8 +245,8 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
             name, "fail", f"cannot be written: {error.strerror}", "choose another directory"
         )
     if not direct:
-        return Check(name, "note", f"{found}, no O_DIRECT", "reads go through the page cache")
-    return Check(name, "ok", f"{found}, O_DIRECT")
+        return Check(name, "note", f"{free}, no O_DIRECT", "reads go through the page cache")
+    return Check(name, "ok", f"{free}, O_DIRECT")
 
 
 def _takes_direct_io(directory: Path) -> bool:

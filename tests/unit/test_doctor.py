@@ -173,6 +173,13 @@ def test_a_remote_client_that_cannot_be_loaded_fails_the_check(
     assert "apt-get install libibverbs1" in verdicts["remote tier"].todo
 
 
+def test_the_directory_of_chunks_is_checked(tmp_path: Path) -> None:
+    for directory, found in ((tmp_path, "can be written"), (tmp_path / "none", "does not exist")):
+        config = load({"chunks": {"directory": str(directory)}})
+        verdicts = {check.name: check for check in doctor.examine(config)}
+        assert verdicts[f"chunks directory {directory}"].found == found
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
 def test_a_directory_that_is_not_writable_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
