@@ -174,10 +174,10 @@ def test_a_remote_client_that_cannot_be_loaded_fails_the_check(
 
 
 def test_the_directory_of_chunks_is_checked(tmp_path: Path) -> None:
-    for directory, found in ((tmp_path, "can be written"), (tmp_path / "none", "does not exist")):
-        config = load({"chunks": {"directory": str(directory)}})
+    for place, found in ((tmp_path, "can be written"), (tmp_path / "none", "does not exist")):
+        config = load({"chunks": {"directory": str(place)}})
         verdicts = {check.name: check for check in doctor.examine(config)}
-        assert verdicts[f"chunks directory {directory}"].found == found
+        assert verdicts[f"chunks directory {place}"].found == found
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
