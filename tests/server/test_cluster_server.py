@@ -165,23 +165,48 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
     with serve([System("small", arguments)], model, tmp_path / "logs") as (small,):
         url = f"{small.url}/ext/clusters"
 
-        def stored() -> Iterator[dict[str, Any]]:
-            body = {"input_ids": context, "stream": True}
+        def stored(tokens: list[int]) -> Iterator[dict[str, Any]]:
+            body = {"input_ids": tokens, "stream": True}
             with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
                 for line in answer.iter_lines():
                     if line:
                         yield json.loads(line.removeprefix(b"data: "))
 
-        events, said = stored(), []
-        while said[-1:] != ["computing 750/1500"]:
+        def interrupted(tokens: list[int]) -> None:
+            """Closes the connection when two parts are recorded."""
+            events, said = stored(tokens), []
+            while len(said) < 4:
+                said.append(next(events)["progress"])
+            each = len(tokens) // 4
+            assert said == [
+                "waiting", *(f"computing {done}/{len(tokens)}" for done in (0, each, 2 * each))
+            ]  # fmt: skip
+            events.close()
+            found = lambda: requests.get(f"{url}/list", timeout=60).json()["storing"]  # noqa: E731
+            until(lambda: found() == {}, within=60)
+
+        interrupted(context)
+        events, said = stored(context), list[str]()
+        while not said or not said[-1].startswith("computing"):
             said.append(next(events)["progress"])
-        assert said == ["waiting", *(f"computing {done}/1500" for done in (0, 375, 750))]
-        events.close()
-        until(lambda: requests.get(f"{url}/list", timeout=60).json()["storing"] == {}, within=60)
-        *progress, last = stored()
-        said = [one["progress"] for one in progress]
-        assert said[1] in ("computing 750/1500", "computing 1125/1500")
-        assert "computing 1500/1500" in said
+        assert said[-1] in ("computing 750/1500", "computing 1125/1500")
+        # The last part is preempted, and computed again.
+        while said[-1] == "computing 750/1500":
+            said.append(next(events)["progress"])
+        requests.post(f"{small.url}/pause_generation", json={"mode": "retract"}, timeout=60)
+        requests.post(f"{small.url}/continue_generation", json={}, timeout=60)
+        *_, last = events
+        assert last["tokens"] == 1500, last
+
+        # A part is damaged: the error is the last event, and nothing is left.
+        interrupted(context[:1400])
+        (record,) = tmp_path.rglob("*.recorded")
+        part = min(record.glob("*.part"))
+        contents = part.read_bytes()
+        part.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+        *_, refused = stored(context[:1400])
+        assert "is damaged" in refused["error"]["message"]
+        assert not [*tmp_path.rglob("*.recorded*")]
         for number, prompt in enumerate(prompts[:3]):
             dense = generate(server, [*context, *prompt], tokens=10).json()
             found = generate(small, prompt, last["id"], sparsity=1.0, tokens=10).json()

@@ -32,7 +32,7 @@ from sgl_ext.clusters.files import (
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
 from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size
-from sgl_ext.engine.core.own_requests import OwnRequests
+from sgl_ext.engine.core.own_requests import AbortedError, OwnRequests
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError, reason_of
 
@@ -49,10 +49,20 @@ _WIDEST_TOKEN = 64
 logger = logging.getLogger(__name__)
 
 
+class _KilledError(ExtError):
+    """Error for a context whose storing process was killed, for example because the server ends."""
+
+
 class BusyError(ExtError):
     """Error for a context that cannot be stored because too many others are queued."""
 
     status = 429
+
+
+_INTERRUPTED = (
+    TimeoutError, asyncio.CancelledError, GeneratorExit, AbortedError, _KilledError,
+)  # fmt: skip
+"""Errors after which a request for the same context can go on."""
 
 
 @dataclass(eq=False)
@@ -90,6 +100,7 @@ class StoredCreation:
         fingerprint: fingerprint of the model.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
+        query_bytes: bytes of the queries of a token in one layer, in float32.
     """
 
     def __init__(
@@ -104,10 +115,11 @@ class StoredCreation:
         fingerprint: str,
         layers: int,
         entry_bytes: int,
+        query_bytes: int,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
         self._layers, self._entry_bytes, self._fingerprint = layers, entry_bytes, fingerprint
-        self._copies = copies
+        self._copies, self._query_bytes = copies, query_bytes
         self._most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
         # Half of the pool is left to other requests.
         self._largest = pool // 2 if in_parts else pool - ROOM
@@ -202,8 +214,7 @@ class StoredCreation:
         What was computed is kept if storing was interrupted and did not fail.
         """
         record = record_folder(self._folders[0], id_)
-        interrupted = isinstance(error, TimeoutError | asyncio.CancelledError | GeneratorExit)
-        if interrupted and any(record.glob(f"*{PART}")):
+        if isinstance(error, _INTERRUPTED) and any(record.glob(f"*{PART}")):
             remove_blocks(id_, self._folders)
         else:
             remove(id_, self._folders)
@@ -248,7 +259,7 @@ class StoredCreation:
         middle = tokens - options.sinks - options.window
         devices = len(self._folders)
         blocks = Blocks(middle, self._entry_bytes, devices, self._layers, self._copies)
-        record = tokens * self._layers * self._entry_bytes
+        record = self._layers * (tokens * self._entry_bytes + ROOM * self._query_bytes)
         expire(self._folders[0], KEPT_S)
         for at, folder in enumerate(self._folders):
             needed = blocks.file_bytes + (0 if at else record)
@@ -280,6 +291,11 @@ class StoredCreation:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        if process.returncode is not None and process.returncode < 0:
+            raise _KilledError(
+                f"the process that stores the context was killed by signal {-process.returncode}; "
+                "send the request again: it goes on with what was computed"
+            )
         if process.returncode:
             logger.error("cannot store context %s: %s", one.id, told)
             if not told.startswith(_SAYS):

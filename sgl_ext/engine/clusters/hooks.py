@@ -15,14 +15,15 @@ def _checkpointed(
 ) -> object:
     """Records the KV of a request that has ended, before the request loses its slots.
 
-    The tree does not get KV that no later request of its context reads from the pool.
+    The tree gets KV only if later requests of the context read it from the pool, and only when the
+    request has ended: a preempted one would find it, and not compute the queries again.
     """
     ext = runtime.current
     if ext is None or (power := ext.clusters) is None or not power.recorder.any:
         return original(tree, req, *args, **kw)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    passing = power.recorder.passing(req.rid)
+    passing = power.recorder.passing(req.rid, ended=req.finished())
     if req.finished() and not isinstance(req.finished_reason, FINISH_ABORT):
         prompt = req.origin_input_ids
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(prompt)].long()

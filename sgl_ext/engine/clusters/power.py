@@ -80,12 +80,13 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.engine.clusters.service import StoredService
         from sgl_ext.engine.core.activation import REPORT_KEY
 
-        memory = info[REPORT_KEY]["memory"]
+        memory, model = info[REPORT_KEY]["memory"], manager.model_config
         service = StoredService(
             manager, self.section, pool=info["max_total_num_tokens"],
             in_parts=not memory["on_device"], fingerprint=memory["fingerprint"],
             layers=memory["layers"],
             entry_bytes=memory["block_bytes"] // memory["page"] // memory["layers"],
+            query_bytes=4 * model.num_attention_heads * model.head_dim,
         )  # fmt: skip
         api.install(app, service)
         return service

@@ -89,10 +89,14 @@ class Recorder:
         """True if queries of the current forward are recorded."""
         return bool(self._taking)
 
-    def passing(self, rid: str) -> bool:
-        """Returns whether the KV of a request is recorded and not to be cached."""
+    def passing(self, rid: str, *, ended: bool) -> bool:
+        """Returns whether the KV of a request is recorded and not to be cached now.
+
+        Args:
+            ended: whether the request has ended.
+        """
         found = self._requests.get(rid)
-        return found is not None and not found.asked.keep
+        return found is not None and not (found.asked.keep and ended)
 
     def begin(self, rids: Sequence[str], contexts: Sequence[int], lengths: Sequence[int]) -> None:
         """Determines which queries of the next forward are recorded.

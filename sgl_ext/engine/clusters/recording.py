@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,6 +74,8 @@ class Recording:
     ) -> None:
         self._manager, self._requests, self._folder = manager, requests, folder
         self._id, self._salt, self._largest, self._reached = id_, salt, largest, reached
+        # A part that is computed again must not find its KV: its queries are computed, too.
+        self._once = secrets.token_hex(8)
 
     async def record(self, tokens: Sequence[int]) -> None:
         """Has the scheduler compute and record the context and the answers to the questions.
@@ -112,6 +115,7 @@ class Recording:
         """Has the scheduler compute a prompt and its answer, and write a part of the record."""
         if (path := self._path(how)).exists():  # the record was interrupted
             return
+        failed_file(path).unlink(missing_ok=True)
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
@@ -121,7 +125,7 @@ class Recording:
                 "custom_params": {RECORDED: msgspec.to_builtins(how)},
             },
             # A new key, under which only the KV of the same part of this context is cached.
-            extra_key=f"ext:recorded:{how.id}:{how.start}",
+            extra_key=f"ext:recorded:{how.id}:{how.start}:{self._once}",
             cache_salt=how.salt,
         )  # fmt: skip
         found = await self._requests.answer(request)
@@ -146,6 +150,8 @@ class Recording:
         while not part.exists():
             if failed.exists():
                 raise ExtError(f"cannot store the context: {failed.read_text(errors='replace')}")
+            if not self._folder.exists():
+                raise ExtError("the record of the context was removed while it was computed")
             if time.monotonic() > end:
                 raise ExtError(
                     f"{part.name} was not written within {_WRITE_DEADLINE_S:g} s; try again"

@@ -54,6 +54,7 @@ class StoredService(Front):
         fingerprint: fingerprint of the model.
         layers: number of layers of the model.
         entry_bytes: bytes of K and V of a token in one layer.
+        query_bytes: bytes of the queries of a token in one layer, in float32.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class StoredService(Front):
         fingerprint: str,
         layers: int,
         entry_bytes: int,
+        query_bytes: int,
     ) -> None:
         self._manager, self._folders = manager, own_folders(config.directories)
         self.creation = StoredCreation(
             manager, config.directories, self._folders,
             pool=pool, in_parts=in_parts, copies=config.copies, fingerprint=fingerprint,
-            layers=layers, entry_bytes=entry_bytes,
+            layers=layers, entry_bytes=entry_bytes, query_bytes=query_bytes,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""

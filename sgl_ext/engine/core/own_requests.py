@@ -20,6 +20,10 @@ def is_own(manager: TokenizerManager, request: object) -> bool:
     return id(request) in getattr(manager, _ASKING, ())
 
 
+class AbortedError(ExtError):
+    """Error for a request that was aborted before it was computed; another one may succeed."""
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns the results of concurrent work, in its order; cancels the rest if one part fails."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -48,15 +52,18 @@ class OwnRequests:
         """Returns the complete answer to SGLang's ``GenerateReqInput``.
 
         Raises:
-            ExtError: the server rejects or aborts the request.
+            AbortedError: the request was aborted, for example by ``/abort_request``.
+            ExtError: the server rejects the request, or cannot compute it.
         """
+        from fastapi import HTTPException
+
         answer: dict[str, Any] = {}
         self._asking.add(id(request))
         try:
             async for answer in self._manager.generate_request(request):
                 reason = answer["meta_info"]["finish_reason"] or {}
                 if reason.get("type") == "abort":
-                    raise ExtError(f"{self._what} was not computed: {reason.get('message')}")
+                    raise AbortedError(f"{self._what} was not computed: {reason.get('message')}")
         except asyncio.CancelledError:
             # SGLang goes on computing after its caller was cancelled.
             if request.rid:
@@ -64,6 +71,8 @@ class OwnRequests:
             raise
         except ValueError as error:  # SGLang raises it for an invalid request
             raise ExtError(f"{self._what} was not computed: {error}") from None
+        except HTTPException as error:  # and this one for an aborted request with a status
+            raise ExtError(f"{self._what} was not computed: {error.detail}") from None
         finally:
             self._asking.discard(id(request))
         return answer

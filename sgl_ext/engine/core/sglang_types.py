@@ -67,6 +67,7 @@ class ModelConfig(Protocol):
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    num_attention_heads: int
     num_hidden_layers: int
 
     def get_num_kv_heads(self, tensor_parallel: int) -> int: ...

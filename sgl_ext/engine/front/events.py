@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 
 import msgspec
 
 from sgl_ext.errors import ExtError
+
+logger = logging.getLogger(__name__)
 
 Tell = Callable[[str], None]
 """Function that work calls with its progress."""
@@ -32,6 +36,10 @@ async def events(work: Callable[[Tell], Awaitable[object]]) -> AsyncIterator[byt
             yield _event(await task)
         except ExtError as error:
             yield _event({"error": {"message": str(error), "code": int(error.status)}})
+        except Exception:  # the status is sent already, so the client must learn it here
+            logger.exception("a request with progress has failed")
+            message = "the server has failed; see its log"
+            yield _event({"error": {"message": message, "code": HTTPStatus.INTERNAL_SERVER_ERROR}})
     finally:
         task.cancel()
 

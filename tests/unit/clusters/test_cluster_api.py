@@ -74,6 +74,7 @@ def service(manager: Waiting, directories: list[Path]) -> StoredService:
     return StoredService(
         manager, Clusters(directories=tuple(directories)), pool=5000, in_parts=True,
         fingerprint="a model", layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
+        query_bytes=4 * GEOMETRY.heads * GEOMETRY.head_dim,
     )  # fmt: skip
 
 

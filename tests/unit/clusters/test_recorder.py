@@ -89,7 +89,8 @@ def test_a_context_is_recorded_in_parts(recording: Recorder, tmp_path: Path) -> 
     passed = 0
     for rid, part, cached, new in (("a", first, 0, 6), ("b", second, 0, 4), ("c", asked, 5, 3)):
         recording.ask(rid, part)
-        assert recording.passing(rid) == (rid == "a")
+        assert recording.passing(rid, ended=True) == (rid == "a")
+        assert recording.passing(rid, ended=False)
         recording.begin([rid], [cached + new], [new])
         for layer in range(GEOMETRY.layers):
             recording.take(layer, queries[layer, passed : passed + new])
