@@ -115,8 +115,12 @@ class KeptContexts:
         try:
             self._db.commit()
         except sqlite3.Error as error:
-            self._db.rollback()
+            self.undo()
             raise self._unwritten(error) from None
+
+    def undo(self) -> None:
+        """Undoes all changes since the last commit."""
+        self._db.rollback()
 
     def close(self) -> None:
         self._db.close()

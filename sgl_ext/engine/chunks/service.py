@@ -178,6 +178,8 @@ class ContextService(Front):
                 if self._kept is not None:
                     await self._read(self._kept.commit)
             except ExtError:
+                if self._kept is not None:
+                    self._kept.undo()
                 for context in made:
                     if context.id in self.contexts:
                         self.contexts.forget(context.id)

@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from context_kit import Manager
@@ -20,6 +22,8 @@ from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_ext.chunks.compose import mark
+from sgl_ext.chunks.contexts import Context
+from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import splitting
@@ -88,6 +92,51 @@ def test_contexts_are_computed_looked_up_listed_and_deleted(
         answer = method(f"/ext/chunks/{text['id']}")
         assert answer.status_code == 404
         assert "create it again" in answer.json()["error"]["message"]
+
+
+def test_progress_is_streamed_and_evicted_contexts_are_announced(manager: Manager) -> None:
+    service = ContextService(
+        manager, method="lego-2", limit=10, page=16, token_bytes=100, pool=1000, room=5
+    )
+    app = FastAPI()
+    install(app, service, Chunks(method="lego-2"))
+    client = TestClient(app)
+
+    def events(*chunks: str) -> list[dict[str, Any]]:
+        answer = client.post("/ext/chunks", json={"chunks": chunks, "stream": True})
+        return [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+
+    *progress, last = events("abc", "de")
+    assert progress == [{"progress": "1/2"}, {"progress": "2/2"}]
+    assert [each["tokens"] for each in last.pop("contexts")] == [3, 2]
+    assert not last
+    (_, last) = events("f")
+    assert "more tokens than the 5 that its KV pool" in last["warning"]
+    (last,) = events("")
+    assert "chunk 0 is empty" in last["error"]["message"]
+
+
+def test_contexts_that_cannot_be_kept_are_not_created(manager: Manager, tmp_path: Path) -> None:
+    kept = KeptContexts(tmp_path, "a model")
+    service = ContextService(
+        manager, method="lego-2", limit=10, page=16, token_bytes=100, pool=1000, kept=kept
+    )
+    asyncio.run(service.create(["abc"]))
+    add, full = kept.add, ExtError("the device is full")
+
+    def second_fails(context: Context) -> None:
+        if context.text == "e":
+            raise full
+        add(context)
+
+    with mock.patch.object(kept, "add", second_fails), pytest.raises(ExtError, match="full"):
+        asyncio.run(service.create(["d", "e"]))
+    (one,) = service.contexts.all()
+    asyncio.run(service.create(["f"]))
+    assert [each.text for each in kept.all()] == ["abc", "f"]
+    service.delete(one.id, None)
+    assert [each.text for each in kept.all()] == ["f"]
+    kept.close()
 
 
 def test_long_texts_are_split(client: TestClient, manager: Manager) -> None:
