@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,13 +53,11 @@ class Context:
 
 
 class Keeper(Protocol):
-    """Store of contexts that outlives the registry.
+    """Store of contexts that outlives the registry; see
+    :class:`~sgl_ext.chunks.kept.KeptContexts`."""
 
-    Contexts in it expire on the wall clock. See :class:`~sgl_ext.chunks.kept.KeptContexts`.
-    """
-
-    def all(self) -> Iterable[Context]: ...
-    def add(self, context: Context) -> None: ...
+    def all(self) -> Iterable[tuple[Context, float | None]]: ...
+    def add(self, context: Context, ttl: float | None) -> None: ...
     def remove(self, id_: str) -> None: ...
 
 
@@ -72,13 +69,11 @@ class Contexts:
         limit: maximum number of chunks; the least recently used ones are removed first.
         clock: returns the time in seconds.
         keeper: store of the contexts, from which the registry is filled; None if there is none.
-        wall: returns the time of the wall clock in seconds.
     """
 
     limit: int
     clock: Callable[[], float]
     keeper: Keeper | None = None
-    wall: Callable[[], float] = time.time
     _contexts: OrderedDict[str, Context] = field(default_factory=OrderedDict)
     _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
@@ -90,8 +85,7 @@ class Contexts:
     """Number of tokens of all contexts, prefixes not included."""
 
     def __post_init__(self) -> None:
-        for context in self.keeper.all() if self.keeper is not None else ():
-            left = None if context.expires is None else context.expires - self.wall()
+        for context, left in self.keeper.all() if self.keeper is not None else ():
             expires = None if left is None else self.clock() + left
             self._insert(replace(context, expires=expires))
         self._expire()
@@ -135,7 +129,7 @@ class Contexts:
             id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires
         )
         if keep and self.keeper is not None:
-            self.keeper.add(replace(context, expires=None if ttl is None else self.wall() + ttl))
+            self.keeper.add(context, ttl)
         context = self._insert(context)
         self._evict()
         return context

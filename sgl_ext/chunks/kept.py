@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,18 +26,19 @@ _FILE = "sgl_ext-chunks.sqlite"
 class KeptContexts:
     """Database of contexts. Only one server at a time may use it.
 
-    Changes are kept when they are committed.
+    Changes are kept when they are committed. In the database, contexts expire on the wall clock.
 
     Args:
         directory: directory of the file, which exists.
         model: fingerprint of the model. Contexts of other models are kept, but not seen.
+        wall: returns the time of the wall clock in seconds.
 
     Raises:
         ExtError: the file cannot be used, another server uses it, or it is of another version.
     """
 
-    def __init__(self, directory: Path, model: str) -> None:
-        self._path, self._model = directory / _FILE, model
+    def __init__(self, directory: Path, model: str, wall: Callable[[], float] = time.time) -> None:
+        self._path, self._model, self._wall = directory / _FILE, model, wall
         try:
             os.close(open_own(self._path))  # creates it with the mode 0600
             self._db = sqlite3.connect(self._path, timeout=0, check_same_thread=False)
@@ -69,8 +72,9 @@ class KeptContexts:
                 "id TEXT UNIQUE NOT NULL, model TEXT NOT NULL, content BLOB NOT NULL)"
             )
 
-    def all(self) -> Iterator[Context]:
-        """Yields the contexts of the model, the first created first.
+    def all(self) -> Iterator[tuple[Context, float | None]]:
+        """Yields the contexts of the model, the first created first, and the seconds until they
+        expire, or None if they do not.
 
         Raises:
             ExtError: the database is damaged.
@@ -80,19 +84,24 @@ class KeptContexts:
                 "SELECT content FROM contexts WHERE model = ? ORDER BY place", (self._model,)
             )
             for (content,) in found:
-                yield msgspec.msgpack.decode(content, type=Context)
+                context = msgspec.msgpack.decode(content, type=Context)
+                yield context, None if context.expires is None else context.expires - self._wall()
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise ExtError(
                 f"{self._path} is damaged: {error}; remove the file, and create the contexts again"
             ) from None
 
-    def add(self, context: Context) -> None:
-        """Adds a context, whose expiry is in seconds of the wall clock.
+    def add(self, context: Context, ttl: float | None) -> None:
+        """Adds a context.
+
+        Args:
+            ttl: seconds until it expires; None if it does not.
 
         Raises:
             ExtError: the database cannot be written.
         """
-        content = msgspec.msgpack.encode(context)
+        expires = None if ttl is None else self._wall() + ttl
+        content = msgspec.msgpack.encode(replace(context, expires=expires))
         self._execute(
             "INSERT INTO contexts (id, model, content) VALUES (?, ?, ?)",
             context.id, self._model, content,

@@ -1,42 +1,25 @@
-"""Open stored contexts of a scheduler, and the requests that follow them."""
+"""Requests of a scheduler that follow contexts, and the contexts that are open for them."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from sgl_ext.clusters.files import names, own_folders, record_folder
-from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry
-from sgl_ext.clusters.selection import blocks_of
-from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attended import Attended
-from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.follower import Follower, end_request
-from sgl_ext.engine.clusters.memory import StoredMemory
-from sgl_ext.engine.clusters.metrics import BLOCKS, StoredMetrics
+from sgl_ext.engine.clusters.metrics import StoredMetrics
+from sgl_ext.engine.clusters.open_contexts import OpenContexts, record_id
 from sgl_ext.engine.clusters.parameters import FollowsStored, IsRecorded
-from sgl_ext.engine.clusters.recorded_attention import RecordedAttention
 from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.transfer import TransferEngine
-from sgl_ext.tiers.build import emulated
 
 if TYPE_CHECKING:
     from sgl_ext.engine.clusters.device import DeviceForward
     from sgl_ext.engine.clusters.forward import StoredForward
-
-logger = logging.getLogger(__name__)
-
-_LOOKED_EVERY_S = 1.0
-_RECORD = ":"
-"""Character between the id of a context that is recorded and the number of its tokens; ids of
-stored contexts do not contain it."""
 
 
 class UnavailableError(ExtError):
@@ -46,7 +29,7 @@ class UnavailableError(ExtError):
 
 
 class StoredContexts:
-    """Registry of open contexts and their followers. Its threads open contexts.
+    """Registry of the followers of contexts.
 
     Args:
         config: the ``clusters`` section.
@@ -58,7 +41,7 @@ class StoredContexts:
     def __init__(
         self, config: Clusters, geometry: Geometry, longest: int, engine: TransferEngine
     ) -> None:
-        self._config, self._geometry, self._longest = config, geometry, longest
+        self._config, self._longest = config, longest
         self.refused: dict[str, ExtError] = {}
         """Errors of waiting requests that cannot follow their context, by request id. The scheduler
         is to abort these requests."""
@@ -68,24 +51,8 @@ class StoredContexts:
         """Current forward if any of its rows follows a context, or else None."""
         self.stale = ""
         """Reason why no context can be followed any more; empty if contexts can be followed."""
-        self._engine = engine
-        slow = emulated(self._engine, config.emulate)
-        self._folders = own_folders(config.directories)
-        lanes = [self._engine.disk_lane(folder) for folder in self._folders]
-        self._devices = [
-            Device(number, folder, lane, slow(lane) if slow else lane)
-            for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))
-        ]
-        # Ordered by use, the most recently used last.
-        self._open: dict[str, Future[Attended]] = {}
-        self._gone: set[str] = set()
-        """Ids of open contexts that were deleted, as of the last check."""
-        self._look = 0.0
-        """Time of the next check on the monotonic clock, in seconds."""
+        self._open = OpenContexts(config, geometry, longest, engine)
         self._followers: dict[str, Follower] = {}
-        self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
-        self._past: Counter[str] = Counter()
-        """Costs of following contexts that are closed now: blocks and seconds."""
         self._metrics: StoredMetrics | None = None
 
     def ask(self, req: Req, asked: FollowsStored) -> Follower:
@@ -121,8 +88,7 @@ class StoredContexts:
         if self.stale:
             raise ExtError(self.stale)
         if req.rid not in self._followers:
-            id_ = f"{asked.id}{_RECORD}{asked.start}"
-            follower = Follower(id_, 1.0, req, time.monotonic(), recorded=asked)
+            follower = Follower(record_id(asked), 1.0, req, time.monotonic(), recorded=asked)
             self._followers[req.rid] = follower
             self._begin(follower)
 
@@ -164,8 +130,15 @@ class StoredContexts:
         if (follower := self._followers.get(rid)) is None or follower.tokens:
             return True
         self._begin(follower)
-        future = self._open.get(follower.id)
-        if future is None or not future.done():
+        try:
+            context = self._open.find(follower.id)
+        except ExtError:
+            raise
+        except Exception as error:
+            raise ExtError(
+                f"context {follower.id} cannot be opened: {reason_of(error)}; try again later"
+            ) from None
+        if context is None:
             if time.monotonic() - follower.since > self._config.wait:
                 raise UnavailableError(
                     f"context {follower.id} was not opened within {self._config.wait:g} s; "
@@ -173,16 +146,7 @@ class StoredContexts:
                     "again later"
                 )
             return False
-        if (error := future.exception()) is not None:
-            del self._open[follower.id]
-            raise (
-                error
-                if isinstance(error, ExtError)
-                else ExtError(
-                    f"context {follower.id} cannot be opened: {reason_of(error)}; try again later"
-                )
-            )
-        tokens, prompt = future.result().tokens, len(follower.req.origin_input_ids)
+        tokens, prompt = context.tokens, len(follower.req.origin_input_ids)
         if tokens + prompt >= self._longest:
             raise ExtError(
                 f"context {follower.id} has {tokens} tokens and the prompt {prompt}, but the model "
@@ -200,12 +164,13 @@ class StoredContexts:
         follower = self._followers.get(rid)
         if follower is None or follower.tokens:
             return False
-        future = self._open.get(follower.id)
-        return future is None or not future.done()
+        return self._open.waits(follower.id)
 
     def context(self, follower: Follower) -> Attended:
         """Returns the open context of a request that runs."""
-        return self._open[follower.id].result()
+        context = self._open.find(follower.id)
+        assert context is not None  # noqa: S101
+        return context
 
     def refuse(self, rid: str, error: ExtError) -> None:
         """Removes a waiting request from the followers, and records why it is to be aborted."""
@@ -224,25 +189,14 @@ class StoredContexts:
         self.given_up &= self._followers.keys()
 
     def tidy(self) -> None:
-        """Closes deleted or failed contexts that no request follows.
-
-        Until then, the files of deleted contexts occupy space.
-        """
-        if self._open and (now := time.monotonic()) >= self._look:
-            self._look = now + _LOOKED_EVERY_S
-            self._threads.submit(self._find_gone, {*self._open})
-        failed = {
-            id_ for id_, one in self._open.items() if (found := _result(one)) and found.failed
-        }
-        if gone := self._gone | failed:
-            for id_ in gone & self._unused():
-                self._close(id_)
+        """Closes deleted or failed contexts that no request follows."""
+        self._open.tidy(self._followed)
 
     def describe(self) -> dict[str, object]:
         """Returns the open contexts and the number of followers, for ``/server_info``."""
         return {
             "followed": len(self._followers),
-            "open": {id_: one.describe() for id_, one in self._usable.items()},
+            "open": {id_: one.describe() for id_, one in self._open.stored.items()},
         }
 
     def measure(self) -> None:
@@ -250,87 +204,13 @@ class StoredContexts:
         if self._metrics is None:
             self._metrics = StoredMetrics()
         if self._metrics.due:
-            opened = self._usable
-            totals = sum(map(_costs, opened.values()), self._past)
-            self._metrics.update(totals, len(opened), len(self._followers))
+            opened = len(self._open.stored)
+            self._metrics.update(self._open.costs, opened, len(self._followers))
 
     @property
-    def _usable(self) -> dict[str, StoredAttention]:
-        """Open stored contexts, by id."""
-        return {
-            id_: found
-            for id_, future in self._open.items()
-            if isinstance(found := _result(future), StoredAttention)
-        }
-
-    def _unused(self) -> set[str]:
-        followed = {follower.id for follower in self._followers.values()}
-        return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
+    def _followed(self) -> set[str]:
+        """Ids of the contexts that requests follow."""
+        return {follower.id for follower in self._followers.values()}
 
     def _begin(self, follower: Follower) -> None:
-        """Starts to open a request's context unless it is open; marks it as used.
-
-        If the limit of open contexts is reached, closes the least recently used one that no request
-        follows. Does nothing if there is none. Records do not count.
-        """
-        id_ = follower.id
-        if follower.recorded is not None:
-            if id_ not in self._open:
-                self._open[id_] = self._threads.submit(self._opened_record, follower.recorded)
-            return
-        if id_ in self._open:
-            self._open[id_] = self._open.pop(id_)
-            return
-        stored = [one for one in self._open if _RECORD not in one]
-        if len(stored) >= self._config.open:
-            unused = self._unused()
-            if (oldest := next((one for one in stored if one in unused), None)) is None:
-                return
-            self._close(oldest)
-        self._open[id_] = self._threads.submit(self._opened, id_)
-
-    def _close(self, id_: str) -> None:
-        self._gone.discard(id_)
-        if (opened := self._usable.get(id_)) is not None:
-            self._past += _costs(opened)
-        self._threads.submit(_close, self._open.pop(id_))
-
-    def _find_gone(self, opened: set[str]) -> None:
-        """Finds deleted contexts. It runs in a thread, because it reads a directory."""
-        self._gone = opened - {*names(self._folders)}
-
-    def _opened_record(self, asked: IsRecorded) -> RecordedAttention:
-        """Opens the first tokens of a context that is recorded. It runs in a thread."""
-        folder = record_folder(self._folders[0], asked.id)
-        return RecordedAttention(folder, asked.start, self._geometry, self._config.deadline)
-
-    def _opened(self, id_: str) -> StoredAttention:
-        """Opens a context. It runs in a thread, because it reads files."""
-        stored = Stored.open(id_, self._folders, self._geometry, self._longest)
-        blocks = stored.about.blocks
-        memory = StoredMemory(
-            self._engine, self._devices, stored, hot=self._config.hot,
-            most=blocks_of(self._config.largest, blocks.blocks, blocks.devices),
-            deadline=self._config.deadline,
-        )  # fmt: skip
-        return StoredAttention(stored, memory)
-
-
-def _costs(opened: StoredAttention) -> Counter[str]:
-    """Returns blocks and seconds under the names of
-    :class:`~sgl_ext.engine.clusters.metrics.StoredMetrics`."""
-    found = opened.memory.describe()
-    return Counter({name: found[name] for name in BLOCKS}) + Counter(opened.seconds)
-
-
-def _result(opened: Future[Attended]) -> Attended | None:
-    """Returns a context that is open; None if it is not, or cannot be opened."""
-    return opened.result() if opened.done() and opened.exception() is None else None
-
-
-def _close(opened: Future[Attended]) -> None:
-    if opened.exception() is None:
-        try:
-            opened.result().close()
-        except ExtError as error:  # a device does not respond
-            logger.error("a stored context was not closed, so its memory is not freed: %s", error)
+        self._open.begin(follower.id, follower.recorded, self._followed)

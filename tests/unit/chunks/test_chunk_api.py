@@ -124,18 +124,18 @@ def test_contexts_that_cannot_be_kept_are_not_created(manager: Manager, tmp_path
     asyncio.run(service.create(["abc"]))
     add, full = kept.add, ExtError("the device is full")
 
-    def second_fails(context: Context) -> None:
+    def second_fails(context: Context, ttl: float | None) -> None:
         if context.text == "e":
             raise full
-        add(context)
+        add(context, ttl)
 
     with mock.patch.object(kept, "add", second_fails), pytest.raises(ExtError, match="full"):
         asyncio.run(service.create(["d", "e"]))
     (one,) = service.contexts.all()
     asyncio.run(service.create(["f"]))
-    assert [each.text for each in kept.all()] == ["abc", "f"]
+    assert [each.text for each, _ in kept.all()] == ["abc", "f"]
     service.delete(one.id, None)
-    assert [each.text for each in kept.all()] == ["f"]
+    assert [each.text for each, _ in kept.all()] == ["f"]
     kept.close()
 
 

@@ -28,8 +28,8 @@ class Time:
 
 
 def opened(directory: Path, time: Time, limit: int = 16) -> tuple[Contexts, KeptContexts]:
-    kept = KeptContexts(directory, "a model")
-    return Contexts(limit, time.clock, kept, time.wall), kept
+    kept = KeptContexts(directory, "a model", time.wall)
+    return Contexts(limit, time.clock, kept), kept
 
 
 def test_contexts_are_found_after_a_restart(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_contexts_are_found_after_a_restart(tmp_path: Path) -> None:
     time.now += 90
     assert len(contexts) == 1  # and the expired one is removed from the database
     kept.commit()
-    assert [each.id for each in kept.all()] == [first.id]
+    assert [each.id for each, _ in kept.all()] == [first.id]
     kept.close()
 
 

@@ -1,0 +1,195 @@
+"""Contexts that are open in a scheduler. Threads open and close them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from sgl_ext.clusters.files import names, own_folders, record_folder
+from sgl_ext.clusters.reader import Device
+from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.selection import blocks_of
+from sgl_ext.clusters.stored import Stored
+from sgl_ext.config import Clusters
+from sgl_ext.engine.clusters.attended import Attended
+from sgl_ext.engine.clusters.attention import StoredAttention
+from sgl_ext.engine.clusters.memory import StoredMemory
+from sgl_ext.engine.clusters.metrics import BLOCKS
+from sgl_ext.engine.clusters.parameters import IsRecorded
+from sgl_ext.engine.clusters.recorded_attention import RecordedAttention
+from sgl_ext.errors import ExtError
+from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.tiers.build import emulated
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_EVERY_S = 1.0
+_RECORD = ":"
+"""Character between the id of a context that is recorded and the number of its tokens; ids of
+stored contexts do not contain it."""
+
+
+def record_id(asked: IsRecorded) -> str:
+    """Returns the id, in :class:`OpenContexts`, of the tokens recorded before a prompt."""
+    return f"{asked.id}{_RECORD}{asked.start}"
+
+
+class OpenContexts:
+    """Open contexts of one scheduler.
+
+    Args:
+        config: the ``clusters`` section.
+        geometry: geometry of this process's model.
+        longest: context length of the model, in tokens.
+        engine: transfer engine that reads the contexts.
+    """
+
+    def __init__(
+        self, config: Clusters, geometry: Geometry, longest: int, engine: TransferEngine
+    ) -> None:
+        self._config, self._geometry, self._longest = config, geometry, longest
+        self._engine = engine
+        slow = emulated(self._engine, config.emulate)
+        self._folders = own_folders(config.directories)
+        lanes = [self._engine.disk_lane(folder) for folder in self._folders]
+        self._devices = [
+            Device(number, folder, lane, slow(lane) if slow else lane)
+            for number, (folder, lane) in enumerate(zip(self._folders, lanes, strict=True))
+        ]
+        # Ordered by use, the most recently used last.
+        self._open: dict[str, Future[Attended]] = {}
+        self._gone: set[str] = set()
+        """Ids of open contexts that were deleted, as of the last check."""
+        self._look = 0.0
+        """Time of the next check on the monotonic clock, in seconds."""
+        self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
+        self._past: Counter[str] = Counter()
+        """Costs of following contexts that are closed now: blocks and seconds."""
+
+    def __len__(self) -> int:
+        """Returns the number of contexts that are open or being opened."""
+        return len(self._open)
+
+    def begin(self, id_: str, recorded: IsRecorded | None, followed: Collection[str]) -> None:
+        """Starts to open a context unless it is open; marks it as used.
+
+        If the limit of open contexts is reached, closes the least recently used one that no request
+        follows. Does nothing if there is none. Records do not count.
+
+        Args:
+            recorded: parameter of the request that follows the tokens of a record; None for a
+                stored context.
+            followed: ids of the contexts that requests follow.
+        """
+        if id_ in self._open:
+            self._open[id_] = self._open.pop(id_)
+            return
+        if recorded is not None:
+            self._open[id_] = self._threads.submit(self._opened_record, recorded)
+            return
+        stored = [one for one in self._open if _RECORD not in one]
+        if len(stored) >= self._config.open:
+            unused = self._unused(followed)
+            if (oldest := next((one for one in stored if one in unused), None)) is None:
+                return
+            self._close(oldest)
+        self._open[id_] = self._threads.submit(self._opened, id_)
+
+    def find(self, id_: str) -> Attended | None:
+        """Returns a context; None if it is not open yet.
+
+        Raises:
+            Exception: the context cannot be opened. The next :meth:`begin` tries again.
+        """
+        future = self._open.get(id_)
+        if future is None or not future.done():
+            return None
+        if future.exception() is not None:
+            del self._open[id_]
+        return future.result()
+
+    def waits(self, id_: str) -> bool:
+        """Returns whether a context is neither open nor known to fail."""
+        future = self._open.get(id_)
+        return future is None or not future.done()
+
+    def tidy(self, followed: Collection[str]) -> None:
+        """Closes deleted or failed contexts that no request follows.
+
+        Until then, the files of deleted contexts occupy space.
+        """
+        if self._open and (now := time.monotonic()) >= self._look:
+            self._look = now + _LOOKED_EVERY_S
+            self._threads.submit(self._find_gone, {*self._open})
+        failed = {
+            id_ for id_, one in self._open.items() if (found := _result(one)) and found.failed
+        }
+        if gone := self._gone | failed:
+            for id_ in gone & self._unused(followed):
+                self._close(id_)
+
+    @property
+    def stored(self) -> dict[str, StoredAttention]:
+        """Open stored contexts, by id."""
+        return {
+            id_: found
+            for id_, future in self._open.items()
+            if isinstance(found := _result(future), StoredAttention)
+        }
+
+    @property
+    def costs(self) -> Counter[str]:
+        """Costs of following contexts, those that are closed included: blocks and seconds."""
+        return sum(map(_costs, self.stored.values()), self._past)
+
+    def _unused(self, followed: Collection[str]) -> set[str]:
+        return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
+
+    def _close(self, id_: str) -> None:
+        self._gone.discard(id_)
+        if (opened := self.stored.get(id_)) is not None:
+            self._past += _costs(opened)
+        self._threads.submit(_close, self._open.pop(id_))
+
+    def _find_gone(self, opened: set[str]) -> None:
+        """Finds deleted contexts. It runs in a thread, because it reads directories."""
+        self._gone = opened - {*names(self._folders)}
+
+    def _opened_record(self, asked: IsRecorded) -> RecordedAttention:
+        """Opens the first tokens of a context that is recorded. It runs in a thread."""
+        folder = record_folder(self._folders[0], asked.id)
+        return RecordedAttention(folder, asked.start, self._geometry, self._config.deadline)
+
+    def _opened(self, id_: str) -> StoredAttention:
+        """Opens a context. It runs in a thread, because it reads files."""
+        stored = Stored.open(id_, self._folders, self._geometry, self._longest)
+        blocks = stored.about.blocks
+        memory = StoredMemory(
+            self._engine, self._devices, stored, hot=self._config.hot,
+            most=blocks_of(self._config.largest, blocks.blocks, blocks.devices),
+            deadline=self._config.deadline,
+        )  # fmt: skip
+        return StoredAttention(stored, memory)
+
+
+def _costs(opened: StoredAttention) -> Counter[str]:
+    """Returns blocks and seconds under the names of
+    :class:`~sgl_ext.engine.clusters.metrics.StoredMetrics`."""
+    found = opened.memory.describe()
+    return Counter({name: found[name] for name in BLOCKS}) + Counter(opened.seconds)
+
+
+def _result(opened: Future[Attended]) -> Attended | None:
+    """Returns a context that is open; None if it is not, or cannot be opened."""
+    return opened.result() if opened.done() and opened.exception() is None else None
+
+
+def _close(opened: Future[Attended]) -> None:
+    if opened.exception() is None:
+        try:
+            opened.result().close()
+        except ExtError as error:  # a device does not respond
+            logger.error("a stored context was not closed, so its memory is not freed: %s", error)
