@@ -51,6 +51,7 @@ def test_server_info_shows_version_and_configuration(extension: Server) -> None:
         "blocks": 16385,
         "page": 1,
         "block_bytes": 30 * 2 * 3 * 64 * (2 if halves else 4),
+        "on_device": False,
         "layers": 30,
         "dtype": "bfloat16" if halves else "float32",
     }
