@@ -147,7 +147,7 @@ def claimed(directory: Path, key: str) -> Iterator[tuple[str, Path]]:
     It is a record with the same key that was interrupted, or else a new one.
 
     Args:
-        key: digest of what determines the parts of the record.
+        key: digest of the model, the token ids, the size of the parts and the tenant.
 
     Raises:
         OSError: The folder cannot be created.

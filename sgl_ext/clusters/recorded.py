@@ -107,7 +107,7 @@ def _kv(layer: int) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What one request adds to the record of a context.
+    """Part of the record of a context: KV and queries that one request has computed.
 
     Attributes:
         start: Number of the context's tokens before those of the part.

@@ -144,6 +144,8 @@ class Stored:
                 has another size.
         """
 
+        lost: frozenset[int] = frozenset()
+
         def shapes(about: About) -> Shapes:
             if difference := geometry.difference(about.geometry):
                 raise ExtError(
@@ -154,11 +156,11 @@ class Stored:
                     f"context {name} has {about.tokens} tokens, but the model accepts fewer than "
                     f"{longest}; store a shorter context"
                 )
-            require_files(name, about, folders)
+            nonlocal lost
+            lost = require_files(name, about, folders)
             return about.shapes()
 
         arrays, about = _first(require(name, folders), lambda path: load(path, About, shapes))
-        lost = require_files(name, about, folders)
         if wrong := out_of_range(arrays, geometry.dtype):
             raise ExtError(f"context {name} has {wrong}; store it again")
         layers = tuple(Layer.of(arrays, at) for at in range(geometry.layers))

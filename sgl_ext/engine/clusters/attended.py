@@ -1,4 +1,4 @@
-"""What a forward needs of a context whose KV is not in the pool."""
+"""Interface between a forward and a context whose KV is not in the KV pool."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class StoredCreation:
             remove(id_, self._folders)
 
     def _key(self, tokens: Sequence[int], salt: str | None) -> str:
-        """Returns a digest of what determines the parts of a record."""
+        """Returns the key of a record, see :func:`claimed`."""
         found = xxhash.xxh3_128(np.array(tokens, np.int32).tobytes())
         size = part_size(len(tokens), self._largest)
         found.update(repr((self._fingerprint, size, salt)).encode())

@@ -252,8 +252,7 @@ class StoredMemory:
             if area.busy:  # another read from the device would be late as well
                 if not self._lose(error):
                     raise
-                self._late.append(area)
-                self._ahead[layer % 2] = _Area(self._engine, self._blocks, self.most)
+                self._ahead[layer % 2] = self._instead_of(area)
             return none  # the blocks are read again, and that read raises the error
         at = np.searchsorted(prefetched.numbers[prefetched.order], missing)
         rows = prefetched.order[np.minimum(at, len(prefetched.order) - 1)]
@@ -294,8 +293,7 @@ class StoredMemory:
                 if not self._lose(error):
                     raise
                 if self._asked.busy:
-                    self._late.append(area)
-                    self._asked = _Area(self._engine, self._blocks, self.most)
+                    self._asked = self._instead_of(area)
         self.fetched[layer] += len(numbers)
         return np.argsort(reading.numbers)
 
@@ -311,6 +309,11 @@ class StoredMemory:
             area.prefetched = None
         self._log_lost(str(error))
         return True
+
+    def _instead_of(self, late: _Area) -> _Area:
+        """Returns new memory for reads, in place of memory that a lost device may write into."""
+        self._late.append(late)
+        return _Area(self._engine, self._blocks, self.most)
 
     def _log_lost(self, why: str) -> None:
         logger.warning(
