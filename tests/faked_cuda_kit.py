@@ -108,13 +108,31 @@ def ask(
     **more: Any,
 ) -> dict[str, Any]:
     """Returns a server's greedy answer to a text, a list of texts and contexts, or token ids."""
+    return post(server, "/generate", _question(prompt, tokens, custom_params, more))
+
+
+def streamed(server: Server, prompt: object, tokens: int, **more: Any) -> Iterator[dict[str, Any]]:
+    """Yields what a server has answered so far, token by token; arguments as those of `ask`."""
+    body = {**_question(prompt, tokens, None, more), "stream": True}
+    with requests.post(
+        f"{server.url}/generate", json=body, stream=True, timeout=DEADLINE_S
+    ) as response:
+        assert response.ok, response.text
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def _question(
+    prompt: object, tokens: int, custom_params: Mapping[str, object] | None, more: dict[str, Any]
+) -> dict[str, Any]:
     ids = isinstance(prompt, list) and isinstance(prompt[0], int)
     parameters = {
         "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True,
         "custom_params": custom_params or {},
     }  # fmt: skip
     body = {"sampling_params": parameters, "return_logprob": True, **more}
-    return post(server, "/generate", {"input_ids" if ids else "text": prompt, **body})
+    return {"input_ids" if ids else "text": prompt, **body}
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:

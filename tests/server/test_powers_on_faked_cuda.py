@@ -24,6 +24,7 @@ from faked_cuda_kit import (
     post,
     same,
     small_llama,
+    streamed,
     waits,
 )
 
@@ -92,21 +93,14 @@ def test_evicted_prefixes_are_computed_and_loaded_at_once(pair: Pair) -> None:
 def test_a_preempted_request_goes_on_with_its_kv(pair: Pair) -> None:
     """Tries again if the cost model, on a busy machine, has chosen to compute a request again."""
 
-    def preempted(pool: ThreadPoolExecutor, story: str) -> dict[str, Any]:
-        running = pool.submit(ask, pair.cuda, story, 48, priority=0)
-        for _ in range(12):  # the first ones come before its first token on a slow machine
-            if running.done():
-                break
-            time.sleep(1)
-            ask(pair.cuda, "An urgent question: " + "what now? " * 150, 2, priority=100)
-        return running.result()
-
     loaded = 0
     for number in range(4):
         story = f"Long story {number}: " + "it went on and on. " * 90
-        with ThreadPoolExecutor(1) as pool:
-            found = preempted(pool, story)
-        same(found, ask(pair.cpu, story, 48))
+        answers = streamed(pair.cuda, story, 24, priority=0)
+        next(answers)  # so that it is a decoding request that gives way to the urgent one
+        ask(pair.cuda, "An urgent question: " + "what now? " * 150, 2, priority=100)
+        *_, found = answers
+        same(found, ask(pair.cpu, story, 24))
         told = [one for one in found["meta_info"].get("ext") or () if one["power"] == "swap"]
         if loaded := sum(one["loaded"] for one in told):
             break

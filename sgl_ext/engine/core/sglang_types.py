@@ -140,7 +140,8 @@ class Req(Protocol):
     cached_tokens_device: int
     cached_tokens_host: int
     cached_tokens_storage: int
-    customized_info: dict[str, list[Any]] | None
+    customized_info: dict[str, Any] | None
+    stream: bool
     to_finish: object | None
     finished_reason: object | None
     finished_len: int | None
