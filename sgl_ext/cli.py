@@ -116,6 +116,10 @@ def store(
         Optional[str],  # noqa: UP045
         typer.Option(help="Salt of the tenant that the context belongs to."),
     ] = None,
+    base: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Id of the stored context that the text continues."),
+    ] = None,
 ) -> None:
     """Has a running server store a text on its devices, and prints the id of the context."""
     import time
@@ -139,15 +143,13 @@ def store(
                     total=int(of) if of else None,
                 )
 
-            found = ask(url, text, api_key=api_key, cache_salt=cache_salt, tell=tell)
+            found = ask(url, text, api_key=api_key, cache_salt=cache_salt, base=base, tell=tell)
     except (ExtError, OSError, UnicodeDecodeError) as error:
         typer.echo(f"sgl_ext: {error}", err=True)
         raise typer.Exit(1) from None
     seconds, tokens = time.monotonic() - began, found["tokens"]
-    typer.echo(
-        f"{tokens} tokens in {seconds:.1f} s, {1e3 * seconds / tokens:.1f} s per 1,000 tokens",
-        err=True,
-    )
+    per_token = "" if base else f", {1e3 * seconds / tokens:.1f} s per 1,000 tokens"
+    typer.echo(f"{tokens} tokens in {seconds:.1f} s{per_token}", err=True)
     print(found["id"])
 
 

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
 
-VERSION = 4
+VERSION = 5
 _LARGEST_HEADER = 1 << 20
 _READ = 1 << 30
 """Largest size of one read, in bytes."""

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.arrays import Arrays, save
-from sgl_ext.clusters.files import block_file, index_file, scratch_of
+from sgl_ext.clusters.codes import Codes
+from sgl_ext.clusters.files import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded, RecordedLayer
-from sgl_ext.clusters.stored import About, out_of_range
+from sgl_ext.clusters.stored import About, Layer, Stored, files_of, out_of_range
 from sgl_ext.errors import ExtError, reason_of
 
 _WRITTEN = 4096
@@ -36,35 +38,58 @@ def build(
     options: Options | None = None,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
     copies: int = 1,
+    base: Stored | None = None,
 ) -> None:
     """Writes blocks into all directories, and last the index into the first ones.
 
     Args:
         name: Name of the context, which is part of the file names.
         directories: One directory for each device.
-        copies: Copies of each block, on different devices.
+        copies: Copies of each block, on different devices; those of ``base`` if there is one.
         progress: Called with the number of finished layers and the number of all layers.
+        base: Stored context that the recorded one begins with. Its files of blocks are shared; only
+            the new entries are profiled and written. Both can be removed independently.
 
     Raises:
-        ExtError: The context is too short to be stored, has numbers that are not finite, or a file
-            cannot be written, for example for lack of room. No file of the context is left.
+        ExtError: The context is too short to be stored, has numbers that are not finite, a device
+            of ``base`` is lost, or a file cannot be written, for example for lack of room. No file
+            of the context is left.
     """
     geometry, tokens = recorded.geometry, len(recorded.tokens)
-    options = (options or Options()).fitted(tokens, Blocks.fitting(geometry.entry_bytes))
-    middle = tokens - options.sinks - options.window
-    blocks = Blocks(middle, geometry.entry_bytes, len(directories), geometry.layers, copies)
-    indexes = [index_file(directory, name) for directory in directories[:copies]]
+    options = options or Options()
+    if base is None:
+        options = options.fitted(tokens, Blocks.fitting(geometry.entry_bytes))
+        about = About(
+            geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
+            recorded.salt, copies,
+        )  # fmt: skip
+        shared: tuple[Path, ...] = ()
+    else:
+        about = base.about.continued(tokens, options.window)
+        options = replace(options, sinks=about.sinks, window=about.window)
+        shared = base.files[: _shared(base.about, about) * about.devices]
+        if base.lost:
+            raise ExtError(
+                f"context {base.name} cannot be continued: device {min(base.lost)} has lost its "
+                "files; store it again"
+            )
+    blocks = about.blocks
+    indexes = [index_file(directory, name) for directory in directories[: about.copies]]
     new: list[Path] = []
     try:
         with ExitStack() as opened:
             files: list[BinaryIO] = []
-            for device, directory in enumerate(directories):
-                path = block_file(directory, name, device)
+            for at, path in enumerate(files_of(name, blocks, directories)):
+                extent, device = divmod(at, blocks.devices)
+                if at < len(shared):
+                    path.hardlink_to(shared[at])
+                    new.append(path)
+                    continue
                 files.append(opened.enter_context(path.open("xb", buffering=0)))
                 new.append(path)
                 path.chmod(0o600)  # the text of a context is private
-                _allocate(files[-1], device, path.parent, blocks.file_bytes)
-            layers = _layers(recorded, options, blocks, files, progress)
+                _allocate(files[-1], device, path.parent, blocks.file_bytes[extent])
+            layers = _layers(_Storing(recorded, options, blocks, base, files), progress)
             for file in files:
                 os.fsync(file.fileno())
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
@@ -74,10 +99,6 @@ def build(
                 f"cannot store the context: its index has {wrong}; serve the model with another "
                 "--dtype"
             )
-        about = About(
-            geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
-            recorded.salt, copies,
-        )  # fmt: skip
         for index in indexes:
             with scratch_of(index).open("xb"):
                 new.append(scratch_of(index))
@@ -120,41 +141,53 @@ def _allocate(file: BinaryIO, device: int, directory: Path, size: int) -> None:
         ) from None
 
 
-def _layers(
-    recorded: Recorded,
-    options: Options,
-    blocks: Blocks,
-    files: Sequence[BinaryIO],
-    progress: Callable[[int, int], None],
-) -> list[Arrays]:
+def _shared(base: About, about: About) -> int:
+    """Returns the number of extents of a context that are those of the one that it begins with."""
+    return about.blocks.extents - (about.blocks.entries > base.blocks.entries)
+
+
+@dataclass(frozen=True)
+class _Storing:
+    """Context that is stored.
+
+    Attributes:
+        options: Options that are fitted to the context.
+        base: Stored context that it begins with, if any.
+        files: Files of its last extent, one for each device; none if all extents are shared.
+    """
+
+    recorded: Recorded
+    options: Options
+    blocks: Blocks
+    base: Stored | None
+    files: Sequence[BinaryIO]
+
+
+def _layers(storing: _Storing, progress: Callable[[int, int], None]) -> list[Arrays]:
     """Writes the blocks of all layers; returns the arrays of each layer that stay in memory."""
     found: dict[int, Arrays] = {}
-    with ThreadPoolExecutor(options.threads) as threads:
-        work = {
-            threads.submit(_layer, recorded, layer, options, blocks, files): layer
-            for layer in range(blocks.layers)
-        }
+    count = storing.blocks.layers
+    with ThreadPoolExecutor(storing.options.threads) as threads:
+        work = {threads.submit(_layer, storing, layer): layer for layer in range(count)}
         try:
             for future in as_completed(work):
                 found[work[future]] = future.result()
-                progress(len(found), blocks.layers)
+                progress(len(found), count)
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)  # running layers are waited for
             raise
-    return [found[layer] for layer in range(blocks.layers)]
+    return [found[layer] for layer in range(count)]
 
 
-def _layer(
-    recorded: Recorded, layer: int, options: Options, blocks: Blocks, files: Sequence[BinaryIO]
-) -> Arrays:
-    of = recorded.layer(layer)
-    profile = Profile.of(of, options, blocks.block)
+def _layer(storing: _Storing, layer: int) -> Arrays:
+    of, options = storing.recorded.layer(layer), storing.options
+    base = None if storing.base is None else storing.base.layers[layer]
     sinks, end = options.sinks, len(of.kv) - options.window
-    codes, kv = profile.codes, of.kv
-    sums = _write(of, sinks + profile.order, blocks, files)
+    codes, order, often, sums = _middle(storing, of, base)
+    kv = of.kv
     return {
-        "order": profile.order,
-        "often": profile.often(blocks.block).astype(np.int32),
+        "order": order,
+        "often": often,
         "sums": sums,
         "codes": codes.codes,
         "centroids": codes.centroids,
@@ -164,20 +197,39 @@ def _layer(
     }
 
 
+def _middle(
+    storing: _Storing, of: RecordedLayer, base: Layer | None
+) -> tuple[Codes, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64]]:
+    """Writes the new blocks of a layer; returns codes, order, frequencies and checksums of all."""
+    blocks, options = storing.blocks, storing.options
+    if base is not None and not storing.files:
+        return base.codes, base.order, base.often, base.sums
+    profile = Profile.of(of, options, blocks.block, base)
+    often = profile.often(blocks.block).astype(np.int32)
+    first = blocks.later[-1] if blocks.later else 0
+    sums = _write(of, options.sinks + profile.order[first:], blocks, storing.files)
+    if base is not None:
+        often = np.concatenate([base.often, often])
+        sums = np.concatenate([base.sums[: first // blocks.block], sums])
+    return profile.codes, profile.order, often, sums
+
+
 def _write(
     layer: RecordedLayer,
     tokens: NDArray[np.int32],
     blocks: Blocks,
     files: Sequence[BinaryIO],
 ) -> NDArray[np.uint64]:
-    """Writes the blocks of a layer; returns their checksums, uint64 ``[blocks]``."""
-    padded = np.zeros((blocks.blocks, blocks.block_bytes), np.uint8)
-    entries = layer.kv[tokens].reshape(blocks.blocks, -1)
+    """Writes the last blocks of a layer; returns their checksums, uint64 ``[blocks]``."""
+    count = len(tokens) // blocks.block
+    padded = np.zeros((count, blocks.block_bytes), np.uint8)
+    entries = layer.kv[tokens].reshape(count, -1)
     padded[:, : entries.shape[1]] = entries
+    numbers = np.arange(blocks.blocks - count, blocks.blocks)
     for copy in range(blocks.copies):
-        device, offset = blocks.place(layer.number, np.arange(blocks.blocks), copy)
-        for at, file in enumerate(files):
-            mine = np.flatnonzero(device == at)
+        place_of, offset = blocks.place(layer.number, numbers, copy)
+        for device, file in enumerate(files):
+            mine = np.flatnonzero(place_of % blocks.devices == device)
             if not len(mine):
                 continue
             place = int(offset[mine[0]])  # blocks of a layer are consecutive

@@ -21,6 +21,7 @@ def store(
     *,
     api_key: str | None = None,
     cache_salt: str | None = None,
+    base: str | None = None,
     tell: Callable[[str], None] = lambda _progress: None,
 ) -> dict[str, Any]:
     """Has the server at ``url`` store a context, and returns its description.
@@ -29,6 +30,7 @@ def store(
         context: its text, or its token ids.
         api_key: API key of the server, if it has one.
         cache_salt: salt of the tenant.
+        base: id of the stored context that this one continues, if any.
         tell: called with the progress: ``waiting``, ``computing 4096/65536`` (tokens),
             ``layer 3/30``.
 
@@ -43,6 +45,8 @@ def store(
         body["input_ids"] = [*context]
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
+    if base is not None:
+        body["base"] = base
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         with requests.post(

@@ -8,7 +8,7 @@ into subspaces, and the nearest of 256 centroids is kept for each part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -80,6 +80,25 @@ class Codes:
             centroids[head, :, : found.shape[1]] = bits.transpose(0, 2, 1).reshape(head_dim, -1)
             codes[head] = _clusters.nearest(parts, found).T
         return cls(codes, centroids, projection, mean)
+
+    def with_more(self, keys: NDArray[np.float32]) -> Codes:
+        """Returns these codes and those of further keys, ``[entries, kv_heads, head_dim]``.
+
+        The further keys are encoded with the centroids of these.
+        """
+        kv_heads, _, subspaces = self.codes.shape
+        more = np.empty((kv_heads, len(keys), subspaces), np.uint8)
+        for head, bits in enumerate(self.centroids):
+            values = (bits.astype(np.uint32) << 16).view(np.float32)
+            centroids = values.reshape(subspaces, -1, CENTROIDS).transpose(0, 2, 1)
+            # Products of keys and queries are those before both are projected.
+            stretch = np.linalg.inv(self.projection[head].astype(np.float64)).T
+            turned = (keys[:, head] - self.mean[head]) @ stretch.astype(np.float32)
+            parts = turned.reshape(len(keys), subspaces, -1).transpose(1, 0, 2)
+            more[head] = _clusters.nearest(
+                np.ascontiguousarray(parts), np.ascontiguousarray(centroids)
+            ).T
+        return replace(self, codes=np.concatenate([self.codes, more], axis=1))
 
     @property
     def bytes(self) -> int:

@@ -1,10 +1,11 @@
 """Files of stored contexts: their names, their owner, and the removal of incomplete contexts.
 
 Every folder has a file ``<folder>/<name>.<device>.blocks``, and the first one a ``<name>.index``,
-which the second one has, too, if there are two copies of the blocks. The index is written last:
-without it the context does not exist. Among the files of blocks, that of
-the first folder is created first and removed last, so that the first folder shows every incomplete
-context.
+which the second one has, too, if there are two copies of the blocks. Further extents are in
+``<name>.<device>.<extent>.blocks``; contexts that share an extent have hard links to the same file.
+The index is written last: without it the context does not exist. Among the files of blocks, the
+first one of the first folder is created first and removed last, so that the first folder shows
+every incomplete context.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PREFIX = "stx-"
 """Prefix of generated names of contexts."""
 _FOLDER = "sgl_ext-contexts"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_INDEX, _RECORDED, _FAILED, _SCRATCH = ".index", ".recorded", ".failed", ".tmp"
+_INDEX, _BLOCKS, _RECORDED, _FAILED, _SCRATCH = ".index", ".blocks", ".recorded", ".failed", ".tmp"
 _KEY = "key"
 MOST_COPIES = 2
 """Maximum number of copies of a context's blocks, and of its index."""
@@ -116,6 +117,8 @@ def remove_blocks(name: str, directories: Sequence[Path]) -> None:
     """Removes what was stored of a context that has no index; its record is kept."""
     _remove_scratch(name, directories)
     for at, directory in reversed([*enumerate(directories)]):
+        for extent in directory.glob(f"{name}.{at}.*{_BLOCKS}"):
+            extent.unlink(missing_ok=True)
         block_file(directory, name, at).unlink(missing_ok=True)
 
 
@@ -250,7 +253,7 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
     found = {
         path.name.partition(".")[0]
         for path in first.glob(f"{PREFIX}*")
-        if path.name.endswith((".0.blocks", _RECORDED, _SCRATCH))
+        if path.name.endswith((f".0{_BLOCKS}", _RECORDED, _SCRATCH))
     }
     for name in found & stored:
         remove_record(record_folder(first, name))
@@ -296,5 +299,5 @@ def failed_file(part: Path) -> Path:
     return part.with_name(part.name + _FAILED)
 
 
-def block_file(directory: Path, name: str, device: int) -> Path:
-    return directory / f"{name}.{device}.blocks"
+def block_file(directory: Path, name: str, device: int, extent: int = 0) -> Path:
+    return directory / f"{name}.{device}{f'.{extent}' if extent else ''}{_BLOCKS}"

@@ -12,6 +12,8 @@ from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import own_folders, storing
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.stored import Stored, about
+from sgl_ext.clusters.stored_kv import StoredKV
 from sgl_ext.errors import ExtError, reason_of
 
 
@@ -21,6 +23,7 @@ def store(
     directories: Sequence[Path],
     progress: Callable[[int, int], None],
     copies: int = 1,
+    base: str | None = None,
 ) -> None:
     """Stores a context from the record that a server has written.
 
@@ -30,6 +33,7 @@ def store(
         directories: One directory for each device.
         progress: Called with the number of finished layers and the number of all layers.
         copies: Copies of each block, on different devices.
+        base: Id of the stored context that the recorded one continues, if any.
 
     Raises:
         ExtError: The context cannot be stored.
@@ -38,7 +42,11 @@ def store(
     options = Options(threads=len(os.sched_getaffinity(0)))
     folders = own_folders(directories)
     with storing(folders[0]):
-        build(Recorded.load(record), id_, folders, options, progress, copies)
+        known = None
+        if base is not None:
+            known = Stored.open(base, folders, about(base, folders).geometry)
+        recorded = Recorded.load(record, None if known is None else StoredKV(known))
+        build(recorded, id_, folders, options, progress, copies, known)
 
 
 def main() -> None:
@@ -48,12 +56,13 @@ def main() -> None:
     parser.add_argument("id")
     parser.add_argument("directories", type=Path, nargs="+")
     parser.add_argument("--copies", type=int, default=1)
+    parser.add_argument("--base")
     options = parser.parse_args()
     os.nice(10)  # the server has priority
     try:
         store(
             options.record, options.id, options.directories,
-            lambda done, of: print(f"{done}/{of}", flush=True), options.copies,
+            lambda done, of: print(f"{done}/{of}", flush=True), options.copies, options.base,
         )  # fmt: skip
     except ExtError as error:
         sys.exit(f"sgl_ext: {error}")

@@ -12,6 +12,7 @@ from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
 from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.recorded import RecordedLayer, as_float32
+from sgl_ext.clusters.stored import Layer
 from sgl_ext.errors import ExtError
 
 _QUERIES = 64
@@ -62,8 +63,8 @@ class Profile:
     """Profile of a layer's entries between the sinks and the window.
 
     Attributes:
-        activations: Activations of the entries, in the order of the text.
-        order: Entries in the order of storage, int32 ``[entries]``; entries that are activated
+        activations: Activations of the new entries, in the order of the text.
+        order: All entries in the order of storage, int32 ``[entries]``; entries that are activated
             together are adjacent.
         codes: Codes of the keys, in the order of storage.
     """
@@ -73,12 +74,17 @@ class Profile:
     codes: Codes
 
     @classmethod
-    def of(cls, layer: RecordedLayer, options: Options, block: int) -> Profile:
+    def of(
+        cls, layer: RecordedLayer, options: Options, block: int, base: Layer | None = None
+    ) -> Profile:
         """Computes the profile of a layer.
 
         Args:
             options: Options that are fitted to the context.
             block: Entries of a block.
+            base: The same layer of a stored context that this one begins with, and that has fewer
+                entries. Its order and codes are kept, and the new entries share blocks with each
+                other (cf. Eq. 9, by which they would join clusters).
 
         Raises:
             ExtError: The layer has keys, values or queries that are not finite.
@@ -91,15 +97,22 @@ class Profile:
                 "finite; serve the model with another --dtype"
             )
         middle = keys[options.sinks : len(keys) - options.window]
-        masses = _masses(layer, options)
+        known = 0 if base is None else len(base.order)
+        masses = (mass[:, known:] for mass in _masses(layer, options))
         activations = Activations.of(masses, options.activated)
-        order = _clusters.blocks(activations.bits, block, max(_WINDOW, block))
-        codes = Codes.of(middle[order], queries, options.subspaces, seed=layer.number)
+        order = known + _clusters.blocks(activations.bits, block, max(_WINDOW, block))
+        if base is None:
+            codes = Codes.of(middle[order], queries, options.subspaces, seed=layer.number)
+        else:
+            codes = base.codes.with_more(middle[order])
+            order = np.concatenate([base.order, order])
         return cls(activations, order, codes)
 
     def often(self, block: int) -> NDArray[np.int64]:
-        """Returns how many queries activate any entry of each block, int64 ``[blocks]``."""
-        of_blocks = self.activations.bits[self.order].reshape(-1, block, self.activations.words)
+        """Returns how many queries activate any entry of each new block, int64 ``[blocks]``."""
+        new = len(self.activations.bits)
+        order = self.order[-new:] - (len(self.order) - new)
+        of_blocks = self.activations.bits[order].reshape(-1, block, self.activations.words)
         bits = np.bitwise_or.reduce(of_blocks, axis=1)
         return Activations(bits, self.activations.queries).frequency
 

@@ -172,12 +172,14 @@ class Reader:
         self.lost: frozenset[int] = frozenset()
         """Devices whose blocks are read from their copies on other devices."""
         self._files: dict[int, File] = {}
-        for device, path in zip(devices, stored.files, strict=True):
+        sizes = self._blocks.file_bytes
+        for at, path in enumerate(stored.files):
+            device = devices[at % len(devices)]
             try:
                 if device.number in stored.lost:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                self._files[device.number] = device.files.open(
-                    path.relative_to(device.directory), self._blocks.file_bytes
+                self._files[at] = device.files.open(
+                    path.relative_to(device.directory), sizes[at // len(devices)]
                 )
             except (OSError, ValueError) as error:
                 if self.lose((device.number,)):
@@ -194,7 +196,7 @@ class Reader:
                 f"context {stored.name} is on a device whose alignment for direct I/O, "
                 f"{odd:,} B, does not divide {SECTOR:,} B; store it on another device"
             )
-        self._bases = np.zeros(len(devices), np.int64)
+        self._bases = np.zeros(len(stored.files), np.int64)
         for number, file in self._files.items():
             self._bases[number] = file.base
 
@@ -208,17 +210,17 @@ class Reader:
 
     def devices_of(self, layer: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the device that each of the blocks ``numbers`` of a layer is read from."""
-        return self._place(layer, numbers)[0]
+        return self._place(layer, numbers)[0] % len(self._devices)
 
     def _place(
         self, layer: int, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the device and the file offset that each block is read from."""
-        device, offset = self._blocks.place(layer, numbers)
+        """Returns the file and the offset in it that each block is read from."""
+        file, offset = self._blocks.place(layer, numbers)
         if self.lost:
-            copy = np.isin(device, [*self.lost]).astype(np.int64)
-            device, offset = self._blocks.place(layer, numbers, copy)
-        return device, offset
+            copy = np.isin(file % len(self._devices), [*self.lost]).astype(np.int64)
+            file, offset = self._blocks.place(layer, numbers, copy)
+        return file, offset
 
     def reading(self, layer: int, numbers: NDArray[np.int64], address: int) -> Reading:
         """Prepares a read of blocks of a layer.
@@ -227,19 +229,19 @@ class Reader:
             numbers: Numbers of the blocks, without duplicates.
             address: Address of registered memory for all of them, aligned to :data:`SECTOR`.
         """
-        device, offset = self._place(layer, numbers)
+        file, offset = self._place(layer, numbers)
         size = self._blocks.block_bytes
-        place = device * (self._blocks.file_bytes // size + 1) + offset // size
+        place = file * (max(self._blocks.file_bytes) // size + 1) + offset // size
         order = np.argsort(place)
-        device, offset = device[order], offset[order]
-        # Blocks that are consecutive on a device are consecutive in memory and form one request.
+        file, offset = file[order], offset[order]
+        # Blocks that are consecutive in a file are consecutive in memory and form one request.
         first = run_starts(place[order])
         lengths = np.diff(first, append=len(order))
         rows = copy_rows(
-            self._bases[device[first]] + offset[first], address + first * size, lengths * size,
+            self._bases[file[first]] + offset[first], address + first * size, lengths * size,
             1, 0, 0,
         )  # fmt: skip
-        of = device[first]
+        of = file[first] % len(self._devices)
         parts = [(one, rows[of == at]) for at, one in enumerate(self._devices) if (of == at).any()]
         return Reading(self._engine, numbers[order], parts)
 

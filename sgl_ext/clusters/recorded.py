@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, overload
+from typing import TYPE_CHECKING, Annotated, overload
 
 import msgspec
 import numpy as np
@@ -22,6 +22,10 @@ from sgl_ext.clusters.arrays import ArrayFile, Shapes, save
 from sgl_ext.clusters.files import PART
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES
+
+if TYPE_CHECKING:
+    from sgl_ext.clusters.stored import About
+    from sgl_ext.clusters.stored_kv import StoredKV
 
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -144,13 +148,15 @@ class RecordedKV(Sequence[NDArray[np.uint8]]):
     Args:
         folder: Folder of the record.
         end: Number of tokens before which the parts begin that are read; None for all parts.
+        base: KV of the stored context that the recorded one continues, if any; the parts have only
+            what comes behind it.
 
     Raises:
         ExtError: The folder cannot be read, a file is damaged, of another version or another
             user's, or the parts do not belong together.
     """
 
-    def __init__(self, folder: Path, end: int | None = None) -> None:
+    def __init__(self, folder: Path, end: int | None = None, base: StoredKV | None = None) -> None:
         try:
             files = [
                 ArrayFile(path, _About, _About.shapes) for path in sorted(folder.glob(f"*{PART}"))
@@ -162,12 +168,17 @@ class RecordedKV(Sequence[NDArray[np.uint8]]):
         files = [each for each in files if end is None or each.about.start < end]
         self.files = sorted(files, key=lambda each: (each.about.start, not each.about.tokens))
         """Files of the parts, in the order of the text; behind those with KV those without."""
-        if not self.files:
+        self.base = base
+        if base is not None:
+            first: _About | About = base.stored.about
+            self.tokens = base.stored.about.tokens
+        elif self.files:
+            first, self.tokens = self.files[0].about, 0
+        else:
             raise ExtError(
                 f"{folder.name} is not a folder with the record of a context; record it again"
             )
-        first = self.files[0].about
-        self.geometry, self.salt, self.tokens = first.geometry, first.salt, 0
+        self.geometry, self.salt = first.geometry, first.salt
         for file in self.files:
             about = file.about
             if (about.geometry, about.salt) != (first.geometry, first.salt) or (
@@ -194,8 +205,10 @@ class RecordedKV(Sequence[NDArray[np.uint8]]):
         """Reads the KV of a layer, uint8 ``[tokens, entry_bytes]``.
 
         Raises:
-            DamagedError: A file is damaged or cannot be read.
+            ExtError: A file is damaged or cannot be read.
         """
+        if self.base is not None:
+            self.base.read(layer, into[: self.base.stored.about.tokens])
         for file in self.files:
             if count := file.about.tokens:
                 start = file.about.start
@@ -253,14 +266,20 @@ class Recorded:
         )
 
     @classmethod
-    def load(cls, folder: Path) -> Recorded:
+    def load(cls, folder: Path, base: StoredKV | None = None) -> Recorded:
         """Reads a record, except for its KV.
+
+        Args:
+            base: See :class:`RecordedKV`.
 
         Raises:
             ExtError: See :class:`RecordedKV`, or values are out of range.
         """
-        kv = RecordedKV(folder)
-        tokens = np.concatenate([file.read("tokens") for file in kv.files])
+        kv = RecordedKV(folder, base=base)
+        if not kv.files:
+            raise ExtError(f"{folder.name} lacks a part of the context; record it again")
+        known = [] if base is None else [base.stored.tokens]
+        tokens = np.concatenate([*known, *(file.read("tokens") for file in kv.files)])
         seen = np.concatenate([file.read("seen") for file in kv.files])
         queries = np.concatenate([file.read("queries") for file in kv.files], axis=1)
         if not len(tokens) or not len(seen):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,9 @@ from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Count, Geometry, Salt, as_float32
 from sgl_ext.errors import ExtError
 from sgl_ext.own_files import open_own
+
+MOST_EXTENTS = 8
+"""Maximum number of extents of a context, each with one file on each device."""
 
 Found = TypeVar("Found")
 _Near = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -43,9 +47,16 @@ class About(msgspec.Struct, frozen=True):
     """``cache_salt`` of the tenant; other tenants cannot follow, see or delete the context."""
     copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
     """Copies of each block, on different devices."""
+    later: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_EXTENTS - 1)] = ()
+    """Entries before each extent but the first."""
 
     def __post_init__(self) -> None:
         blocks = self.blocks
+        bounds = (0, *self.later, blocks.entries)
+        if any(first >= end or first % blocks.block for first, end in pairwise(bounds)):
+            raise ValueError(
+                f"its extents do not have one block of {blocks.block} entries at least"
+            )
         if blocks.entries < 1 or blocks.entries % blocks.block:
             raise ValueError(
                 f"{blocks.entries} entries outside sinks and window are not a positive multiple "
@@ -63,7 +74,32 @@ class About(msgspec.Struct, frozen=True):
         """Placement of the entries on the devices."""
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
-        return Blocks(middle, geometry.entry_bytes, self.devices, geometry.layers, self.copies)
+        return Blocks(
+            middle, geometry.entry_bytes, self.devices, geometry.layers, self.copies, self.later
+        )
+
+    def continued(self, tokens: int, window: int) -> About:
+        """Returns the description of a context that begins with this one.
+
+        If it has more blocks, its last extent is new. A new extent that would be one too many
+        (:data:`MOST_EXTENTS`) replaces all but the first.
+
+        Args:
+            tokens: Number of tokens of that context.
+            window: Number of its last tokens that stay in memory, less than a block more, or all
+                behind the blocks of this one.
+        """
+        blocks, later = self.blocks, self.later
+        middle = (tokens - self.sinks - window) // blocks.block * blocks.block
+        if middle <= blocks.entries:
+            middle = blocks.entries
+        elif blocks.extents < MOST_EXTENTS:
+            later = (*later, blocks.entries)
+        else:
+            later = later[:1]
+        return msgspec.structs.replace(
+            self, tokens=tokens, window=tokens - self.sinks - middle, later=later
+        )
 
     def shapes(self) -> Shapes:
         """Returns dtypes and shapes of the arrays: the tokens, and those of all layers."""
@@ -116,7 +152,7 @@ class Stored:
 
     Attributes:
         tokens: Token ids, int32 ``[n]``.
-        files: Files of blocks, one for each device.
+        files: Files of blocks, as numbered by :meth:`Blocks.place`.
         lost: Devices whose file is missing or has another size; there are copies of its blocks.
     """
 
@@ -164,7 +200,8 @@ class Stored:
         if wrong := out_of_range(arrays, geometry.dtype):
             raise ExtError(f"context {name} has {wrong}; store it again")
         layers = tuple(Layer.of(arrays, at) for at in range(geometry.layers))
-        return cls(name, about, arrays["tokens"], layers, _files(name, folders), lost)
+        files = files_of(name, about.blocks, folders)
+        return cls(name, about, arrays["tokens"], layers, files, lost)
 
 
 def about(name: str, folders: Sequence[Path]) -> About:
@@ -202,7 +239,9 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset
             "are configured; configure the directories that it was stored in, in the same order"
         )
     lost = {}
-    for device, file in enumerate(_files(name, folders)):
+    blocks = about.blocks
+    for at, file in enumerate(files_of(name, blocks, folders)):
+        extent, device = divmod(at, blocks.devices)
         try:
             opened = open_own(file, os.O_RDONLY)
         except OSError as error:
@@ -212,15 +251,20 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset
             found = os.fstat(opened).st_size
         finally:
             os.close(opened)
-        if found != about.blocks.file_bytes:
-            lost[device] = f"{file.name} has {found:,} B, expected {about.blocks.file_bytes:,} B"
+        if found != (expected := blocks.file_bytes[extent]):
+            lost[device] = f"{file.name} has {found:,} B, expected {expected:,} B"
     if len(lost) >= about.copies:
         raise ExtError(f"context {name}: {next(iter(lost.values()))}; store it again")
     return frozenset(lost)
 
 
-def _files(name: str, folders: Sequence[Path]) -> tuple[Path, ...]:
-    return tuple(block_file(folder, name, at) for at, folder in enumerate(folders))
+def files_of(name: str, blocks: Blocks, folders: Sequence[Path]) -> tuple[Path, ...]:
+    """Returns the paths of a context's files of blocks, as numbered by :meth:`Blocks.place`."""
+    return tuple(
+        block_file(folder, name, device, extent)
+        for extent in range(blocks.extents)
+        for device, folder in enumerate(folders)
+    )
 
 
 def out_of_range(arrays: Arrays, dtype: str) -> str:

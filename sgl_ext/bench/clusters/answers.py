@@ -116,22 +116,36 @@ def _of_sample(
     url: str, sample: Sample, shares: Sequence[float]
 ) -> dict[str, list[tuple[float, bool]]]:
     """Returns the KL divergence in nats, and whether top tokens agree, of each token by share."""
-    last = len(sample.unseen) - 1  # in the request, no token precedes the first one
-    whole = [*sample.context, *sample.unseen]
-    right = distributions(
-        url, whole, last, len(sample.context) + 1, top=_TOP, deadline=_DEADLINE_S
-    ).distributions
+    right = dense(url, sample)
     id_ = store(url, sample.context)
     try:
-        return {
-            f"{share:g}": [
-                (divergence(one, other), _best(one) == _best(other))
-                for one, other in zip(right, _following(url, sample, id_, share), strict=True)
-            ]
-            for share in shares
-        }
+        return {f"{share:g}": diverged(url, sample, id_, share, right) for share in shares}
     finally:
         requests.delete(f"{url}/ext/clusters/{id_}", timeout=_DEADLINE_S)
+
+
+def dense(url: str, sample: Sample) -> Sequence[Distribution]:
+    """Returns the distribution of each unseen token but the first with dense attention."""
+    last = len(sample.unseen) - 1  # in a request that follows, no token precedes the first one
+    whole = [*sample.context, *sample.unseen]
+    return distributions(
+        url, whole, last, len(sample.context) + 1, top=_TOP, deadline=_DEADLINE_S
+    ).distributions
+
+
+def diverged(
+    url: str, sample: Sample, context: str, share: float, right: Sequence[Distribution]
+) -> list[tuple[float, bool]]:
+    """Returns the KL divergence in nats, and whether top tokens agree, of each unseen token.
+
+    Args:
+        context: id of the sample's stored context.
+        right: result of :func:`dense`.
+    """
+    return [
+        (divergence(one, other), _best(one) == _best(other))
+        for one, other in zip(right, _following(url, sample, context, share), strict=True)
+    ]
 
 
 def _following(url: str, sample: Sample, context: str, share: float) -> list[Distribution]:

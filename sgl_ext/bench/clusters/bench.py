@@ -1,8 +1,8 @@
 """Benchmark of ``clusters``: attention mass of selections, divergence of answers, time per token.
 
 A server records keys and queries of real texts. The part ``mass`` calculates from them the share
-of the attention that a selection covers. In the parts ``answers`` and ``serving``, servers follow
-stored contexts; in the part ``storing``, they store one.
+of the attention that a selection covers. In the parts ``answers``, ``continuing`` and ``serving``,
+servers follow stored contexts; in the part ``storing``, they store one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ext.bench.clusters.answers import report_answers
+from sgl_ext.bench.clusters.continuing import report_continuing
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters.serving import report_serving
@@ -24,7 +25,7 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 
-PARTS = ("mass", "answers", "serving", "storing")
+PARTS = ("mass", "answers", "continuing", "serving", "storing")
 _DEVICES = 4
 
 
@@ -55,12 +56,14 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     partial = Partial(out, "clusters", config, quick=quick)
     read = samples(model, sizes.contexts, sizes.unseen)
     observed: list[Observed] = []
-    if {"mass", "answers"} & {*parts}:
+    if {"mass", "answers", "continuing"} & {*parts}:
         with _server(model, sizes.pool, out) as running:
             if "mass" in parts:
                 observed = [Observed.by(running.url, each) for each in read]
             if "answers" in parts:
                 report_answers(report, running.url, read, sizes.shares, partial)
+            if "continuing" in parts:
+                report_continuing(report, running.url, read, partial)
     if "serving" in parts:
         _find(
             report, partial, "serving",

@@ -24,6 +24,8 @@ class StoreContext(BaseModel):
     """Text of the context, from the first token of the prompt on."""
     input_ids: Annotated[list[StrictInt], Field(min_length=1)] | None = None
     """Token ids of the context, instead of its text."""
+    base: Annotated[Text, Field(max_length=256)] | None = None
+    """Id of the stored context that the text continues; the new context has the tokens of both."""
     record_only: bool = False
     """True to only record the context in a file, from which ``sgl-ext cluster`` stores it."""
     stream: bool = False
@@ -37,6 +39,8 @@ class StoreContext(BaseModel):
             raise ValueError("give exactly one of text and input_ids")
         if self.stream and self.record_only:
             raise ValueError("a record has no progress to stream; omit stream or record_only")
+        if self.base is not None and self.record_only:
+            raise ValueError("a context is continued where it is stored; omit base or record_only")
         return self
 
 
@@ -51,12 +55,12 @@ def install(app: FastAPI, service: StoredService) -> None:
     @routes.post("")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def create(body: StoreContext, request: Request) -> Any:
-        context, salt = body.text or body.input_ids or "", body.cache_salt
+        context, salt, base = body.text or body.input_ids or "", body.cache_salt, body.base
         if body.stream:
 
             async def work(tell: Tell) -> object:
                 tell("waiting")
-                id_ = await service.creation.create(context, salt, tell)
+                id_ = await service.creation.create(context, salt, tell, base)
                 return msgspec.structs.asdict(service.describe(id_, salt))
 
             return StreamingResponse(events(work), media_type="text/event-stream")
@@ -66,7 +70,7 @@ def install(app: FastAPI, service: StoredService) -> None:
                     await while_connected(request, service.creation.record(context, salt))
                 )
             }
-        id_ = await while_connected(request, service.creation.create(context, salt))
+        id_ = await while_connected(request, service.creation.create(context, salt, base=base))
         return msgspec.structs.asdict(service.describe(id_, salt))
 
     # Not async: the handlers read files, so FastAPI runs them in threads.

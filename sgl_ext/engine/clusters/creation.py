@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,9 @@ import numpy as np
 import xxhash
 
 from sgl_ext.clusters.files import (
-    KEPT_S,
     PART,
+    UnknownContextError,
     claimed,
-    expire,
     new_id,
     record_folder,
     remove,
@@ -29,8 +27,8 @@ from sgl_ext.clusters.files import (
     remove_record,
     storing,
 )
-from sgl_ext.clusters.placement import Blocks
-from sgl_ext.clusters.profile import Options
+from sgl_ext.clusters.stored import About, about, require_files
+from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size
 from sgl_ext.engine.core.own_requests import AbortedError, OwnRequests
 from sgl_ext.engine.core.sglang_types import TokenizerManager
@@ -43,8 +41,6 @@ _AT_ONCE = 8
 _LAYERS = re.compile(r"\d+/\d+")
 _SAYS = "sgl_ext: "
 """Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
-_WIDEST_TOKEN = 64
-"""Maximum number of characters per token, averaged over a text."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +91,7 @@ class StoredCreation:
         directories: directories of the configuration, one for each device.
         folders: folder of contexts in each directory.
         pool: tokens that the device's KV pool holds.
-        in_parts: whether a context may be larger than the pool.
+        in_parts: whether a context may be larger than the pool, or continue another one.
         copies: copies of each block.
         fingerprint: fingerprint of the model.
         layers: number of layers of the model.
@@ -118,9 +114,12 @@ class StoredCreation:
         query_bytes: int,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
-        self._layers, self._entry_bytes, self._fingerprint = layers, entry_bytes, fingerprint
-        self._copies, self._query_bytes = copies, query_bytes
-        self._most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
+        self._in_parts, self._fingerprint, self._copies = in_parts, fingerprint, copies
+        most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
+        self._limits = Limits(
+            manager, folders, most=most, copies=copies, layers=layers, entry_bytes=entry_bytes,
+            query_bytes=query_bytes,
+        )  # fmt: skip
         # Half of the pool is left to other requests.
         self._largest = pool // 2 if in_parts else pool - ROOM
         # While a context is profiled and stored, the next one is computed.
@@ -139,18 +138,22 @@ class StoredCreation:
         text: str | Sequence[int],
         salt: str | None,
         tell: Callable[[str], None] = _unheard,
+        base: str | None = None,
     ) -> str:
         """Computes, profiles and stores a context; returns its id.
 
         Args:
             tell: called with the context's progress, as :meth:`progress` returns it, when it
                 changes.
+            base: id of the stored context that the text continues, if any. It is not changed.
 
         Raises:
-            ExtError: see :meth:`record`, or the context cannot be stored.
+            UnknownContextError: the tenant has no context ``base``.
+            ExtError: see :meth:`record`, ``base`` cannot be continued, or the context cannot be
+                stored.
         """
-        async with self._recorded(text, salt, tell) as (one, record):
-            await self._store(one, record)
+        async with self._recorded(text, salt, tell, base) as (one, record):
+            await self._store(one, record, base)
         return one.id
 
     async def record(self, text: str | Sequence[int], salt: str | None) -> Path:
@@ -166,7 +169,11 @@ class StoredCreation:
 
     @asynccontextmanager
     async def _recorded(
-        self, text: str | Sequence[int], salt: str | None, tell: Callable[[str], None]
+        self,
+        text: str | Sequence[int],
+        salt: str | None,
+        tell: Callable[[str], None],
+        base: str | None = None,
     ) -> AsyncIterator[tuple[_Storing, Path]]:
         """Computes and records a context, and yields it and the folder of the record.
 
@@ -181,14 +188,18 @@ class StoredCreation:
         try:
             async with asyncio.timeout(_DEADLINE_S) as one.deadline:
                 loop = asyncio.get_running_loop()
-                tokens = await loop.run_in_executor(self._reading, self._tokens_of, text)
+                known = await loop.run_in_executor(self._reading, self._base, base, salt)
+                tokens = await loop.run_in_executor(
+                    self._reading, self._limits.tokens_of, text, known
+                )
                 with storing(self._folders[0]), claimed(
-                    self._folders[0], self._key(tokens, salt)
+                    self._folders[0], self._key(tokens, salt, base)
                 ) as (one.id, record):  # fmt: skip
                     async with self._computing:
                         await Recording(
                             self._manager, self.requests, record, one.id, salt, self._largest,
                             lambda done: one.reached(f"computing {done}/{len(tokens)}"),
+                            base, 0 if known is None else known.tokens,
                         ).record(tokens)  # fmt: skip
                     async with self._building:
                         yield one, record
@@ -219,63 +230,43 @@ class StoredCreation:
         else:
             remove(id_, self._folders)
 
-    def _key(self, tokens: Sequence[int], salt: str | None) -> str:
+    def _base(self, id_: str | None, salt: str | None) -> About | None:
+        """Returns the description of a context that is to be continued; None if there is none.
+
+        Raises:
+            UnknownContextError: the tenant has no such context.
+            ExtError: the context cannot be continued.
+        """
+        if id_ is None:
+            return None
+        if not self._in_parts:
+            raise ExtError(
+                "a context can be continued only if the KV pool is in host memory; store the whole "
+                "text instead"
+            )
+        found = about(id_, self._folders)
+        if found.salt != salt:
+            raise UnknownContextError(id_)
+        if found.geometry.fingerprint != self._fingerprint:
+            raise ExtError(f"context {id_} was not stored for this model; store it again")
+        if lost := require_files(id_, found, self._folders):
+            raise ExtError(
+                f"context {id_} cannot be continued: device {min(lost)} has lost its files; store "
+                "it again"
+            )
+        return found
+
+    def _key(self, tokens: Sequence[int], salt: str | None, base: str | None) -> str:
         """Returns the key of a record, see :func:`claimed`."""
         found = xxhash.xxh3_128(np.array(tokens, np.int32).tobytes())
         size = part_size(len(tokens), self._largest)
-        found.update(repr((self._fingerprint, size, salt)).encode())
+        found.update(repr((self._fingerprint, size, salt, base)).encode())
         return found.hexdigest()
 
-    def _tokens_of(self, text: str | Sequence[int]) -> list[int]:
-        if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
-            what = "characters" if isinstance(text, str) else "tokens"
-            raise ExtError(
-                f"the context has {len(text)} {what}; this server allows "
-                f"{self._most} tokens, besides those that profile the context: store a shorter "
-                "context"
-            )
-        if isinstance(text, str):
-            tokens: list[int] = self._manager.tokenizer.encode(text)
-        else:
-            tokens = list(text)
-            size = self._manager.model_config.vocab_size
-            if wrong := [token for token in tokens if not 0 <= token < size]:
-                raise ExtError(
-                    f"the token ids {wrong[:3]} are outside the vocabulary of {size} tokens; use "
-                    "the tokenizer of the served model"
-                )
-        if len(tokens) > self._most:
-            raise ExtError(
-                f"the context has {len(tokens)} tokens; this server allows "
-                f"{self._most} tokens, besides those that profile the context: store a shorter "
-                "context"
-            )
-        self._require_room(len(tokens))
-        return tokens
-
-    def _require_room(self, tokens: int) -> None:
-        """Raises ExtError if ``tokens`` are too few to be stored, or too many for a device."""
-        options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
-        middle = tokens - options.sinks - options.window
-        devices = len(self._folders)
-        blocks = Blocks(middle, self._entry_bytes, devices, self._layers, self._copies)
-        record = self._layers * (tokens * self._entry_bytes + ROOM * self._query_bytes)
-        expire(self._folders[0], KEPT_S)
-        for at, folder in enumerate(self._folders):
-            needed = blocks.file_bytes + (0 if at else record)
-            if shutil.disk_usage(folder).free < needed:
-                expire(self._folders[0], 0)
-            if (free := shutil.disk_usage(folder).free) < needed:
-                raise ExtError(
-                    f"device {at} has not enough free space: the context needs {needed:,} B, "
-                    f"{free:,} B are free; delete contexts, or configure larger or more "
-                    "directories"
-                )
-
-    async def _store(self, one: _Storing, record: Path) -> None:
+    async def _store(self, one: _Storing, record: Path, base: str | None) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sgl_ext.clusters.job", record, one.id, *self._directories,
-            "--copies", str(self._copies),
+            "--copies", str(self._copies), *(() if base is None else ("--base", base)),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip

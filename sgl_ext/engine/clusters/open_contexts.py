@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from sgl_ext.clusters.files import names, own_folders, record_folder
 from sgl_ext.clusters.reader import Device
-from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.recorded import Geometry, RecordedKV
 from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored
+from sgl_ext.clusters.stored_kv import StoredKV
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.attention import StoredAttention
@@ -33,7 +34,7 @@ stored contexts do not contain it."""
 
 
 def record_id(asked: IsRecorded) -> str:
-    """Returns the id, in :class:`OpenContexts`, of the tokens recorded before a prompt."""
+    """Returns the id, in :class:`OpenContexts`, of the tokens known before a prompt."""
     return f"{asked.id}{_RECORD}{asked.start}"
 
 
@@ -160,8 +161,15 @@ class OpenContexts:
 
     def _opened_record(self, asked: IsRecorded) -> RecordedAttention:
         """Opens the first tokens of a context that is recorded. It runs in a thread."""
-        folder = record_folder(self._folders[0], asked.id)
-        return RecordedAttention(folder, asked.start, self._geometry, self._config.deadline)
+        base = None
+        if asked.base is not None:
+            base = StoredKV(Stored.open(asked.base, self._folders, self._geometry, self._longest))
+        kv = RecordedKV(record_folder(self._folders[0], asked.id), asked.start, base)
+        if kv.tokens != asked.start or kv.geometry != self._geometry:
+            raise ExtError(
+                f"the record of context {asked.id} lacks a part; store the context again"
+            )
+        return RecordedAttention(kv, asked.id, self._config.deadline)
 
     def _opened(self, id_: str) -> StoredAttention:
         """Opens a context. It runs in a thread, because it reads files."""

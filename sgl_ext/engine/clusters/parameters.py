@@ -26,7 +26,8 @@ class FollowsStored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class IsRecorded(msgspec.Struct, frozen=True):
     """Parameter of a prompt that is recorded: tokens of a context, and tokens that follow it.
 
-    The prompt does not contain the first tokens of the context if those are recorded already.
+    The prompt does not contain the first tokens of the context if those are recorded or stored
+    already.
     """
 
     id: Name
@@ -45,6 +46,8 @@ class IsRecorded(msgspec.Struct, frozen=True):
     """True if the KV of the prompt is cached for the requests that come next."""
     salt: str | None = None
     """``cache_salt`` of the tenant that owns the context."""
+    base: Name | None = None
+    """Id of the stored context whose tokens come first; None if all tokens are recorded."""
 
 
 Said = TypeVar("Said", FollowsStored, IsRecorded)

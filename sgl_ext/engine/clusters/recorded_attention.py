@@ -1,21 +1,21 @@
 """Attention over the part of a context that is recorded so far and no longer in the KV pool.
 
 A context that is larger than the pool is computed by several requests. Each one's own tokens are in
-the pool; the KV of the tokens before them is read from the record, one layer at a time, while the
-previous layer is computed. Rows see all of it, in the order of the text, as in one prompt.
+the pool; the KV of the tokens before them is read from the record, and from the stored context that
+the recorded one continues, one layer at a time, while the previous layer is computed. Rows see all
+of it, in the order of the text, as in one prompt.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sgl_ext._native import _attention
-from sgl_ext.clusters.recorded import Geometry, RecordedKV
+from sgl_ext.clusters.recorded import RecordedKV
 from sgl_ext.engine.clusters.own import Own
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
@@ -27,21 +27,15 @@ class RecordedAttention:
     Its memory holds two layers of these tokens. Only the thread of forwards calls it.
 
     Args:
-        folder: folder of the record.
-        tokens: number of these tokens.
-        geometry: geometry of this process's model.
+        kv: KV of these tokens.
+        name: id of the context.
         deadline: deadline for reading a layer, in seconds.
-
-    Raises:
-        ExtError: the record lacks some of these tokens, or is another model's.
     """
 
-    def __init__(self, folder: Path, tokens: int, geometry: Geometry, deadline: float) -> None:
-        self._kv = RecordedKV(folder, tokens)
-        if self._kv.tokens != tokens or self._kv.geometry != geometry:
-            raise ExtError(f"{folder.name} lacks a part of the context; store the context again")
-        self._name, self._geometry, self._deadline = folder.name, geometry, deadline
-        row = (tokens, 2, geometry.kv_heads, geometry.head_dim)
+    def __init__(self, kv: RecordedKV, name: str, deadline: float) -> None:
+        self._kv, self._name, self._deadline = kv, name, deadline
+        self._geometry = geometry = kv.geometry
+        row = (kv.tokens, 2, geometry.kv_heads, geometry.head_dim)
         self._layers = [torch.empty(*row, dtype=getattr(torch, geometry.dtype)) for _ in range(2)]
         self._reader = ThreadPoolExecutor(1, "sgl_ext-record")
         self._reading: tuple[int, Future[None]] | None = None
@@ -112,8 +106,8 @@ class RecordedAttention:
             self._reading[1].result(self._deadline)
         except TimeoutError:
             raise ExtError(
-                f"layer {layer} of {self._name} was not read within {self._deadline:g} s; check "
-                "device 0, or raise clusters.deadline"
+                f"layer {layer} of the record of context {self._name} was not read within "
+                f"{self._deadline:g} s; check device 0, or raise clusters.deadline"
             ) from None
         self._layers.reverse()
         self._begin((layer + 1) % self._geometry.layers)

@@ -2,7 +2,8 @@
 
 The context is computed as one prompt, or, if it is larger than a part of the KV pool, as several
 prompts one after the other. Each of them follows what is recorded already. Behind the last one come
-general questions, whose queries profile the context as those of its last tokens do.
+general questions, whose queries profile the context as those of its last tokens do. A context that
+continues a stored one follows it, too, and is profiled by its own last tokens only.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Recording:
         salt: ``cache_salt`` of the tenant.
         largest: maximum number of tokens of a prompt.
         reached: called with the number of tokens that are recorded.
+        base: id of the stored context that this one continues, if any.
+        behind: number of its tokens.
     """
 
     def __init__(
@@ -71,9 +74,12 @@ class Recording:
         salt: str | None,
         largest: int,
         reached: Callable[[int], None],
+        base: str | None = None,
+        behind: int = 0,
     ) -> None:
         self._manager, self._requests, self._folder = manager, requests, folder
         self._id, self._salt, self._largest, self._reached = id_, salt, largest, reached
+        self._base, self._behind = base, behind
         # A part that is computed again must not find its KV: its queries are computed, too.
         self._once = secrets.token_hex(8)
 
@@ -82,20 +88,26 @@ class Recording:
 
         Parts that the record has already are not computed again.
 
+        Args:
+            tokens: token ids of the context, without those of ``base``.
+
         Raises:
             ExtError: a request is rejected, aborted or preempted, or a part cannot be written.
         """
         count, each = len(tokens), part_size(len(tokens), self._largest)
         for start in range(0, count, each):
-            last = start + each >= count
+            last, first = start + each >= count, self._behind + start
             part = IsRecorded(
-                self._id, f"kv-{start:010d}", start, count, kv=True, queries=QUERIES, keep=last,
-                salt=self._salt,
+                self._id, f"kv-{first:010d}", first, self._behind + count, kv=True,
+                queries=min(QUERIES, count), keep=last and self._base is None, salt=self._salt,
+                base=self._base,
             )  # fmt: skip
             if not self._path(part).exists():
                 self._reached(start)
                 await self._ask(tokens[start : start + each], part, 0)
         self._reached(count)
+        if self._base is not None:
+            return
         asked = msgspec.structs.replace(part, kv=False, queries=0)
         await all_of(
             [

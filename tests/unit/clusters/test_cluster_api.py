@@ -22,6 +22,7 @@ from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import index_file, names, own_folders
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
+from sgl_ext.engine.clusters import limits
 from sgl_ext.engine.clusters.api import install
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
@@ -228,7 +229,7 @@ def test_invalid_contexts_are_refused_before_they_are_computed(
     client: TestClient, manager: Waiting, body: dict[str, Any], message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    encode = lambda text: [1, *map(ord, text)]  # noqa: E731
+    encode = lambda text, **_: [1, *map(ord, text)]  # noqa: E731
     monkeypatch.setattr(Manager, "tokenizer", SimpleNamespace(encode=encode))
     answer = client.post(ROUTE, json=body)
     assert answer.status_code == 400
@@ -240,11 +241,60 @@ def test_full_device_is_detected_before_a_context_is_computed(
     client: TestClient, manager: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = SimpleNamespace(free=10_000)
-    monkeypatch.setattr(stored_creation.shutil, "disk_usage", lambda _path: free)
-    answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
-    assert answer.status_code == 400
-    assert "has not enough free space" in answer.json()["error"]["message"]
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path: free)
+    for body in ({"input_ids": [1] * 1000}, {"input_ids": [1] * 100, "base": "stx-open"}):
+        answer = client.post(ROUTE, json=body)
+        assert answer.status_code == 400
+        assert "has not enough free space" in answer.json()["error"]["message"]
     assert not manager.requests
+
+
+@pytest.mark.parametrize(
+    ("changed", "body", "status", "message"),
+    [
+        ({}, {"cache_salt": "other"}, 404, "stored context 'stx-mine' not found"),
+        ({}, {"base": "stx-none"}, 404, "stored context 'stx-none' not found"),
+        ({}, {"base": "a" * 300}, 422, "should have at most 256"),
+        ({}, {"input_ids": [1] * 3700}, 400, "has 4000 tokens; this server allows 3976"),
+        ({"_fingerprint": "b"}, {}, 400, "context stx-mine was not stored for this model"),
+        ({"_in_parts": False}, {}, 400, "only if the KV pool is in host memory"),
+        ({"_folders": 1}, {}, 400, "stored on 2 devices, but 1 directories are configured"),
+    ],
+)  # fmt: skip
+def test_contexts_that_cannot_be_continued_are_refused(
+    service: StoredService, manager: Waiting, changed: dict[str, Any], body: dict[str, Any],
+    status: int, message: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in changed.items():
+        value = service.creation._folders[:value] if name == "_folders" else value
+        monkeypatch.setattr(service.creation, name, value)
+    app = FastAPI()
+    app.add_exception_handler(ExtError, refusal)
+    install(app, service)
+    asked = {"input_ids": [1] * 10, "base": "stx-mine", **MINE, **body}
+    answer = TestClient(app).post(ROUTE, json=asked)
+    assert answer.status_code == status, answer.text
+    assert message in answer.text
+    assert not manager.requests
+
+
+def test_the_first_part_of_a_context_that_continues_another_follows_it(
+    service: StoredService, manager: Waiting
+) -> None:
+    async def run() -> None:
+        created = asyncio.create_task(service.creation.create([1] * 10, "mine", base="stx-mine"))
+        await manager.asked.wait()
+        created.cancel()
+
+    asyncio.run(run())
+    (asked,) = manager.requests
+    assert asked.input_ids == [1] * 10
+    said = asked.sampling_params["custom_params"][RECORDED]
+    expected = {
+        "base": "stx-mine", "start": 300, "tokens": 310, "queries": 10, "keep": False,
+        "salt": "mine",
+    }  # fmt: skip
+    assert expected == {name: said[name] for name in expected}
 
 
 @pytest.mark.parametrize(

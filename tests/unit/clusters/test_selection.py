@@ -74,11 +74,48 @@ def test_blocks_do_not_overlap_and_are_balanced_over_devices(
         numbers = np.arange(blocks.blocks)
         device, offset = blocks.place(layer, numbers)
         assert (device == (layer * blocks.blocks + numbers) % devices).all()
-        assert offset.max() + blocks.block_bytes <= blocks.file_bytes
+        assert offset.max() + blocks.block_bytes <= blocks.file_bytes[0]
         taken |= set(zip(device.tolist(), offset.tolist(), strict=True))
     assert len(taken) == layers * blocks.blocks
     held = np.bincount([device for device, _ in taken], minlength=devices)
     assert held.max() - held.min() <= 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 5), st.integers(1, 4),
+    st.integers(1, 2),
+)  # fmt: skip
+def test_extents_keep_their_blocks_when_another_one_is_added(
+    counts: list[int], devices: int, layers: int, copies: int
+) -> None:
+    copies = min(copies, devices)
+    block = Blocks.fitting(768)
+    ends = np.cumsum(counts)
+    before = None
+    for at in range(len(counts)):
+        later = tuple(int(end) * block for end in ends[:at])
+        blocks = Blocks(int(ends[at]) * block, 768, devices, layers, copies, later)
+        assert blocks.extents == at + 1 == len(blocks.file_bytes)
+        taken = set()
+        for layer in range(layers):
+            numbers = np.arange(blocks.blocks)
+            for copy in range(copies):
+                file, offset = blocks.place(layer, numbers, copy)
+                extent = np.searchsorted(ends[:at], numbers, side="right")
+                assert (file // devices == extent).all()
+                assert (offset + blocks.block_bytes <= np.array(blocks.file_bytes)[extent]).all()
+                taken |= set(zip(file.tolist(), offset.tolist(), strict=True))
+                # Any blocks that are consecutive are on different devices.
+                assert ((np.diff(file % devices) % devices) == 1 % devices).all()
+                if before is not None:
+                    known = before.place(layer, numbers[: before.blocks], copy)
+                    assert all(
+                        (a[: before.blocks] == b).all()
+                        for a, b in zip((file, offset), known, strict=True)
+                    )
+        assert len(taken) == layers * blocks.blocks * copies
+        before = blocks
 
 
 @settings(deadline=None, max_examples=100)
