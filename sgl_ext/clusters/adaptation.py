@@ -1,4 +1,4 @@
-"""Adaptation of clusters and of the blocks in memory to new queries (Swarm §6.2)."""
+"""Adaptation of the blocks in memory to new queries (Swarm §6.2)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
-
-
-def joined(
-    active: NDArray[np.bool_], medoids: NDArray[np.bool_], radius: float
-) -> list[NDArray[np.int64]]:
-    """Returns the clusters that each new entry joins when it leaves the local window (Eq. 9).
-
-    Args:
-        active: New entries that each step of the window activated, ``[steps, new]``.
-        medoids: Clusters whose medoids each step activated, ``[steps, clusters]``.
-        radius: Upper bound, exclusive, of the distance between an entry and a cluster's medoid.
-
-    Returns:
-        Clusters of each new entry, nearest first; empty if no medoid is within the radius.
-    """
-    new, old = active.astype(np.float32), medoids.astype(np.float32)
-    shared = new.T @ old
-    either = new.sum(axis=0)[:, None] + old.sum(axis=0)[None, :] - shared
-    # Jaccard distance of the sets of steps; 1 if no step activated either.
-    distance = 1 - shared / np.maximum(either, 1)
-    order = np.argsort(distance, axis=1, kind="stable")
-    near = np.take_along_axis(distance, order, axis=1) < radius
-    return [row[: int(count)] for row, count in zip(order, near.sum(axis=1), strict=True)]
 
 
 class HotBlocks:

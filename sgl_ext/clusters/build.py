@@ -61,7 +61,7 @@ def build(
         options = options.fitted(tokens, Blocks.fitting(geometry.entry_bytes))
         about = About(
             geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
-            recorded.salt, copies,
+            tokens - options.sinks - options.window, recorded.salt, copies,
         )  # fmt: skip
         shared: tuple[Path, ...] = ()
     else:
@@ -80,7 +80,6 @@ def build(
         with ExitStack() as opened:
             files: list[BinaryIO] = []
             for at, path in enumerate(files_of(name, blocks, directories)):
-                extent, device = divmod(at, blocks.devices)
                 if at < len(shared):
                     path.hardlink_to(shared[at])
                     new.append(path)
@@ -88,8 +87,9 @@ def build(
                 files.append(opened.enter_context(path.open("xb", buffering=0)))
                 new.append(path)
                 path.chmod(0o600)  # the text of a context is private
-                _allocate(files[-1], device, path.parent, blocks.file_bytes[extent])
-            layers = _layers(_Storing(recorded, options, blocks, base, files), progress)
+                _allocate(files[-1], at % blocks.devices, path.parent, blocks.file_bytes[at])
+            fit = about.fitted == blocks.entries
+            layers = _layers(_Storing(recorded, options, blocks, base, fit, files), progress)
             for file in files:
                 os.fsync(file.fileno())
         arrays = {key: np.stack([each[key] for each in layers]) for key in layers[0]}
@@ -153,6 +153,7 @@ class _Storing:
     Attributes:
         options: Options that are fitted to the context.
         base: Stored context that it begins with, if any.
+        fit: Whether the codes are fitted to all of its keys.
         files: Files of its last extent, one for each device; none if all extents are shared.
     """
 
@@ -160,6 +161,7 @@ class _Storing:
     options: Options
     blocks: Blocks
     base: Stored | None
+    fit: bool
     files: Sequence[BinaryIO]
 
 
@@ -204,7 +206,7 @@ def _middle(
     blocks, options = storing.blocks, storing.options
     if base is not None and not storing.files:
         return base.codes, base.order, base.often, base.sums
-    profile = Profile.of(of, options, blocks.block, base)
+    profile = Profile.of(of, options, blocks.block, base, fit=storing.fit)
     often = profile.often(blocks.block).astype(np.int32)
     first = blocks.later[-1] if blocks.later else 0
     sums = _write(of, options.sinks + profile.order[first:], blocks, storing.files)

@@ -73,12 +73,7 @@ class Codes:
             turned = (keys[:, head] - mean[head]) @ stretch
             order = _balanced(turned.var(axis=0), subspaces)
             projection[head] = projection[head][:, order]
-            parts = turned[:, order].reshape(entries, subspaces, -1).transpose(1, 0, 2)
-            parts = np.ascontiguousarray(parts)
-            trained = parts[:, chance.permutation(entries)[: _TRAINED_ON * CENTROIDS]]
-            bits, found = bfloat16(_k_means(trained, chance))
-            centroids[head, :, : found.shape[1]] = bits.transpose(0, 2, 1).reshape(head_dim, -1)
-            codes[head] = _clusters.nearest(parts, found).T
+            codes[head], centroids[head] = _coded(_parts(turned[:, order], subspaces), chance)
         return cls(codes, centroids, projection, mean)
 
     def with_more(self, keys: NDArray[np.float32]) -> Codes:
@@ -91,14 +86,34 @@ class Codes:
         for head, bits in enumerate(self.centroids):
             values = (bits.astype(np.uint32) << 16).view(np.float32)
             centroids = values.reshape(subspaces, -1, CENTROIDS).transpose(0, 2, 1)
-            # Products of keys and queries are those before both are projected.
-            stretch = np.linalg.inv(self.projection[head].astype(np.float64)).T
-            turned = (keys[:, head] - self.mean[head]) @ stretch.astype(np.float32)
-            parts = turned.reshape(len(keys), subspaces, -1).transpose(1, 0, 2)
             more[head] = _clusters.nearest(
-                np.ascontiguousarray(parts), np.ascontiguousarray(centroids)
+                self._turned(keys, head), np.ascontiguousarray(centroids)
             ).T
         return replace(self, codes=np.concatenate([self.codes, more], axis=1))
+
+    def fitted_to(self, keys: NDArray[np.float32], *, seed: int = 0) -> Codes:
+        """Returns codes of other keys, ``[entries, kv_heads, head_dim]``, for the same queries.
+
+        Args:
+            seed: See :meth:`of`.
+        """
+        kv_heads, _, subspaces = self.codes.shape
+        chance = np.random.default_rng(seed)
+        codes = np.empty((kv_heads, len(keys), subspaces), np.uint8)
+        found = replace(
+            self, codes=codes, centroids=np.empty_like(self.centroids), mean=keys.mean(axis=0)
+        )
+        for head in range(kv_heads):
+            turned = found._turned(keys, head)
+            codes[head], found.centroids[head] = _coded(turned, chance)
+        return found
+
+    def _turned(self, keys: NDArray[np.float32], head: int) -> NDArray[np.float32]:
+        """Returns projected keys of a KV head, ``[subspaces, entries, width]``."""
+        # Products of projected keys and projected queries are those of keys and queries.
+        stretch = np.linalg.inv(self.projection[head].astype(np.float64)).T
+        turned = (keys[:, head] - self.mean[head]) @ stretch.astype(np.float32)
+        return _parts(turned, self.codes.shape[2])
 
     @property
     def bytes(self) -> int:
@@ -119,6 +134,23 @@ class Codes:
     def native(self) -> _clusters.Codes:
         """The same codes for native code."""
         return _clusters.Codes(self.codes, self.centroids, self.projection, self.mean)
+
+
+def _parts(turned: NDArray[np.float32], subspaces: int) -> NDArray[np.float32]:
+    """Splits ``[entries, head_dim]`` into ``[subspaces, entries, width]``."""
+    return np.ascontiguousarray(turned.reshape(len(turned), subspaces, -1).transpose(1, 0, 2))
+
+
+def _coded(
+    parts: NDArray[np.float32], chance: np.random.Generator
+) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    """Returns codes ``[entries, subspaces]`` and their centroids, as in :class:`Codes`."""
+    subspaces, entries, width = parts.shape
+    trained = parts[:, chance.permutation(entries)[: _TRAINED_ON * CENTROIDS]]
+    bits, found = bfloat16(_k_means(trained, chance))
+    centroids = np.zeros((subspaces * width, CENTROIDS), np.uint16)
+    centroids[:, : found.shape[1]] = bits.transpose(0, 2, 1).reshape(subspaces * width, -1)
+    return _clusters.nearest(parts, found).T.astype(np.uint8), centroids
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:

@@ -77,17 +77,18 @@ class Blocks:
             copy: Copy of all blocks, or of each, from 0.
         """
         extent = np.searchsorted(self._bounds[1:-1], numbers, side="right")
-        device = (layer * self._bounds[1] + numbers + copy) % self.devices
-        row = (numbers - self._bounds[extent]) // self.devices
-        row += (layer + copy * self.layers) * self._rows[extent]
+        first = (layer * self._bounds[1] + numbers) % self.devices
+        device = (first + copy) % self.devices
+        row = self._before[extent, copy, layer, device]
+        row += (numbers - self._bounds[extent]) // self.devices
         file: NDArray[np.int64] = extent * self.devices + device
         return file, row * self.block_bytes
 
-    @property
+    @cached_property
     def file_bytes(self) -> tuple[int, ...]:
-        """Bytes of each file of an extent, enough for the device with most blocks."""
-        each = self.copies * self.layers * self.block_bytes
-        return tuple(each * int(rows) for rows in self._rows)
+        """Bytes of each file; room for a block at least."""
+        rows = np.maximum(self._before[:, -1, -1] + self._counts[:, -1, -1], 1)
+        return tuple((rows.reshape(-1) * self.block_bytes).tolist())
 
     @cached_property
     def _bounds(self) -> NDArray[np.int64]:
@@ -95,6 +96,18 @@ class Blocks:
         return np.array([0, *(each // self.block for each in self.later), self.blocks], np.int64)
 
     @cached_property
-    def _rows(self) -> NDArray[np.int64]:
-        """Blocks of a layer on the device with most of them, in each extent, without copies."""
-        return -(-np.diff(self._bounds) // self.devices)
+    def _counts(self) -> NDArray[np.int64]:
+        """Blocks of each device, int64 ``[extents, copies, layers, devices]``."""
+        extent, copy, layer, device = np.ogrid[
+            : self.extents, : self.copies, : self.layers, : self.devices
+        ]
+        begin, end = self._bounds[extent], self._bounds[extent + 1]
+        ahead = (device - copy - layer * self._bounds[1] - begin) % self.devices
+        found: NDArray[np.int64] = (end - begin - ahead + self.devices - 1) // self.devices
+        return found
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """Blocks of each device before those of a layer and copy, in the shape of ``_counts``."""
+        flat = self._counts.reshape(self.extents, self.copies * self.layers, self.devices)
+        return (np.cumsum(flat, axis=1) - flat).reshape(self._counts.shape)

@@ -75,7 +75,13 @@ class Profile:
 
     @classmethod
     def of(
-        cls, layer: RecordedLayer, options: Options, block: int, base: Layer | None = None
+        cls,
+        layer: RecordedLayer,
+        options: Options,
+        block: int,
+        base: Layer | None = None,
+        *,
+        fit: bool = True,
     ) -> Profile:
         """Computes the profile of a layer.
 
@@ -83,8 +89,9 @@ class Profile:
             options: Options that are fitted to the context.
             block: Entries of a block.
             base: The same layer of a stored context that this one begins with, and that has fewer
-                entries. Its order and codes are kept, and the new entries share blocks with each
-                other (cf. Eq. 9, by which they would join clusters).
+                entries. Its order is kept, and the new entries share blocks with each other (cf.
+                Eq. 9, by which they would join clusters).
+            fit: False to keep the codes of ``base``, and encode new keys with its centroids.
 
         Raises:
             ExtError: The layer has keys, values or queries that are not finite.
@@ -104,8 +111,12 @@ class Profile:
         if base is None:
             codes = Codes.of(middle[order], queries, options.subspaces, seed=layer.number)
         else:
-            codes = base.codes.with_more(middle[order])
-            order = np.concatenate([base.order, order])
+            new, order = order, np.concatenate([base.order, order])
+            codes = (
+                base.codes.fitted_to(middle[order], seed=layer.number)
+                if fit
+                else base.codes.with_more(middle[new])
+            )
         return cls(activations, order, codes)
 
     def often(self, block: int) -> NDArray[np.int64]:

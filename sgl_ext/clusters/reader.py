@@ -178,9 +178,7 @@ class Reader:
             try:
                 if device.number in stored.lost:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                self._files[at] = device.files.open(
-                    path.relative_to(device.directory), sizes[at // len(devices)]
-                )
+                self._files[at] = device.files.open(path.relative_to(device.directory), sizes[at])
             except (OSError, ValueError) as error:
                 if self.lose((device.number,)):
                     continue

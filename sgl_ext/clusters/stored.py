@@ -29,6 +29,10 @@ from sgl_ext.own_files import open_own
 MOST_EXTENTS = 8
 """Maximum number of extents of a context, each with one file on each device."""
 
+_REFITTED = 1.2
+"""Number of entries, relative to those that codes were fitted to, from which they are fitted again.
+Keys at other positions differ, so that their codes are less exact."""
+
 Found = TypeVar("Found")
 _Near = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -43,6 +47,8 @@ class About(msgspec.Struct, frozen=True):
     devices: Count
     subspaces: Count
     """Bytes of the code of a key, for each KV head."""
+    fitted: Count
+    """Number of the first entries whose keys the centroids of the codes were fitted to."""
     salt: Salt | None = None
     """``cache_salt`` of the tenant; other tenants cannot follow, see or delete the context."""
     copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
@@ -61,6 +67,10 @@ class About(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"{blocks.entries} entries outside sinks and window are not a positive multiple "
                 f"of the block size {blocks.block}"
+            )
+        if self.fitted > blocks.entries:
+            raise ValueError(
+                f"its codes are fitted to {self.fitted} entries, but it has {blocks.entries}"
             )
         if self.copies > self.devices:
             raise ValueError(f"{self.copies} copies do not fit on {self.devices} devices")
@@ -82,7 +92,8 @@ class About(msgspec.Struct, frozen=True):
         """Returns the description of a context that begins with this one.
 
         If it has more blocks, its last extent is new. A new extent that would be one too many
-        (:data:`MOST_EXTENTS`) replaces all but the first.
+        (:data:`MOST_EXTENTS`) replaces all but the first. Codes are fitted again only when there
+        are many new entries, because all keys are encoded then.
 
         Args:
             tokens: Number of tokens of that context.
@@ -97,8 +108,9 @@ class About(msgspec.Struct, frozen=True):
             later = (*later, blocks.entries)
         else:
             later = later[:1]
+        fitted = middle if middle >= _REFITTED * self.fitted else self.fitted
         return msgspec.structs.replace(
-            self, tokens=tokens, window=tokens - self.sinks - middle, later=later
+            self, tokens=tokens, window=tokens - self.sinks - middle, fitted=fitted, later=later
         )
 
     def shapes(self) -> Shapes:
@@ -241,7 +253,7 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset
     lost = {}
     blocks = about.blocks
     for at, file in enumerate(files_of(name, blocks, folders)):
-        extent, device = divmod(at, blocks.devices)
+        device = at % blocks.devices
         try:
             opened = open_own(file, os.O_RDONLY)
         except OSError as error:
@@ -251,7 +263,7 @@ def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset
             found = os.fstat(opened).st_size
         finally:
             os.close(opened)
-        if found != (expected := blocks.file_bytes[extent]):
+        if found != (expected := blocks.file_bytes[at]):
             lost[device] = f"{file.name} has {found:,} B, expected {expected:,} B"
     if len(lost) >= about.copies:
         raise ExtError(f"context {name}: {next(iter(lost.values()))}; store it again")

@@ -27,6 +27,8 @@ from sgl_ext.serving import server
 
 PARTS = ("mass", "answers", "continuing", "serving", "storing")
 _DEVICES = 4
+_CONTINUED = 3
+"""Number of contexts that are stored in turns."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             if "answers" in parts:
                 report_answers(report, running.url, read, sizes.shares, partial)
             if "continuing" in parts:
-                report_continuing(report, running.url, read, partial)
+                report_continuing(report, running.url, read[:_CONTINUED], partial)
     if "serving" in parts:
         _find(
             report, partial, "serving",

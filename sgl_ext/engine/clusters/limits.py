@@ -87,20 +87,20 @@ class Limits:
 
     def _require_room(self, tokens: int, base: About | None) -> None:
         """Raises ExtError if ``tokens`` are too few to be stored, or too many for a device."""
+        devices = len(self._folders)
         if base is None:
             options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
             middle = tokens - options.sinks - options.window
-            devices = len(self._folders)
             blocks = Blocks(middle, self._entry_bytes, devices, self._layers, self._copies)
-            new, recorded = blocks.file_bytes[-1], tokens
+            new, recorded = True, tokens
         else:
             blocks = base.continued(tokens, Options().window).blocks
-            new = blocks.file_bytes[-1] if blocks.entries > base.blocks.entries else 0
-            recorded = tokens - base.tokens
+            new, recorded = blocks.entries > base.blocks.entries, tokens - base.tokens
+        last = blocks.file_bytes[-devices:] if new else (0,) * devices
         record = self._layers * (recorded * self._entry_bytes + ROOM * self._query_bytes)
         expire(self._folders[0], KEPT_S)
         for at, folder in enumerate(self._folders):
-            needed = new + (0 if at else record)
+            needed = last[at] + (0 if at else record)
             if shutil.disk_usage(folder).free < needed:
                 expire(self._folders[0], 0)
             if (free := shutil.disk_usage(folder).free) < needed:

@@ -98,9 +98,13 @@ def test_extents_are_merged_if_there_are_too_many(directories: list[Path]) -> No
     check(Stored.open(f"{MOST_EXTENTS - 1}", directories, GEOMETRY), 300 + 80 * (MOST_EXTENTS - 1))
 
 
-def test_codes_of_new_entries_find_the_most_attended_ones(directories: list[Path]) -> None:
-    build(first(500), "base", directories, OPTIONS)
+@pytest.mark.parametrize(("known", "fitted"), [(500, True), (880, False)])
+def test_codes_of_new_entries_find_the_most_attended_ones(
+    directories: list[Path], known: int, fitted: bool
+) -> None:
+    build(first(known), "base", directories, OPTIONS)
     stored = continued("more", "base", 1000, directories)
+    assert (stored.about.fitted == stored.about.blocks.entries) == fitted
     queries = WHOLE.queries[1, -30:]
     keys, end = first(1000).layer(1).keys, 1000 - stored.about.window
     beside = log_sum(queries, np.concatenate([keys[:4], keys[end:]]), GEOMETRY.scale)
@@ -109,8 +113,9 @@ def test_codes_of_new_entries_find_the_most_attended_ones(directories: list[Path
     found = np.empty_like(exact)
     found[:, layer.order] = layer.codes.mass(queries, GEOMETRY.scale, beside)
     new = slice(Stored.open("base", directories, GEOMETRY).about.blocks.entries, None)
-    top = np.argpartition(found[:, new], -60, axis=1)[:, -60:]
-    best = np.sort(exact[:, new], axis=1)[:, -60:].sum()
+    count = found[:, new].shape[1] // 8
+    top = np.argpartition(found[:, new], -count, axis=1)[:, -count:]
+    best = np.sort(exact[:, new], axis=1)[:, -count:].sum()
     assert np.take_along_axis(exact[:, new], top, axis=1).sum() > 0.7 * best
     assert layer.often[-1:].size == 1
     assert len(layer.often) == stored.about.blocks.blocks

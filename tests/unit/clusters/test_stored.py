@@ -90,7 +90,7 @@ def test_every_entry_is_stored_at_its_place(directories: list[Path]) -> None:
     assert 64 <= window < 64 + blocks.block
     assert blocks.entries == TOKENS - 4 - window == blocks.blocks * blocks.block
     contents = [file.read_bytes() for file in stored.files]
-    assert max(map(len, contents)) == blocks.file_bytes[0]
+    assert tuple(map(len, contents)) == blocks.file_bytes
     for at, layer in enumerate(stored.layers):
         assert sorted(layer.order) == list(range(blocks.entries))
         expected = np.concatenate([recorded.kv[at, :4], recorded.kv[at, -window:]])
