@@ -35,7 +35,8 @@ class Peer(Section):
 
     stream: Literal["direct", "layer", "layers"] = "direct"
     """Way in which a master's attention reads borrowed memory. ``direct``: in place; ``layer``,
-    ``layers``: through buffers for one or two layers (SwiftCache's layer stream cache)."""
+    ``layers``: through buffers for one or two layers (SwiftCache's layer stream cache), which are a
+    part of the engine's own KV memory: ``capacity`` divided by the number of layers, for each."""
     busy_rate: Bytes | None = None
     """Maximum bytes per second between buffers and workers' memory while a worker whose memory is
     used has requests of its own; None for no limit."""

@@ -1,4 +1,4 @@
-"""Benchmark of ``peer``: cost of lending, longest request, TTFT, and slowdown of the worker."""
+"""Benchmark of ``peer``: cost of lending, longest request, TTFT, TPOT, and slowdown of workers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.peer.context import report_context
+from sgl_ext.bench.peer.decode import DecodeSizes, report_decode
 from sgl_ext.bench.peer.interference import report_interference
 from sgl_ext.bench.peer.resize import report_resize
 from sgl_ext.bench.peer.servers import PAGE, Lent
 from sgl_ext.bench.peer.ttft import TtftSizes, report_ttft
 
-PARTS = ("resize", "context", "ttft", "interference")
+PARTS = ("resize", "context", "ttft", "decode", "interference")
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,15 @@ class _Sizes:
     ttft: TtftSizes
     rounds: int
     """Number of rounds of the worker's requests in each situation."""
+    decode: DecodeSizes
 
 
-_QUICK = _Sizes(512, TtftSizes(3, 2, 1024, 2048, 6144), 3)
-_WHOLE = _Sizes(1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6)
+_QUICK = _Sizes(
+    512, TtftSizes(3, 2, 1024, 2048, 6144), 3, DecodeSizes(512, 2048, (256, 1024), 2)
+)  # fmt: skip
+_WHOLE = _Sizes(
+    1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, DecodeSizes(1024, 6144, (640, 2048, 6144), 10)
+)  # fmt: skip
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -39,6 +45,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         report_context(report, sizes.local, _contexts(sizes.local), logs / "context")
     if "ttft" in parts:
         report_ttft(report, sizes.ttft, logs / "ttft")
+    if "decode" in parts:
+        report_decode(report, sizes.decode, logs / "decode")
     if "interference" in parts:
         setup = Lent(512, 6144, "direct")
         report_interference(report, setup, sizes.rounds, logs / "interference")

@@ -53,12 +53,6 @@ class Lent:
         return {"direct": 0, "layer": 1, "layers": 2}[self.stream]
 
     @property
-    def regular(self) -> int:
-        """Tokens that fit the master's own blocks, beside its layer buffers (Eq. 5)."""
-        rest = self.local - self.buffers * self.borrowed / LAYERS
-        return int(rest) // PAGE * PAGE
-
-    @property
     def formula(self) -> float:
         """Tokens that fit own and borrowed memory by Eq. 5, not rounded to blocks."""
         return self.local + self.borrowed * (1 - self.buffers / LAYERS)
@@ -114,7 +108,7 @@ def pair(
             System(
                 "master",
                 (
-                    *COMMON, "--max-total-tokens", str(setup.regular),
+                    *COMMON, "--max-total-tokens", str(setup.local),
                     *peer("master", directory, **both, **stream),
                 ),
                 environments.get("master", {}),

@@ -12,6 +12,7 @@ from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide, SharedSlab
 from sgl_ext.engine.peer.stream import LayerStream
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.device_lent import map_device_memory
 from sgl_ext.memory.gpus import unreachable
 from sgl_ext.memory.lent import Extent, map_memory
@@ -56,9 +57,26 @@ class MasterSide(PeerSide):
             runner = scheduler.tp_worker.model_runner
             require_own(runner, slab.layout, 1.0, f"peer.stream {config.stream}")
             buffers = 1 if config.stream == "layer" else 2
+            self._reserve(LayerStream.blocks(slab, buffers))
             pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.stream = LayerStream(slab, pool, buffers, config.busy_rate, config.emulate)
         self._connect()
+
+    def _reserve(self, blocks: int) -> None:
+        """Takes the last own blocks from SGLang, for layer buffers (Eq. 5).
+
+        Raises:
+            ExtError: no request would fit the rest.
+        """
+        block, own = self._slab.layout.block_bytes, self._slab.own
+        if blocks > self._resizer.removable:
+            raise ExtError(
+                f"peer.stream needs layer buffers of {blocks * block:,} B for peer.capacity, but "
+                f"this engine has {self._own * block:,} B of KV memory of its own; lower "
+                "peer.capacity, or raise --max-total-tokens"
+            )
+        self._resizer.withdraw(own - blocks, own)
+        self._own = self._resizer.blocks
 
     def refusal(self, gpu: str) -> str:
         if gpu not in self._refusals:
@@ -168,6 +186,7 @@ class MasterSide(PeerSide):
         streamed = {}
         if self.stream is not None:
             streamed = {
+                "buffer_bytes": self.stream.buffer_bytes,
                 "stream_bytes": self.stream.forward_bytes,
                 "stream_waited_seconds": self.stream.waited_seconds,
             }

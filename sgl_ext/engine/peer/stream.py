@@ -4,10 +4,14 @@ A master reads borrowed memory like its own, or, if access to it is slow, throug
 active layer. The layer's rows are loaded before its attention. The rows of new tokens are
 stored after it, while the rest of the layer and the next layer are computed. With one buffer, loads
 overlap with what follows the attention; with two buffers, with a whole layer.
+
+The buffers are a part of the master's own KV memory (Eq. 4, 5). One has room for a layer of all the
+memory that may be borrowed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +22,6 @@ from numpy.typing import NDArray
 
 from sgl_ext.config.values import EmulatedDevice
 from sgl_ext.engine.core.sglang_types import KVPool
-from sgl_ext.memory.mapping import Mapping, create
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.tickets import Priority, Ticket, outlast
@@ -42,8 +45,15 @@ class _Rows(NamedTuple):
         return cls(slots[first], np.diff(first, append=len(slots)), len(slots))
 
 
+def _slots(slab: Slab) -> int:
+    """Returns the number of slots in workers' memory that have addresses."""
+    return (slab.blocks - slab.own) * slab.layout.page
+
+
 class LayerStream:
     """Layer buffers of a scheduler process, and the copies to and from them.
+
+    The buffers are in the last :meth:`blocks` own blocks of the slab, which nothing else may use.
 
     Args:
         slab: slab of a master, with addresses for workers' memory.
@@ -65,18 +75,13 @@ class LayerStream:
         self._slab, self._pool = slab, pool
         self._first = slab.own * layout.page
         self._row = layout.token_bytes // layout.layers
-        slots = (slab.blocks - slab.own) * layout.page
-        size = buffers * slots * self._row
-        fd = create("sgl_ext-layers", size, "peer.capacity")
-        self._mapping = Mapping(fd, size, writable=True)
-        self._buffers: torch.Tensor = (
-            torch.from_numpy(np.asarray(self._mapping))
-            .view(getattr(torch, layout.dtype))
-            .view(buffers, slots, 2, layout.kv_heads, layout.head_dim)
-        )
+        first = slab.own - self.blocks(slab, buffers)
+        shape = (buffers, _slots(slab), 2, layout.kv_heads, layout.head_dim)
+        own = slab.tensor()[first : slab.own].flatten()
+        self._buffers: torch.Tensor = own[: math.prod(shape)].view(shape)
+        self._buffers_at = slab.address + first * layout.block_bytes
         self._engine = TransferEngine()
         self._engine.register(slab.address, slab.reach, owner=slab)
-        self._engine.register(self._mapping.address, size, owner=self._mapping)
         lane: Lane = self._engine.host_lane()
         slow = emulated(self._engine, link, piece_bytes=_PIECE)
         self._full = self._lane = slow(lane) if slow else lane
@@ -97,6 +102,18 @@ class LayerStream:
         """True if a worker has requests of its own, so that copies are limited to the busy rate."""
         self._old = self._new = _Rows.of(np.empty(0, np.int64))
         self._new_at: torch.Tensor | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of own memory that the buffers take."""
+        return self._buffers.nbytes
+
+    @staticmethod
+    def blocks(slab: Slab, buffers: int) -> int:
+        """Returns the number of own blocks that buffers for all of workers' addresses take."""
+        layout = slab.layout
+        size = buffers * _slots(slab) * layout.token_bytes // layout.layers
+        return -(-size // layout.block_bytes)
 
     def begin(
         self,
@@ -196,7 +213,7 @@ class LayerStream:
         token, row = self._slab.layout.token_bytes, self._row
         home = self._slab.address + (self._first + slots.starts) * token + layer * row
         place = layer % len(self._buffers) * self._buffers.shape[1] * row
-        buffer = self._mapping.address + place + slots.starts * row
+        buffer = self._buffers_at + place + slots.starts * row
         ends = (buffer, home) if stored else (home, buffer)
         pitches = (row, token) if stored else (token, row)
         rows = copy_rows(*ends, row, slots.lengths, *pitches)

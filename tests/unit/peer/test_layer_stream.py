@@ -15,7 +15,7 @@ from sgl_ext.memory.mapping import PAGE
 from sgl_ext.memory.slab import HostSlab, Layout
 
 LAYOUT = Layout(page=4, layers=5, kv_heads=2, head_dim=16, dtype="float32", fingerprint="a model")
-OWN, BEYOND = 8, 48
+OWN, BEYOND = 40, 48
 
 
 class Engine:
@@ -112,3 +112,13 @@ def test_a_forward_waits_for_a_slow_link(slow: dict[str, object]) -> None:
     forward(engine, table, [8], torch.tensor([4 * first + 7]))
     assert engine.stream.forward_bytes == 8 * 5 * 256
     assert engine.stream.waited_seconds > 0.05  # 10 KiB at 64 KiB a second take 0.16 s
+
+
+def test_buffers_are_in_the_last_own_blocks(engine: Engine) -> None:
+    stream, block = engine.stream, LAYOUT.block_bytes
+    buffers = len(stream._buffers)
+    taken = stream.blocks(engine.slab, buffers)
+    assert taken == -(-buffers * BEYOND // LAYOUT.layers)
+    first = stream._buffers.data_ptr() - engine.slab.address
+    assert first == (OWN - taken) * block
+    assert first + stream._buffers.nbytes <= OWN * block

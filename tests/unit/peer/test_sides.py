@@ -21,6 +21,7 @@ from sgl_ext.engine.peer.master import MasterSide
 from sgl_ext.engine.peer.power import open_side
 from sgl_ext.engine.peer.side import PeerSide
 from sgl_ext.engine.peer.worker import WorkerSide
+from sgl_ext.errors import ExtError
 from sgl_ext.peer import vacating
 
 PATIENT = {"deadline": "60s", "lease": "60s"}
@@ -279,3 +280,39 @@ def test_time_in_which_a_master_is_stopped_does_not_count_as_waiting(
     side._awake += 121  # longer than the deadline and the lease
     step(side, scheduler)
     assert allocator.promised == promised - 100 * 16
+
+
+@pytest.fixture
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a scheduler without a model have layer buffers."""
+    monkeypatch.setattr(peer_master, "require_own", lambda *_: None)
+    runner = SimpleNamespace(model_runner=None)
+    monkeypatch.setattr(Scheduler, "tp_worker", runner, raising=False)
+
+
+@pytest.mark.usefixtures("unbound")
+def test_layer_buffers_are_own_blocks_that_sglang_does_not_have(
+    opened: Callable[..., Any],
+) -> None:
+    side, scheduler = opened("master", 16, 200, beyond=100, stream="layer")
+    allocator, stream = scheduler.token_to_kv_pool_allocator, side.stream
+    # The model has one layer, so that its buffer is as large as what may be borrowed.
+    assert stream.blocks(scheduler.slab, 1) == 100
+    assert allocator.size == scheduler.max_total_num_tokens == 100 * 16
+    slots = allocator.alloc(100 * 16)
+    assert allocator.alloc(16) is None
+    scheduler.slab.tensor().flatten(0, 1)[slots] = 3.0
+    stream._buffers[:] = 5.0
+    assert (scheduler.slab.tensor().flatten(0, 1)[slots] == 3.0).all()
+    allocator.clear()
+    assert allocator.available_size() == 100 * 16
+    side._resizer.restore(201, 220)
+    assert allocator.size == 119 * 16
+
+
+@pytest.mark.usefixtures("unbound")
+def test_layer_buffers_that_leave_no_own_memory_are_refused(opened: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ExtError, match=r"layer buffers of .* but this engine has .* lower peer.cap"
+    ):
+        opened("master", 16, 200, beyond=100, stream="layers")
