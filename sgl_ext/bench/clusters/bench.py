@@ -27,7 +27,7 @@ from sgl_ext.serving import server
 
 PARTS = ("mass", "answers", "continuing", "serving", "storing")
 _DEVICES = 4
-_CONTINUED = 3
+_CONTINUED = 2
 """Number of contexts that are stored in turns."""
 
 
