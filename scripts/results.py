@@ -398,6 +398,18 @@ TABLES: dict[str, Table] = {
             Column("all", "stored_s_p50", form(1, " s")),
         ],
     ),
+    "clusters-continuing": Table(
+        "clusters-continuing",
+        "reads a tenth",
+        {
+            "the text stored at once": {"what": "stored at once, 10%"},
+            "its second half stored in turns": {"what": "stored in turns, 10%"},
+        },
+        [
+            Column("KL from dense attention, nats", "kl", form(4)),
+            Column("top-1 agreement", "top1", form(1, " %", 100)),
+        ],
+    ),
     "clusters-serving": Table(
         "clusters",
         "devices",
