@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,20 +44,23 @@ class StoredKV:
         """Returns verified blocks of a layer, uint8 ``[blocks, block_bytes]``."""
         blocks = self.stored.about.blocks
         found = np.zeros((len(numbers), blocks.block_bytes), np.uint8)
-        wrong = np.ones(len(numbers), bool)
+        wrong, failed = np.ones(len(numbers), bool), ""
         for copy in range(blocks.copies):
             file, offset = blocks.place(layer, numbers[wrong], copy)
             places = np.flatnonzero(wrong)
             for each in np.unique(file):
                 mine = file == each
-                with suppress(OSError):  # the checksums differ then
+                try:
                     found[places[mine]] = self._read(int(each), offset[mine])
+                except OSError as error:  # the checksums differ then
+                    failed = error.strerror or str(error)
             wrong = _clusters.checksums(found) != of.sums[numbers]
             if not wrong.any():
                 return found
+        what = f"cannot be read: {failed}" if failed else "are damaged"
         raise ExtError(
-            f"context {self.stored.name}: {wrong.sum()} blocks of layer {layer} cannot be read or "
-            "are damaged; store it again"
+            f"context {self.stored.name}: {wrong.sum()} blocks of layer {layer} {what}; store it "
+            "again"
         )
 
     def _read(self, file: int, offsets: NDArray[np.int64]) -> NDArray[np.uint8]:

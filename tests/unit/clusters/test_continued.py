@@ -146,12 +146,16 @@ def test_copies_are_read_if_a_device_has_lost_its_file(directories: list[Path], 
 
 def test_damaged_blocks_are_not_continued(directories: list[Path]) -> None:
     build(first(500), "base", directories, OPTIONS)
+    stored = Stored.open("base", directories, GEOMETRY)
     file = block_file(directories[1], "base", 1)
     raw = bytearray(file.read_bytes())
     raw[5] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(ExtError, match="base: 1 blocks of layer 0 cannot be read or are damaged"):
-        kv_of(Stored.open("base", directories, GEOMETRY), 0)
+    with pytest.raises(ExtError, match="base: 1 blocks of layer 0 are damaged; store it again"):
+        kv_of(stored, 0)
+    remove("base", directories)
+    with pytest.raises(ExtError, match=r"base: .* layer 0 cannot be read: No such file or dir"):
+        kv_of(stored, 0)
 
 
 def test_a_record_behind_a_context_is_stored_by_the_job(tmp_path: Path) -> None:
