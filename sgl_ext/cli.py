@@ -174,8 +174,8 @@ def cluster(
 
     from rich.progress import Progress
 
-    from sgl_ext.clusters.files import new_id
     from sgl_ext.clusters.job import store
+    from sgl_ext.clusters.paths import new_id
 
     if not re.fullmatch("[A-Za-z0-9_-]{0,40}", name):
         typer.echo(

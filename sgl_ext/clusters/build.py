@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.codes import Codes
-from sgl_ext.clusters.files import index_file, scratch_of
+from sgl_ext.clusters.paths import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded, RecordedLayer

@@ -1,4 +1,4 @@
-"""Files of stored contexts: their names, their owner, and the removal of incomplete contexts.
+"""Files of stored contexts: their folders and names, and the removal of incomplete contexts.
 
 Every folder has a file ``<folder>/<name>.<device>.blocks``, and the first one a ``<name>.index``,
 which the second one has, too, if there are two copies of the blocks. Further extents are in
@@ -13,28 +13,29 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
-import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sgl_ext.clusters.paths import (
+    BLOCKS,
+    INDEX,
+    PREFIX,
+    RECORDED,
+    SCRATCH,
+    block_file,
+    index_file,
+    record_folder,
+    scratch_of,
+)
+from sgl_ext.clusters.records import KEPT_S, expire, remove_record, resumable
 from sgl_ext.errors import ExtError
 from sgl_ext.own_files import make_own_folder, open_own
 
-PART = ".part"
-"""Suffix of the files of a record."""
-PREFIX = "stx-"
-"""Prefix of generated names of contexts."""
 _FOLDER = "sgl_ext-contexts"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_INDEX, _BLOCKS, _RECORDED, _FAILED, _SCRATCH = ".index", ".blocks", ".recorded", ".failed", ".tmp"
-_KEY = "key"
 MOST_COPIES = 2
 """Maximum number of copies of a context's blocks, and of its index."""
-KEPT_S = 86_400.0
-"""Time in seconds that an interrupted record is kept after its latest part."""
 
 
 class UnknownContextError(ExtError):
@@ -101,7 +102,7 @@ def names(directories: Sequence[Path]) -> list[str]:
     found = set()
     for directory in directories[:MOST_COPIES]:
         with suppress(OSError):  # the other one may have them
-            found |= {path.name.removesuffix(_INDEX) for path in directory.glob(f"*{_INDEX}")}
+            found |= {path.name.removesuffix(INDEX) for path in directory.glob(f"*{INDEX}")}
     return sorted(name for name in found if _NAME.fullmatch(name))
 
 
@@ -117,7 +118,7 @@ def remove_blocks(name: str, directories: Sequence[Path]) -> None:
     """Removes what was stored of a context that has no index; its record is kept."""
     _remove_scratch(name, directories)
     for at, directory in reversed([*enumerate(directories)]):
-        for extent in directory.glob(f"{name}.{at}.*{_BLOCKS}"):
+        for extent in directory.glob(f"{name}.{at}.*{BLOCKS}"):
             extent.unlink(missing_ok=True)
         block_file(directory, name, at).unlink(missing_ok=True)
 
@@ -125,81 +126,6 @@ def remove_blocks(name: str, directories: Sequence[Path]) -> None:
 def _remove_scratch(name: str, directories: Sequence[Path]) -> None:
     for directory in directories[:MOST_COPIES]:
         scratch_of(index_file(directory, name)).unlink(missing_ok=True)
-
-
-def remove_record(folder: Path) -> None:
-    """Removes the record of a context if it exists, even while a part of it is written."""
-    gone = scratch_of(folder)
-    _discard(gone)
-    with suppress(FileNotFoundError):
-        folder.rename(gone)  # from here on no part can be added
-    _discard(gone)
-
-
-def _discard(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
-
-
-@contextmanager
-def claimed(directory: Path, key: str) -> Iterator[tuple[str, Path]]:
-    """Yields the id of a context and the folder of its record, which no other process gets.
-
-    It is a record with the same key that was interrupted, or else a new one.
-
-    Args:
-        key: digest of the model, the token ids, the size of the parts and the tenant.
-
-    Raises:
-        OSError: The folder cannot be created.
-    """
-    for folder in _records(directory):
-        if (fd := _claim(folder)) is not None:
-            try:
-                if os.pread(fd, len(key) + 1, 0) == key.encode():
-                    yield folder.name.removesuffix(_RECORDED), folder
-                    return
-            finally:
-                os.close(fd)
-    id_ = new_id()
-    make_own_folder(folder := record_folder(directory, id_))
-    fd = open_own(folder / _KEY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, key.encode())
-        yield id_, folder
-    finally:
-        os.close(fd)
-
-
-def expire(directory: Path, seconds: float) -> None:
-    """Removes interrupted records to which nothing was added for ``seconds``."""
-    for folder in _records(directory):
-        if (fd := _claim(folder)) is not None:
-            with suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime >= seconds:
-                    remove_record(folder)
-            os.close(fd)
-
-
-def _records(directory: Path) -> list[Path]:
-    return sorted(directory.glob(f"{PREFIX}*{_RECORDED}"))
-
-
-def _claim(folder: Path) -> int | None:
-    """Locks a record; None if another process has locked it, or it cannot go on."""
-    try:
-        fd = open_own(folder / _KEY, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
 
 
 @contextmanager
@@ -237,9 +163,10 @@ def _locked(directory: Path, how: int) -> Iterator[bool]:
 def sweep(directories: Sequence[Path]) -> list[str]:
     """Removes the files of contexts that were not stored completely; returns their names.
 
-    Recent records that can go on are kept, see :func:`claimed`. Removes nothing while a process is
-    :func:`storing` a context. Files in further directories are kept if the first directory has no
-    file of their context: it may not be mounted, or it may be another directory than before.
+    Recent records that can go on are kept (:mod:`sgl_ext.clusters.records`). Removes nothing while
+    a process is :func:`storing` a context. Files in further directories are kept if the first
+    directory has no file of their context: it may not be mounted, or it may be another directory
+    than before.
     """
     with _locked(directories[0], fcntl.LOCK_EX) as ours:
         return _sweep(directories) if ours else []
@@ -249,11 +176,11 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
     first = directories[0]
     expire(first, KEPT_S)
     stored = set(names(directories))
-    kept = {path.name.partition(".")[0] for path in _records(first) if (path / _KEY).is_file()}
+    kept = {path.name.partition(".")[0] for path in resumable(first)}
     found = {
         path.name.partition(".")[0]
         for path in first.glob(f"{PREFIX}*")
-        if path.name.endswith((f".0{_BLOCKS}", _RECORDED, _SCRATCH))
+        if path.name.endswith((f".0{BLOCKS}", RECORDED, SCRATCH))
     }
     for name in found & stored:
         remove_record(record_folder(first, name))
@@ -263,41 +190,3 @@ def _sweep(directories: Sequence[Path]) -> list[str]:
     for name in found - kept - stored:
         remove(name, directories)
     return sorted(found - kept - stored)
-
-
-def new_id(name: str = "") -> str:
-    """Returns a new id of a context.
-
-    An id is never used twice, because the KV of requests is cached under it.
-
-    Args:
-        name: Beginning of the id after :data:`PREFIX`, by which people recognise it.
-    """
-    return PREFIX + (f"{name}-" if name else "") + secrets.token_urlsafe(12)
-
-
-def scratch_of(path: Path) -> Path:
-    """Returns the path that a file has until it is complete."""
-    return path.with_name(path.name + _SCRATCH)
-
-
-def index_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}{_INDEX}"
-
-
-def record_folder(directory: Path, name: str) -> Path:
-    """Returns the folder with the record of a context, which exists until it is stored."""
-    return directory / f"{name}{_RECORDED}"
-
-
-def part_file(record: Path, part: str) -> Path:
-    return record / f"{part}{PART}"
-
-
-def failed_file(part: Path) -> Path:
-    """Returns the path of the file that says in one line why a part of a record is missing."""
-    return part.with_name(part.name + _FAILED)
-
-
-def block_file(directory: Path, name: str, device: int, extent: int = 0) -> Path:
-    return directory / f"{name}.{device}{f'.{extent}' if extent else ''}{_BLOCKS}"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.arrays import ArrayFile, Shapes, save
-from sgl_ext.clusters.files import PART
+from sgl_ext.clusters.paths import PART
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import DTYPES
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.arrays import Arrays, DamagedError, Shapes, load, load_about
 from sgl_ext.clusters.codes import CENTROIDS, Codes
-from sgl_ext.clusters.files import MOST_COPIES, block_file, require
+from sgl_ext.clusters.files import MOST_COPIES, require
+from sgl_ext.clusters.paths import block_file
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Count, Geometry, Salt, as_float32
 from sgl_ext.errors import ExtError

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 from sgl_ext.bench.data.questions import questions
 from sgl_ext.cli import app
-from sgl_ext.clusters.files import index_file, own_folders, remove_record
+from sgl_ext.clusters.files import own_folders
+from sgl_ext.clusters.paths import index_file
+from sgl_ext.clusters.records import remove_record
 from sgl_ext.engine.clusters.metrics import BLOCKS
 from sgl_ext.serving.http import live
 from sgl_ext.serving.server import Server, System, serve

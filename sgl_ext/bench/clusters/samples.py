@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from sgl_ext.bench.data.needles import essays
 from sgl_ext.bench.data.questions import QuestionSet, questions
 from sgl_ext.clusters.activations import attention_mass, log_sum
-from sgl_ext.clusters.files import remove_record
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.records import remove_record
 from sgl_ext.errors import ExtError
 from sgl_ext.serving.server import BESIDE_OTHERS, System
 

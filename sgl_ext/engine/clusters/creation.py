@@ -16,17 +16,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from sgl_ext.clusters.files import (
-    PART,
-    UnknownContextError,
-    claimed,
-    new_id,
-    record_folder,
-    remove,
-    remove_blocks,
-    remove_record,
-    storing,
-)
+from sgl_ext.clusters.files import UnknownContextError, remove, remove_blocks, storing
+from sgl_ext.clusters.paths import PART, new_id, record_folder
+from sgl_ext.clusters.records import claimed, remove_record
 from sgl_ext.clusters.stored import About, about, require_files
 from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_ext.clusters.files import KEPT_S, expire
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options
+from sgl_ext.clusters.records import KEPT_S, expire
 from sgl_ext.clusters.stored import About
 from sgl_ext.engine.clusters.recording import ROOM
 from sgl_ext.engine.core.sglang_types import TokenizerManager

@@ -7,10 +7,8 @@ holds the blocks that were fetched for the current layer, which those of the nex
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,44 +17,12 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks
 from sgl_ext.clusters.coverage import Coverage
-from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
 from sgl_ext.clusters.stored import Stored
+from sgl_ext.engine.clusters.areas import Area, Prefetched
 from sgl_ext.memory.transfer import Priority, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-
-class _Prefetched(NamedTuple):
-    """Blocks that are read before they are wanted.
-
-    Attributes:
-        layer: layer of the blocks.
-        numbers: numbers of the blocks, in their order in memory.
-        order: indices that sort ``numbers``.
-    """
-
-    layer: int
-    numbers: NDArray[np.int64]
-    order: NDArray[np.int64]
-
-
-class _Area:
-    """Memory that devices write blocks into."""
-
-    def __init__(self, engine: TransferEngine, blocks: Blocks, most: int) -> None:
-        area = mmap.mmap(-1, most * blocks.block_bytes)
-        self.bytes = np.frombuffer(area, np.uint8).reshape(most, blocks.block_bytes)
-        self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
-        self.reading: Reading | None = None
-        """Latest read into the memory, which is in use until the read is finished."""
-        self.prefetched: _Prefetched | None = None
-        """Blocks of the latest read, if they were prefetched and are not yet wanted."""
-
-    @property
-    def busy(self) -> bool:
-        """True if a device may still write into the memory."""
-        return self.reading is not None and not self.reading.finished
 
 
 class StoredMemory:
@@ -109,10 +75,10 @@ class StoredMemory:
         self._reader = Reader(engine, devices, stored)
         if self._reader.lost:
             self._log_lost("a file is missing")
-        self._asked = _Area(engine, blocks, self.most)
+        self._asked = Area(engine, blocks, self.most)
         # Two areas, because a layer is prefetched before the previous layer's blocks are wanted.
-        self._ahead = [_Area(engine, blocks, self.most) for _ in range(2)]
-        self._late: list[_Area] = []
+        self._ahead = [Area(engine, blocks, self.most) for _ in range(2)]
+        self._late: list[Area] = []
         """Memory that lost devices may still write into."""
         self.requests = 0
         """Number of reads that were submitted to devices."""
@@ -182,7 +148,7 @@ class StoredMemory:
             with suppress(DeviceError):  # reported when the blocks are wanted
                 reading = self._read(layer, missing, area, Priority.NORMAL)
                 order = np.argsort(reading.numbers)
-                area.prefetched = _Prefetched(layer, reading.numbers, order)
+                area.prefetched = Prefetched(layer, reading.numbers, order)
 
     def bring(self, layer: int, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Brings blocks into memory.
@@ -310,10 +276,10 @@ class StoredMemory:
         self._log_lost(str(error))
         return True
 
-    def _instead_of(self, late: _Area) -> _Area:
+    def _instead_of(self, late: Area) -> Area:
         """Returns new memory for reads, in place of memory that a lost device may write into."""
         self._late.append(late)
-        return _Area(self._engine, self._blocks, self.most)
+        return Area(self._engine, self._blocks, self.most)
 
     def _log_lost(self, why: str) -> None:
         logger.warning(
@@ -322,7 +288,7 @@ class StoredMemory:
         )  # fmt: skip
 
     def _read(
-        self, layer: int, numbers: NDArray[np.int64], area: _Area, priority: Priority
+        self, layer: int, numbers: NDArray[np.int64], area: Area, priority: Priority
     ) -> Reading:
         area.reading = reading = self._reader.reading(layer, numbers, area.bytes.ctypes.data)
         reading.begin(priority)

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from sgl_ext.clusters.files import names, own_folders, record_folder
+from sgl_ext.clusters.files import names, own_folders
+from sgl_ext.clusters.paths import record_folder
 from sgl_ext.clusters.reader import Device
 from sgl_ext.clusters.recorded import Geometry, RecordedKV
 from sgl_ext.clusters.selection import blocks_of

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.files import failed_file, part_file, record_folder, scratch_of
+from sgl_ext.clusters.paths import failed_file, part_file, record_folder, scratch_of
 from sgl_ext.clusters.recorded import Geometry, Part
 from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.kv.indices import Download

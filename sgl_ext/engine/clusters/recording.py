@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgl_ext.clusters.files import failed_file, part_file
+from sgl_ext.clusters.paths import failed_file, part_file
 from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
 from sgl_ext.engine.core.own_requests import OwnRequests, all_of
 from sgl_ext.engine.core.sglang_types import TokenizerManager

@@ -9,13 +9,7 @@ from typing import Any
 import msgspec
 
 from sgl_ext.clusters.arrays import DamagedError
-from sgl_ext.clusters.files import (
-    UnknownContextError,
-    names,
-    own_folders,
-    remove,
-    require,
-)
+from sgl_ext.clusters.files import UnknownContextError, names, own_folders, remove, require
 from sgl_ext.clusters.stored import About, about, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation

@@ -19,7 +19,8 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from test_cluster_fuzz import GEOMETRY, OPTIONS, recorded_context
 
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import index_file, names, own_folders
+from sgl_ext.clusters.files import names, own_folders
+from sgl_ext.clusters.paths import index_file
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters import limits

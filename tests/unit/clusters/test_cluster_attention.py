@@ -14,7 +14,7 @@ import torch
 from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import index_file
+from sgl_ext.clusters.paths import index_file
 from sgl_ext.clusters.reader import DeviceError, Reading
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored

@@ -23,7 +23,7 @@ from test_stored import devices_of, saved
 
 from sgl_ext.clusters import arrays
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import index_file
+from sgl_ext.clusters.paths import index_file
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.clusters.recorded import Geometry, Recorded

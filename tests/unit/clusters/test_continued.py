@@ -12,8 +12,9 @@ from test_stored import GEOMETRY, OPTIONS, recorded_context
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import block_file, names, own_folders, part_file, remove, sweep
+from sgl_ext.clusters.files import names, own_folders, remove, sweep
 from sgl_ext.clusters.job import store
+from sgl_ext.clusters.paths import block_file, part_file
 from sgl_ext.clusters.recorded import Part, Recorded, RecordedKV
 from sgl_ext.clusters.stored import MOST_EXTENTS, Stored
 from sgl_ext.clusters.stored_kv import StoredKV

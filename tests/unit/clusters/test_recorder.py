@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from test_stored import GEOMETRY
 from transfer_kit import wait_until
 
-from sgl_ext.clusters.files import part_file, record_folder
+from sgl_ext.clusters.paths import part_file, record_folder
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.engine.clusters import recorder
 from sgl_ext.engine.clusters.parameters import IsRecorded

@@ -1,0 +1,45 @@
+"""Memory that devices write blocks of a context into."""
+
+from __future__ import annotations
+
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.clusters.placement import Blocks
+from sgl_ext.clusters.reader import Reading
+from sgl_ext.memory.transfer import TransferEngine
+
+
+class Prefetched(NamedTuple):
+    """Blocks that are read before they are wanted.
+
+    Attributes:
+        layer: layer of the blocks.
+        numbers: numbers of the blocks, in their order in memory.
+        order: indices that sort ``numbers``.
+    """
+
+    layer: int
+    numbers: NDArray[np.int64]
+    order: NDArray[np.int64]
+
+
+class Area:
+    """Memory that devices write blocks into."""
+
+    def __init__(self, engine: TransferEngine, blocks: Blocks, most: int) -> None:
+        area = mmap.mmap(-1, most * blocks.block_bytes)
+        self.bytes = np.frombuffer(area, np.uint8).reshape(most, blocks.block_bytes)
+        self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
+        self.reading: Reading | None = None
+        """Latest read into the memory, which is in use until the read is finished."""
+        self.prefetched: Prefetched | None = None
+        """Blocks of the latest read, if they were prefetched and are not yet wanted."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a device may still write into the memory."""
+        return self.reading is not None and not self.reading.finished
