@@ -76,8 +76,12 @@ def blocks(bits: NDArray[np.uint64], block: int, window: int) -> NDArray[np.int3
         ValueError: ``block`` is 0, or ``window`` is smaller than ``block``.
     """
 
-def checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Computes a checksum of each row of ``[rows, bytes]``; runs without the GIL."""
+def checksums(rows: NDArray[np.uint8], only: NDArray[np.int64] | None = None) -> NDArray[np.uint64]:
+    """Computes a checksum of each row of ``[rows, bytes]``, or of some rows; without the GIL.
+
+    Raises:
+        ValueError: a number in ``only`` is that of no row.
+    """
 
 def nearest(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDArray[np.int64]:
     """Finds the nearest centroid of each point in each subspace; without the GIL.

@@ -85,18 +85,24 @@ auto blocks_of(const Bits &bits, std::size_t block, std::size_t window) {
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-auto checksums_of(const Bytes &rows) {
-  std::vector<std::uint64_t> out(rows.shape(0));
+template <class T, int dims>
+using Of = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
+
+auto checksums_of(const Bytes &rows, const std::optional<Of<std::int64_t, 1>> &only) {
+  std::vector<std::uint64_t> out(only ? only->shape(0) : rows.shape(0));
+  const auto count = static_cast<std::int64_t>(rows.shape(0));
+  for (std::size_t i = 0; only && i < out.size(); ++i)
+    if (only->data()[i] < 0 || only->data()[i] >= count)
+      throw std::invalid_argument("there is no row " + std::to_string(only->data()[i]));
   {
     nb::gil_scoped_release release;
-    for (std::size_t i = 0; i < out.size(); ++i)
-      out[i] = sgl_ext::checksum(rows.data() + i * rows.shape(1), rows.shape(1));
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const std::size_t row = only ? static_cast<std::size_t>(only->data()[i]) : i;
+      out[i] = sgl_ext::checksum(rows.data() + row * rows.shape(1), rows.shape(1));
+    }
   }
   return array(std::move(out));
 }
-
-template <class T, int dims>
-using Of = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 
 using Floats = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using Numbers = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<2>>;
@@ -298,7 +304,7 @@ NB_MODULE(_clusters, m) {
   m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"),
         nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
   m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
-  m.def("checksums", &checksums_of, nb::arg("rows"));
+  m.def("checksums", &checksums_of, nb::arg("rows"), nb::arg("only").none() = nb::none());
   m.def("nearest", &nearest_of, nb::arg("points"), nb::arg("centroids"));
   nb::class_<Codes>(m, "Codes")
       .def(nb::init<Of<std::uint8_t, 3>, Of<std::uint16_t, 3>, Of<float, 3>, Of<float, 2>>(),

@@ -28,16 +28,35 @@ class Prefetched(NamedTuple):
 
 
 class Area:
-    """Memory that devices write blocks into."""
+    """Memory that devices write blocks into.
 
-    def __init__(self, engine: TransferEngine, blocks: Blocks, most: int) -> None:
-        area = mmap.mmap(-1, most * blocks.block_bytes)
-        self.bytes = np.frombuffer(area, np.uint8).reshape(most, blocks.block_bytes)
-        self.region = engine.register(self.bytes.ctypes.data, len(area), owner=area)
+    Args:
+        bytes_: the memory, uint8 ``[most, block_bytes]``, at a multiple of the devices' sectors.
+        owner: object that keeps the memory alive.
+        first: slot of the first block, if the attention reads blocks where devices have written
+            them; None if they have to be copied.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        bytes_: NDArray[np.uint8],
+        owner: object,
+        first: int | None = None,
+    ) -> None:
+        self.bytes, self.first = bytes_, first
+        self.region = engine.register(bytes_.ctypes.data, bytes_.nbytes, owner=owner)
         self.reading: Reading | None = None
         """Latest read into the memory, which is in use until the read is finished."""
         self.prefetched: Prefetched | None = None
         """Blocks of the latest read, if they were prefetched and are not yet wanted."""
+
+    @classmethod
+    def apart(cls, engine: TransferEngine, blocks: Blocks, most: int) -> Area:
+        """Returns memory of its own for ``most`` blocks."""
+        memory = mmap.mmap(-1, most * blocks.block_bytes)
+        bytes_ = np.frombuffer(memory, np.uint8).reshape(most, blocks.block_bytes)
+        return cls(engine, bytes_, memory)
 
     @property
     def busy(self) -> bool:

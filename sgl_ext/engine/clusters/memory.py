@@ -2,11 +2,15 @@
 
 It always holds the sinks, the window, and frequently selected (hot) blocks of each layer. It also
 holds the blocks that were fetched for the current layer, which those of the next layer replace.
+Blocks that are full are read to where the attention reads them. Others end with padding between two
+slots, so that their entries are copied.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,6 +21,7 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.adaptation import HotBlocks
 from sgl_ext.clusters.coverage import Coverage
+from sgl_ext.clusters.placement import SECTOR
 from sgl_ext.clusters.reader import Device, DeviceError, Reader, Reading
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.engine.clusters.areas import Area, Prefetched
@@ -61,23 +66,34 @@ class StoredMemory:
         self._hot = [HotBlocks(layer.often.astype(np.int64), kept) for layer in stored.layers]
         self.most = min(most, blocks.blocks)
         self._layer = self.near + kept * blocks.block
-        fetched = geometry.layers * self._layer
-        slots = fetched + self.most * blocks.block
+        unit = SECTOR // math.gcd(SECTOR, blocks.entry_bytes)
+        self._fetched = -(-geometry.layers * self._layer // unit) * unit
+        # Room for copies, and for blocks that are read in place; what is not used takes no memory.
+        slots = self._fetched + 4 * self.most * blocks.block
+        memory = mmap.mmap(-1, slots * blocks.entry_bytes)
+        bytes_ = np.frombuffer(memory, np.uint8).reshape(slots, -1)
         row = (slots, 2, geometry.kv_heads, geometry.head_dim)
-        self.slots = torch.empty(*row, dtype=getattr(torch, geometry.dtype))
+        self.slots = torch.from_numpy(bytes_).view(getattr(torch, geometry.dtype)).view(row)
         """K and V, ``[slots, 2, kv_heads, head_dim]``: sinks, window and hot blocks of each layer,
         and then the fetched blocks."""
-        bytes_ = self.slots.view(torch.uint8).numpy().reshape(slots, -1)
-        of_layers = bytes_[:fetched].reshape(geometry.layers, self._layer, -1)
+        of_layers = bytes_[: geometry.layers * self._layer]
+        of_layers = of_layers.reshape(geometry.layers, self._layer, -1)
         self._hot_bytes = of_layers[:, self.near :].reshape(geometry.layers, kept, each)
-        self._fetched_bytes = bytes_[fetched:].reshape(self.most, each)
-        self._fetched = fetched
+        self._fetched_bytes = bytes_[self._fetched :].reshape(4 * self.most, each)
         self._reader = Reader(engine, devices, stored)
         if self._reader.lost:
             self._log_lost("a file is missing")
-        self._asked = Area(engine, blocks, self.most)
+
+        def area(number: int) -> Area:
+            if each != blocks.block_bytes:
+                return Area.apart(engine, blocks, self.most)
+            some = self._fetched_bytes[number * self.most : (number + 1) * self.most]
+            first = self._fetched + number * self.most * blocks.block
+            return Area(engine, some, memory, first)
+
+        self._asked = area(1)
         # Two areas, because a layer is prefetched before the previous layer's blocks are wanted.
-        self._ahead = [Area(engine, blocks, self.most) for _ in range(2)]
+        self._ahead = [area(2), area(3)]
         self._late: list[Area] = []
         """Memory that lost devices may still write into."""
         self.requests = 0
@@ -167,13 +183,9 @@ class StoredMemory:
         slots: NDArray[np.int64] = self.first(layer) + self.near + held * block
         missing = np.flatnonzero(held < 0)
         self.hits[layer] += len(wanted) - len(missing)
-        numbers = wanted[missing]
-        found = self._arrived(layer, numbers)
-        arrived = int(np.count_nonzero(found))
-        slots[missing[found]] = self._fetched + np.arange(arrived) * block
-        if arrived < len(missing):
-            places = arrived + self._fetch(layer, numbers[~found], arrived)
-            slots[missing[~found]] = self._fetched + places * block
+        slots[missing] = arrived = self._arrived(layer, wanted[missing])
+        if len(rest := missing[arrived < 0]):
+            slots[rest] = self._fetch(layer, wanted[rest], len(missing) - len(rest))
         return slots
 
     def keep(
@@ -199,13 +211,13 @@ class StoredMemory:
             taken = self._fetched_bytes[source // self._blocks.block]
             self._hot_bytes[layer, hot.place[coming]] = taken
 
-    def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns which missing blocks were prefetched, and makes them the first fetched ones.
+    def _arrived(self, layer: int, missing: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first slot of each missing block that was prefetched, -1 for others.
 
         Raises:
             DeviceError: a device is late, or a block is damaged.
         """
-        area, none = self._ahead[layer % 2], np.zeros(len(missing), bool)
+        area, none = self._ahead[layer % 2], np.full(len(missing), -1)
         prefetched, reading = area.prefetched, area.reading
         if prefetched is None or reading is None or prefetched.layer != layer:
             return none
@@ -223,25 +235,26 @@ class StoredMemory:
         at = np.searchsorted(prefetched.numbers[prefetched.order], missing)
         rows = prefetched.order[np.minimum(at, len(prefetched.order) - 1)]
         found: NDArray[np.bool_] = prefetched.numbers[rows] == missing
+        slots = none.copy()
         try:
-            self._take(layer, missing[found], area.bytes[rows[found]], 0)
+            slots[found] = self._take(layer, missing[found], area, rows[found], 0)
         except DeviceError as error:
             if not self._lose(error):
                 raise
             return none
         self.prefetched[layer] += np.count_nonzero(found)
         self._coverage[layer].observe(float(found.mean()))
-        return found
+        return slots
 
     def _fetch(self, layer: int, numbers: NDArray[np.int64], behind: int) -> NDArray[np.int64]:
-        """Reads blocks into the places behind those that are already fetched.
+        """Reads blocks.
 
         Args:
             numbers: numbers of the blocks, sorted.
-            behind: number of blocks that are already fetched.
+            behind: number of blocks that are already fetched for the layer.
 
         Returns:
-            Place of each block, counted from the first of these places, int64 ``[blocks]``.
+            First slot of each block, int64 ``[blocks]``.
         """
         while True:
             area = self._asked
@@ -253,7 +266,8 @@ class StoredMemory:
             try:
                 reading = self._read(layer, numbers, area, Priority.URGENT)
                 reading.wait(self._deadline)
-                self._take(layer, reading.numbers, area.bytes[: len(numbers)], behind)
+                rows = np.argsort(reading.numbers)
+                slots = self._take(layer, numbers, area, rows, behind)
                 break
             except DeviceError as error:
                 if not self._lose(error):
@@ -261,7 +275,7 @@ class StoredMemory:
                 if self._asked.busy:
                     self._asked = self._instead_of(area)
         self.fetched[layer] += len(numbers)
-        return np.argsort(reading.numbers)
+        return slots
 
     def _lose(self, error: DeviceError) -> bool:
         """Reads the blocks of the devices at fault from their copies from now on.
@@ -279,7 +293,7 @@ class StoredMemory:
     def _instead_of(self, late: Area) -> Area:
         """Returns new memory for reads, in place of memory that a lost device may write into."""
         self._late.append(late)
-        return Area(self._engine, self._blocks, self.most)
+        return Area.apart(self._engine, self._blocks, self.most)
 
     def _log_lost(self, why: str) -> None:
         logger.warning(
@@ -296,26 +310,43 @@ class StoredMemory:
         return reading
 
     def _take(
-        self, layer: int, numbers: NDArray[np.int64], blocks: NDArray[np.uint8], behind: int
-    ) -> None:
-        """Verifies blocks that were read, and copies them behind the first ``behind`` fetched ones.
+        self,
+        layer: int,
+        numbers: NDArray[np.int64],
+        area: Area,
+        rows: NDArray[np.int64],
+        behind: int,
+    ) -> NDArray[np.int64]:
+        """Verifies blocks that were read, and copies them if the attention cannot read them there.
+
+        Args:
+            numbers: numbers of the blocks.
+            rows: their rows in the area.
+            behind: number of blocks that are already fetched for the layer.
+
+        Returns:
+            First slot of each block, int64 ``[blocks]``.
 
         Raises:
             DeviceError: a checksum differs.
         """
-        found = _clusters.checksums(np.ascontiguousarray(blocks))
+        found = _clusters.checksums(area.bytes, rows)
         if (wrong := found != self._stored.layers[layer].sums[numbers]).any():
             raise DeviceError(
                 f"context {self._stored.name}: {wrong.sum()} of {len(wrong)} blocks are damaged "
                 "(their checksums differ); store it again",
                 self._reader.devices_of(layer, numbers[wrong]).tolist(),
             )
-        used = self._blocks.block * self._blocks.entry_bytes
-        self._fetched_bytes[behind : behind + len(numbers)] = blocks[:, :used]
+        block = self._blocks.block
+        if area.first is not None:
+            return area.first + rows * block
+        used = block * self._blocks.entry_bytes
+        self._fetched_bytes[behind : behind + len(rows)] = area.bytes[rows, :used]
+        return self._fetched + (behind + np.arange(len(rows))) * block
 
     def _fill(self, layer: int, numbers: NDArray[np.int64]) -> None:
         """Reads blocks into their places among the hot ones."""
         for start in range(0, len(numbers), self.most):
             some = np.sort(numbers[start : start + self.most])
-            places = self._fetch(layer, some, 0)
-            self._hot_bytes[layer, self._hot[layer].place[some]] = self._fetched_bytes[places]
+            rows = (self._fetch(layer, some, 0) - self._fetched) // self._blocks.block
+            self._hot_bytes[layer, self._hot[layer].place[some]] = self._fetched_bytes[rows]

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.paths import index_file
 from sgl_ext.clusters.reader import DeviceError, Reading
-from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.recorded import Geometry, Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters.attention import StoredAttention
@@ -29,6 +30,8 @@ from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 
+PADDED = replace(GEOMETRY, head_dim=48)
+"""Geometry whose blocks are not full, so that their entries are copied."""
 POOL = 40
 """Number of slots of the pool, for tokens behind the context."""
 
@@ -37,14 +40,21 @@ class Setup:
     """Stored context, and the same context in one pool for comparison."""
 
     def __init__(
-        self, directory: Path, engine: TransferEngine, *, copies: int = 1, **options: int
+        self,
+        directory: Path,
+        engine: TransferEngine,
+        *,
+        copies: int = 1,
+        geometry: Geometry = GEOMETRY,
+        **options: int,
     ) -> None:
+        self.geometry = geometry
         self.directories = [directory / f"device{at}" for at in range(3)]
         for each in self.directories:
             each.mkdir()
-        self.recorded: Recorded = recorded_context()
+        self.recorded: Recorded = recorded_context(geometry)
         build(self.recorded, "a", self.directories, OPTIONS, copies=copies)
-        self.stored = Stored.open("a", self.directories, GEOMETRY)
+        self.stored = Stored.open("a", self.directories, self.geometry)
         devices = devices_of(engine, self.directories)
         self.memory = StoredMemory(
             engine, devices, self.stored, **{"hot": 0, "most": 1000, "deadline": 20, **options}
@@ -52,14 +62,16 @@ class Setup:
         self.attention = StoredAttention(self.stored, self.memory)
         self.native = NativeAttention()
         chance = torch.Generator().manual_seed(3)
-        shape = (GEOMETRY.layers, POOL, 2, GEOMETRY.kv_heads, GEOMETRY.head_dim)
+        shape = (self.geometry.layers, POOL, 2, self.geometry.kv_heads, self.geometry.head_dim)
         self.pool = torch.randn(shape, generator=chance)
         context = torch.from_numpy(self.recorded.kv.copy()).view(torch.float32)
-        self.whole = torch.cat([context.view(GEOMETRY.layers, TOKENS, *shape[2:]), self.pool], 1)
+        self.whole = torch.cat(
+            [context.view(self.geometry.layers, TOKENS, *shape[2:]), self.pool], 1
+        )
         self.chance = chance
 
     def query(self, rows: int) -> torch.Tensor:
-        return torch.randn(rows, GEOMETRY.heads, GEOMETRY.head_dim, generator=self.chance)
+        return torch.randn(rows, self.geometry.heads, self.geometry.head_dim, generator=self.chance)
 
     def sparse(
         self, layer: int, query: torch.Tensor, own: Own, share: float
@@ -87,7 +99,7 @@ class Setup:
             table[row, : len(slots)] = torch.from_numpy(slots)
         keys, values = self.whole[layer].unbind(1)
         batch = batch_of(table, range(len(rows)), contexts, [1] * len(rows))
-        return self.native.attend(batch, query, keys, values, scale=GEOMETRY.scale)
+        return self.native.attend(batch, query, keys, values, scale=self.geometry.scale)
 
 
 @pytest.fixture
@@ -134,11 +146,14 @@ def test_each_row_sees_its_requests_tokens_up_to_its_own() -> None:
     assert [each.tolist() for each in seen_by(own.only(slice(1, 3)))] == [[7, 8, 9], [4, 5]]
 
 
-@pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 30}])
+@pytest.mark.parametrize("geometry", [GEOMETRY, PADDED])
+@pytest.mark.parametrize("options", [{}, {"hot": 60_000}, {"hot": 60_000, "most": 36}])
 def test_rows_attend_to_the_selected_blocks(
-    options: dict[str, int], engine: TransferEngine, tmp_path: Path
+    options: dict[str, int], geometry: Geometry, engine: TransferEngine, tmp_path: Path
 ) -> None:
-    setup = Setup(tmp_path, engine, **options)
+    setup = Setup(tmp_path, engine, geometry=geometry, **options)
+    in_place = setup.memory._asked.first is not None
+    assert in_place == (geometry is GEOMETRY)
     for step in range(25):
         layer, share = step % 3, (0.05, 0.1, 0.25)[step % 3 - step // 9 % 2]
         own = own_tokens(1 + step % 5, setup.chance)
@@ -183,10 +198,11 @@ def test_frequently_wanted_blocks_are_not_read_again(
 
 @pytest.mark.parametrize("hot", [0, 60_000])
 @pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("geometry", [GEOMETRY, PADDED])
 def test_prefetched_blocks_are_not_read_again(
-    hot: int, times: float, engine: TransferEngine, tmp_path: Path
+    geometry: Geometry, hot: int, times: float, engine: TransferEngine, tmp_path: Path
 ) -> None:
-    setup = Setup(tmp_path, engine, hot=hot)
+    setup = Setup(tmp_path, engine, hot=hot, geometry=geometry)
     for step in range(12):
         layer, rows = step % 3, 1 + step % 4
         own, query = own_tokens(rows, setup.chance), setup.query(rows) * 3
