@@ -20,9 +20,9 @@ import json, sys
 from sglang.srt.entrypoints.engine import Engine
 
 def main():
-    model, config = json.load(open(sys.argv[1]))
+    model, config, pool = json.load(open(sys.argv[1]))
     more = {} if config is None else {"enable_ext": True, "ext_config": config}
-    engine = Engine(model_path=model, page_size=16, max_total_tokens=2048, dtype="float32",
+    engine = Engine(model_path=model, page_size=16, max_total_tokens=pool, dtype="float32",
                     chunked_prefill_size=512, enable_priority_scheduling=True,
                     log_level="warning", **more)
     how = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -42,7 +42,10 @@ if __name__ == "__main__":
 def answers(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     model = str(shortened(SMOLLM2, 2))
-    (found,), _ = run_program(folder, PROGRAM, [model, config], **CHECKED)
+    # Buffers for both layers take as much of the pool as may be borrowed, and what aligns it.
+    layers = (config or {}).get("peer", {}).get("stream") == "layers"
+    pool = 2048 + (4112 if layers else 0)
+    (found,), _ = run_program(folder, PROGRAM, [model, config, pool], **CHECKED)
     return dict(found)
 
 

@@ -29,7 +29,7 @@ from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 LAYERS = 4
 TOKEN_BYTES = LAYERS * 2 * 2 * 64 * 4
 """KV bytes of a token, in float32."""
-OWN, BORROWED, LENDER = 1536, 1024, 2048
+OWN, BORROWED, LENDER = 2560, 1024, 2048  # layer buffers take 1,024 tokens of OWN
 """Tokens that fit the master's own memory, the memory that it borrows, and the worker's."""
 TOKENS = 12
 """New tokens of an answer."""

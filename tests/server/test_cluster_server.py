@@ -225,56 +225,6 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
         assert not [*tmp_path.rglob("*.recorded*")]
 
 
-def test_a_context_is_continued_and_equals_one_prompt(
-    server: Server, asked: tuple[list[int], list[list[int]]], folders: tuple[Path, ...]
-) -> None:
-    """A conversation grows over a stored context, in two branches; the context is not needed."""
-    (context, prompts), url = asked, f"{server.url}/ext/clusters"
-
-    def stored(tokens: list[int], **more: Any) -> requests.Response:
-        body = {"input_ids": tokens, "cache_salt": "a reader", **more}
-        return requests.post(url, json=body, timeout=DEADLINE_S)
-
-    def follow(id_: str, prompt: list[int], share: float, tokens: int = 10) -> dict[str, Any]:
-        salted = {"return_logprob": True, "cache_salt": "a reader"}
-        answer = generate(server, prompt, id_, told=salted, tokens=tokens, sparsity=share)
-        assert answer.ok, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
-
-    base = stored(context[:900]).json()
-    turn = [*prompts[0], *follow(base["id"], prompts[0], 1.0, 40)["output_ids"]]
-    told = {
-        "one": (stored(turn, base=base["id"]).json(), turn),
-        "other": (stored(context[900:1300], base=base["id"]).json(), context[900:1300]),
-    }
-    more = stored(context[1300:1320], base=told["other"][0]["id"]).json()
-    told["more"] = more, context[900:1320]
-    names = [each.name for each in folders[0].glob(f"{more['id']}*.blocks")]
-    assert len(names) == 3  # of the base, of its continuation, and new ones
-    for one in (base, told["other"][0]):
-        deleted = requests.delete(
-            f"{url}/{one['id']}", params={"cache_salt": "a reader"}, timeout=60
-        )
-        assert deleted.ok
-    assert stored(turn, base=base["id"]).status_code == 404
-    assert stored(turn, base=more["id"], cache_salt="a stranger").status_code == 404
-    assert stored([1] * 20_000, base=more["id"]).status_code == 400
-    for found, behind in (told["one"], told["more"]):
-        assert found["tokens"] == 900 + len(behind)
-        for prompt in prompts[1:3]:
-            dense = generate(server, [*context[:900], *behind, *prompt], tokens=10).json()
-            answer = follow(found["id"], prompt, 1.0)
-            assert answer["output_ids"] == dense["output_ids"]
-            assert logprobs(answer) == pytest.approx(logprobs(dense), abs=2e-4)
-            assert follow(found["id"], prompt, 0.3)["output_ids"]
-        deleted = requests.delete(
-            f"{url}/{found['id']}", params={"cache_salt": "a reader"}, timeout=60
-        )
-        assert deleted.ok
-    until(lambda: not [path for each in folders for path in each.glob(f"{more['id']}*")], within=60)
-
-
 def blocks_given(server: Server) -> float:
     """Returns the sum of the block counters in ``/metrics``."""
     text = requests.get(f"{server.url}/metrics", timeout=60).text
@@ -541,3 +491,53 @@ def test_damaged_and_planted_contexts_fail_only_their_own_requests(
 
 def test_malformed_requests_do_not_disturb_valid_requests(server: Server) -> None:
     assert bombard(server, "clusters")[400] > 0
+
+
+def test_a_context_is_continued_and_equals_one_prompt(
+    server: Server, asked: tuple[list[int], list[list[int]]], folders: tuple[Path, ...]
+) -> None:
+    """A conversation grows over a stored context, in two branches; the context is not needed."""
+    (context, prompts), url = asked, f"{server.url}/ext/clusters"
+
+    def stored(tokens: list[int], **more: Any) -> requests.Response:
+        body = {"input_ids": tokens, "cache_salt": "a reader", **more}
+        return requests.post(url, json=body, timeout=DEADLINE_S)
+
+    def follow(id_: str, prompt: list[int], share: float, tokens: int = 10) -> dict[str, Any]:
+        salted = {"return_logprob": True, "cache_salt": "a reader"}
+        answer = generate(server, prompt, id_, told=salted, tokens=tokens, sparsity=share)
+        assert answer.ok, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    base = stored(context[:900]).json()
+    turn = [*prompts[0], *follow(base["id"], prompts[0], 1.0, 40)["output_ids"]]
+    told = {
+        "one": (stored(turn, base=base["id"]).json(), turn),
+        "other": (stored(context[900:1300], base=base["id"]).json(), context[900:1300]),
+    }
+    more = stored(context[1300:1320], base=told["other"][0]["id"]).json()
+    told["more"] = more, context[900:1320]
+    names = [each.name for each in folders[0].glob(f"{more['id']}*.blocks")]
+    assert len(names) == 3  # of the base, of its continuation, and new ones
+    for one in (base, told["other"][0]):
+        deleted = requests.delete(
+            f"{url}/{one['id']}", params={"cache_salt": "a reader"}, timeout=60
+        )
+        assert deleted.ok
+    assert stored(turn, base=base["id"]).status_code == 404
+    assert stored(turn, base=more["id"], cache_salt="a stranger").status_code == 404
+    assert stored([1] * 20_000, base=more["id"]).status_code == 400
+    for found, behind in (told["one"], told["more"]):
+        assert found["tokens"] == 900 + len(behind)
+        for prompt in prompts[1:3]:
+            dense = generate(server, [*context[:900], *behind, *prompt], tokens=10).json()
+            answer = follow(found["id"], prompt, 1.0)
+            assert answer["output_ids"] == dense["output_ids"]
+            assert logprobs(answer) == pytest.approx(logprobs(dense), abs=2e-4)
+            assert follow(found["id"], prompt, 0.3)["output_ids"]
+        deleted = requests.delete(
+            f"{url}/{found['id']}", params={"cache_salt": "a reader"}, timeout=60
+        )
+        assert deleted.ok
+    until(lambda: not [path for each in folders for path in each.glob(f"{more['id']}*")], within=60)
