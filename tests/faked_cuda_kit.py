@@ -18,6 +18,8 @@ from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving.server import Server, System
 
 DEADLINE_S = 300.0
+START_S = 540.0
+"""Deadline for the start of servers; interpreted kernels compute their first prompts."""
 TOKENS = 2048
 SIZE = ("--max-total-tokens", str(TOKENS), "--dtype", "float32")
 ARGUMENTS = (

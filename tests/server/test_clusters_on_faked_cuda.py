@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from faked_cuda_kit import (
     SIZE,
+    START_S,
     ask,
     entry,
     faults,
@@ -56,7 +57,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         System("on_cpu", (*SIZE, *_arguments(folder / "cpu"))),
         on_faked_cuda("on_faked_cuda", folder, *_arguments(folder / "cuda")),
     ]
-    with serve(systems, _brief(small_llama(folder / "model", layers=3)), folder) as (cpu, cuda):
+    with serve(
+        systems, _brief(small_llama(folder / "model", layers=3)), folder, deadline=START_S
+    ) as (cpu, cuda):
         yield Pair(cpu, cuda)
         assert not faults(cuda)
 

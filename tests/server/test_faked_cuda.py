@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import requests
-from faked_cuda_kit import SIZE, journal, on_faked_cuda, small_llama
+from faked_cuda_kit import SIZE, START_S, journal, on_faked_cuda, small_llama
 
 from sgl_ext.serving.server import Server, System, serve
 
@@ -29,7 +29,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         System("on_cpu", (*SIZE, "--enable-ext")),
         on_faked_cuda("on_faked_cuda", folder, "--enable-ext"),
     ]
-    with serve(systems, small_llama(folder / "model"), folder) as (cpu, cuda):
+    with serve(systems, small_llama(folder / "model"), folder, deadline=START_S) as (cpu, cuda):
         yield cpu, cuda
 
 

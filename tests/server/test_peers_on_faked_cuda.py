@@ -20,7 +20,7 @@ import psutil
 import pytest
 import requests
 from conftest import until
-from faked_cuda_kit import ARGUMENTS, environment, journal, small_llama
+from faked_cuda_kit import ARGUMENTS, START_S, environment, journal, small_llama
 
 from sgl_ext.memory.device_slab import PIECE
 from sgl_ext.serving.http import live
@@ -92,7 +92,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             system("worker", PIECES * PIECE // TOKEN_BYTES - 16, window="1s", deadline="300s"),
         ]
         model = small_llama(folder / "model", longest=LONGEST)
-        with serve(systems, model, folder) as servers:
+        with serve(systems, model, folder, deadline=START_S) as servers:
             pair = Pair(*servers, model)
             pair.lent()
             yield pair

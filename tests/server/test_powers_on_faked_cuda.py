@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from faked_cuda_kit import (
     SIZE,
+    START_S,
     ask,
     entry,
     faults,
@@ -63,7 +64,10 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("powers_on_faked_cuda")
     systems = [System("on_cpu", ARGUMENTS), on_faked_cuda("on_faked_cuda", folder, *ARGUMENTS)]
-    with serve(systems, small_llama(folder / "model", layers=3), folder) as (cpu, cuda):
+    with serve(systems, small_llama(folder / "model", layers=3), folder, deadline=START_S) as (
+        cpu,
+        cuda,
+    ):
         yield Pair(cpu, cuda)
         assert not faults(cuda)
 
