@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from test_stored import GEOMETRY, OPTIONS, recorded_context
 
+from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders, remove, sweep
@@ -199,3 +200,13 @@ def test_sweep_removes_an_interrupted_context_and_keeps_its_base(directories: li
     assert sweep(directories) == ["stx-more"]
     assert not [path for each in directories for path in each.glob("stx-more*")]
     check(Stored.open("stx-base", directories, GEOMETRY), 500)
+
+
+def test_checksums_of_some_rows_are_those_of_all() -> None:
+    rows = np.random.default_rng(3).integers(0, 256, (9, 64)).astype(np.uint8)
+    every = _clusters.checksums(rows)
+    only = np.array([8, 0, 3, 3])
+    assert (_clusters.checksums(rows, only) == every[only]).all()
+    for wrong in (9, -1):
+        with pytest.raises(ValueError, match=f"there is no row {wrong}"):
+            _clusters.checksums(rows, np.array([0, wrong]))
