@@ -24,7 +24,14 @@ from sgl_ext.clusters.paths import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded, RecordedLayer
-from sgl_ext.clusters.stored import About, Layer, Stored, files_of, out_of_range
+from sgl_ext.clusters.stored import (
+    About,
+    Layer,
+    Stored,
+    files_of,
+    out_of_range,
+    require_no_loss,
+)
 from sgl_ext.errors import ExtError, reason_of
 
 _WRITTEN = 4096
@@ -68,11 +75,7 @@ def build(
         about = base.about.continued(tokens, options.window)
         options = replace(options, sinks=about.sinks, window=about.window)
         shared = base.files[: _shared(base.about, about) * about.devices]
-        if base.lost:
-            raise ExtError(
-                f"context {base.name} cannot be continued: device {min(base.lost)} has lost its "
-                "files; store it again"
-            )
+        require_no_loss(base.name, base.lost)
     blocks = about.blocks
     indexes = [index_file(directory, name) for directory in directories[: about.copies]]
     new: list[Path] = []

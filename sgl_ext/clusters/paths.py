@@ -10,7 +10,7 @@ PREFIX = "stx-"
 PART = ".part"
 """Suffix of the files of a record."""
 INDEX, BLOCKS, RECORDED, SCRATCH = ".index", ".blocks", ".recorded", ".tmp"
-"""Suffixes of an index, of files of blocks, of a record, and of what is not complete yet."""
+"""Suffixes of an index file, a block file, a record folder and an incomplete file or folder."""
 _FAILED = ".failed"
 
 

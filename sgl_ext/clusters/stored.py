@@ -8,7 +8,7 @@ blocks, and codes of its keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.clusters.arrays import Arrays, DamagedError, Shapes, load, load_about
 from sgl_ext.clusters.codes import CENTROIDS, Codes
-from sgl_ext.clusters.files import MOST_COPIES, require
+from sgl_ext.clusters.files import MOST_COPIES, UnknownContextError, require
 from sgl_ext.clusters.paths import block_file
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.recorded import Count, Geometry, Salt, as_float32
@@ -225,6 +225,28 @@ def about(name: str, folders: Sequence[Path]) -> About:
         DamagedError: The file is not an index.
     """
     return _first(require(name, folders), lambda path: load_about(path, About))
+
+
+def about_of(name: str, folders: Sequence[Path], salt: str | None) -> About:
+    """Reads the description of a tenant's context.
+
+    Raises:
+        UnknownContextError: The tenant has no such context.
+        DamagedError: The file is not an index.
+    """
+    found = about(name, folders)
+    if found.salt != salt:
+        raise UnknownContextError(name)
+    return found
+
+
+def require_no_loss(name: str, lost: Collection[int]) -> None:
+    """Raises ExtError if devices have lost files of a context that is to be continued."""
+    if lost:
+        raise ExtError(
+            f"context {name} cannot be continued: device {min(lost)} has lost its files; store it "
+            "again"
+        )
 
 
 def _first(paths: Sequence[Path], read: Callable[[Path], Found]) -> Found:

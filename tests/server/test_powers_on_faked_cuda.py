@@ -101,7 +101,7 @@ def test_a_preempted_request_goes_on_with_its_kv(pair: Pair) -> None:
     for number in range(4):
         story = f"Long story {number}: " + "it went on and on. " * 90
         answers = streamed(pair.cuda, story, 24, priority=0)
-        next(answers)  # so that it is a decoding request that gives way to the urgent one
+        next(answers)  # the request decodes from here on, so the urgent one preempts a decode
         ask(pair.cuda, "An urgent question: " + "what now? " * 150, 2, priority=100)
         *_, found = answers
         same(found, ask(pair.cpu, story, 24))

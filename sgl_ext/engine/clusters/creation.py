@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from sgl_ext.clusters.files import UnknownContextError, remove, remove_blocks, storing
+from sgl_ext.clusters.files import remove, remove_blocks, storing
 from sgl_ext.clusters.paths import PART, new_id, record_folder
 from sgl_ext.clusters.records import claimed, remove_record
-from sgl_ext.clusters.stored import About, about, require_files
+from sgl_ext.clusters.stored import About, about_of, require_files, require_no_loss
 from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size
 from sgl_ext.engine.core.own_requests import AbortedError, OwnRequests
@@ -236,16 +236,10 @@ class StoredCreation:
                 "a context can be continued only if the KV pool is in host memory; store the whole "
                 "text instead"
             )
-        found = about(id_, self._folders)
-        if found.salt != salt:
-            raise UnknownContextError(id_)
+        found = about_of(id_, self._folders, salt)
         if found.geometry.fingerprint != self._fingerprint:
             raise ExtError(f"context {id_} was not stored for this model; store it again")
-        if lost := require_files(id_, found, self._folders):
-            raise ExtError(
-                f"context {id_} cannot be continued: device {min(lost)} has lost its files; store "
-                "it again"
-            )
+        require_no_loss(id_, require_files(id_, found, self._folders))
         return found
 
     def _key(self, tokens: Sequence[int], salt: str | None, base: str | None) -> str:

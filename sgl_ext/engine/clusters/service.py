@@ -10,7 +10,7 @@ import msgspec
 
 from sgl_ext.clusters.arrays import DamagedError
 from sgl_ext.clusters.files import UnknownContextError, names, own_folders, remove, require
-from sgl_ext.clusters.stored import About, about, require_files
+from sgl_ext.clusters.stored import About, about_of, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored, said
@@ -121,10 +121,7 @@ class StoredService(Front):
             UnknownContextError: the tenant has no such context.
             ExtError: the context's index is damaged or cannot be read.
         """
-        found = about(id_, self._folders)
-        if found.salt != salt:
-            raise UnknownContextError(id_)
-        return found
+        return about_of(id_, self._folders, salt)
 
     def all(self, salt: str | None) -> tuple[list[StoredInfo], dict[str, str], int]:
         """Returns the tenant's contexts, errors by id, and the number of damaged contexts.

@@ -19,7 +19,7 @@ class _Report(list[Mapping[str, Any]]):
 
 
 class Outputs(Protocol):
-    """What SGLang sends to clients after a step."""
+    """Outputs of a step that the scheduler sends to the detokenizer."""
 
     output_reqs: list[Req]
     customized_info: dict[str, list[Any]]
