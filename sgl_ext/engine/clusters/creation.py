@@ -86,9 +86,7 @@ class StoredCreation:
         in_parts: whether a context may be larger than the pool, or continue another one.
         copies: copies of each block.
         fingerprint: fingerprint of the model.
-        layers: number of layers of the model.
-        entry_bytes: bytes of K and V of a token in one layer.
-        query_bytes: bytes of the queries of a token in one layer, in float32.
+        limits: limits of the contexts.
     """
 
     def __init__(
@@ -101,17 +99,11 @@ class StoredCreation:
         in_parts: bool,
         copies: int,
         fingerprint: str,
-        layers: int,
-        entry_bytes: int,
-        query_bytes: int,
+        limits: Limits,
     ) -> None:
         self._manager, self._directories, self._folders = manager, directories, folders
         self._in_parts, self._fingerprint, self._copies = in_parts, fingerprint, copies
-        most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
-        self._limits = Limits(
-            manager, folders, most=most, copies=copies, layers=layers, entry_bytes=entry_bytes,
-            query_bytes=query_bytes,
-        )  # fmt: skip
+        self._limits = limits
         # Half of the pool is left to other requests.
         self._largest = pool // 2 if in_parts else pool - ROOM
         # While a context is profiled and stored, the next one is computed.

@@ -13,7 +13,9 @@ from sgl_ext.clusters.files import UnknownContextError, names, own_folders, remo
 from sgl_ext.clusters.stored import About, about_of, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
+from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored, said
+from sgl_ext.engine.clusters.recording import ROOM
 from sgl_ext.engine.core.own_requests import is_own
 from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
@@ -64,10 +66,14 @@ class StoredService(Front):
         query_bytes: int,
     ) -> None:
         self._manager, self._folders = manager, own_folders(config.directories)
+        most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
+        limits = Limits(
+            manager, self._folders, most=most, copies=config.copies, layers=layers,
+            entry_bytes=entry_bytes, query_bytes=query_bytes,
+        )  # fmt: skip
         self.creation = StoredCreation(
-            manager, config.directories, self._folders,
-            pool=pool, in_parts=in_parts, copies=config.copies, fingerprint=fingerprint,
-            layers=layers, entry_bytes=entry_bytes, query_bytes=query_bytes,
+            manager, config.directories, self._folders, pool=pool, in_parts=in_parts,
+            copies=config.copies, fingerprint=fingerprint, limits=limits,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""
