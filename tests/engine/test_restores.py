@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,9 @@ def main():
                     for at in range(0, os.path.getsize(name), 1 << 20):
                         file.seek(at + 100)
                         file.write(bytes(64))
+        asked = time.monotonic()
         answers = engine.loop.run_until_complete(together(engine, steps))
+        seconds = time.monotonic() - asked
         left = {}
         if config:
             deadline = time.monotonic() + 60
@@ -124,7 +126,8 @@ def main():
             while any(left[what] for what in waits) and time.monotonic() < deadline:
                 time.sleep(0.1)
                 left = look(engine, seed, policy)
-        print(json.dumps({"what": what, "answers": answers, "left": left}), flush=True)
+        print(json.dumps({"what": what, "answers": answers, "seconds": seconds, "left": left}),
+              flush=True)
     engine.shutdown()
 
 if __name__ == "__main__":
@@ -143,7 +146,7 @@ def play(
     page: int,
     tmp_path: Path,
     *,
-    restores: bool,
+    rate: float | None,
     retract: bool,
     **options: object,
 ) -> dict[str, Step]:
@@ -152,19 +155,17 @@ def play(
     Args:
         script: name, seed, policy and requests of each group. With seed 0 the extension chooses
             where a forward ends; other seeds choose mostly at random.
-        restores: whether the engine uses the extension; False runs stock SGLang.
+        rate: bytes per second of the SSD; None runs stock SGLang.
         retract: whether SGLang retracts running requests at regular intervals.
     """
     directory = tmp_path / "ssd"
     directory.mkdir()
-    # On one core, prompts are computed at half the speed, and are loaded at half the speed, too.
-    rate = 6 * min(len(os.sched_getaffinity(0)), 2)
     ssd = {
         "directories": [str(directory)], "capacity": "2GiB", "keep_after": 1,
-        "emulate": {"bytes_per_second": f"{rate}MiB", "latency": "1ms"},
+        "emulate": {"bytes_per_second": f"{(rate or 0) // 1024:.0f}KiB", "latency": "1ms"},
     }  # fmt: skip
     ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
-    config = ours if restores else None
+    config = None if rate is None else ours
     arguments = [str(model), page, config, options, script, str(tmp_path / "state")]
     disturbed = retracting(7) if retract else {}
     lines, _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED, **disturbed)
@@ -236,7 +237,21 @@ def plain(model: Path) -> Script:
 @pytest.fixture(scope="module")
 def stock(model: Path, plain: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
     """Returns the output of stock SGLang for ``plain``."""
-    return play(plain, model, 16, tmp_path_factory.mktemp("stock"), restores=False, retract=False)
+    return play(plain, model, 16, tmp_path_factory.mktemp("stock"), rate=None, retract=False)
+
+
+def _as_fast_as_computing(
+    group: tuple[str, int, str, list[Step]], stock: dict[str, Step], model: Path
+) -> float:
+    """Returns the bytes per second at which a group's KV is loaded while stock SGLang computes it.
+
+    Then each restored prefix has a part that is loaded and one that is computed on any machine.
+    """
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    token = config["num_hidden_layers"] * 2 * width * 4
+    name, _, _, steps = group
+    return token * sum(len(step["ids"]) for step in steps) / float(stock[name]["seconds"])
 
 
 @pytest.mark.parametrize("page", [16, 1])
@@ -266,8 +281,9 @@ def test_restored_prefixes_give_the_answers_of_stock_sglang(
     ]
     retract = page == 1
     ours = play(
-        script, model, page, tmp_path, restores=True, retract=retract, enable_mixed_chunk=retract
-    )
+        script, model, page, tmp_path, rate=_as_fast_as_computing(plain_too, stock, model),
+        retract=retract, enable_mixed_chunk=retract,
+    )  # fmt: skip
     same(stock["fill"], ours["fill"], range(6))
     for step in ours.values():
         counted(step)

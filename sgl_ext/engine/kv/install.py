@@ -20,7 +20,11 @@ _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool that holds the allocator to notify when a row is freed."""
 
 
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+_NOT_OF_THE_MODEL = (
+    "_name_or_path", "transformers_version",
+    # SGLang adds these on a CPU, before it pads the heads for tensor parallelism.
+    "original_num_attention_heads", "original_total_num_kv_heads",
+)  # fmt: skip
 
 
 def _identity(configurator: KVCacheConfigurator) -> dict[str, object]:
