@@ -45,21 +45,27 @@ class Pair:
             the same tokens of contexts that each has stored: their KV differs by rounding, and the
             centroids and blocks that are computed from it differ by more.
         own: The same text, stored by the second.
+        joined: The first, and another context that both answer from.
     """
 
-    def __init__(self, cpu: Server, cuda: Server, shared: str) -> None:
-        self.cpu, self.cuda, self.shared, self.own = cpu, cuda, shared, store(cuda)
+    def __init__(self, cpu: Server, cuda: Server, joined: list[str]) -> None:
+        self.cpu, self.cuda, self.joined, self.own = cpu, cuda, joined, store(cuda, CONTEXT)
+        self.shared = joined[0]
 
     def ask(
-        self, server: Server, prompt: list[int], share: float | None = None, context: str = ""
+        self,
+        server: Server,
+        prompt: list[int],
+        share: float | None = None,
+        context: str | list[str] = "",
     ) -> dict[str, Any]:
-        """Returns a server's answer to a prompt, which follows a context with a share if any."""
+        """Returns a server's answer to a prompt, which follows contexts with a share if any."""
         follows = {"ext_stored": {"id": context or self.shared, "sparsity": share}}
         return ask(server, prompt, custom_params={} if share is None else follows)
 
 
-def store(server: Server) -> str:
-    return str(post(server, "/ext/clusters", {"input_ids": CONTEXT})["id"])
+def store(server: Server, context: list[int]) -> str:
+    return str(post(server, "/ext/clusters", {"input_ids": context})["id"])
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +74,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = _brief(small_llama(folder / "model", layers=3))
     on_cpu = System("on_cpu", (*SIZE, *_arguments(folder / "cpu")))
     with serve([on_cpu], model, folder) as (cpu,):
-        shared = store(cpu)
+        joined = [store(cpu, context) for context in (CONTEXT, CONTEXT[::-1])]
         on_cuda = on_faked_cuda("on_faked_cuda", folder, *_arguments(folder / "cuda"))
         shutil.copytree(folder / "cpu", folder / "cuda", dirs_exist_ok=True)
         with serve([on_cuda], model, folder, deadline=START_S) as (cuda,):
-            yield Pair(cpu, cuda, shared)
+            yield Pair(cpu, cuda, joined)
             assert not faults(cuda)
 
 
@@ -123,6 +129,15 @@ def test_a_context_stored_by_the_device_is_followed_with_some_of_its_tokens(pair
     found = pair.ask(pair.cuda, QUESTIONS[0], 0.5, pair.own)
     assert len(found["output_ids"]) == 4
     assert not entry(found, "clusters")["exact"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_two_contexts_are_followed_as_on_the_cpu(pair: Pair, share: float) -> None:
+    found, expected = (
+        pair.ask(server, QUESTIONS[0], share, pair.joined) for server in (pair.cuda, pair.cpu)
+    )
+    same(found, expected)
+    assert entry(found, "clusters")["tokens"] == 2 * len(CONTEXT)
 
 
 def test_followers_and_plain_requests_share_forwards(pair: Pair) -> None:

@@ -87,11 +87,14 @@ def store(url: str, tokens: Sequence[int]) -> str:
     return id_
 
 
-def follow(url: str, body: dict[str, Any], context: str, share: float) -> dict[str, Any]:
+def follow(
+    url: str, body: dict[str, Any], context: str | Sequence[str], share: float
+) -> dict[str, Any]:
     """Returns a server's answer to a request that follows a stored context.
 
     Args:
         body: body of ``/generate``, with ``sampling_params``.
+        context: id of the context, or those of several.
         share: ``sparsity`` of the request.
 
     Raises:
@@ -107,8 +110,8 @@ def follow(url: str, body: dict[str, Any], context: str, share: float) -> dict[s
     return found
 
 
-def follows(context: str, share: float) -> dict[str, Any]:
-    """Returns the ``custom_params`` of a request that follows a stored context."""
+def follows(context: str | Sequence[str], share: float) -> dict[str, Any]:
+    """Returns the ``custom_params`` of a request that follows a stored context, or several."""
     return {"ext_stored": {"id": context, "sparsity": share}}
 
 
@@ -134,12 +137,16 @@ def dense(url: str, sample: Sample) -> Sequence[Distribution]:
 
 
 def diverged(
-    url: str, sample: Sample, context: str, share: float, right: Sequence[Distribution]
+    url: str,
+    sample: Sample,
+    context: str | Sequence[str],
+    share: float,
+    right: Sequence[Distribution],
 ) -> list[tuple[float, bool]]:
     """Returns the KL divergence in nats, and whether top tokens agree, of each unseen token.
 
     Args:
-        context: id of the sample's stored context.
+        context: id of the sample's stored context, or those of several.
         right: result of :func:`dense`.
     """
     return [
@@ -148,7 +155,9 @@ def diverged(
     ]
 
 
-def _following(url: str, sample: Sample, context: str, share: float) -> list[Distribution]:
+def _following(
+    url: str, sample: Sample, context: str | Sequence[str], share: float
+) -> list[Distribution]:
     body = request(sample.unseen, 1, top=_TOP)
     return read(follow(url, body, context, share)["meta_info"], len(sample.unseen) - 1)
 

@@ -1,8 +1,9 @@
 """Benchmark of ``clusters``: attention mass of selections, divergence of answers, time per token.
 
 A server records keys and queries of real texts. The part ``mass`` calculates from them the share
-of the attention that a selection covers. In the parts ``answers``, ``continuing`` and ``serving``,
-servers follow stored contexts; in the part ``storing``, they store one.
+of the attention that a selection covers, and the part ``heads`` that of a selection for each KV
+head. In the parts ``answers``, ``continuing``, ``joined`` and ``serving``, servers follow stored
+contexts; in the part ``storing``, they store one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 from sgl_ext.bench.clusters.answers import report_answers
 from sgl_ext.bench.clusters.continuing import report_continuing
+from sgl_ext.bench.clusters.heads import report_heads
+from sgl_ext.bench.clusters.joined import report_joined
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters.serving import report_serving
@@ -25,10 +28,14 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 
-PARTS = ("mass", "answers", "continuing", "serving", "storing")
+PARTS = ("mass", "heads", "answers", "continuing", "joined", "serving", "storing")
 _DEVICES = 4
+_BY_HEAD = 2
+"""Number of contexts of which each KV head has a selection of its own."""
 _CONTINUED = 2
 """Number of contexts that are stored in turns."""
+_JOINED = 4
+"""Number of contexts that are stored in parts."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,17 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     partial = Partial(out, "clusters", config, quick=quick)
     read = samples(model, sizes.contexts, sizes.unseen)
     observed: list[Observed] = []
-    if {"mass", "answers", "continuing"} & {*parts}:
+    if {"mass", "heads", "answers", "continuing", "joined"} & {*parts}:
         with _server(model, sizes.pool, out) as running:
-            if "mass" in parts:
-                observed = [Observed.by(running.url, each) for each in read]
+            if "mass" in parts or "heads" in parts:
+                few = read if "mass" in parts else read[:_BY_HEAD]
+                observed = [Observed.by(running.url, each) for each in few]
             if "answers" in parts:
                 report_answers(report, running.url, read, sizes.shares, partial)
             if "continuing" in parts:
                 report_continuing(report, running.url, read[:_CONTINUED], partial)
+            if "joined" in parts:
+                report_joined(report, running.url, read[:_JOINED], partial)
     if "serving" in parts:
         _find(
             report, partial, "serving",
@@ -79,6 +89,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         )  # fmt: skip
     if "mass" in parts:
         report_mass(report, observed, partial)
+    if "heads" in parts:
+        report_heads(report, observed[:_BY_HEAD], partial)
     if {*parts} == {*PARTS}:
         partial.forget()
     return report
@@ -100,7 +112,7 @@ def _find(report: Report, partial: Partial, name: str, measure: Callable[[Report
 @contextmanager
 def _server(model: Path, pool: int, out: Path) -> Iterator[server.Server]:
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        section = {"largest": 1.0, "open": 1, "hot": "16MiB"}
+        section = {"largest": 1.0, "open": 4, "hot": "16MiB"}
         system = stored_system("clusters", Path(scratch), _DEVICES, pool, section)
         with server.serve([system], model, out / "logs") as (running,):
             yield running

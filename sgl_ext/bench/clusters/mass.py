@@ -106,7 +106,7 @@ def _all_layers(observed: Observed) -> dict[str, dict[str, object]]:
     mass: dict[str, list[NDArray[np.float64]]] = {name: [] for name in SELECTORS}
     index = dict.fromkeys(SELECTORS, 0.0)
     entry = observed.profile.geometry.entry_bytes
-    for layer in observed.layers(layers):
+    for layer in map(observed.layer, layers):
         for name, one in _of_layer(layer).items():
             mass[name].append(one.mass)
             index[name] += one.index / (entry * len(layer.keys) * len(layers))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import requests
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from sgl_ext.bench.data.questions import QuestionSet, questions
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
-from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.recorded import Recorded, RecordedLayer
 from sgl_ext.clusters.records import remove_record
 from sgl_ext.errors import ExtError
 from sgl_ext.serving.server import BESIDE_OTHERS, System
@@ -166,39 +167,42 @@ class Observed:
         profile = record(url, sample.context)
         return cls(sample, profile, record(url, [*sample.context, *sample.unseen]))
 
-    @cached_property
-    def block(self) -> int:
-        """Number of entries that are stored together."""
-        return Blocks.fitting(self.profile.geometry.entry_bytes)
-
     @property
     def unseen(self) -> slice:
         """Range of the unseen text's queries in ``asked``. Queries of general questions follow."""
         first = int(np.argmax(self.asked.seen > len(self.sample.context)))
         return slice(first, first + len(self.sample.unseen))
 
-    def layers(self, numbers: Sequence[int], block: int | None = None) -> Iterator[Layer]:
-        """Yields the keys and queries of some layers.
-
-        Args:
-            numbers: numbers of the layers.
-            block: number of entries that are stored together; None: as many as fit into a sector.
-        """
-        block = block or self.block
+    def layer(self, number: int, head: int | None = None) -> Layer:
+        """Returns the keys and queries of a layer, or those of one of its KV heads."""
+        profile, asked = (_recorded(each, number, head) for each in (self.profile, self.asked))
+        block = Blocks.fitting(profile.geometry.entry_bytes)
         options = Options().fitted(len(self.sample.context), block)
-        for number in numbers:
-            yield self._layer(number, options, block)
-
-    def _layer(self, number: int, options: Options, block: int) -> Layer:
         tokens, unseen = len(self.sample.context), len(self.sample.unseen)
-        keys, scale = self.asked.layer(number).keys, self.asked.geometry.scale
-        queries = self.asked.queries[number, self.unseen]
+        keys, scale = asked.keys, asked.geometry.scale
+        queries = asked.queries[self.unseen]
         sinks, end = options.sinks, tokens - options.window
         resident = np.concatenate([keys[:sinks], keys[end:]])
         seen = sinks + options.window + np.arange(1, unseen + 1)
         beside = log_sum(queries, resident, scale, seen)
-        profile = Profile.of(self.profile.layer(number), options, block)
-        return Layer(number, block, keys[sinks:end], queries, beside, scale, profile)
+        found = Profile.of(profile, options, block)
+        return Layer(number, block, keys[sinks:end], queries, beside, scale, found)
+
+
+def _recorded(record: Recorded, number: int, head: int | None) -> RecordedLayer:
+    """Returns a layer of a record, or one of its KV heads with the heads that share it."""
+    layer, geometry = record.layer(number), record.geometry
+    if head is None:
+        return layer
+    group = geometry.heads // geometry.kv_heads
+    kv = layer.kv.reshape(len(layer.kv), 2, geometry.kv_heads, -1)[:, :, head]
+    return RecordedLayer(
+        msgspec.structs.replace(geometry, heads=group, kv_heads=1),
+        number,
+        np.ascontiguousarray(kv).reshape(len(kv), -1),
+        layer.queries[:, head * group : (head + 1) * group],
+        layer.seen,
+    )
 
 
 @dataclass(frozen=True)

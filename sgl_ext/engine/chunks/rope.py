@@ -1,21 +1,21 @@
-"""Rotary embedding of the served model, and a check that its keys can be moved."""
+"""Check that the keys of the served model can be moved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from sgl_ext.chunks.rotation import Rope, frequencies_of
+from sgl_ext.chunks.rotation import Rope
 from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.core import hooks
+from sgl_ext.engine.kv import rope
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
 
-_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
-"""Model classes in which every layer rotates its keys by the same embedding."""
 _MOVES = ((0, 1), (3, 700), (1500, 20))
 """Source and target positions of the trial moves of a key."""
 _ROUNDING = 0.05
@@ -30,12 +30,14 @@ def verified_rope(model: torch.nn.Module, layout: Layout) -> Rope:
         ActivationError: the model's keys cannot be moved by one rotation, the kernel does not
             support the layout, or a trial move differs from the key that the model computes there.
     """
-    embedding = _embedding_of(model)
-    rope, device = _rope_of(embedding), embedding.cos_sin_cache.device
+    with _refused():
+        embedding = rope.embedding_of(model)
+        found = rope.rope_of(embedding)
+    device = embedding.cos_sin_cache.device
     shape = (1, 2, layout.layers, 2, layout.kv_heads, layout.head_dim)
     slab = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
     try:
-        move = moves_of(layout, rope, slab)
+        move = moves_of(layout, found, slab)
     except ValueError as error:
         raise hooks.ActivationError(
             f"chunks do not support this KV layout: {error}; remove the chunks section"
@@ -49,38 +51,22 @@ def verified_rope(model: torch.nn.Module, layout: Layout) -> Rope:
                 f"that the model computes there (rounding is below {_ROUNDING}), so this model "
                 "cannot be served with chunks; remove the chunks section"
             )
-    return rope
+    return found
 
 
 def require_architecture(name: str) -> None:
     """Raises ActivationError for a model class whose layers may rotate keys differently."""
-    if name not in _ARCHITECTURES:
-        raise hooks.ActivationError(
-            f"chunks support {', '.join(sorted(_ARCHITECTURES))}, not {name}, because the layers "
-            "of other models may rotate keys differently; remove the chunks section"
-        )
+    with _refused():
+        rope.require_architecture(name)
 
 
-def _embedding_of(model: torch.nn.Module) -> Any:
-    require_architecture(type(model).__name__)
-    found = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
-    if len(found) != 1:
-        raise hooks.ActivationError(
-            "chunks require one rotary embedding for all layers, but this model has "
-            f"{len(found)}; remove the chunks section"
-        )
-    (embedding,) = found.values()
-    return embedding
-
-
-def _rope_of(embedding: Any) -> Rope:
-    # Recomputed, because the table in use may be rounded to the model's dtype.
-    table = embedding._compute_cos_sin_cache().float().cpu().numpy()
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Raises ActivationError where a block of code raises ExtError."""
     try:
-        frequencies = frequencies_of(table)
-    except ValueError as error:
-        raise hooks.ActivationError(f"{error}; remove the chunks section") from None
-    return Rope(embedding.rotary_dim, frequencies, not embedding.is_neox_style)
+        yield
+    except ExtError as error:
+        raise hooks.ActivationError(f"chunks: {error}; remove the chunks section") from None
 
 
 def _error_of(embedding: Any, slab: torch.Tensor, move: Moves, start: int, end: int) -> float:

@@ -9,6 +9,7 @@ the selection of blocks depends on.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ class StoredAttention:
         self.memory = memory
         self.seconds = {"select": 0.0, "fetch": 0.0, "assemble": 0.0, "prefetch": 0.0}
         """Seconds that the thread of forwards has spent on the context, by activity."""
+        self._skipped = 0
+        """Number of the first tokens that no row sees."""
         self.failed = ""
         """Reason why the context cannot be followed until it is opened again; empty if it can."""
 
@@ -135,6 +138,16 @@ class StoredAttention:
         with self._timed("prefetch"):
             self.memory.prefetch(layer, _union([*self._select(layer, query, keys, known, share)]))
 
+    def behind(self) -> StoredAttention:
+        """Returns the same context as it is attended to behind other contexts.
+
+        Its first token is left out, because it attracts attention as the first of a text (Xiao et
+        al., Efficient Streaming Language Models with Attention Sinks, §3.1; EPIC §4).
+        """
+        found = copy.copy(self)
+        found._skipped = min(1, self._about.sinks)
+        return found
+
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         """Adds the time of a block of code to an activity in :attr:`seconds`."""
@@ -174,9 +187,9 @@ class StoredAttention:
             return np.broadcast_to(np.arange(blocks.blocks), (len(query), blocks.blocks))
         codes, slots = self._stored.layers[layer].codes, self.memory.slots
         visible = _clusters.Visible(
-            near=slots.data_ptr() + self.memory.first(layer) * slots.stride(0) * slots.itemsize,
+            near=slots[self.memory.first(layer) + self._skipped :].data_ptr(),
             near_stride=slots.stride(0),
-            count=self.memory.near,
+            count=self.memory.near - self._skipped,
             own=keys.data_ptr(),
             own_stride=keys.stride(0),
             bfloat16=keys.dtype == torch.bfloat16,
@@ -208,14 +221,14 @@ class StoredAttention:
             first: first slot of each block, ``[rows, blocks]``.
             pool: number of slots of the pool.
         """
-        about, block = self._about, self._blocks.block
+        about, block, skipped = self._about, self._blocks.block, self._skipped
         text = np.argsort(self._stored.layers[layer].order) if share >= 1 else None
         table = _clusters.table(
-            first=first, block=block, pool=pool, near=pool + self.memory.first(layer),
-            sinks=about.sinks, window=about.window, text=text,
+            first=first, block=block, pool=pool, near=pool + self.memory.first(layer) + skipped,
+            sinks=about.sinks - skipped, window=about.window, text=text,
             slots=own.slots, starts=own.starts, lengths=own.lengths,
         )  # fmt: skip
-        behind = about.sinks + about.window + first.shape[1] * block
+        behind = self.memory.near - skipped + first.shape[1] * block
         return torch.from_numpy(table), (own.lengths + behind).tolist()
 
 

@@ -6,10 +6,12 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from sgl_ext.chunks.rotation import Rope
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.follower import Follower, end_request
+from sgl_ext.engine.clusters.joined import JoinedContexts
 from sgl_ext.engine.clusters.metrics import StoredMetrics
 from sgl_ext.engine.clusters.open_contexts import OpenContexts, record_id
 from sgl_ext.engine.clusters.parameters import FollowsStored, IsRecorded
@@ -36,12 +38,20 @@ class StoredContexts:
         geometry: geometry of this process's model.
         longest: context length of the model, in tokens.
         engine: transfer engine that reads the contexts.
+        rope: rotary embedding of the model, by which several contexts are followed together; an
+            error if they cannot be.
     """
 
     def __init__(
-        self, config: Clusters, geometry: Geometry, longest: int, engine: TransferEngine
+        self,
+        config: Clusters,
+        geometry: Geometry,
+        longest: int,
+        engine: TransferEngine,
+        rope: Rope | ExtError,
     ) -> None:
-        self._config, self._longest = config, longest
+        self._config, self._longest, self._scale = config, longest, geometry.scale
+        self._rope = rope
         self.refused: dict[str, ExtError] = {}
         """Errors of waiting requests that cannot follow their context, by request id. The scheduler
         is to abort these requests."""
@@ -74,7 +84,9 @@ class StoredContexts:
                 f"sparsity {share:g} exceeds this server's clusters.largest, "
                 f"{self._config.largest:g}; lower sparsity"
             )
-        follower = Follower(asked.id, share, req, time.monotonic())
+        if len(asked.ids) > 1:
+            self._require_joined(asked.ids)
+        follower = Follower(asked.ids, share, req, time.monotonic())
         self._followers[req.rid] = follower
         self._begin(follower)
         return follower
@@ -88,7 +100,7 @@ class StoredContexts:
         if self.stale:
             raise ExtError(self.stale)
         if req.rid not in self._followers:
-            follower = Follower(record_id(asked), 1.0, req, time.monotonic(), recorded=asked)
+            follower = Follower((record_id(asked),), 1.0, req, time.monotonic(), recorded=asked)
             self._followers[req.rid] = follower
             self._begin(follower)
 
@@ -131,26 +143,28 @@ class StoredContexts:
             return True
         self._begin(follower)
         try:
-            context = self._open.find(follower.id)
+            contexts = [self._open.find(id_) for id_ in follower.ids]
         except ExtError:
             raise
         except Exception as error:
             raise ExtError(
-                f"context {follower.id} cannot be opened: {reason_of(error)}; try again later"
+                f"context {follower.name} cannot be opened: {reason_of(error)}; try again later"
             ) from None
-        if context is None:
+        found = [context for context in contexts if context is not None]
+        if len(found) < len(contexts):
             if time.monotonic() - follower.since > self._config.wait:
                 raise UnavailableError(
-                    f"context {follower.id} was not opened within {self._config.wait:g} s; "
+                    f"context {follower.name} was not opened within {self._config.wait:g} s; "
                     f"{len(self._open)} contexts are open or being opened (clusters.open): try "
                     "again later"
                 )
             return False
-        tokens, prompt = context.tokens, len(follower.req.origin_input_ids)
+        tokens = sum(context.tokens for context in found)
+        prompt = len(follower.req.origin_input_ids)
         if tokens + prompt >= self._longest:
             raise ExtError(
-                f"context {follower.id} has {tokens} tokens and the prompt {prompt}, but the model "
-                f"accepts fewer than {self._longest} in total; shorten the prompt"
+                f"context {follower.name} has {tokens} tokens and the prompt {prompt}, but the "
+                f"model accepts fewer than {self._longest} in total; shorten the prompt"
             )
         follower.tokens = tokens
         params = follower.req.sampling_params
@@ -164,11 +178,15 @@ class StoredContexts:
         follower = self._followers.get(rid)
         if follower is None or follower.tokens:
             return False
-        return self._open.waits(follower.id)
+        return any(map(self._open.waits, follower.ids))
 
     def context(self, follower: Follower) -> Attended:
-        """Returns the open context of a request that runs."""
-        context = self._open.find(follower.id)
+        """Returns the open context of a request that runs, or those of several as one."""
+        if len(follower.ids) > 1:
+            assert isinstance(self._rope, Rope)  # noqa: S101
+            several = [self._open.stored[id_] for id_ in follower.ids]
+            return JoinedContexts(several, self._rope, self._scale)
+        context = self._open.find(follower.ids[0])
         assert context is not None  # noqa: S101
         return context
 
@@ -210,7 +228,31 @@ class StoredContexts:
     @property
     def _followed(self) -> set[str]:
         """Ids of the contexts that requests follow."""
-        return {follower.id for follower in self._followers.values()}
+        return {id_ for follower in self._followers.values() for id_ in follower.ids}
 
     def _begin(self, follower: Follower) -> None:
-        self._open.begin(follower.id, follower.recorded, self._followed)
+        """Starts to open the contexts of a request that are not open.
+
+        They may take the places of contexts that later requests wait for: two requests that have
+        opened some of their contexts each would wait for each other.
+        """
+        needed = {
+            id_
+            for other in self._followers.values()
+            if other.tokens or other.since <= follower.since
+            for id_ in other.ids
+        }
+        for id_ in follower.ids:
+            self._open.begin(id_, follower.recorded, needed)
+
+    def _require_joined(self, ids: Sequence[str]) -> None:
+        """Raises ExtError if contexts cannot be followed together."""
+        if len({*ids}) < len(ids):
+            raise ExtError(f"context {'+'.join(ids)} has one of them twice; name each of them once")
+        if len(ids) > self._config.open:
+            raise ExtError(
+                f"the request follows {len(ids)} contexts, but at most {self._config.open} are "
+                "open at a time (clusters.open); name fewer"
+            )
+        if isinstance(self._rope, ExtError):
+            raise ExtError(f"several contexts cannot be followed: {self._rope}; name one")

@@ -1,4 +1,4 @@
-"""Requests that follow a stored context."""
+"""Requests that follow stored contexts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,34 @@ from sgl_ext.engine.core.sglang_types import Req
 
 @dataclass
 class Follower:
-    """Request that follows a context.
+    """Request that follows a context, or several.
 
     Attributes:
-        id: id of the context.
-        share: share of the context's blocks that each query of the request is given.
+        ids: ids of the contexts, in the order of their positions.
+        share: share of the blocks of each context that each query of the request is given.
         req: SGLang's request.
         since: arrival of the request on the monotonic clock, in seconds.
-        tokens: number of tokens of the context; 0 until the request may run.
+        tokens: number of tokens of the contexts; 0 until the request may run.
         recorded: parameter of a request that follows the tokens of a context that are recorded so
             far; None if the request follows a stored context.
     """
 
-    id: str
+    ids: tuple[str, ...]
     share: float
     req: Req
     since: float
     tokens: int = 0
     recorded: IsRecorded | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True if the answer is that of one prompt with the tokens of the context."""
+        return self.share >= 1 and len(self.ids) == 1
+
+    @property
+    def name(self) -> str:
+        """Name of the context, or of several that are followed together."""
+        return "+".join(self.ids)
 
 
 def end_request(req: Req, message: str) -> None:

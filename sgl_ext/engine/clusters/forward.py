@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class _Key(NamedTuple):
     """Property of rows that are computed together."""
 
-    id: str
-    """Id of the context that they follow."""
+    name: str
+    """Name of the context that they follow."""
     share: float
     """Share of its blocks that each query is given."""
     given_up: bool
@@ -78,7 +78,7 @@ class StoredForward:
                 plain.append(tokens[-1])
             else:
                 gone = follower.req.rid in stored.given_up
-                followed.setdefault(_Key(follower.id, follower.share, gone), []).append(row)
+                followed.setdefault(_Key(follower.name, follower.share, gone), []).append(row)
         self.plain_tokens = torch.cat(plain) if plain else torch.empty(0, dtype=torch.int64)
         """Indices of the queries of :attr:`plain` rows in the forward, int64 ``[tokens]``."""
         self.rows = [row for some in followed.values() for row in some]
@@ -155,7 +155,7 @@ class StoredForward:
     def fail(self, error: Exception) -> None:
         """Ends the requests of all followers with an error, which is not one of their contexts."""
         for key, part, _ in self._running(None):
-            self._end(key, part, f"the attention to context {key.id} has failed: {error}", error)
+            self._end(key, part, f"the attention to context {key.name} has failed: {error}", error)
 
     def _running(self, beside: NDArray[np.float32] | None) -> Iterator[tuple[_Key, _Part, Own]]:
         """Yields the parts that have not failed, with their own tokens."""
@@ -169,7 +169,9 @@ class StoredForward:
         message = str(error)
         if not isinstance(error, DeviceError | OwnTokensError):
             # The memory of the context may be inconsistent.
-            message = part.context.failed or f"context {key.id} is disabled after an error: {error}"
+            message = (
+                part.context.failed or f"context {key.name} is disabled after an error: {error}"
+            )
             part.context.failed = message
         self._end(key, part, message, error)
 

@@ -62,6 +62,24 @@ class Own(NamedTuple):
         none = np.zeros(rows, np.int64)
         return cls(none[:0], none, none, none)
 
+    def lines(self, before: Sequence[int] = ()) -> tuple[NDArray[np.int32], list[int], list[int]]:
+        """Returns the slots that the last row of each request sees, and those of its other rows.
+
+        Args:
+            before: slots that all rows see before their own tokens.
+
+        Returns:
+            The slots, ``[requests, width]``; the number of them, and of rows, of each request.
+        """
+        # The rows of a request have the same first token.
+        last = np.flatnonzero(np.diff(self.starts, append=-1))
+        lengths, first = self.lengths[last], len(before)
+        lines = np.zeros((len(last), first + int(lengths.max())), np.int32)
+        lines[:, :first] = before
+        for line, start, length in zip(lines, self.starts[last], lengths, strict=True):
+            line[first : first + length] = self.slots[start : start + length]
+        return lines, (first + lengths).tolist(), np.diff(last, prepend=-1).tolist()
+
     def only(self, some: slice) -> Own:
         """Returns the own tokens of some of the rows."""
         sums = None if self.sums is None else self.sums[some]

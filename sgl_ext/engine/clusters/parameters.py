@@ -12,15 +12,25 @@ from sgl_ext.engine.front.custom_params import STORED
 RECORDED = "ext_recorded"
 """Key of :class:`IsRecorded`; :data:`STORED` is the key of :class:`FollowsStored`."""
 
+MOST_JOINED = 16
+"""Maximum number of contexts that one request follows."""
+
 Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[A-Za-z0-9_-]{1,64}\Z")]
 
 
 class FollowsStored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameter of a prompt that follows a stored context and does not contain its tokens."""
 
-    id: Name
+    id: Name | Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MOST_JOINED)]
+    """Id of the context, or those of several that come one behind the other."""
     sparsity: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    """Share of the context's blocks that each query is given; if None, the server's default."""
+    """Share of the blocks of each context that each query is given; if None, the server's
+    default."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the contexts, in the order of their positions."""
+        return (self.id,) if isinstance(self.id, str) else self.id
 
 
 class IsRecorded(msgspec.Struct, frozen=True):

@@ -97,6 +97,7 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.clusters.files import own_folders, sweep
         from sgl_ext.engine.clusters.contexts import StoredContexts
         from sgl_ext.engine.clusters.geometry import geometry_of
+        from sgl_ext.engine.clusters.joined import verified_rope
         from sgl_ext.engine.clusters.recorder import Recorder
         from sgl_ext.memory.streams import streams_of
 
@@ -109,7 +110,8 @@ class ClustersPower(Power[Clusters]):
         self._runner = runner = scheduler.tp_worker.model_runner
         geometry = geometry_of(scheduler, slab.layout, on_device=on_device)
         longest = scheduler.model_config.context_len
-        self.stored = StoredContexts(config, geometry, longest, ext.transfers)
+        rope = verified_rope(runner.model)
+        self.stored = StoredContexts(config, geometry, longest, ext.transfers, rope)
         forwards = scheduler.forward_stream if scheduler.enable_overlap else None
         self.recorder = Recorder(slab, geometry, folders[0], streams_of(slab.device, forwards))
         if on_device:
@@ -133,7 +135,7 @@ class ClustersPower(Power[Clusters]):
             if isinstance(asked, FollowsStored):
                 if self.stored.follower(req.rid) is None:  # else queued again, after a retraction
                     follower = self.stored.ask(req, asked)
-                    key = f"{NAMESPACE}:{follower.id}:{follower.share!r}"
+                    key = f"{NAMESPACE}:{follower.name}:{follower.share!r}"
                     req.extra_key = f"{key}:{req.extra_key}" if req.extra_key else key
             elif asked is not None:
                 self.recorder.ask(req.rid, asked)
@@ -162,8 +164,9 @@ class ClustersPower(Power[Clusters]):
             tell(
                 req,
                 {
-                    "power": self.name, "exact": follower.share >= 1, "context": follower.id,
-                    "tokens": follower.tokens, "sparsity": follower.share,
+                    "power": self.name, "exact": follower.exact,
+                    "context": follower.name, "tokens": follower.tokens,
+                    "sparsity": follower.share,
                 },
             )  # fmt: skip
         return opened

@@ -124,17 +124,7 @@ class RecordedAttention:
             pool: number of slots of the pool, behind which those of the recorded tokens come.
         """
         if self._batch is None or self._batch[0] is not own.slots:
-            # One line for each request: the rows of a request have the same first token.
-            last = np.flatnonzero(np.diff(own.starts, append=-1))
-            new = np.diff(last, prepend=-1)
-            lengths = own.lengths[last]
-            recorded = np.arange(pool, pool + self.tokens)
-            lines = np.zeros((len(last), self.tokens + int(lengths.max())), np.int32)
-            for line, start, length in zip(lines, own.starts[last], lengths, strict=True):
-                line[: self.tokens] = recorded
-                line[self.tokens : self.tokens + length] = own.slots[start : start + length]
+            lines, contexts, new = own.lines(range(pool, pool + self.tokens))
             table = torch.from_numpy(lines)
-            contexts = (lengths + self.tokens).tolist()
-            batch = batch_of(table, range(len(lines)), contexts, new.tolist())
-            self._batch = own.slots, table, batch
+            self._batch = own.slots, table, batch_of(table, range(len(lines)), contexts, new)
         return self._batch[2]

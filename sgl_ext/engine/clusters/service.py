@@ -116,7 +116,8 @@ class StoredService(Front):
         if params.get("beam_width") not in (None, 0, 1):
             raise ExtError("beam search does not support stored contexts; omit one of the two")
         for salt in salts:
-            self._about(follows.id, salt)
+            for id_ in follows.ids:
+                self._about(id_, salt)
         found: dict[str, object] = msgspec.to_builtins(follows)
         return found
 

@@ -19,7 +19,8 @@ from faked_cuda_kit import environment, lines
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_rotation import rope, tables
+from rope_kit import tables
+from test_rotation import rope
 from test_triton_rotate import load_rotate
 from tier_kit import arena
 
@@ -190,7 +191,7 @@ def test_the_kernel_for_devices_is_verified_against_the_model(
     model.embedding = embedding
     right = verified_rope(model, layout)
     wrong = type(right)(right.rotary_dim, right.frequencies[::-1], right.interleaved)
-    monkeypatch.setattr("sgl_ext.engine.chunks.rope._rope_of", lambda _: wrong)
+    monkeypatch.setattr("sgl_ext.engine.kv.rope.rope_of", lambda _: wrong)
     with pytest.raises(ActivationError, match="keys moved from position 0 to 1 differ by"):
         verified_rope(model, layout)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rope_kit import tables
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
@@ -102,22 +103,6 @@ def test_unsupported_layouts_and_runs_are_refused() -> None:
         copy(np.array([[0, 0, 2, 512, 64]]), 1)
 
 
-def tables() -> dict[str, RotaryEmbedding]:
-    """Returns the static embeddings that SGLang serves for Llama and Qwen, by name."""
-    from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
-
-    fp32 = torch.float32
-    return {
-        "plain": RotaryEmbedding(64, 64, 8192, 100_000, True, fp32),
-        "half": RotaryEmbedding(128, 64, 4096, 10_000, False, fp32),
-        "linear": base.LinearScalingRotaryEmbedding(64, 64, 4096, 10_000, True, 4.0, fp32),
-        "llama3": rope_variant.Llama3RotaryEmbedding(
-            128, 128, 8192, 500_000, True, fp32, 8.0, 1.0, 4.0, 8192
-        ),
-        "yarn": yarn.YaRNScalingRotaryEmbedding(64, 64, 4096, 1_000_000, True, 4.0, fp32),
-    }
-
-
 @pytest.mark.parametrize("name", ["plain", "half", "linear", "llama3", "yarn"])
 def test_frequencies_are_recovered_from_the_cos_sin_table(name: str) -> None:
     embedding = tables()[name]
@@ -148,6 +133,6 @@ def test_moved_keys_are_verified_against_the_model(
     verified_rope(model, layout)
     right = frequencies_of(embedding._compute_cos_sin_cache().numpy())
     wrong = Rope(embedding.rotary_dim, right[::-1], not embedding.is_neox_style)
-    monkeypatch.setattr("sgl_ext.engine.chunks.rope._rope_of", lambda _: wrong)
+    monkeypatch.setattr("sgl_ext.engine.kv.rope.rope_of", lambda _: wrong)
     with pytest.raises(ActivationError, match="keys moved from position 0 to 1 differ by"):
         verified_rope(model, layout)

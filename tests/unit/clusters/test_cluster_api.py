@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
-from test_cluster_fuzz import GEOMETRY, OPTIONS, recorded_context
+from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
+from sgl_ext.chunks.rotation import Rope
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders
 from sgl_ext.clusters.paths import index_file
@@ -57,11 +58,14 @@ class Waiting(Manager):
         yield {}
 
 
+ROPE = Rope(2, (1.0,))
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Returns directories with one context of a tenant and one context without a tenant."""
     found = [tmp_path_factory.mktemp(f"device{at}") for at in range(2)]
-    for name, salt in (("stx-mine", "mine"), ("stx-open", None)):
+    for name, salt in (("stx-mine", "mine"), ("stx-open", None), ("stx-hers", "hers")):
         build(replace(recorded_context(), salt=salt), name, own_folders(found), OPTIONS)
     return found
 
@@ -416,7 +420,7 @@ def test_failed_context_is_reopened_once_no_request_follows_it(
     directories: list[Path], index: Path
 ) -> None:
     contexts = StoredContexts(
-        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine()
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine(), ROPE
     )
 
     def followed(rid: str) -> StoredAttention:
@@ -443,6 +447,37 @@ def test_failed_context_is_reopened_once_no_request_follows_it(
         followed("d")
 
 
+def test_requests_for_several_contexts_do_not_wait_for_each_other(directories: list[Path]) -> None:
+    """Each needs both places; the second request may not keep one of them from the first."""
+    config = Clusters(directories=tuple(directories), open=2)
+    contexts = StoredContexts(config, GEOMETRY, 10_000, TransferEngine(), ROPE)
+    contexts.ask(_req("running"), FollowsStored("stx-mine", 0.2))
+    until(lambda: contexts.opened("running"))
+    contexts.ask(_req("first"), FollowsStored(("stx-open", "stx-hers"), 0.2))
+    contexts.ask(_req("second"), FollowsStored(("stx-hers", "stx-mine"), 0.2))
+    until(lambda: contexts.opened("first") or bool(contexts.keep({"first", "second"})))
+    first = contexts.follower("first")
+    assert first is not None
+    assert first.tokens == contexts.context(first).tokens == 2 * TOKENS
+    assert not contexts.opened("second")
+    contexts.keep({"second"})
+    until(lambda: contexts.opened("second"))
+
+
+def test_contexts_that_cannot_be_followed_together_are_refused(directories: list[Path]) -> None:
+    config = Clusters(directories=tuple(directories), open=2)
+    several = FollowsStored(("stx-open", "stx-mine"), 0.2)
+    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ROPE)
+    with pytest.raises(ExtError, match="has one of them twice"):
+        contexts.ask(_req("a"), FollowsStored(("stx-open", "stx-open"), 0.2))
+    with pytest.raises(ExtError, match="follows 3 contexts, but at most 2 are open"):
+        contexts.ask(_req("a"), FollowsStored(("stx-open", "stx-mine", "stx-hers"), 0.2))
+    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ExtError("no such model"))
+    with pytest.raises(ExtError, match="several contexts cannot be followed: no such model"):
+        contexts.ask(_req("a"), several)
+    assert not contexts.any
+
+
 class _Recording:
     """Recorder of the request ``recorded``."""
 
@@ -465,7 +500,7 @@ def _req(rid: str) -> Any:
 
 def test_requests_that_wait_for_their_context_are_not_restored(directories: list[Path]) -> None:
     config = Clusters(directories=tuple(directories), open=1)
-    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine())
+    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ROPE)
     power = _power(contexts)
     for rid, id_ in (("a", "stx-mine"), ("b", "stx-open"), ("c", "stx-mine")):
         contexts.ask(_req(rid), FollowsStored(id_, 0.2))
@@ -481,7 +516,7 @@ def test_requests_that_wait_for_their_context_are_not_restored(directories: list
 
 def test_other_powers_forget_a_waiting_request_that_is_refused(directories: list[Path]) -> None:
     contexts = StoredContexts(
-        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine()
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine(), ROPE
     )
     power, told = _power(contexts), list[object]()
     req = _req("a")

@@ -406,11 +406,11 @@ def test_an_error_of_a_context_ends_only_its_own_requests(
             raise error
 
     contexts = {"good": setup.attention, "bad": Broken(setup.stored, setup.memory)}
-    stored = SimpleNamespace(given_up=set(), context=lambda follower: contexts[follower.id])
+    stored = SimpleNamespace(given_up=set(), context=lambda follower: contexts[follower.name])
     reqs = [SimpleNamespace(rid=str(at), to_finish=None) for at in range(4)]
     followers = [
-        Follower("good", 0.3, reqs[0], 0.0), Follower("bad", 0.3, reqs[1], 0.0), None,
-        Follower("bad", 0.2, reqs[3], 0.0),
+        Follower(("good",), 0.3, reqs[0], 0.0), Follower(("bad",), 0.3, reqs[1], 0.0), None,
+        Follower(("bad",), 0.2, reqs[3], 0.0),
     ]  # fmt: skip
     table = torch.arange(POOL, dtype=torch.int32).reshape(4, -1)
     lengths, contexts_ = [1, 2, 1, 1], [5, 6, 7, 8]
@@ -450,11 +450,11 @@ def test_a_failure_of_the_first_layers_is_kept_when_a_forward_goes_on(
     contexts = {"good": setup.attention, "bad": Gone(setup.stored, setup.memory)}
     reqs = [SimpleNamespace(rid=str(at), to_finish=None) for at in range(3)]
     followers = {
-        req.rid: Follower("good" if at else "bad", 0.3, req, 0.0, tokens=TOKENS)  # type: ignore[arg-type]
+        req.rid: Follower(("good" if at else "bad",), 0.3, req, 0.0, tokens=TOKENS)  # type: ignore[arg-type]
         for at, req in enumerate(reqs[:2])
     }
     stored: Any = SimpleNamespace(
-        given_up=set(), running=None, context=lambda one: contexts[one.id],
+        given_up=set(), running=None, context=lambda one: contexts[one.name],
         followers=lambda rids, _rows: [followers.get(rid) for rid in rids],
     )  # fmt: skip
     power: Any = ClustersPower(ExtConfig(), Clusters(directories=[tmp_path]))

@@ -69,13 +69,13 @@ class Forwards:
         self.setup, self.lengths, self.contexts = setup, lengths, contexts
         self.reqs = [SimpleNamespace(rid=str(row), to_finish=None) for row in range(len(SHARES))]
         self.followers = [
-            None if share is None else Follower("other" if row == 4 else "it", share, req, 0.0)
+            None if share is None else Follower(("other" if row == 4 else "it",), share, req, 0.0)
             for row, (share, req) in enumerate(zip(shares, self.reqs, strict=True))
         ]
         opened = opened or {}
         self.stored: Any = SimpleNamespace(
             given_up=set(), running=None,
-            context=lambda one: opened.get(one.id, setup.attention),
+            context=lambda one: opened.get(one.name, setup.attention),
         )  # fmt: skip
         self.pool: Any = SimpleNamespace(
             start_layer=2, get_key_buffer=lambda layer: setup.pool[layer - 2, :, 0]

@@ -85,7 +85,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             {"attention_backend": "triton"}, "prefill runs triton.* or remove peer.stream layer",
         ),
         ({"chunks": {}}, {"attention_backend": "flashinfer"}, "^chunks computes.* flashinfer is"),
-        ({"chunks": {}}, {}, "chunks support Llama.*not GemmaForCausalLM"),
+        ({"chunks": {}}, {}, "chunks: the models Llama.*not GemmaForCausalLM"),
     ],
 )  # fmt: skip
 def test_resolved_arguments_that_are_not_served_are_refused(
