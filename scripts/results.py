@@ -347,6 +347,23 @@ TABLES: dict[str, Table] = {
             for column in ranks("ttft_ms", MS)[::2]
         ],
     ),
+    "peer-decode": Table(
+        "peer-decode",
+        "borrowed memory is read",
+        {
+            "in place": {"stream": "direct"},
+            "through one layer's buffer": {"stream": "layer"},
+            "through two layers' buffers": {"stream": "layers"},
+        },
+        [
+            Column(f"{tokens:,} tokens: {title}", key, shown, {"tokens": tokens})
+            for tokens in (640, 6144)
+            for title, key, shown in (
+                ("borrowed", "borrowed_share", PERCENT),
+                ("TPOT to own memory's", "over_own", TIMES),
+            )
+        ],
+    ),
     "peer-interference": Table(
         PEER,
         "meanwhile",
