@@ -28,7 +28,7 @@ namespace sgl_ext {
 // Returns exp(x) for x <= 0 with an absolute error below 2e-7. Below -60 it returns exp(-60) =
 // 8.8e-27, which is negligible next to 1 and gives no denormal number in products.
 [[gnu::always_inline]] inline float exp_of(float x) {
-  const float scaled = std::max(x, -60.0f) * 1.44269504f;
+  const float scaled = (x > -60.0f ? x : -60.0f) * 1.44269504f;
   const std::int32_t biased = std::int32_t(scaled + 127.0f);  // rounds down, because it is positive
   const float rest = scaled - float(biased - 127);  // 2^rest as a polynomial on [0, 1)
   float power = 1.8775767e-3f;

@@ -38,26 +38,28 @@ template <class Lanes>
   return a > b ? a : b;
 }
 
-// Consecutive values of one head.
-typedef float Sixteen __attribute__((vector_size(64)));
+// Consecutive values of one head. Wider vectors would be split where there is only AVX2, and GCC
+// passes the parts through memory.
+typedef Eight Values;
+constexpr std::size_t kValues = lanes_of<Values>;
 
-[[gnu::always_inline]] inline Sixteen sixteen(const float *from) { return load<Sixteen>(from); }
+[[gnu::always_inline]] inline Values values_at(const float *from) { return load<Values>(from); }
 
-[[gnu::always_inline]] inline Sixteen sixteen(const std::uint16_t *from) {
-  typedef std::uint16_t Halves __attribute__((vector_size(32)));
-  typedef std::uint32_t Bits __attribute__((vector_size(64)));
+[[gnu::always_inline]] inline Values values_at(const std::uint16_t *from) {
+  typedef std::uint16_t Halves __attribute__((vector_size(16)));
+  typedef std::uint32_t Bits __attribute__((vector_size(32)));
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
   const Bits bits = __builtin_convertvector(halves, Bits) << 16;
-  Sixteen values;
+  Values values;
   std::memcpy(&values, &bits, sizeof values);
   return values;
 }
 
-[[gnu::always_inline]] inline float sum(const Sixteen &values) {
-  Four quarters[4];
-  std::memcpy(quarters, &values, sizeof quarters);
-  const Four four = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+[[gnu::always_inline]] inline float sum(const Values &values) {
+  Four halves[2];
+  std::memcpy(halves, &values, sizeof halves);
+  const Four four = halves[0] + halves[1];
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 

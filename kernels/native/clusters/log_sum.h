@@ -38,11 +38,12 @@ struct Seen {
 template <class Lanes, class T>
 [[gnu::always_inline]] inline Lanes products(const float *queries, const T *key,
                                              std::size_t head_dim) {
-  constexpr std::size_t lanes = lanes_of<Lanes>, width = 16;
-  Sixteen sums[lanes] = {};
-  for (std::size_t i = 0; i < head_dim; i += width) {
-    const Sixteen values = sixteen(key + i);
-    for (std::size_t l = 0; l < lanes; ++l) sums[l] += sixteen(queries + l * head_dim + i) * values;
+  constexpr std::size_t lanes = lanes_of<Lanes>;
+  Values sums[lanes] = {};
+  for (std::size_t i = 0; i < head_dim; i += kValues) {
+    const Values values = values_at(key + i);
+    for (std::size_t l = 0; l < lanes; ++l)
+      sums[l] += values_at(queries + l * head_dim + i) * values;
   }
   float each[lanes];
   for (std::size_t l = 0; l < lanes; ++l) each[l] = sum(sums[l]);

@@ -1,0 +1,3 @@
+// The instruction set that all machines have.
+#define SGLEXT_ADD add_portable
+#include "codes.inl"
