@@ -427,6 +427,31 @@ TABLES: dict[str, Table] = {
             Column("top-1 agreement", "top1", form(1, " %", 100)),
         ],
     ),
+    "clusters-joined": Table(
+        "clusters-heads-joined",
+        "the text is stored as",
+        {
+            "one context": {"what": "joined 1, 10%"},
+            "two contexts": {"what": "joined 2, 10%"},
+            "four contexts": {"what": "joined 4, 10%"},
+            "four contexts, of which the last is followed": {
+                "what": "joined the last part alone, 10%"
+            },
+        },
+        [
+            Column("KL from dense attention, nats", "kl", form(3)),
+            Column("top-1 agreement", "top1", form(1, " %", 100)),
+        ],
+    ),
+    "clusters-heads": Table(
+        "clusters-heads-joined",
+        "attention that is covered",
+        {f"{share} % of the bytes": {"what": f"selection of {share}%"} for share in (5, 10, 20)},
+        [
+            Column(f"by a selection for {name}", "covered", form(2, " %", 100), {"system": name})
+            for name in ("all KV heads", "each KV head")
+        ],
+    ),
     "clusters-serving": Table(
         "clusters",
         "devices",
